@@ -27,7 +27,7 @@ from fusionlab.viz.draw.render import to_svg
 from fusionlab.viz.explorer.widget import Explorer
 from fusionlab.viz.html import tabs
 from fusionlab.viz.model import pictures as pictures_module
-from fusionlab.viz.model.folding import fold
+from fusionlab.viz.model.folding import fold_graph
 from fusionlab.viz.model.pictures import Pictures
 
 LARGE = {3: 6, 24: 96}  # layers -> those of the program it is compared with
@@ -207,7 +207,7 @@ def test_unfolding_a_group_does_not_fold_the_program_again(measured, layers, mon
     small, found = (found for found, *_ in measured)
     drawn(Pictures(small.graph, small), [])
     folds = []
-    monkeypatch.setattr(pictures_module, "fold_graph", lambda *a, **k: folds.append(1) or fold(*a, **k))
+    monkeypatch.setattr(pictures_module, "fold_graph", lambda *a, **k: folds.append(1) or fold_graph(*a, **k))
     pictures = Pictures(found.graph, found)
     view, first = counted(lambda: pictures.view(enabled=None))
     wanted = next(b["id"] for b in view["boxes"] if b["closed"])

@@ -11,7 +11,15 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fusionlab.kernels.launch.compile import ARCHS, KERNELS, Resources, Source, compile_source, nvrtc_version, resources
+from fusionlab.kernels.launch.compile import (
+    ARCHS,
+    KERNELS,
+    CudaSource,
+    Resources,
+    compile_source,
+    nvrtc_version,
+    resources,
+)
 from fusionlab.kernels.launch.kernel_plan import KernelPlan, Launch
 from fusionlab.kernels.ops.dot_product_attention.cudnn.probe import probe_plan
 from fusionlab.kernels.ops.dot_product_attention.own import tiles
@@ -92,7 +100,9 @@ def _norm(arch: str) -> Iterator[tuple[str, KernelPlan]]:
     for dtype in ("float32", "bfloat16", "float16") if arch == "sm_90" else ("float32", "bfloat16"):
         for columns in (96, 768, 4096, 8192, 65536, *some) if arch == "sm_90" and dtype != "float16" else some:
             for kind in ("layer", "rms") if columns == 4096 else ("layer",):
-                given = norm.Norm(kind, 4096, columns, dtype, tuple((s, dtype) for s in ("bias", "scale", "shift")))
+                given = norm.NormLaunch(
+                    kind, 4096, columns, dtype, tuple((s, dtype) for s in ("bias", "scale", "shift"))
+                )
                 name = f"norm {dtype} {kind} {columns}"
                 yield f"{name}: forward", norm.forward_plan(given, 1e-5, residual=True, gives_sum=False, saves=False)
                 yield (
@@ -150,7 +160,7 @@ def decode_rows() -> dict[str, decode.Row]:
     ):
         norm = "layer" if pre_norm and decode.fuses_norm(rows, e) else None
         own = pre_norm and norm is None
-        attention = decode.Attention(
+        attention = decode.AttentionPhase(
             rows,
             h,
             g,
@@ -174,11 +184,11 @@ def decode_rows() -> dict[str, decode.Row]:
             ("layer", "layer"),
             (1e-5, 1e-5),
             "silu" if turned else "gelu_tanh",
-            decode.Product(rows, e, (h * d, g * d, g * d), turned, norm=norm, strips=own),
+            decode.ProductPhase(rows, e, (h * d, g * d, g * d), turned, norm=norm, strips=own),
             attention,
-            decode.Product(rows, h * d, (e,), turned, strips=True),
-            decode.Product(rows, e, (4 * e,), turned, turned, norm, own),
-            decode.Product(rows, 4 * e, (e,), turned, strips=True),
+            decode.ProductPhase(rows, h * d, (e,), turned, strips=True),
+            decode.ProductPhase(rows, e, (4 * e,), turned, turned, norm, own),
+            decode.ProductPhase(rows, 4 * e, (e,), turned, strips=True),
         )
     return found
 
@@ -205,7 +215,7 @@ def _attention(arch: str) -> Iterator[tuple[str, KernelPlan]]:
     ):
         strides = (1024 * features, features, features)
         sizes = (2, 4, 1024, 1024, features, features)
-        call = tiles.Attention(dtype, *sizes, *(strides,) * 4, features**-0.5, **kinds[kind])
+        call = tiles.TiledAttention(dtype, *sizes, *(strides,) * 4, features**-0.5, **kinds[kind])
         saves = "logsumexp" if call.plain else "max_and_log_sum"
         saves += ROUNDED_OFF if dtype != "float32" else ""
         name = f"attention {dtype} {features} {kind}"
@@ -222,7 +232,7 @@ def measure(arch: str, wanted: Callable[[str], bool] = lambda name: True) -> dic
     for name, spec in variants(arch):
         if not wanted(name):
             continue
-        source = Source(spec.source, tuple(one.entry for one in spec.launches))
+        source = CudaSource(spec.source, tuple(one.entry for one in spec.launches))
         taken = resources(compile_source(source, spec.options, arch).log)
         found[name] = {launch.entry: taken[launch.entry] for launch in spec.launches}
     return found

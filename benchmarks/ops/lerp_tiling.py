@@ -14,7 +14,7 @@ from typing import Any
 
 from fusionlab.kernels.ops.lerp import plan, tiling
 from fusionlab.kernels.ops.lerp.axes import SLOTS
-from fusionlab.kernels.ops.lerp.plan import Pass
+from fusionlab.kernels.ops.lerp.plan import CotangentPass
 
 from ..measuring import compiled_at_once, measured
 
@@ -37,7 +37,7 @@ SHOWN = 10  # the quickest of each case
 class Way:
     """One way to do a case's backward; `labels` are what chose it, `us` what it took."""
 
-    passes: tuple[Pass, ...]
+    passes: tuple[CotangentPass, ...]
     labels: list[str] = field(default_factory=list)
     us: float = math.nan
 
@@ -45,7 +45,7 @@ class Way:
         return " + ".join(_geometry(one) for one in self.passes)
 
 
-def _geometry(one: Pass) -> str:
+def _geometry(one: CotangentPass) -> str:
     told = dict(o.removeprefix("-DFL_").split("=", 1) for o in one.plan.options)
     first = one.plan.launches[0]
     if first.entry == "lerp_backward_flat":
@@ -78,7 +78,7 @@ def ways(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[Way]:
     """The one shipped first."""
     found: dict[Any, Way] = {}
 
-    def note(passes: tuple[Pass, ...], label: str) -> None:
+    def note(passes: tuple[CotangentPass, ...], label: str) -> None:
         found.setdefault(tuple(one.plan for one in passes), Way(passes)).labels.append(label)
 
     note(plan.backward_passes(shapes, GRADS, dtype), SHIPPED)
@@ -143,7 +143,7 @@ def shapes_of(case: Any) -> dict[str, tuple[int, ...]]:
     return {s: (1,) * (rank - len(shape)) + shape for s, shape in zip(SLOTS, (case.x, case.y, case.w), strict=True)}
 
 
-def program_of(case: Any, passes: tuple[Pass, ...]) -> Callable[..., list[Any]]:
+def program_of(case: Any, passes: tuple[CotangentPass, ...]) -> Callable[..., list[Any]]:
     """(dx, dy) of the cotangent, x, y and w, by these passes."""
     from fusionlab.kernels.ops.lerp import cuda
 

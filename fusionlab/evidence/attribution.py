@@ -34,7 +34,7 @@ _WHOLE = "(whole)"
 
 
 @dataclass(frozen=True)
-class Part:
+class PartTiming:
     """A part of a program run alone.
 
     Attributes:
@@ -51,10 +51,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PartTimings:
     """The parts of a program beside the whole, and what one dispatch takes; `hardware` is where they were measured."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[PartTiming, ...]
     whole: Runs
     dispatch: Runs
     hardware: str
@@ -78,7 +78,7 @@ def parts_of(
     budget_s: float = 60.0,
     progress: Progress = False,
     **kwargs: Any,
-) -> Parts:
+) -> PartTimings:
     """Times the parts of a program, each compiled alone, beside the whole.
 
     Args:
@@ -103,10 +103,10 @@ def parts_of(
         runs, _ = runs_of(programs, samples, budget_s, reporter.step)
     *of_parts, whole, dispatch = runs
     parts = (
-        Part(name, tuple(n.id for n in nodes), r, max(0.0, r.median_s - dispatch.median_s))
+        PartTiming(name, tuple(n.id for n in nodes), r, max(0.0, r.median_s - dispatch.median_s))
         for (name, nodes), r in zip(cut, of_parts, strict=True)
     )
-    return Parts(tuple(parts), whole, dispatch, hardware())
+    return PartTimings(tuple(parts), whole, dispatch, hardware())
 
 
 def stretches(block: Block, depth: int = 1) -> list[tuple[str, list[Node]]]:

@@ -85,7 +85,7 @@ class _Stop(Exception):  # noqa: N818 - the way out of a search, not an error
     """The search is to end here; the message says why."""
 
 
-class _Search:
+class _Bisection:
     """The trials of one bisection, none made twice."""
 
     def __init__(
@@ -142,7 +142,7 @@ def bisect_sites(
     causes: list[Cause] = []
     stopped = ""
     with Reporter(progress, "trials", most) as reporter:
-        search = _Search(attempt, most, cancel, reporter.step)
+        search = _Bisection(attempt, most, cancel, reporter.step)
         left = tuple(sites)
         try:
             while left and search.bad(left):

@@ -22,7 +22,7 @@ from .errors.numerics import (
     random_cotangents,
     value_and_gradients,
 )
-from .errors.reduction_sizes import Sums, sums_of
+from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 from .instruments.timing import as_tuple
@@ -77,7 +77,7 @@ class Original:
         return random_cotangents(self.forward.jaxpr.out_avals)
 
     @functools.cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> ReductionSizes:
         """The sums of the program, which pick tolerances."""
         return sums_of(self.forward.jaxpr, jax.default_backend())
 

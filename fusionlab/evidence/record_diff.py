@@ -21,7 +21,7 @@ MEMORY_GROWTH = (
 
 
 @dataclass(frozen=True)
-class Change:
+class RecordChange:
     """One quantity of both records.
 
     Attributes:
@@ -46,11 +46,11 @@ class RecordDiff:
     """What changed from one record to a newer one."""
 
     name: str
-    changes: tuple[Change, ...]
+    changes: tuple[RecordChange, ...]
     notes: tuple[str, ...] = ()
 
     @property
-    def regressions(self) -> tuple[Change, ...]:
+    def regressions(self) -> tuple[RecordChange, ...]:
         return tuple(c for c in self.changes if c.verdict == "worse")
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ def _differing(old: Any, new: Any) -> str:
     return ", ".join(f"{k} {old.get(k)} -> {new.get(k)}" for k in keys)
 
 
-def _times(old: Evidence, new: Evidence) -> Iterator[Change]:
+def _times(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
     for part in ("timing", "timing_grad"):
         before, after = getattr(old, part), getattr(new, part)
         either = after or before
@@ -93,11 +93,11 @@ def _times(old: Evidence, new: Evidence) -> Iterator[Change]:
         what = f"time, {either.what}"
         was, now = _time_text(before, old), _time_text(after, new)
         if before is None or after is None:
-            yield Change(what, was, now, "not compared", "timed in one of them only")
+            yield RecordChange(what, was, now, "not compared", "timed in one of them only")
         elif before.hardware != after.hardware or before.clock != after.clock:
-            yield Change(what, was, now, "not compared", "measured on other hardware, or by another clock")
+            yield RecordChange(what, was, now, "not compared", "measured on other hardware, or by another clock")
         else:
-            yield Change(what, was, now, _faster(before, after))
+            yield RecordChange(what, was, now, _faster(before, after))
 
 
 def _time_text(timing: Timing | None, record: Evidence) -> str:
@@ -115,7 +115,7 @@ def _faster(old: Timing, new: Timing) -> str:
     return "better" if new.interval[0] > old.interval[1] else "same"
 
 
-def _memories(old: Evidence, new: Evidence) -> Iterator[Change]:
+def _memories(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
     for part, what in (("memory", "forward"), ("memory_grad", "forward + backward")):
         before, after = getattr(old, part), getattr(new, part)
         what = f"compiled peak memory of the fused version, {what}"
@@ -123,28 +123,28 @@ def _memories(old: Evidence, new: Evidence) -> Iterator[Change]:
             continue
         was, now = _peak(before), _peak(after)
         if before is None or after is None:
-            yield Change(what, was, now, "not compared", "known in one of them only")
+            yield RecordChange(what, was, now, "not compared", "known in one of them only")
         elif before.hardware != after.hardware:
-            yield Change(what, was, now, "not compared", "measured on other hardware")
+            yield RecordChange(what, was, now, "not compared", "measured on other hardware")
         else:
             growth = after.after.peak / max(before.after.peak, 1) - 1
             verdict = "worse" if growth > MEMORY_GROWTH else "better" if growth < -MEMORY_GROWTH else "same"
-            yield Change(what, was, now, verdict)
+            yield RecordChange(what, was, now, verdict)
 
 
 def _peak(memory: Memory | None) -> str:
     return f"{memory.after.peak / 2**20:.2f} MiB" if memory else ""
 
 
-def _errors(old: Evidence, new: Evidence) -> Iterator[Change]:
+def _errors(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
     before, after = _leaves(old), _leaves(new)
     for name in (*before, *(n for n in after if n not in before)):
         first, second = before.get(name), after.get(name)
         was, now = _error(first), _error(second)
         if first is None or second is None:
-            yield Change(name, was, now, "not compared", "in one of them only")
+            yield RecordChange(name, was, now, "not compared", "in one of them only")
         else:
-            yield Change(name, was, now, "same" if first.ok == second.ok else "better" if second.ok else "worse")
+            yield RecordChange(name, was, now, "same" if first.ok == second.ok else "better" if second.ok else "worse")
 
 
 def _leaves(record: Evidence) -> dict[str, LeafNumerics]:

@@ -21,7 +21,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Findings
 from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.cost.cost import Cost, Costs, cost_of, quantity, total_of
-from fusionlab.graph.cost.kernel_model import Kernel, kernels_of
+from fusionlab.graph.cost.kernel_model import ModelKernel, kernels_of
 from fusionlab.graph.program.graph import Graph
 
 from .instruments.timing import Runs, seconds
@@ -236,13 +236,13 @@ def roofline(
     )
 
 
-def _point(kernel: Kernel, costs: Costs, device: Device) -> Point:
+def _point(kernel: ModelKernel, costs: Costs, device: Device) -> Point:
     value = next((v.name for v in costs.graph.node_by_id[kernel.root].outputs), f"n{kernel.root}")
     name = f"{kernel.primitive} {kernel.scope} {value}"
     return Point(name, kernel.cost.operations, kernel.cost.bytes_moved, *attainable(kernel.cost, device))
 
 
-def _predicted(found: Findings, candidate: Candidate, kernels: tuple[Kernel, ...], device: Device) -> Prediction:
+def _predicted(found: Findings, candidate: Candidate, kernels: tuple[ModelKernel, ...], device: Device) -> Prediction:
     before = total_of(k.cost for k in kernels)
     if candidate.same_code:
         why = "it is what XLA runs anyway"

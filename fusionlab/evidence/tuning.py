@@ -35,7 +35,7 @@ MIN_GAIN = 0.01  # of the time: less is no reason to leave XLA's own code
 
 
 @dataclass(frozen=True)
-class Call:
+class TunedCall:
     """One call of a fused primitive: `params` as sorted items, `shapes` by operand name."""
 
     primitive: FusedPrimitive
@@ -106,13 +106,13 @@ def _with_times(choice: Choice) -> str:
 class Rivals:
     """Device microseconds (medians) of each implementation of one call, for each variant of its settings."""
 
-    call: Call
+    call: TunedCall
     times_us: tuple[tuple[dict[str, Any], dict[str, float]], ...]
 
 
-def calls_in(jaxpr: Any) -> list[Call]:
+def calls_in(jaxpr: Any) -> list[TunedCall]:
     """The calls of fused primitives in a jaxpr and its inner ones whose implementation is left open, each once."""
-    found: dict[Any, Call] = {}
+    found: dict[Any, TunedCall] = {}
     for eqn in _equations(jaxpr):
         primitive = eqn.primitive
         if not isinstance(primitive, FusedPrimitive) or eqn.params.get("implementation") is not None:
@@ -121,7 +121,7 @@ def calls_in(jaxpr: Any) -> list[Call]:
         shapes = tuple(
             (n, jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for n, v in zip(names, eqn.invars, strict=True)
         )
-        call = Call(primitive, tuple(sorted(eqn.params.items())), shapes)
+        call = TunedCall(primitive, tuple(sorted(eqn.params.items())), shapes)
         if (text := call.case()) is not None:
             found.setdefault(text, call)
     return list(found.values())
@@ -147,7 +147,7 @@ def _inner(value: Any) -> Iterator[Any]:
             yield from _inner(one)
 
 
-def tune_calls(calls: Sequence[Call], progress: Progress = False, samples: int = SAMPLES) -> Measured:
+def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: int = SAMPLES) -> Measured:
     """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
     device = Device.current()
     measured = []
@@ -166,7 +166,7 @@ def tune_calls(calls: Sequence[Call], progress: Progress = False, samples: int =
     return Measured(dict(_decided(measured)), algorithms, here.hardware, here.versions)
 
 
-def _rivals(call: Call, device: Device, samples: int) -> Rivals | None:
+def _rivals(call: TunedCall, device: Device, samples: int) -> Rivals | None:
     variants = list(_variants(call, device))
     if all(names == ["xla"] for *_, names in variants):
         return None
@@ -182,7 +182,9 @@ def _rivals(call: Call, device: Device, samples: int) -> Rivals | None:
     return Rivals(call, tuple(times))
 
 
-def _variants(call: Call, device: Device) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
+def _variants(
+    call: TunedCall, device: Device
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
     """Each change of a call's settings: what is changed, the parameters, the operands' shapes, and the implementations that can run it."""
     op, role = call.primitive.op, call.primitive.role
     for change in op.variants(role, **dict(call.params)):
@@ -240,7 +242,7 @@ def _cublaslt_plan(eqn: Any) -> Any:
     if eqn.primitive.name != "ffi_call" or eqn.params.get("target_name") not in targets:
         return None
     attributes = dict(eqn.params["attributes"])
-    plan = plans.plan_of(str(attributes["plan"]))
+    plan = plans.launch_plan_of(str(attributes["plan"]))
     return plan if isinstance(plan, cublaslt.MatmulPlan) else None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..device import Device, asked_about
 from ..graph.backward.find import Derivatives
 from ..graph.canonical.blocks import views
-from ..graph.canonical.view import View
+from ..graph.canonical.view import CanonicalView
 from ..graph.certify.certify import Certifier
 from ..graph.jax_compat import types_in
 from ..graph.program.boundary import Fault, guarded
@@ -24,7 +24,7 @@ from ..kernels import plain_meaning_of
 from .engine.base import GRADIENT, Pass, Search, faulty, found_at, has_gradient, is_whole
 from .engine.outcomes import Candidate, Rejection
 from .engine.overlaps import settle, with_shares_left
-from .engine.pairing import failed_on, is_differentiated, with_backward
+from .engine.pairing import failed_on, has_backward_pass, with_backward
 from .passes.linear.linear_groups import grouped
 from .passes.matmul.matmul_schedule import routes_of
 from .registry import op_of
@@ -115,7 +115,7 @@ def _find_in(
     with _timed(seconds, "canonicalise"):
         found_views = list(views(graph, failed=lambda block, fault: unread.append((block, fault))))
     found: list[Candidate | Rejection] = [*_unread(passes, unread)]
-    differentiated = is_differentiated(graph)
+    differentiated = has_backward_pass(graph)
     derivatives = Derivatives() if differentiated else None
     shared: dict[Any, Any] = {}
     for pass_, options in sorted(passes, key=lambda asked: is_whole(asked[0])):
@@ -194,7 +194,7 @@ def _unread_by(pass_: Pass, block: Block, fault: Fault) -> Rejection:
 def _settled(
     graph: Graph,
     passes: list[tuple[Pass, Mapping[str, Any]]],
-    found_views: list[tuple[View, Node | None]],
+    found_views: list[tuple[CanonicalView, Node | None]],
     found: list[Candidate | Rejection],
     certifier: Certifier,
     derivatives: Derivatives | None,

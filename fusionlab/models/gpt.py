@@ -32,11 +32,11 @@ from . import transformer
 from .layers import Params, dense, layer_norm, layer_norm_init
 
 Projections = Literal["separate", "concatenated", "interleaved"]
-Pair = tuple[jax.Array, jax.Array]
+KeysAndValues = tuple[jax.Array, jax.Array]
 # One (keys, values) per layer; where the layers are scanned, one pair of stacked arrays.
-Cache = list[Pair] | Pair
+Cache = list[KeysAndValues] | KeysAndValues
 # How a layer attends: (queries, keys, values) [B, S, H, D] -> (mixed values [B, S, H, D], the layer's new cache).
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Pair], tuple[jax.Array, Pair]]
+Attend = Callable[[jax.Array, jax.Array, jax.Array, KeysAndValues], tuple[jax.Array, KeysAndValues]]
 
 # Deviations of the two embeddings. Where tokens weigh more than positions, a model with random weights soon repeats
 # itself: what it says next then hardly depends on where it is.
@@ -156,7 +156,7 @@ def prefill(params: Params, tokens: jax.Array, cache: Cache, *, config: Config =
         raise ArgumentError(f"tokens: got {seq} for a cache of {cache_size(cache)}; give init_cache a larger size")
     seen = jnp.tril(jnp.ones((seq, seq), bool))
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Pair) -> tuple[jax.Array, Pair]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
         return _attention(q, k, v, seen), _write(cache, k, v, 0)
 
     with jax.named_scope("embed"):
@@ -181,7 +181,7 @@ def decode(
         raise ArgumentError(f"step: got {int(step)} for a cache of {size}; it has to be from 0 to {size - 1}")
     seen = jnp.arange(size) <= step
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: Pair) -> tuple[jax.Array, Pair]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
         keys, values = _write(cache, k, v, step)
         return _attention(q, keys, values, seen), (keys, values)
 
@@ -254,14 +254,16 @@ def _layers(params: Any, x: jax.Array, cache: Any, attend: Attend, config: Confi
             pairs.append(pair)
         return x, pairs
 
-    def body(x: jax.Array, layer: tuple[Params, Pair]) -> tuple[jax.Array, Pair]:
+    def body(x: jax.Array, layer: tuple[Params, KeysAndValues]) -> tuple[jax.Array, KeysAndValues]:
         return _block(layer[0], x, layer[1], attend, config)
 
     with jax.named_scope("layers"):
         return lax.scan(body, x, (params, cache))
 
 
-def _block(params: Params, x: jax.Array, cache: Pair, attend: Attend, config: Config) -> tuple[jax.Array, Pair]:
+def _block(
+    params: Params, x: jax.Array, cache: KeysAndValues, attend: Attend, config: Config
+) -> tuple[jax.Array, KeysAndValues]:
     """One layer, `[B, S, E]` -> `[B, S, E]` and its new cache."""
     with jax.named_scope("ln1"):
         h = layer_norm(params["ln1"], x)
@@ -293,7 +295,7 @@ def _attention(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax
     return jnp.einsum("bhst,bthd->bshd", weights.astype(v.dtype), v)
 
 
-def _write(cache: Pair, k: jax.Array, v: jax.Array, step: jax.Array | int) -> Pair:
+def _write(cache: KeysAndValues, k: jax.Array, v: jax.Array, step: jax.Array | int) -> KeysAndValues:
     """Keys and values `[B, S, H, D]` put into the cache from position `step` on."""
     start = (0, step, 0, 0)
     return lax.dynamic_update_slice(cache[0], k, start), lax.dynamic_update_slice(cache[1], v, start)

@@ -25,7 +25,7 @@ MARGIN = 0.05  # how much slower is still not slower: two compilations of one fu
 
 
 @dataclass(frozen=True)
-class Call:
+class Asserted:
     """What an assertion is about: a function at its example arguments, searched by passes for a device.
 
     Attributes:
@@ -131,7 +131,7 @@ def assert_fused(
     __tracebackhide__ = True
     if not expect and not survive:
         raise ArgumentError("assert_fused: got neither expect nor survive, needed a count to assert")
-    call = Call(fn, args, **options)
+    call = Asserted(fn, args, **options)
     found = call.find()
     expect, survive = expect or {}, survive or {}
     counts = _counts(found, expect)
@@ -225,7 +225,7 @@ def assert_rejected(
     __tracebackhide__ = True
     if code not in REJECTIONS:
         raise unknown_name("rejection code", code, REJECTIONS)
-    call = Call(fn, args, **options)
+    call = Asserted(fn, args, **options)
     found = call.find()
     if pass_ is not None and pass_ not in found.passes:
         raise unknown_name("pass", pass_, found.passes)
@@ -286,7 +286,7 @@ def assert_equivalent(
       ArgumentError: shapes where arrays are needed. SideEffectError: the function prints or calls back. TraceError: it does not trace.
     """
     __tracebackhide__ = True
-    call = Call(fn, args, **options)
+    call = Asserted(fn, args, **options)
     other = call.fuse() if fused is None else fused
     found = replace(call, device=None).find() if fused is None else None
     given = call.static | ({} if argnums is None else {"argnums": argnums})
@@ -341,7 +341,7 @@ def assert_not_slower(
     __tracebackhide__ = True
     if not 0 <= margin < 1:
         raise ArgumentError(f"margin: got {margin}, needed a share of the time from 0 to below 1")
-    call = Call(fn, args, **options)
+    call = Asserted(fn, args, **options)
     here = Device.current()
     if here.platform != "cuda":
         raise unittest.SkipTest(f"assert_not_slower needs a CUDA GPU for device time; this process runs on {here}")

@@ -29,7 +29,7 @@ from ..verbs import lab
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CallOutcome:
     """What came of a call.
 
     Attributes:
@@ -145,7 +145,7 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = None) -> Verdict:
+def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = None) -> CallOutcome:
     """Runs `fl.fuse(fn)` on the arguments of a call and compares.
 
     Args:
@@ -155,7 +155,7 @@ def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = Non
       passes: as for `fusionlab.fuse`.
     """
     if is_jit_disabled():
-        return Verdict(skipped="jit is disabled")
+        return CallOutcome(skipped="jit is disabled")
     jit = jit_of(fn)
     if jit is not None:
         donates = bool(jit.donate_argnums or jit.donate_argnames or jit.donates_rest)
@@ -163,7 +163,7 @@ def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = Non
     return _beside_a_jit_of_ours(fn, given, passes)
 
 
-def _beside_a_jit_of_ours(fn: Callable, given: Given, passes: Any) -> Verdict:
+def _beside_a_jit_of_ours(fn: Callable, given: Given, passes: Any) -> CallOutcome:
     refused: Exception | None = None
     for numbers in (True, False):
         closed = Closed(fn, given, numbers)
@@ -171,13 +171,13 @@ def _beside_a_jit_of_ours(fn: Callable, given: Given, passes: Any) -> Verdict:
         function, arrays = closed.function, closed.arrays()
         try:
             if _has_side_effects(function, arrays, closed.holds_objects):
-                return Verdict(skipped="has side effects")
+                return CallOutcome(skipped="has side effects")
             want = arrays_of(under(function)(arrays), arrays)
         except Exception as error:  # whatever the user's function raises there is no fault of ours
             refused = error
             continue
         return _compared(closed.function, lambda c=closed: ((c.arrays(),), {}), want, passes)
-    return Verdict(skipped=f"refused by jax.jit: {type(refused).__name__}")
+    return CallOutcome(skipped=f"refused by jax.jit: {type(refused).__name__}")
 
 
 def _has_side_effects(function: Callable, arrays: list[Any], holds_objects: bool) -> bool:
@@ -185,7 +185,7 @@ def _has_side_effects(function: Callable, arrays: list[Any], holds_objects: bool
     return not holds_objects and bool(jax.make_jaxpr(function)(arrays).effects)
 
 
-def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[Any], passes: Any) -> Verdict:
+def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[Any], passes: Any) -> CallOutcome:
     """What `fl.fuse(fn)` gives on `call()`, against what `jax.jit` gave."""
     args, kwargs = call()
     found: lab.Findings | None = None
@@ -196,13 +196,13 @@ def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[A
         args, kwargs = call()
         out = fused(*args, **kwargs)
     except SideEffectError:
-        return Verdict(skipped="has side effects")
+        return CallOutcome(skipped="has side effects")
     except Exception as error:  # every error is what is looked for here
         where = "fl.fuse" if found is not None else "fl.find"
-        return Verdict(*_counts(found), fault=f"raises under {where}, not under jax.jit: {error_text(error)}")
+        return CallOutcome(*_counts(found), fault=f"raises under {where}, not under jax.jit: {error_text(error)}")
     got = arrays_of(out, (args, kwargs))
     said = _other_types(want, got) or _other_values(want, got, lambda: _numerics(fn, fused, call))
-    return Verdict(*_counts(found), fault=said)
+    return CallOutcome(*_counts(found), fault=said)
 
 
 def _counts(found: lab.Findings | None) -> tuple[int, int]:

@@ -37,7 +37,7 @@ import pytest
 from ..graph.calls.parts import is_array
 from ..graph.calls.state import is_object
 from ..graph.calls.wrappers import jit_of
-from .beside import Given, Verdict, beside
+from .beside import CallOutcome, Given, beside
 from .closures import put_back
 from .watching import Watch
 
@@ -142,7 +142,7 @@ class Everywhere:
         self._counts["programs"] += 1
         return given
 
-    def _count(self, fn: Callable, given: Given, verdict: Verdict) -> None:
+    def _count(self, fn: Callable, given: Given, verdict: CallOutcome) -> None:
         self._counts["sites"] += verdict.sites
         self._counts["declined"] += verdict.declined
         if verdict.skipped:

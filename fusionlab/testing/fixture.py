@@ -114,7 +114,7 @@ class FusionLabFixture:
 
     def _snapshot(self, path: Path, graph: bool, fn: Callable, args: Sequence[Any], **options: Any) -> lab.Findings:
         __tracebackhide__ = True
-        found = asserts.Call(fn, args, **options).find()
+        found = asserts.Asserted(fn, args, **options).find()
         done = check_snapshot(path, snapshot_text(found, graph), self._test.update, found)
         self._summary.snapshots[done] = self._summary.snapshots.get(done, 0) + 1
         return found

@@ -16,7 +16,7 @@ from ..errors import unknown_name
 from ..fusers import Candidate, Findings, Rejection
 from ..fusers.passes.linear.epilogues import KNOWN
 from ..graph.canonical.blocks import views
-from ..graph.canonical.view import View
+from ..graph.canonical.view import CanonicalView
 from ..graph.certify.activations import NONLINEAR, between, cone, recognise
 from ..graph.certify.certify import Certifier
 from ..graph.program.graph import Graph
@@ -80,7 +80,7 @@ def activations(graph: Graph) -> list[tuple[str, Node]]:
     return [ends[i] for i in sorted(ends)]
 
 
-def _add_activations(view: View, certifier: Certifier, ends: dict[int, tuple[str, Node]]) -> None:
+def _add_activations(view: CanonicalView, certifier: Certifier, ends: dict[int, tuple[str, Node]]) -> None:
     """Adds the known activations of a block to `ends`, by the nodes that end them."""
     # The nodes of those found so far, but for their last ones, from whose values others may start.
     inner: set[int] = set()
@@ -98,7 +98,7 @@ def _add_activations(view: View, certifier: Certifier, ends: dict[int, tuple[str
                 ends[node.id] = (ACTIVATIONS[name].kind, node)
 
 
-def _ends_alike(view: View, start: Value) -> Iterator[Node]:
+def _ends_alike(view: CanonicalView, start: Value) -> Iterator[Node]:
     """The nodes that may end an activation of a value in the forward pass: they make values like it. The last first."""
     nodes = [n for n in cone(view, start) if not in_backward(n)]
     if any(n.primitive in NONLINEAR for n in nodes):

@@ -21,7 +21,7 @@ from ..output import check_file
 from . import lab
 
 if TYPE_CHECKING:
-    from ..evidence.tuning import Call, Tuned
+    from ..evidence.tuning import Tuned, TunedCall
 
 
 def tune(
@@ -106,7 +106,7 @@ def _named(passes: lab.Passes) -> lab.Passes:
 
 def _calls(
     fused: Callable, args: tuple, kwargs: dict, grad: bool, static_argnums: Any, static_argnames: Any
-) -> list[Call]:
+) -> list[TunedCall]:
     """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float."""
     from ..evidence.tuning import calls_in
 

@@ -20,7 +20,7 @@ from fusionlab.evidence.errors.numerics import (
     tolerance_notes,
     ulp_size,
 )
-from fusionlab.evidence.errors.reduction_sizes import Sums, reduction_size, sums_of
+from fusionlab.evidence.errors.reduction_sizes import ReductionSizes, reduction_size, sums_of
 from fusionlab.testing.tolerances import TOLERANCES, tolerance
 
 
@@ -124,8 +124,8 @@ def test_only_a_float32_product_that_asks_for_no_precision_may_run_in_tf32_and_o
         x = jnp.ones((4, 4), dtype)
         return jax.make_jaxpr(lambda x: jax.checkpoint(lambda x: jnp.dot(x, x, precision=precision))(x))(x)
 
-    assert sums_of(product(None), "gpu") == Sums(4, tf32=True, coarsest="float32")
-    assert sums_of(product(None), "cpu") == Sums(4, coarsest="float32")
+    assert sums_of(product(None), "gpu") == ReductionSizes(4, tf32=True, coarsest="float32")
+    assert sums_of(product(None), "cpu") == ReductionSizes(4, coarsest="float32")
     assert not sums_of(product("highest"), "gpu").tf32
     assert not sums_of(product(None, jnp.bfloat16), "gpu").tf32
     with jax.default_matmul_precision("float32"):
@@ -155,28 +155,30 @@ def test_the_coarsest_dtype_that_is_multiplied_is_found_inside_regions(dtypes, c
 def test_a_float32_result_of_bfloat16_products_is_judged_by_the_tolerance_of_bfloat16():
     want, off = [np.linspace(1, 2, 8)], [np.float32(np.linspace(1, 2, 8) * 1.004)]
     exact = [np.float32(want[0])]
-    (strict,) = leaf_numerics("output", ["out"], exact, off, want, Sums(64, coarsest="float32"))
-    (wide,) = leaf_numerics("output", ["out"], exact, off, want, Sums(64, coarsest="bfloat16"))
+    (strict,) = leaf_numerics("output", ["out"], exact, off, want, ReductionSizes(64, coarsest="float32"))
+    (wide,) = leaf_numerics("output", ["out"], exact, off, want, ReductionSizes(64, coarsest="bfloat16"))
     assert not strict.ok
     assert wide.ok
     assert (wide.dtype, wide.rtol) == ("float32", tolerance("bfloat16", 64).rtol)
-    (note,) = tolerance_notes([wide], Sums(64, coarsest="bfloat16"))
+    (note,) = tolerance_notes([wide], ReductionSizes(64, coarsest="bfloat16"))
     assert note == "float32 results are judged with the tolerance of bfloat16, in which the program multiplies"
-    assert tolerance_notes([strict], Sums(64, coarsest="float32")) == ()
-    (half,) = leaf_numerics("output", ["out"], [x.astype(ml_dtypes.bfloat16) for x in exact], off, want, Sums(64))
-    assert tolerance_notes([half], Sums(64, coarsest="float32")) == ()
+    assert tolerance_notes([strict], ReductionSizes(64, coarsest="float32")) == ()
+    (half,) = leaf_numerics(
+        "output", ["out"], [x.astype(ml_dtypes.bfloat16) for x in exact], off, want, ReductionSizes(64)
+    )
+    assert tolerance_notes([half], ReductionSizes(64, coarsest="float32")) == ()
 
 
 def test_a_gradient_that_is_zero_in_theory_says_so_instead_of_a_relative_error():
     want = [np.linspace(0, 1, 8), np.full(8, 1e-17)]
     got = [np.float32(want[0]), np.full(8, 1e-8, np.float32)]
-    large, small = leaf_numerics("gradient", ["w", "b"], got, got, want, Sums(64))
+    large, small = leaf_numerics("gradient", ["w", "b"], got, got, want, ReductionSizes(64))
     assert (large.zero_in_theory, small.zero_in_theory) == (False, True)
     assert small.after.rel_l2 > 1e8
     assert "zero in theory" in str(small)
     assert "rel L2" not in str(small)
     assert "rel L2" in str(large)
-    (output,) = leaf_numerics("output", ["out"], got[1:], got[1:], want[1:], Sums(64))
+    (output,) = leaf_numerics("output", ["out"], got[1:], got[1:], want[1:], ReductionSizes(64))
     assert not output.zero_in_theory
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from fusionlab.fusers.engine.base import Plan, Search, propose, reject
+from fusionlab.fusers.engine.base import Search, Substitution, propose, reject
 from fusionlab.graph.matching.region import NotARegion, cut, escapes
 from fusionlab.graph.program.ir import Value
 
@@ -84,7 +84,7 @@ class GatePass:
             assert not escapes(region)
             places = [region.inputs.index(region.leaves[k]) for k in "xwby"]
             operands = functools.partial(_picked, places)
-            plan = Plan(self.fused_op, {}, operands, self.finish, "h * y, h = tanh(x @ w + b)")
+            plan = Substitution(self.fused_op, {}, operands, self.finish, "h * y, h = tanh(x @ w + b)")
             yield propose(search, self.name, region, plan, node, concepts=("gate",))
 
 

@@ -214,7 +214,7 @@ def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
 
 
 def test_a_block_that_cannot_be_read_leaves_the_others(quiet, monkeypatch):
-    real = canonical.View.__init__
+    real = canonical.CanonicalView.__init__
 
     def fail_inside(self, block, *args, **kwargs):
         if block.path:
@@ -224,7 +224,7 @@ def test_a_block_that_cannot_be_read_leaves_the_others(quiet, monkeypatch):
     def both(x, p):
         return jax.nn.gelu(scanned(x, p) @ p["f"] + p["b"])
 
-    monkeypatch.setattr(canonical.View, "__init__", fail_inside)
+    monkeypatch.setattr(canonical.CanonicalView, "__init__", fail_inside)
     found = fl.find(both, X, P, passes=["gemm_epilogue", "layer_norm"])
     assert len(found.candidates) == 1
     assert [r.pass_name for r in faults(found)] == ["gemm_epilogue", "layer_norm"]

@@ -17,7 +17,7 @@ from fusionlab.fusers.engine.base import Search
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import find_in
 from fusionlab.fusers.registry import registry
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import plain_meaning_of
@@ -201,7 +201,7 @@ def test_it_is_the_one_that_is_left_as_it_is_or_else_the_smaller_one():
         return kept.node_ids, lost.code
 
     pass_ = GatePass()
-    view = View(trace(crossed, *ARGS).top)
+    view = CanonicalView(trace(crossed, *ARGS).top)
     one, other = pass_.search(Search(trace(crossed, *ARGS), view, Device.of("cpu"), Certifier(plain_meaning_of)))
     larger = replace(other, nodes_before=other.nodes_before + 1)
     assert of(one, larger) == of(larger, one) == (other.node_ids, "order")

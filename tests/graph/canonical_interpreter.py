@@ -1,6 +1,6 @@
 """A numpy interpreter of the canonical view: every value of a program in float64, from the view's nodes alone.
 
-It reads operands, coefficients, axis maps and parameters of a `View`. Only for a node that the view does not look into is the raw
+It reads operands, coefficients, axis maps and parameters of a `CanonicalView`. Only for a node that the view does not look into is the raw
 equation asked, on operands that come from canonical values again. `check_block` compares with the raw values.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from scipy import special
 
 from fusionlab.graph.canonical.nodes import ONE, CNode, Coef, Operand, Ref
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.dtypes import is_float
 from fusionlab.graph.interpret.widen import CONSTANT, RANDOM, Val, plain
 from fusionlab.graph.jax_compat import enable_x64
@@ -28,7 +28,7 @@ from .raw_values import RawBlock, Unknown, is_key, to_numpy
 # -- the canonical view ---------------------------------------------------------------------------------------------------
 
 
-class RecordedView(View):
+class RecordedView(CanonicalView):
     """A view that remembers which raw node each opaque node stands for, and which array each leaf without a name."""
 
     def _start(self, block: Block) -> None:
@@ -294,7 +294,7 @@ class Outcome:
         return self.compared / max(1, self.compared + self.unknown)
 
 
-def unread(view: View) -> list[CNode]:
+def unread(view: CanonicalView) -> list[CNode]:
     """The nodes of which no value is made."""
     read, stack = {ONE}, [nid for nid, values in view.values_of.items() if values]
     while stack:

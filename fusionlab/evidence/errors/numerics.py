@@ -14,7 +14,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.parts import Outcome, fixed_difference
 from fusionlab.testing.tolerances import Tolerance, tolerance
 
-from .reduction_sizes import Sums, mantissa_bits
+from .reduction_sizes import ReductionSizes, mantissa_bits
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
@@ -230,7 +230,7 @@ def _worst_index(x: np.ndarray) -> tuple[int, ...]:
 
 
 def leaf_numerics(
-    kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, sums: Sums
+    kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, sums: ReductionSizes
 ) -> list[LeafNumerics]:
     """Compares lists of arrays, name by name; `sums` of the program picks the tolerance with each dtype."""
     wants = [np.asarray(r) for r in reference]
@@ -284,19 +284,19 @@ def _readable(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
 
 
-def _tolerance_of(dtype: Any, sums: Sums) -> Tolerance:
+def _tolerance_of(dtype: Any, sums: ReductionSizes) -> Tolerance:
     if jnp.issubdtype(dtype, np.inexact):
         return tolerance(_judged_as(dtype, sums), sums.reduction_size, tf32=sums.tf32)
     return Tolerance(str(dtype), float("inf"), 0.0, 0.0, "exact")
 
 
-def _judged_as(dtype: Any, sums: Sums) -> str:
+def _judged_as(dtype: Any, sums: ReductionSizes) -> str:
     """The dtype whose tolerance holds: a float32 result of bfloat16 products is as coarse as these."""
     coarser = sums.coarsest and mantissa_bits(sums.coarsest) < mantissa_bits(dtype)
     return sums.coarsest if coarser else str(dtype)
 
 
-def tolerance_notes(leaves: Iterable[LeafNumerics], sums: Sums) -> tuple[str, ...]:
+def tolerance_notes(leaves: Iterable[LeafNumerics], sums: ReductionSizes) -> tuple[str, ...]:
     """Which results are judged by the tolerance of a coarser dtype than their own, in a sentence; () for none."""
     inexact = [leaf.dtype for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), np.inexact)]
     wider = sorted({d for d in inexact if _judged_as(d, sums) != d})

@@ -16,7 +16,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
 @dataclass(frozen=True)
-class Sums:
+class ReductionSizes:
     """Of one program on one device.
 
     Attributes:
@@ -31,11 +31,11 @@ class Sums:
     coarsest: str = ""
 
 
-def sums_of(jaxpr: Any, platform: str) -> Sums:
-    """The `Sums` of a traced program on a platform as JAX names it ("cpu", "gpu")."""
+def sums_of(jaxpr: Any, platform: str) -> ReductionSizes:
+    """The `ReductionSizes` of a traced program on a platform as JAX names it ("cpu", "gpu")."""
     tf32 = platform in ("gpu", "cuda") and _asks_for_default(jaxpr)
     operands = {str(d) for d in _operand_dtypes(jaxpr) if jnp.issubdtype(d, np.floating)}
-    return Sums(reduction_size(jaxpr), tf32, min(sorted(operands), key=mantissa_bits, default=""))
+    return ReductionSizes(reduction_size(jaxpr), tf32, min(sorted(operands), key=mantissa_bits, default=""))
 
 
 def mantissa_bits(dtype: Any) -> int:

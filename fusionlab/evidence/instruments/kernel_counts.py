@@ -12,7 +12,7 @@ from fusionlab.graph.xla.hlo_text import kernel_counts
 class KernelCounts:
     """Kind of kernel -> how many, in each version's forward call.
 
-    Kinds are those of `fusionlab.graph.xla.modules.Kernel`: "fusion", "library", "custom", "copy", "collective", "unfused". The
+    Kinds are those of `fusionlab.graph.xla.modules.ModuleKernel`: "fusion", "library", "custom", "copy", "collective", "unfused". The
     body of a loop is counted once however often it runs; what a fused op's own custom call launches counts as one.
     """
 

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 from ...device import Device, asked_about
 from ...errors import unknown_name
 from ...graph.backward.find import Derivatives
-from ...graph.canonical.view import View
-from ...graph.certify.certify import Certifier, Verdict, misplaced, weak_gradients
+from ...graph.canonical.view import CanonicalView
+from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
 from ...graph.dtypes import is_float
 from ...graph.matching.region import Region, region_signature
 from ...graph.matching.wide import arithmetic_of, wider_in
 from ...graph.program.boundary import guarded
 from ...graph.program.explicit_axes import Misplaced, placing, told, typed_shapes
 from ...graph.program.graph import Graph
-from ...graph.program.in_shard_map import Sums, make_jaxpr
+from ...graph.program.in_shard_map import DeviceSums, make_jaxpr
 from ...graph.program.ir import Block, Node
 from ...graph.program.ir import all_nodes as all_nodes
 from ...graph.program.trace import block_of_jaxpr
@@ -96,7 +96,7 @@ class Search:
     """
 
     graph: Graph
-    view: View
+    view: CanonicalView
     device: Device
     certifier: Certifier
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Search:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Substitution:
     """How a region becomes a call of a fused op.
 
     Attributes:
@@ -165,7 +165,7 @@ class _Facts:
     """What certification of a site yields, shared by all sites of the same signature. `refused`: why the implementation that was named
     cannot run it on the device asked about; then nothing else is known."""
 
-    verdict: Verdict
+    verdict: ProofOutcome
     program: Block | None = None  # of a site that is none, nothing but why
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
@@ -177,11 +177,11 @@ def propose(
     search: Search,
     name: str,
     region: Region,
-    plan: Plan,
+    plan: Substitution,
     anchor: Node,
     notes: Sequence[str] = (),
     concepts: Sequence[str] = (),
-    proof: Verdict | None = None,
+    proof: ProofOutcome | None = None,
     sums: bool = False,
 ) -> Any:
     """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`.
@@ -235,7 +235,7 @@ def propose(
 def _candidate(
     name: str,
     region: Region,
-    plan: Plan,
+    plan: Substitution,
     anchor: Node,
     facts: _Facts,
     left: LeftToXLA | None,
@@ -273,7 +273,7 @@ def _candidate(
     )
 
 
-def _unproved(region: Region, plan: Plan, verdict: Verdict, anchor: Node) -> tuple[str, str, str | None]:
+def _unproved(region: Region, plan: Substitution, verdict: ProofOutcome, anchor: Node) -> tuple[str, str, str | None]:
     """Code, sentence and edit for a site that was not certified."""
     where, code = anchor_text(anchor), verdict.code or "value"
     replaced = f"{where}: {plan.formula} would replace it, but {verdict.detail}"
@@ -285,7 +285,13 @@ def _unproved(region: Region, plan: Plan, verdict: Verdict, anchor: Node) -> tup
 
 
 def _refused(
-    search: Search, name: str, plan: Plan, facts: _Facts, anchor: Node, nodes: Sequence[Node], concepts: Sequence[str]
+    search: Search,
+    name: str,
+    plan: Substitution,
+    facts: _Facts,
+    anchor: Node,
+    nodes: Sequence[Node],
+    concepts: Sequence[str],
 ) -> Rejection:
     """The rejection where the implementation that was named cannot run a site on the device asked about."""
     asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
@@ -313,7 +319,7 @@ def wider_text(node: Node, dtype: Any) -> str:
     return f"{anchor_text(node)} computes in {made} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
 
 
-def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) -> _Facts:
+def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutcome | None) -> _Facts:
     avals, asked, attrs = [v.aval for v in region.inputs], search.implementation, plan.settings
 
     def backends(operands: Sequence[Any]) -> tuple[Backend, ...]:
@@ -324,7 +330,7 @@ def _facts(search: Search, region: Region, plan: Plan, proof: Verdict | None) ->
             if asked is not None:  # and cannot be bound where it cannot run
                 able = backends(typed_shapes(plan.operands, avals))
                 if refusal := _refusal(able, asked):
-                    return _Facts(Verdict(None), backends=able, refused=refusal)
+                    return _Facts(ProofOutcome(None), backends=able, refused=refusal)
             traced = functools.cache(lambda: _program(plan, avals, region.sums))
             what = (plan.op.name, tuple(sorted(plan.attrs.items())))
             verdict = proof or _proved(search, region, plan, what, lambda: traced()[0])
@@ -345,7 +351,7 @@ def _refusal(backends: Sequence[Backend], name: str) -> str | None:
     return next((b.reason for b in backends if b.name == name and b.verdict == "unavailable"), None)
 
 
-def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[Any]]:
+def _program(plan: Substitution, avals: Sequence[Any], sums: DeviceSums) -> tuple[Block, list[Any]]:
     """What would stand for a site, and the types of the op's operands in it."""
     types: list[Any] = []
 
@@ -358,7 +364,9 @@ def _program(plan: Plan, avals: Sequence[Any], sums: Sums) -> tuple[Block, list[
         return block_of_jaxpr(make_jaxpr(call, avals, sums=sums)), types
 
 
-def _proved(search: Search, region: Region, plan: Plan, what: Any, program: Callable[[], Block]) -> Verdict:
+def _proved(
+    search: Search, region: Region, plan: Substitution, what: Any, program: Callable[[], Block]
+) -> ProofOutcome:
     """Whether a plan, which is traced to `program`, gives every root of a region, in values and in gradients."""
     derivative = search.derivatives.jaxpr if search.derivatives is not None else None
     ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
@@ -376,7 +384,7 @@ def _proved(search: Search, region: Region, plan: Plan, what: Any, program: Call
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
         lost.update(dict.fromkeys(verdict.lost))
         edge, regained = edge or verdict.edge, regained or verdict.regained
-    return Verdict(None, lost=tuple(lost), edge=edge, regained=regained)
+    return ProofOutcome(None, lost=tuple(lost), edge=edge, regained=regained)
 
 
 def is_whole(pass_: Pass) -> bool:
@@ -394,7 +402,7 @@ def has_gradient(pass_: Pass) -> bool:
     return not getattr(pass_, "forward_only", False)
 
 
-def found_at(pass_name: str, view: View) -> tuple[str, str, str]:
+def found_at(pass_name: str, view: CanonicalView) -> tuple[str, str, str]:
     """Where `Search.shared` has what a pass found in a block."""
     return "found", pass_name, view.block.path
 

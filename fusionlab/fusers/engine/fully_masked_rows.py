@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...graph.canonical.nodes import ONE, CNode
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ...graph.dtypes import is_float
 from ...graph.matching.region import VIEWS, constant_array
 from ...graph.program.ir import Block, Node, Value
@@ -25,7 +25,9 @@ _CHOOSES = frozenset({"select", "sum", "cast"})
 _LOOPS = frozenset({"scan", "while"})
 
 
-def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str], alone: bool, memo: Memo) -> bool:
+def may_be_infinite(
+    view: CanonicalView, leaves: Mapping[str, Value], names: Sequence[str], alone: bool, memo: Memo
+) -> bool:
     """Whether the sum of these biases may be -inf at an entry. Only a constant that is not, and a choice between finite numbers, are
     known not to be; where they are not `alone` in hiding keys, numbers that may add up to -inf count as that.
     """
@@ -33,7 +35,7 @@ def may_be_infinite(view: View, leaves: Mapping[str, Value], names: Sequence[str
     return any(_may_be_infinite(view, leaves[n], several, memo) for n in names)
 
 
-def _may_be_infinite(view: View, bias: Value, several: bool, memo: Memo) -> bool:
+def _may_be_infinite(view: CanonicalView, bias: Value, several: bool, memo: Memo) -> bool:
     most = _most_finite(bias.dtype, several)
     array = constant_array(view, bias, memo, True)
     if array is not None:
@@ -58,26 +60,26 @@ def _most_finite(dtype: Any, several: bool) -> float:
     return largest / _ADD_UP if several or dtype == np.float16 else largest * (1 + 1e-9)
 
 
-def _chosen_from(view: View, level: list[int]) -> list[int]:
+def _chosen_from(view: CanonicalView, level: list[int]) -> list[int]:
     """What some canonical nodes choose between, add up or cast, each once."""
     below = (o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
     return list(dict.fromkeys(below))
 
 
-def _is_any_number(view: View, nid: int) -> bool:
+def _is_any_number(view: CanonicalView, nid: int) -> bool:
     """Whether a canonical node is of floats, and neither a constant nor chosen, added up or cast from others."""
     shown = view.values_of.get(nid)
     return view.nodes[nid].op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype))
 
 
-def nan_test(view: View, root: Value) -> Node | None:
+def nan_test(view: CanonicalView, root: Value) -> Node | None:
     """The first node that asks whether a number is NaN of what is made of `root` entry by entry, or by products; None if none does.
 
     Followed also out of the block, from all results of the node that holds it; into a loop's body or a branch one that asks anywhere in
     it counts. Not followed through reductions: a maximum that is asked whether it is finite is how a logarithm of a sum starts.
     """
     starts = [view.ref[root.id].nid]
-    here: View | None = view
+    here: CanonicalView | None = view
     while here is not None:
         found = _among_users(here, starts)
         if found is not None:
@@ -93,12 +95,12 @@ def nan_test(view: View, root: Value) -> Node | None:
     return None
 
 
-def nan_test_between(view: View, start: int, end: Node) -> Node | None:
+def nan_test_between(view: CanonicalView, start: int, end: Node) -> Node | None:
     """The first node that asks which numbers made of a canonical node are NaN, if it stands before `end`."""
     return _among_users(view, [start], end.id)
 
 
-def _among_users(view: View, starts: list[int], before: float = math.inf) -> Node | None:
+def _among_users(view: CanonicalView, starts: list[int], before: float = math.inf) -> Node | None:
     seen, stack = set(starts), list(starts)
     while stack:
         for user in view.users.get(stack.pop(), ()):
@@ -120,7 +122,7 @@ def _among_users(view: View, starts: list[int], before: float = math.inf) -> Nod
     return None
 
 
-def _raw_of(view: View, nid: int) -> Node | None:
+def _raw_of(view: CanonicalView, nid: int) -> Node | None:
     """A raw node that makes a canonical node's value."""
     return next((n for v in view.values_of.get(nid, ()) if (n := view.block.producer.get(v.id))), None)
 

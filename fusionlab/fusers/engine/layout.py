@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...graph.canonical.nodes import nonunit
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match
 from ...graph.matching.region import VIEWS, NotARegion, Region
 from ...graph.program.ir import Node, Value
 
-Axes = tuple[int | None, ...]
+AxisClasses = tuple[int | None, ...]
 Groups = Sequence[Sequence[int]]  # of the axes of an op's operand: the classes that each merges, in order
 
 BROADCAST = -1  # in place of a class: the value repeats itself along this axis
@@ -30,7 +30,7 @@ def places(region: Region) -> dict[str, int]:
     return {name: position[v.id] for name, v in region.leaves.items()}
 
 
-def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast: bool = False) -> Axes:
+def axes_of(match: Match, view: CanonicalView, pattern_node: int, value: Value, broadcast: bool = False) -> AxisClasses:
     """The class of each axis of `value`, which shows the target node bound to `pattern_node`.
 
     Raises:
@@ -52,7 +52,7 @@ def axes_of(match: Match, view: View, pattern_node: int, value: Value, broadcast
     return tuple(out)
 
 
-def axes_beside(match: Match, view: View, region: Region, leaf: str) -> Axes:
+def axes_beside(match: Match, view: CanonicalView, region: Region, leaf: str) -> AxisClasses:
     """The axes of a leaf's raw value, where it repeats itself those of what it meets in the site.
 
     A mask `a & b` of an `a` that repeats over the batch and a `b` that repeats over the rows has an array of its own, all of which the
@@ -67,7 +67,7 @@ def axes_beside(match: Match, view: View, region: Region, leaf: str) -> Axes:
     return tuple(_met(match, view, inside, of_node, value, d) if c == BROADCAST else c for d, c in enumerate(axes))
 
 
-def regrouped_as(match: Match, view: View, leaf: str, value: Value) -> Callable[[Any], Any] | None:
+def regrouped_as(match: Match, view: CanonicalView, leaf: str, value: Value) -> Callable[[Any], Any] | None:
     """How a leaf is made of `value`, of which the program shows no such reshape (see `graph.regroup`); None where it shows the leaf.
 
     What is made so has the axes of the leaf's node, in their order (`axes_of_leaf`).
@@ -95,13 +95,15 @@ def regrouped_as(match: Match, view: View, leaf: str, value: Value) -> Callable[
     return made
 
 
-def axes_of_leaf(match: Match, view: View, leaf: str) -> Axes:
+def axes_of_leaf(match: Match, view: CanonicalView, leaf: str) -> AxisClasses:
     """The class of each axis of a leaf's node."""
     pid = match.leaf_id(leaf)
     return tuple(match.axes[pid, d] for d in range(len(view.nodes[match.nodes[pid]].shape)))
 
 
-def told_beside(match: Match, view: View, leaf: str, value: Value, array: np.ndarray) -> tuple[np.ndarray, Axes]:
+def told_beside(
+    match: Match, view: CanonicalView, leaf: str, value: Value, array: np.ndarray
+) -> tuple[np.ndarray, AxisClasses]:
     """A constant that a leaf is, bound to `value`, as an array with its axes."""
     made = regrouped_as(match, view, leaf, value)
     if made is not None:
@@ -109,7 +111,9 @@ def told_beside(match: Match, view: View, leaf: str, value: Value, array: np.nda
     return array, axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
 
 
-def _met(match: Match, view: View, inside: set[int], of_node: Mapping[int, int], value: Value, axis: int) -> int | None:
+def _met(
+    match: Match, view: CanonicalView, inside: set[int], of_node: Mapping[int, int], value: Value, axis: int
+) -> int | None:
     """The class of the axis that an axis of `value` meets where the site reads it, through views; else `BROADCAST`."""
     for node in view.block.users.get(value.id, ()):
         made = node.outputs[0]
@@ -149,24 +153,24 @@ def _flat(groups: Groups) -> list[int]:
     return [c for group in groups for c in group]
 
 
-def present(axes: Axes) -> list[int]:
+def present(axes: AxisClasses) -> list[int]:
     """The classes of axes that are no unit axes, in order."""
     return [c for c in axes if c is not None]
 
 
-def in_order(axes: Axes, classes: Sequence[int | None]) -> tuple[int, ...]:
+def in_order(axes: AxisClasses, classes: Sequence[int | None]) -> tuple[int, ...]:
     """The classes, in the order they have in `axes`; those it lacks come last."""
     present = [c for c in axes if c is not None and c in classes]
     return tuple(present + [c for c in classes if c is not None and c not in present])
 
 
-def permutes(have: Axes, groups: Groups) -> bool:
+def permutes(have: AxisClasses, groups: Groups) -> bool:
     """Whether `arrange` and `restore` transpose an array with axes `have`; classes it lacks are broadcast where they stand."""
     kept = present(have)
     return kept != [c for c in _flat(groups) if c in kept]
 
 
-def arrange(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
+def arrange(x: Any, have: AxisClasses, groups: Groups, sizes: Mapping[int, int]) -> Any:
     """`x` with one axis per group: each group's classes merged in order; a class `x` lacks is broadcast, an empty group is 1."""
     order, kept = _flat(groups), present(have)
     merged = [math.prod(sizes[c] for c in group) for group in groups]
@@ -185,14 +189,14 @@ def _broadcast(x: Any, kept: Sequence[int], order: Sequence[int], sizes: Mapping
     return jnp.broadcast_to(x, [sizes[c] for c in order])
 
 
-def arrange_thin(x: Any, have: Axes, groups: Groups, sizes: Mapping[int, int]) -> Any:
+def arrange_thin(x: Any, have: AxisClasses, groups: Groups, sizes: Mapping[int, int]) -> Any:
     """As `arrange`, with an axis of 1 for each group of which `x` has no class: it broadcasts where it is used."""
     x = x[tuple(0 if c is None or c == BROADCAST else slice(None) for c in have)]
     kept = tuple(c for c in have if c is not None and c != BROADCAST)
     return arrange(x, kept, [group if any(c in kept for c in group) else () for group in groups], sizes)
 
 
-def restore(x: Any, groups: Groups, want: Axes, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
+def restore(x: Any, groups: Groups, want: AxisClasses, shape: Sequence[int], sizes: Mapping[int, int]) -> Any:
     """The inverse: from one axis per group to the axes `want` with `shape`."""
     order, wanted = _flat(groups), present(want)
     if order != wanted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ...graph.canonical.nodes import ONE
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Miss
 from ...graph.program.ir import Node, Value
 from .declining import anchor_text
@@ -22,7 +22,7 @@ _WORDS = {
 }
 
 
-def sentence_of(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
+def sentence_of(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
     """The sentence for the nearest miss of a site at `anchor`; `words`: what the pass calls nodes and leaves of its patterns."""
     words = {**_WORDS, **words}
     if miss.leaves is not None:
@@ -42,7 +42,7 @@ def sentence_of(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) 
     )
 
 
-def _at(view: View, miss: Miss, anchor: Node) -> str:
+def _at(view: CanonicalView, miss: Miss, anchor: Node) -> str:
     """The anchor, for a sentence that would have no line of the program else."""
     reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
     return "" if maker_of(view, miss.target) or (reader and maker_of(view, reader)) else f", for {anchor_text(anchor)}"
@@ -59,7 +59,7 @@ def _needed(miss: Miss, words: Mapping[str, str]) -> str:
     return words.get(wanted.op, f"the operation {wanted.op}")
 
 
-def _factor(view: View, miss: Miss, anchor: Node) -> str:
+def _factor(view: CanonicalView, miss: Miss, anchor: Node) -> str:
     """For what is read with another factor than the pattern's."""
     assert miss.factor is not None
     assert miss.at is not None
@@ -72,7 +72,7 @@ def _factor(view: View, miss: Miss, anchor: Node) -> str:
     return f"{shown(view, miss.target, anchor)} {reads} {coef:g}, where {wanted} is needed"
 
 
-def _axis(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
+def _axis(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
     """For an axis that some operands have together and others lack."""
     assert miss.leaves is not None
     names, size = miss.leaves
@@ -89,13 +89,13 @@ def _axis(view: View, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str
     )
 
 
-def value_of(view: View, nid: int) -> str:
+def value_of(view: CanonicalView, nid: int) -> str:
     """A value that a canonical node shows, by its name and type."""
     values = view.values_of.get(nid)
     return repr(values[0]) if values else "of no name"
 
 
-def shown(view: View, nid: int, anchor: Node) -> str:
+def shown(view: CanonicalView, nid: int, anchor: Node) -> str:
     """A canonical node as the program has it: the operation that makes it, with its line, or the value that is given."""
     if nid == ONE:
         return "a number"
@@ -106,7 +106,7 @@ def shown(view: View, nid: int, anchor: Node) -> str:
     return repr(values[0]) if values else f"an operand of {anchor_text(anchor)}"
 
 
-def maker_of(view: View, nid: int) -> Node | None:
+def maker_of(view: CanonicalView, nid: int) -> Node | None:
     """The operation of the program that makes a canonical node's value; none of an array that is given, nor of a number."""
     values = () if nid == ONE else view.values_of.get(nid, ())
     return next((m for v in values if (m := view.block.producer.get(v.id)) is not None), None)

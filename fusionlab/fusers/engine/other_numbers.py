@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...graph.certify.certify import Verdict
+from ...graph.certify.certify import ProofOutcome
 from ...graph.matching.region import Region
 from .fully_masked_rows import NOTE, nan_test
 
@@ -41,7 +41,7 @@ def _out_of_reach(op: str, dtype: Any) -> bool:
     return op in _ATTENDS and float(jnp.finfo(dtype).max) > _NO_SCORE
 
 
-def notes_of(view: Any, region: Region, op: str, verdict: Verdict, notes: Sequence[str]) -> tuple[str, ...] | str:
+def notes_of(view: Any, region: Region, op: str, verdict: ProofOutcome, notes: Sequence[str]) -> tuple[str, ...] | str:
     """The notes with what the proof has shown beside them; a sentence where the site has to stay as it is."""
     found, dtype = list(notes), region.root.dtype
     if verdict.lost and NOTE not in found:

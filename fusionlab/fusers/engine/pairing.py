@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ...graph.backward.find import Backward, Derivatives, Sums, find_backward
+from ...graph.backward.find import Backward, Derivatives, SumTerms, find_backward
 from ...graph.backward.gradients import first_gradients
 from ...graph.backward.joined_blocks import joined_views
 from ...graph.backward.pair import Pairer, Pairing, Unpaired
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier
 from ...graph.matching.region import Region
 from ...graph.program.boundary import Fault, guarded
@@ -26,20 +26,20 @@ from .pairs import Pair
 from .site import FUSE_FIRST
 
 
-def is_differentiated(graph: Graph) -> bool:
+def has_backward_pass(graph: Graph) -> bool:
     """Whether a program has a backward pass in it."""
     return any(map(in_backward, graph.nodes()))
 
 
 def with_backward(
     graph: Graph,
-    views: Iterable[View],
+    views: Iterable[CanonicalView],
     found: Sequence[Candidate | Rejection],
     certifier: Certifier,
     derivatives: Derivatives,
 ) -> list[Candidate | Rejection]:
     """The sites of a differentiated program, each with its backward pass; what needs one and has none is declined."""
-    search = _Search(graph, views, certifier, derivatives)
+    search = _BackwardSearch(graph, views, certifier, derivatives)
     result: dict[int, list[Candidate | Rejection]] = {}
     # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
     for i in sorted(range(len(found)), key=lambda i: _place(found[i]), reverse=True):
@@ -68,19 +68,19 @@ def _place(item: Candidate | Rejection) -> tuple[int, int]:
     return (region.nodes[-1].id, len(region.nodes)) if region is not None else (-1, 0)
 
 
-class _Search:
+class _BackwardSearch:
     """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
 
     def __init__(
-        self, graph: Graph, found_views: Iterable[View], certifier: Certifier, derivatives: Derivatives
+        self, graph: Graph, found_views: Iterable[CanonicalView], certifier: Certifier, derivatives: Derivatives
     ) -> None:
         self.derivatives = derivatives
         self.pairer = Pairer(graph, certifier)
-        self.views: dict[str, list[View]] = {}
+        self.views: dict[str, list[CanonicalView]] = {}
         plain = list(found_views)
         for path, view in (*((v.block.path, v) for v in plain), *joined_views(plain)):
             self.views.setdefault(path, []).append(view)
-        self.sums: dict[int, Sums] = {}
+        self.sums: dict[int, SumTerms] = {}
         self.taken: set[int] = set()  # terms of gradients that a site has already
         # (view, canonical node of an operand) -> the canonical node of its gradient: what makes that operand has this cotangent
         self.expected: dict[tuple[int, int], int] = {}
@@ -140,7 +140,7 @@ class _Search:
         found = (self.backward_in(view, region) for view in self.views[region.block.path])
         return max((b for b in found if b is not None), key=lambda b: len(b.gradients), default=None)
 
-    def backward_in(self, view: View, region: Region) -> Backward | None:
+    def backward_in(self, view: CanonicalView, region: Region) -> Backward | None:
         expected = self.expected.get((id(view), view.ref[region.root.id].nid))
         return find_backward(view, region, self.derivatives, self.sums_of(view), expected, self.taken)
 
@@ -163,7 +163,7 @@ class _Search:
         alone = replace(item, site=replace(item.site, backward=None), backward=None)
         yield from self.without(alone, why, item.backward)
 
-    def sums_of(self, view: View) -> Sums:
+    def sums_of(self, view: CanonicalView) -> SumTerms:
         if id(view) not in self.sums:
-            self.sums[id(view)] = Sums(view)
+            self.sums[id(view)] = SumTerms(view)
         return self.sums[id(view)]

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...graph.canonical.rules import passed_whole
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match, Miss
 from ...graph.matching.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
-from .base import Pass, Plan, Search, escape_text, propose, reason_to_tell, reject
+from .base import Pass, Search, Substitution, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
@@ -53,7 +53,7 @@ class Site:
 
     def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
         self.pass_, self.search, self.anchor = pass_, search, anchor
-        self.view: View = search.view
+        self.view: CanonicalView = search.view
 
     def nid(self, value: Value) -> int:
         """The canonical node that a raw value shows."""
@@ -207,7 +207,7 @@ class Site:
         return replace(problem, region=region)
 
     def offered(
-        self, region: Region, plan: Plan, edit: str, notes: Sequence[str] = (), concepts: Sequence[str] = ()
+        self, region: Region, plan: Substitution, edit: str, notes: Sequence[str] = (), concepts: Sequence[str] = ()
     ) -> Candidate | Rejection:
         """The site as the plan has it, where nothing outside reads its inner values, or the backward pass may; `edit` where others do."""
 

@@ -18,7 +18,7 @@ from ...graph.program.ir import Node
 from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
-from ...graph.xla.modules import Compiled, xla_view
+from ...graph.xla.modules import CompiledModule, xla_view
 from ..engine.grouping import columns_of, counted, nameless, together, which
 from ..engine.outcomes import Backend as Backend
 from ..engine.outcomes import Candidate as Candidate
@@ -152,7 +152,7 @@ class Findings:
         new = graph_of_jaxpr(closed, **kept)
         return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
 
-    def xla(self, fused: bool = False) -> Compiled:
+    def xla(self, fused: bool = False) -> CompiledModule:
         """What XLA makes of the program as it was written, or `fused`: its kernels, and the nodes they came from.
 
         Compiled when first asked for, for this process's own device, whatever device the backends were judged for; nothing is run.
@@ -160,11 +160,11 @@ class Findings:
         return self._xla_fused if fused else self._xla
 
     @functools.cached_property
-    def _xla(self) -> Compiled:
+    def _xla(self) -> CompiledModule:
         return xla_view(self.graph)
 
     @functools.cached_property
-    def _xla_fused(self) -> Compiled:
+    def _xla_fused(self) -> CompiledModule:
         return fused_view(self.graph, [c.site for c in self.select()])
 
     def kernels(self) -> tuple[SiteKernels, ...]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...graph.canonical.fused_nodes import Labelled, labels_of
 from ...graph.canonical.nodes import CNode
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ..passes.attention.softmaxes import clip_of
 from ..passes.attention.weights import exponentials
 
@@ -26,7 +26,7 @@ class Told:
     nodes: tuple[int, ...]
 
 
-def gated_attentions(view: View) -> Iterator[Told]:
+def gated_attentions(view: CanonicalView) -> Iterator[Told]:
     """`sigmoid(g) * attention(q, k, v)`, whether the attention is a site or was declined."""
     for nid in view.by_op.get("prod", ()):
         below = [_source(view, o.nid) for o in view.nodes[nid].operands]
@@ -39,7 +39,7 @@ def gated_attentions(view: View) -> Iterator[Told]:
             yield Told("gated_attention", text, (gates[0], attentions[0], nid))
 
 
-def triangles(view: View) -> Iterator[Told]:
+def triangles(view: CanonicalView) -> Iterator[Told]:
     """The product over one axis of pairs of two gated projections of them, channel by channel."""
     for nid in view.by_op.get("dot", ()):
         rows = _axes_of_pairs(view.nodes[nid])
@@ -65,7 +65,7 @@ def _axes_of_pairs(dot: CNode) -> tuple[set[int], set[int]] | None:
     return ({*over, *i}, {*over, *j}) if channels and len(over) == len(i) == len(j) == 1 else None
 
 
-def is_attention(view: View, nid: int) -> bool:
+def is_attention(view: CanonicalView, nid: int) -> bool:
     """Whether a canonical node is an attention's result, folded or as the program has it."""
     node = view.nodes[nid]
     return (
@@ -75,7 +75,7 @@ def is_attention(view: View, nid: int) -> bool:
     )
 
 
-def _biased(view: View, attention: int) -> str:
+def _biased(view: CanonicalView, attention: int) -> str:
     """What is told of an attention's scores: a bias that a product makes, as of pairs, and numbers that they are cut off at."""
     node = view.nodes[attention]
     words = ""
@@ -93,14 +93,14 @@ def _is_sigmoid(node: CNode) -> bool:
     return node.op == "logistic" or folded
 
 
-def _source(view: View, nid: int) -> int:
+def _source(view: CanonicalView, nid: int) -> int:
     """What a value is a view, a part or a cast of."""
     while view.nodes[nid].op in _PASSED and view.nodes[nid].operands:
         nid = view.nodes[nid].operands[0].nid
     return nid
 
 
-def _products(view: View, start: int) -> set[int]:
+def _products(view: CanonicalView, start: int) -> set[int]:
     """The products that a value is made of, as far as the first on each way."""
     found, seen, stack = set[int](), {start}, [start]
     while stack:
@@ -114,7 +114,7 @@ def _products(view: View, start: int) -> set[int]:
     return found
 
 
-def _gated(view: View, nid: int) -> tuple[set[int], int] | None:
+def _gated(view: CanonicalView, nid: int) -> tuple[set[int], int] | None:
     """The nodes of a gated projection, and what it is one of: a multiple of a sigmoid whose products all read one value."""
     factors = _factors(view, nid)
     gates = any(_is_sigmoid(view.nodes[n]) for n in factors - {nid})
@@ -126,7 +126,7 @@ def _gated(view: View, nid: int) -> tuple[set[int], int] | None:
     return {*products, *(n for n in factors if view.nodes[n].op in ("prod", "logistic"))}, shared.pop()
 
 
-def _factors(view: View, nid: int) -> set[int]:
+def _factors(view: CanonicalView, nid: int) -> set[int]:
     """A node, and what it is a multiple of within a few steps, through views, parts and casts."""
     seen, level = {nid}, [nid]
     for _ in range(_STEPS):
@@ -136,7 +136,7 @@ def _factors(view: View, nid: int) -> set[int]:
     return seen
 
 
-def _are_pairs(view: View, nid: int, axes: list[int], x: int) -> bool:
+def _are_pairs(view: CanonicalView, nid: int, axes: list[int], x: int) -> bool:
     """Whether axes of a projection are axes of what it is one of, and none that a weight gives it, as far as that is told."""
     node = view.nodes[nid]
     if node.op in ("dot", "gemm_epilogue"):

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from ...graph.canonical.fused_nodes import Labelled
 from ...graph.canonical.nodes import ONE, CNode
-from ...graph.canonical.view import View
+from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match
 
 Layer = TypeVar("Layer")
 
 
-def rows_of(view: View, layers: Sequence[tuple[Match, Layer]]) -> Iterator[list[Layer]]:
+def rows_of(view: CanonicalView, layers: Sequence[tuple[Match, Layer]]) -> Iterator[list[Layer]]:
     """Each row of two layers or more.
 
     Args:
@@ -37,22 +37,22 @@ def rows_of(view: View, layers: Sequence[tuple[Match, Layer]]) -> Iterator[list[
             yield row
 
 
-def _reads(view: View, found: Match) -> tuple[int, tuple[str, ...]]:
+def _reads(view: CanonicalView, found: Match) -> tuple[int, tuple[str, ...]]:
     """What a layer reads, and the letter of each of its axes."""
     return found.leaves["x"], _letters_of(view, found, found.leaf_id("x"))
 
 
-def _gives(view: View, found: Match) -> tuple[int, tuple[str, ...]]:
+def _gives(view: CanonicalView, found: Match) -> tuple[int, tuple[str, ...]]:
     """What a layer makes, and the letter of each of its axes: the next one may read it turned."""
     return found.nodes[found.pattern.root], _letters_of(view, found, found.pattern.root)
 
 
-def _letters_of(view: View, found: Match, pid: int) -> tuple[str, ...]:
+def _letters_of(view: CanonicalView, found: Match, pid: int) -> tuple[str, ...]:
     letter = {c: x for x, cs in found.letters.items() for c in cs}
     return tuple(letter[found.axes[pid, axis]] for axis in range(len(view.nodes[found.nodes[pid]].shape)))
 
 
-def _kind_of(view: View, found: Match) -> Any:
+def _kind_of(view: CanonicalView, found: Match) -> Any:
     """What a match computes, whatever its weights: equal for equal layers."""
     inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
     nodes = [view.nodes[found.nodes[p]] for p in inner]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...graph.program.graph import Graph
 from ...graph.rewriting.rewrite import Replacement, to_jaxpr
-from ...graph.xla.modules import Compiled, Kernel, compiled_text, read_hlo
+from ...graph.xla.modules import CompiledModule, ModuleKernel, compiled_text, read_hlo
 from ...graph.xla.tagging import tagged_graph
 from ..engine.grouping import together, which
 
@@ -28,8 +28,8 @@ class SiteKernels:
     """
 
     site: str
-    before: tuple[Kernel, ...]
-    after: tuple[Kernel, ...] | None
+    before: tuple[ModuleKernel, ...]
+    after: tuple[ModuleKernel, ...] | None
 
     @property
     def change(self) -> str:
@@ -47,19 +47,19 @@ class SiteKernels:
         return {"site": self.site, "before": [k.name for k in self.before], "after": after}
 
 
-def kinds(kernels: Iterable[Kernel]) -> str:
+def kinds(kernels: Iterable[ModuleKernel]) -> str:
     """ "2 fusion (kLoop), 1 library (dot)"."""
     counts = Counter(f"{k.kind} ({k.target})" for k in kernels)
     return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
 
 
-def fused_view(graph: Graph, replacements: Sequence[Replacement]) -> Compiled:
+def fused_view(graph: Graph, replacements: Sequence[Replacement]) -> CompiledModule:
     """What XLA makes of the graph with its sites replaced; a replacement's kernels are those of its site's nodes."""
     return read_hlo(compiled_text(to_jaxpr(tagged_graph(graph), replacements), graph), graph)
 
 
 def site_kernels(
-    candidates: Iterable[Candidate], fused: Iterable[Candidate], before: Compiled, after: Compiled
+    candidates: Iterable[Candidate], fused: Iterable[Candidate], before: CompiledModule, after: CompiledModule
 ) -> tuple[SiteKernels, ...]:
     """The kernels of each candidate; `fused` are those that `after` has replaced."""
     ids = {c.id for c in fused}
@@ -72,7 +72,7 @@ def site_kernels(
 
 
 def kernel_lines(
-    candidates: Sequence[Candidate], found: Sequence[SiteKernels], before: Compiled, after: Compiled
+    candidates: Sequence[Candidate], found: Sequence[SiteKernels], before: CompiledModule, after: CompiledModule
 ) -> list[str]:
     """The kernels of the whole program, then of the sites, alike ones together."""
     of = {k.site: k for k in found}

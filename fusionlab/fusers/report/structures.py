@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...graph.canonical.blocks import views
 from ...graph.canonical.fused_nodes import Labelled, labels_of
-from ...graph.canonical.nodes import ONE, CNode, Operand, Tile
-from ...graph.canonical.view import View
+from ...graph.canonical.nodes import ONE, CNode, FoldedNodes, Operand
+from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match, match
 from ...graph.matching.pattern import pattern_of
 from ...graph.matching.region import NotARegion, cut, escapes
@@ -103,15 +103,15 @@ def structures_of(found: Findings) -> tuple[Structure, ...]:
     return _numbered(items)
 
 
-def folded_views(found: Findings) -> Iterator[tuple[View, Node | None]]:
+def folded_views(found: Findings) -> Iterator[tuple[CanonicalView, Node | None]]:
     """Each block's canonical view, with the candidates of `found` folded into the ops they would become."""
-    tiles: dict[str, list[Tile]] = {}
+    tiles: dict[str, list[FoldedNodes]] = {}
     for c in found.candidates:
         # Inner values that a backward pass reads would not be in the view: those of a site that is fused with it.
         # A tile has one root.
         s = c.seen
         if s.program is not None and s.region is not None and not s.others and not escapes(s.region):
-            tile = Tile(s.root, s.site.leaves, s.node_ids, s.program, c)
+            tile = FoldedNodes(s.root, s.site.leaves, s.node_ids, s.program, c)
             tiles.setdefault(c.block_path, []).append(tile)
     return views(found.graph, tiles)
 
@@ -135,7 +135,9 @@ def _numbered(items: Sequence[Structure]) -> tuple[Structure, ...]:
 class _Searcher:
     """The structures of one block."""
 
-    def __init__(self, view: View, graph: Graph, told: frozenset[int], candidates: Sequence[Candidate]) -> None:
+    def __init__(
+        self, view: CanonicalView, graph: Graph, told: frozenset[int], candidates: Sequence[Candidate]
+    ) -> None:
         self.view, self.graph, self.told, self.candidates = view, graph, told, candidates
 
     def search(self) -> Iterator[Structure]:

@@ -23,7 +23,7 @@ from jax.extend import core as jex_core
 from ..canonical.algebra import compose
 from ..canonical.nodes import CNode, Coef, Ref, node_axes, tidy
 from ..canonical.rules import inline
-from ..canonical.view import View
+from ..canonical.view import CanonicalView
 from ..certify.certify import with_vjp
 from ..dtypes import is_float
 from ..matching.region import VIEWS, Region, region_signature
@@ -66,7 +66,7 @@ class Backward:
       absent: leaves of floats whose gradient the program does not compute from this cotangent.
     """
 
-    view: View
+    view: CanonicalView
     cotangent: Value
     gradients: dict[str, Share]
     absent: tuple[str, ...]
@@ -92,10 +92,10 @@ def _derivative(region: Region) -> Any:
 
 
 def find_backward(
-    view: View,
+    view: CanonicalView,
     region: Region,
     derivatives: Derivatives,
-    sums: Sums,
+    sums: SumTerms,
     expected: int | None = None,
     taken: frozenset[int] | set[int] = frozenset(),
 ) -> Backward | None:
@@ -123,7 +123,12 @@ def find_backward(
 
 
 def _explained(
-    view: View, region: Region, cotangent: Value, program: Block, sums: Sums, taken: frozenset[int] | set[int]
+    view: CanonicalView,
+    region: Region,
+    cotangent: Value,
+    program: Block,
+    sums: SumTerms,
+    taken: frozenset[int] | set[int],
 ) -> Backward:
     """The gradients that are computed from a cotangent; `program` is the region's derivative."""
     names = {v.id: name for name, v in region.leaves.items()}
@@ -146,10 +151,10 @@ def _is_backward(found: Backward) -> bool:
 Term = tuple[Coef, int, tuple[int | None, ...], tuple[Any, ...]]
 
 
-class Sums:
+class SumTerms:
     """The values of a block, by the terms they are the sums of."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: CanonicalView) -> None:
         self.view = view
         self.by_term: dict[Term, list[tuple[int, Value]]] = {}
         self.terms_of: dict[int, Counter[Term]] = {}  # value id -> its terms, where these are several
@@ -162,7 +167,7 @@ class Sums:
                 for term in terms:
                     self.by_term.setdefault(term, []).append((len(terms), value))
 
-    def find(self, probe: View, ref: Ref, leaf: Value, taken: frozenset[int] | set[int]) -> Share | None:
+    def find(self, probe: CanonicalView, ref: Ref, leaf: Value, taken: frozenset[int] | set[int]) -> Share | None:
         """The value of the leaf's type that is a Ref, or a sum that has all of its terms: the shortest, the first in the program
         of those that are not `taken`.
         """
@@ -233,7 +238,7 @@ class Sums:
         return Share(value, frozenset(own), None if left or own & others else frozenset(through))
 
 
-def _terms(view: View, ref: Ref) -> list[Term]:
+def _terms(view: CanonicalView, ref: Ref) -> list[Term]:
     """What a value is the sum of, down through sums of sums, and through a reshape of one: it is the sum of its terms' reshapes."""
     found: list[Term] = []
     stack: list[Term] = [(ref.coef, ref.nid, node_axes(ref), ())]
@@ -252,7 +257,7 @@ def _terms(view: View, ref: Ref) -> list[Term]:
     return found + [(tidy(c), n, p, r) for c, n, p, r in stack]
 
 
-def _cotangents(view: View, region: Region) -> Iterator[Value]:
+def _cotangents(view: CanonicalView, region: Region) -> Iterator[Value]:
     """Candidates for the cotangent of the region's root, nearest first, each once."""
     tried: set[int] = set()
     for odd in _frontier(view, region):
@@ -262,7 +267,7 @@ def _cotangents(view: View, region: Region) -> Iterator[Value]:
                 yield value
 
 
-def _shown_by(view: View, value: Value) -> Iterator[Value]:
+def _shown_by(view: CanonicalView, value: Value) -> Iterator[Value]:
     """A value, and those that it is only another view of, or the same entries in another shape."""
     found: Value | None = value
     while found is not None:
@@ -273,7 +278,7 @@ def _shown_by(view: View, value: Value) -> Iterator[Value]:
         found = next((a for a in sources if reshaped or view.ref[a.id].nid == nid), None)
 
 
-def _frontier(view: View, region: Region) -> Iterator[Value]:
+def _frontier(view: CanonicalView, region: Region) -> Iterator[Value]:
     """What nodes read beside the region's values, or what is made of those alone, where it is one value."""
     around = _Surroundings(view, region)
     level = around.own
@@ -292,7 +297,7 @@ def _frontier(view: View, region: Region) -> Iterator[Value]:
 class _Surroundings:
     """What is made of a region's `own` values alone: `known`, by their ids, and the nodes `seen` that make them."""
 
-    def __init__(self, view: View, region: Region) -> None:
+    def __init__(self, view: CanonicalView, region: Region) -> None:
         self.view, self.root = view, region.root
         nodes = (*region.nodes, *region.support)
         self.inside = {n.id for n in nodes}
@@ -356,10 +361,10 @@ class _Table:
         self.own[key] = nid
 
 
-class _Probe(View):
+class _Probe(CanonicalView):
     """A view that looks nodes up in another, which stays as it is."""
 
-    def __init__(self, base: View) -> None:
+    def __init__(self, base: CanonicalView) -> None:
         self._start(base.block)
         self.nodes = _Nodes(base.nodes)  # type: ignore[assignment]
         self._table = _Table(base._table)  # type: ignore[assignment]

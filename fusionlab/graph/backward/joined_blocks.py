@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..canonical.rules import literal_inputs
-from ..canonical.view import View
+from ..canonical.view import CanonicalView
 from ..jax_compat import scan_counts
 from ..primitives import having
 from ..program.ir import Atom, Block, Node, Value
@@ -20,7 +20,7 @@ from ..program.ir import Atom, Block, Node, Value
 _WHOLE = having("jit", "remat", "branch")  # each body is given and returns whole values
 
 
-def joined_views(found: Iterable[View]) -> Iterator[tuple[str, View]]:
+def joined_views(found: Iterable[CanonicalView]) -> Iterator[tuple[str, CanonicalView]]:
     """(path of a forward block, view of it and of a backward block that reads it) in the blocks of some views, also inside each other."""
     stack = [(view.block, view) for view in found]
     while stack:
@@ -30,7 +30,7 @@ def joined_views(found: Iterable[View]) -> Iterator[tuple[str, View]]:
                 known = _known(block, forward, one, backward, two)
                 if known:
                     whole = _joined(one, two, known, _kept(block, forward, backward, set(known)), backward)
-                    inside = View(whole, literal_inputs(view, forward))
+                    inside = CanonicalView(whole, literal_inputs(view, forward))
                     yield one.path, inside
                     stack.append((whole, inside))
 

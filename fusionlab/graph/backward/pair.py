@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..canonical.view import View
-from ..certify.certify import Certifier, Verdict, prove_gradients, with_vjp
+from ..canonical.view import CanonicalView
+from ..certify.certify import Certifier, ProofOutcome, prove_gradients, with_vjp
 from ..jax_compat import has_side_effects
 from ..matching.region import Region, region_signature
 from ..matching.wide import arithmetic_of, computed_wider
 from ..primitives import having
-from ..program.crossing import CROSSED, Tree
+from ..program.crossing import CROSSED, BlockTree
 from ..program.equations import kind, slice_jaxpr
 from ..program.explicit_axes import is_split_in_type
 from ..program.graph import Graph
@@ -48,7 +48,7 @@ class Pairer:
     """Plans replacements of regions of one graph together with their backward passes."""
 
     def __init__(self, graph: Graph, certifier: Certifier) -> None:
-        self.tree = Tree(graph)
+        self.tree = BlockTree(graph)
         self.certifier = certifier
 
     def plan(self, region: Region, fn: Callable[..., Any], what: Any, found: Backward) -> Pairing:
@@ -133,7 +133,7 @@ class Pairer:
         key = ("pair", region_signature(region), what, *made, tuple(wanted), types)
         known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
 
-        def prove() -> tuple[Verdict, Split]:
+        def prove() -> tuple[ProofOutcome, Split]:
             avals, out = [v.aval for v in inputs], region.root.aval
             old = slice_jaxpr(block, nodes, (*inputs, found.cotangent), flat, known)
             groups = [(name, len(group)) for (_, name, _), group in zip(placed, terms, strict=True)]
@@ -190,7 +190,7 @@ def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) ->
 
 
 def _signature(
-    view: View, nodes: Sequence[Node], inputs: Sequence[Value], results: Sequence[Sequence[Value]]
+    view: CanonicalView, nodes: Sequence[Node], inputs: Sequence[Value], results: Sequence[Sequence[Value]]
 ) -> tuple[Any, Any]:
     """What nodes compute of some inputs, whatever their values are called: (the nodes, their results)."""
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
@@ -295,7 +295,7 @@ def _reader(block: Block, node: Node, gone: set[int]) -> Node | None:
     return next((u for v in node.outputs for u in block.users.get(v.id, ()) if u.id not in gone), None)
 
 
-def _slice(view: View, results: Iterable[Value], known: set[int]) -> list[Node]:
+def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> list[Node]:
     """The nodes that compute some values of a block from known ones. Raises Unpaired where they read anything else."""
     block = view.block
     consts = {v.id for v, _ in block.consts}

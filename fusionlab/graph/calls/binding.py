@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ..settings import as_function
-from .parts import LostValue, Outcome, Parts, Rest, flattened, is_array, is_hashable, keystr
+from .parts import CallParts, LostValue, Outcome, Rest, flattened, is_array, is_hashable, keystr
 from .passed import passed_through
 from .state import may_be_there
 from .wrappers import Jit, jit_of, unwrapped
@@ -117,7 +117,7 @@ def bind(
     inside = fn if jit is None else jit.placed or jit.fn
     call, dyn_args, dyn_kwargs, positions = _without_static(inside, args, kwargs, static_argnums, static_argnames)
     labels = (*(label_of(inside, p) for p in positions), *sorted(dyn_kwargs))
-    parts = Parts.of(call, dyn_args, dyn_kwargs, labels, numbers, carries)
+    parts = CallParts.of(call, dyn_args, dyn_kwargs, labels, numbers, carries)
     if parts.objects is not None and jit is not None and jit.placed:  # which would lose what it changes in them
         call, *_ = _without_static(jit.fn, args, kwargs, static_argnums, static_argnames)
         parts = replace(parts, fn=call)
@@ -137,7 +137,7 @@ def bind(
 _SAID = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
 
 
-def _run_of(parts: Parts) -> Callable:
+def _run_of(parts: CallParts) -> Callable:
     @functools.wraps(parts.fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -161,7 +161,7 @@ def lost_by(what: str, fn: Callable, value: str) -> ArgumentError:
     )
 
 
-def _with_state(parts: Parts, width: int, told: dict[str, Any]) -> Bound:
+def _with_state(parts: CallParts, width: int, told: dict[str, Any]) -> Bound:
     """The call traced once, so that only what the function changes is among its results."""
     args, kwargs = parts.arguments(width)
     closed, shape = jax.make_jaxpr(_run_of(parts), return_shape=True)(*args, **kwargs)

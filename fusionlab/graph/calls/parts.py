@@ -103,7 +103,7 @@ _ARRAY, OBJECT = "array", "object"
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class CallParts:
     """The arguments of a call taken apart.
 
     Attributes:
@@ -128,7 +128,7 @@ class Parts:
     @classmethod
     def of(
         cls, fn: Callable, args: tuple, kwargs: dict, labels: tuple[str, ...], numbers: bool | None, carries: bool
-    ) -> Parts:
+    ) -> CallParts:
         flat = [flattened(tree, carries) for tree in _in_order(args, kwargs)]
         if numbers is None:
             numbers = _are_arrays(flat)

@@ -11,7 +11,7 @@ from ..program.ir import Node
 from .nodes import ONE, Coef, Operand, Ref, tidy
 
 if TYPE_CHECKING:
-    from .view import View
+    from .view import CanonicalView
 
 Aligned = tuple[Ref, tuple[int | None, ...]]  # a Ref, and for each non-unit output axis its node axis or None
 
@@ -30,7 +30,12 @@ def aligned(node: Node, i: int, ref: Ref) -> Aligned:
 
 
 def elementwise(
-    view: View, op: str, params: Any, operands: Sequence[Aligned], sizes: Sequence[int], commutative: bool = False
+    view: CanonicalView,
+    op: str,
+    params: Any,
+    operands: Sequence[Aligned],
+    sizes: Sequence[int],
+    commutative: bool = False,
 ) -> Ref:
     """A node whose operands meet axis by axis; its own axes are the ones any operand has, in the operands' order."""
     items = list(operands)
@@ -61,7 +66,9 @@ def placed(ref: Ref, al: tuple[int | None, ...], sizes: Sequence[int]) -> Ref:
     return Ref(ref.coef, ref.nid, tuple(a if a is not None else ~s for a, s in zip(al, sizes, strict=True)))
 
 
-def product(view: View, factors: Sequence[tuple[Ref, tuple[int | None, ...], float]], sizes: Sequence[int]) -> Ref:
+def product(
+    view: CanonicalView, factors: Sequence[tuple[Ref, tuple[int | None, ...], float]], sizes: Sequence[int]
+) -> Ref:
     """A monomial: factors with exponents, flattened and merged; scalar factors go to the coefficient."""
     coef: Coef = 1.0
     flat: list[tuple[Ref, tuple[int | None, ...], float]] = []
@@ -118,7 +125,7 @@ def compose(axes: tuple[int, ...], al: tuple[int | None, ...]) -> tuple[int | No
     return tuple(position.get(a) if a is not None else None for a in al)
 
 
-def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], sizes: Sequence[int]) -> Ref:
+def total(view: CanonicalView, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], sizes: Sequence[int]) -> Ref:
     """A sum with absolute coefficients on its edges and coefficient 1 outside (an outer factor would leak into context)."""
     terms = [t for t in terms if not _is_zero(view, t[0])] or list(terms[:1])
     merged: dict[Any, Coef] = {}
@@ -135,7 +142,7 @@ def total(view: View, terms: Sequence[tuple[Ref, tuple[int | None, ...], int]], 
 
 
 def reduced(
-    view: View,
+    view: CanonicalView,
     op: str,
     ref: Ref,
     gone: Sequence[bool],
@@ -171,13 +178,13 @@ def _parted(op: str, ref: Ref, gone: Sequence[bool], floats: bool) -> tuple[Coef
     return coef, 1.0, over, kept
 
 
-def _reduction(view: View, op: str, whole: Ref, slot: Mapping[int, int]) -> Ref:
+def _reduction(view: CanonicalView, op: str, whole: Ref, slot: Mapping[int, int]) -> Ref:
     """The node that reduces another to its axes in `slot`, which says where each comes to stand."""
     shape = view.nodes[whole.nid].shape
     edge = Operand(tidy(whole.coef), whole.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
     return Ref(1.0, view.node(op, (), (edge,), [shape[a] for a in slot]), tuple(range(len(slot))))
 
 
-def _is_zero(view: View, ref: Ref) -> bool:
+def _is_zero(view: CanonicalView, ref: Ref) -> bool:
     """Whether a term is known to add nothing: zero times what is finite whatever else is so."""
     return ref.coef == 0 and (ref.nid == ONE or view.nodes[ref.nid].op == "iota")

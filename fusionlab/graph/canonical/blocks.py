@@ -10,9 +10,9 @@ from ..program.boundary import Fault, guarded
 from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
-from .nodes import Tile
+from .nodes import FoldedNodes
 from .rules import is_jax_rule, literal_inputs
-from .view import View
+from .view import CanonicalView
 
 # Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
 # of the user's own.
@@ -23,9 +23,9 @@ _RULES = having("rule")
 
 def views(
     graph: Graph,
-    tiles: Mapping[str, Sequence[Tile]] | None = None,
+    tiles: Mapping[str, Sequence[FoldedNodes]] | None = None,
     failed: Callable[[Block, Fault], None] = lambda block, fault: None,
-) -> Iterator[tuple[View, Node | None]]:
+) -> Iterator[tuple[CanonicalView, Node | None]]:
     """Each block's view, with the user's custom rule it stands in (None: in none). `tiles` are given by the block's path.
 
     A block that cannot be interpreted is left out with what stands in it, and `failed` is told.
@@ -50,7 +50,7 @@ def _view(
     block: Block,
     literals: dict[int, Any],
     outer: Any,
-    tiles: Sequence[Tile],
+    tiles: Sequence[FoldedNodes],
     failed: Callable[[Block, Fault], None],
-) -> View | None:
-    return guarded(lambda: View(block, literals, outer, tiles), lambda fault: failed(block, fault))
+) -> CanonicalView | None:
+    return guarded(lambda: CanonicalView(block, literals, outer, tiles), lambda fault: failed(block, fault))

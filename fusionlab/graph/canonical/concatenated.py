@@ -18,7 +18,7 @@ from .algebra import Aligned, elementwise, product, total
 from .nodes import CNode, Coef, Operand, Ref, node_axes
 
 if TYPE_CHECKING:
-    from .view import View
+    from .view import CanonicalView
 
 SLICES = having("slice") | {"split"}
 _MOST = 64  # nodes above the concatenations that are looked at; a softmax and its mask are ten
@@ -28,14 +28,14 @@ Bounds = tuple[int, int]
 Parts = dict[Bounds, Ref]  # first entry and the one after the last -> what stands there
 
 
-def concatenate(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def concatenate(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Parts without entries are none."""
     axis = int(node.params["dimension"])
     kept = [ref for ref, atom in zip(ins, node.inputs, strict=True) if atom.shape[axis]]
     return kept if len(kept) == 1 else view.opaque(node, ins)
 
 
-def sliced(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def sliced(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """A slice along one axis; with literal starts also a dynamic one."""
     if node.primitive == "dynamic_slice":
         if not all(map(view.is_literal, ins[1:])):
@@ -51,18 +51,18 @@ def sliced(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return view.opaque(node, ins) if found is None else [found]
 
 
-def split(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def split(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Each part that is known; the others as an opaque node gives them."""
     return _split(view, node, ins, int(node.params["axis"]), node.params["sizes"])
 
 
-def unstacked(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def unstacked(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """A split into parts of one entry, each without that axis."""
     axis = int(node.params["axis"])
     return _split(view, node, ins, axis, (1,) * node.inputs[0].shape[axis])
 
 
-def _split(view: View, node: Node, ins: list[Ref], axis: int, sizes: Sequence[int]) -> list[Ref]:
+def _split(view: CanonicalView, node: Node, ins: list[Ref], axis: int, sizes: Sequence[int]) -> list[Ref]:
     shape, at = node.inputs[0].shape, 0
     if len(sizes) == 1:
         return ins
@@ -77,7 +77,7 @@ def _split(view: View, node: Node, ins: list[Ref], axis: int, sizes: Sequence[in
     return [ref or other for ref, other in zip(found, unread, strict=True)]
 
 
-def _sliced(view: View, ref: Ref, shape: Sequence[int], bounds: Sequence[Bounds]) -> Ref | None:
+def _sliced(view: CanonicalView, ref: Ref, shape: Sequence[int], bounds: Sequence[Bounds]) -> Ref | None:
     """The part between bounds along each raw axis, where that is a part of what is concatenated along one; else None."""
     cut = _cut_axis(shape, bounds)
     if cut is None:
@@ -112,7 +112,7 @@ def _times(a: Coef, b: Coef) -> Coef:
 # -- what is concatenated -------------------------------------------------------------------------------------------------------------
 
 
-def _parts_of(view: View, node: CNode, axis: int) -> Parts | None:
+def _parts_of(view: CanonicalView, node: CNode, axis: int) -> Parts | None:
     """Of a concatenation along `axis`, or of an array that is padded with one number there; None of any other node."""
     if node.op not in ("concatenate", "pad") or node.params[0][0] != "params":
         return None
@@ -133,7 +133,7 @@ def _parts_of(view: View, node: CNode, axis: int) -> Parts | None:
 
 
 def _padded(
-    view: View, refs: Sequence[Ref], shape: Sequence[int], config: Any
+    view: CanonicalView, refs: Sequence[Ref], shape: Sequence[int], config: Any
 ) -> tuple[int, list[int], list[Ref]] | None:
     """Of an array padded with one number along one axis: (that axis, the sizes of what stands there in a row, what does)."""
     padded = [(i, edges) for i, edges in enumerate(config) if any(map(int, edges))]
@@ -157,7 +157,7 @@ def _in_a_row(refs: Sequence[Ref], sizes: Sequence[int]) -> Parts:
     return found
 
 
-def _bounds(view: View, nid: int, axis: int) -> tuple[Bounds, ...]:
+def _bounds(view: CanonicalView, nid: int, axis: int) -> tuple[Bounds, ...]:
     """The parts along `axis` of which a node is an elementwise function, the same of each; none where it is of anything else there."""
     found: tuple[Bounds, ...] = ()
     stack, seen = [(nid, axis)], set[tuple[int, int]]()
@@ -179,7 +179,7 @@ def _bounds(view: View, nid: int, axis: int) -> tuple[Bounds, ...]:
     return found
 
 
-def joined(view: View, nid: int) -> list[tuple[int, int]]:
+def joined(view: CanonicalView, nid: int) -> list[tuple[int, int]]:
     """(length, node) of the parts of the first concatenation that a node is made of entry by entry, whatever else it is made of."""
     level, seen = [nid], set[int]()
     while level and len(seen) < _MOST:
@@ -192,13 +192,13 @@ def joined(view: View, nid: int) -> list[tuple[int, int]]:
     return []
 
 
-def _entrywise_operands(view: View, nids: Sequence[int]) -> dict[int, None]:
+def _entrywise_operands(view: CanonicalView, nids: Sequence[int]) -> dict[int, None]:
     """The nodes, each once, that some are made of entry by entry."""
     inner = (view.nodes[at] for at in nids if view.nodes[at].op in _THROUGH)
     return dict.fromkeys(o.nid for node in inner for o in node.operands)
 
 
-def _first_parts(view: View, node: CNode) -> Parts | None:
+def _first_parts(view: CanonicalView, node: CNode) -> Parts | None:
     """The parts of a concatenation along whichever axis it is."""
     if node.op not in ("concatenate", "pad"):
         return None
@@ -206,7 +206,7 @@ def _first_parts(view: View, node: CNode) -> Parts | None:
     return next((parts for parts in found if parts is not None), None)
 
 
-def _part(view: View, nid: int, axis: int, bounds: Bounds, known: dict[tuple[int, int], Ref]) -> Ref:
+def _part(view: CanonicalView, nid: int, axis: int, bounds: Bounds, known: dict[tuple[int, int], Ref]) -> Ref:
     """A part of a node, that `_bounds` has found; its `dims` are for the node's axes, without `axis` where it has one entry there."""
     key = nid, axis
     if key in known:
@@ -223,7 +223,12 @@ def _part(view: View, nid: int, axis: int, bounds: Bounds, known: dict[tuple[int
 
 
 def _operand(
-    view: View, edge: Operand, axis: int, bounds: Bounds, kept: Sequence[int], known: dict[tuple[int, int], Ref]
+    view: CanonicalView,
+    edge: Operand,
+    axis: int,
+    bounds: Bounds,
+    kept: Sequence[int],
+    known: dict[tuple[int, int], Ref],
 ) -> Aligned:
     """What an edge reads in that part, against the axes of its consumer that the part has."""
     own = {slot: a for a, slot in enumerate(edge.axes)}
@@ -235,7 +240,7 @@ def _operand(
     return Ref(_times(edge.coef, part.coef), part.nid, ()), tuple(place[own[d]] if d in own else None for d in kept)
 
 
-def _again(view: View, node: CNode, operands: Sequence[Aligned], sizes: Sequence[int]) -> Ref:
+def _again(view: CanonicalView, node: CNode, operands: Sequence[Aligned], sizes: Sequence[int]) -> Ref:
     """An elementwise node of other operands."""
     if node.op == "sum":
         return total(view, [(ref, al, 1) for ref, al in operands], sizes)
@@ -247,7 +252,9 @@ def _again(view: View, node: CNode, operands: Sequence[Aligned], sizes: Sequence
 # -- reductions ------------------------------------------------------------------------------------------------------------------------
 
 
-def reduced_by_parts(view: View, op: str, whole: Ref, axis: int, reduce: Callable[[Ref, int], Ref]) -> Ref | None:
+def reduced_by_parts(
+    view: CanonicalView, op: str, whole: Ref, axis: int, reduce: Callable[[Ref, int], Ref]
+) -> Ref | None:
     """A maximum over an axis along which one entry stands beside others, or a sum of exponentials there, of its parts; None for any other.
 
     Where a norm runs over what was concatenated it stays one sum: nothing else has exponentials there, and one entry more.
@@ -274,7 +281,9 @@ def _is_one_beside_others(bounds: Sequence[Bounds]) -> bool:
     return len(widths) == 2 and widths[0] == 1 and widths[1] != 1
 
 
-def _reduced_part(view: View, whole: Ref, axis: int, bounds: Bounds, reduce: Callable[[Ref, int], Ref]) -> Aligned:
+def _reduced_part(
+    view: CanonicalView, whole: Ref, axis: int, bounds: Bounds, reduce: Callable[[Ref, int], Ref]
+) -> Aligned:
     """A part, reduced over the axis along which it is one; a part of one entry has lost that already."""
     part = _part(view, whole.nid, axis, bounds, {})
     part = Ref(_times(whole.coef, part.coef), part.nid, part.dims)

@@ -14,10 +14,10 @@ from .convolutions import contraction
 from .nodes import CNode, Coef, Operand, Ref, node_axes
 
 if TYPE_CHECKING:
-    from .view import View
+    from .view import CanonicalView
 
 
-def split_rows(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref | None:
+def split_rows(view: CanonicalView, ref: Ref, sizes: tuple[int, ...]) -> Ref | None:
     """`(x.reshape(rows) @ w).reshape(x's rows)` as the product of x itself; None where `ref`, a dot, is not reshaped back so."""
     dot = view.nodes[ref.nid]
     for edge, other in zip(dot.operands, dot.operands[::-1], strict=True):
@@ -37,7 +37,7 @@ def split_rows(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref | None:
     return None
 
 
-def _unmerged(view: View, dot: CNode, edge: Operand, other: Operand) -> dict[Any, list[Any]] | None:
+def _unmerged(view: CanonicalView, dot: CNode, edge: Operand, other: Operand) -> dict[Any, list[Any]] | None:
     """Of an operand of a product, where it is another array whose free axes a reshape merges: label -> labels of that array's axes, in
     their order. None where it is not.
     """
@@ -55,7 +55,7 @@ def _unmerged(view: View, dot: CNode, edge: Operand, other: Operand) -> dict[Any
     return {x: [("m", slot) for slot in g] if x in free else [x] for x, g in of_label.items()}
 
 
-def _seen_sizes(view: View, edge: Operand) -> tuple[int, ...]:
+def _seen_sizes(view: CanonicalView, edge: Operand) -> tuple[int, ...]:
     return view.dim_sizes(Ref(1.0, edge.nid, edge.axes))
 
 
@@ -83,7 +83,7 @@ def _groups(source: Sequence[int], made: Sequence[int]) -> list[list[int]] | Non
     return groups if next(axes, None) is None else None
 
 
-def dot(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def dot(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Einsum form: every axis is a label; batch, contracted and free follow from where a label occurs."""
     if not is_float(node):
         return view.opaque(node, ins)
@@ -114,7 +114,7 @@ def _result_labels(names: Sequence[Sequence[tuple]]) -> list[tuple]:
     return sorted(x for x in names[0] if x[0] == "b") + [x for side in names for x in side if x[0] in ("l", "r")]
 
 
-def _sum_of_one(view: View, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]) -> Ref | None:
+def _sum_of_one(view: CanonicalView, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]) -> Ref | None:
     """A product that is a sum over one value: of what is multiplied by one number everywhere, or of squares, entry by entry."""
     summed = _summand(view, ins, names, size)
     if summed is None:
@@ -125,7 +125,7 @@ def _sum_of_one(view: View, ins: list[Ref], names: list[list], out: list, size: 
     return Ref(made.coef, made.nid, tuple(at.get(x, ~size[x]) for x in out))
 
 
-def _summand(view: View, ins: list[Ref], names: list[list], size: dict[Any, int]) -> tuple[Ref, list] | None:
+def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[Any, int]) -> tuple[Ref, list] | None:
     """The value whose sum a product is, and the labels of its axes; None where it is none."""
     if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
         al = node_axes(ins[0])
@@ -136,7 +136,7 @@ def _summand(view: View, ins: list[Ref], names: list[list], size: dict[Any, int]
     return None
 
 
-def convolution(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def convolution(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """The same for a convolution that is a product."""
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
     found = contraction(node.params, *shapes) if is_float(node) else None
@@ -151,7 +151,7 @@ def convolution(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [_einsum(view, ins[0].coef * ins[1].coef, on_nodes, out, size)]
 
 
-def _einsum(view: View, coef: Coef, operands: list[tuple[int, list]], out: list, size: dict[Any, int]) -> Ref:
+def _einsum(view: CanonicalView, coef: Coef, operands: list[tuple[int, list]], out: list, size: dict[Any, int]) -> Ref:
     """`coef` times a dot node over two nodes with a label for each of their axes; `out` are the result's labels in order."""
     first, second = sorted(operands, key=lambda p: (p[0], [str(x) for x in p[1]]))
     number = _numbered((*first[1], *second[1]))
@@ -167,7 +167,7 @@ def _numbered(labels: Sequence[Any]) -> dict[Any, int]:
     return {x: i for i, x in enumerate(dict.fromkeys(labels))}
 
 
-def _outer(view: View, ins: list[Ref], labels: Any, shapes: Any, out: list[tuple], sizes: list[int]) -> Ref:
+def _outer(view: CanonicalView, ins: list[Ref], labels: Any, shapes: Any, out: list[tuple], sizes: list[int]) -> Ref:
     """A product of two operands, each seen at the result's axes `out` by its labels."""
     factors = []
     for ref, names, shape in zip(ins, labels, shapes, strict=True):
@@ -182,7 +182,7 @@ def _labels(shape: Sequence[int], contract: Any, batch: Any, side: str) -> list[
     return [("b", b.index(d)) if d in b else ("c", c.index(d)) if d in c else (side, d) for d in range(len(shape))]
 
 
-def _labels_on_node(view: View, ref: Ref, labels: list[tuple], shape: Sequence[int]) -> list[tuple] | None:
+def _labels_on_node(view: CanonicalView, ref: Ref, labels: list[tuple], shape: Sequence[int]) -> list[tuple] | None:
     """A label for each axis of the operand's node; None when a contracted axis is a broadcast (left opaque)."""
     out: list[Any] = [None] * len(view.nodes[ref.nid].shape)
     dims = iter(ref.dims)
@@ -198,7 +198,7 @@ def _labels_on_node(view: View, ref: Ref, labels: list[tuple], shape: Sequence[i
 
 
 def _labels_on_nodes(
-    view: View, ins: list[Ref], labels: Sequence[list[tuple]], shapes: Sequence[Sequence[int]]
+    view: CanonicalView, ins: list[Ref], labels: Sequence[list[tuple]], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, list]] | None:
     """The nodes of two operands, with a label for each of their axes; None as of `_labels_on_node`."""
     one, two = (_labels_on_node(view, *side) for side in zip(ins, labels, shapes, strict=True))

@@ -12,13 +12,13 @@ from functools import reduce
 
 from .algebra import compose, product, total
 from .nodes import ONE, Coef, Operand, Ref, node_axes, tidy
-from .view import View
+from .view import CanonicalView
 
 # Coefficient, node, its axis for each axis of the sum, exponent.
 _Factor = tuple[Coef, int, tuple[int | None, ...], float]
 
 
-def factored(view: View, nid: int, about: int) -> Ref:
+def factored(view: CanonicalView, nid: int, about: int) -> Ref:
     """Node `nid` with what it sums of multiples of (a power of) node `about` put together, seen at the node's own axes.
 
     The node itself where there are no two such terms.
@@ -44,7 +44,7 @@ class _Term:
 
 
 class _Factoring:
-    def __init__(self, view: View, about: int) -> None:
+    def __init__(self, view: CanonicalView, about: int) -> None:
         self.view, self.about = view, about
         self.known: dict[int, Ref] = {}
         self.above: dict[int, bool] = {about: True}

@@ -14,11 +14,11 @@ from ..program.ir import Node
 from .nodes import ONE, CNode, Operand, Ref, tidy
 
 if TYPE_CHECKING:
-    from .view import View
+    from .view import CanonicalView
 
 
 @dataclass(frozen=True)
-class Form:
+class FusedForm:
     """One call of a fused op, as the canonical view takes it.
 
     Attributes:
@@ -40,7 +40,7 @@ class Labelled(NamedTuple):
     """Params of a fused op's node.
 
     Attributes:
-      traits: as in `Form`.
+      traits: as in `FusedForm`.
       slots: name of each operand; numbers come last, as multiples of one.
       names: label -> what the op calls it ("m", "k"), the same for several rows or batch axes.
       labels: the label of each of the node's own axes.
@@ -59,7 +59,7 @@ def labels_of(node: CNode) -> tuple[int, ...] | None:
     return node.params if node.op == "dot" else None
 
 
-def fused(view: View, node: Node, ins: list[Ref]) -> list[Ref] | None:
+def fused(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref] | None:
     """The Refs of a fused op's node; None for any other node, and where a sum runs over an axis no operand has."""
     form = _form_of(node)
     if form is None:
@@ -79,12 +79,12 @@ def fused(view: View, node: Node, ins: list[Ref]) -> list[Ref] | None:
     return [first, *view.opaque(node, ins)[1:]] if len(node.outputs) > 1 else [first]
 
 
-def _form_of(node: Node) -> Form | None:
+def _form_of(node: Node) -> FusedForm | None:
     form_of = getattr(node.eqn.primitive, "form", None)
     return form_of(node.params, [a.shape for a in node.inputs]) if form_of is not None else None
 
 
-def _params(form: Form, number: Mapping[str, int], own: Sequence[str]) -> Labelled:
+def _params(form: FusedForm, number: Mapping[str, int], own: Sequence[str]) -> Labelled:
     return Labelled(
         form.traits,
         (*form.slots, *(name for name, _ in form.numbers)),
@@ -93,7 +93,7 @@ def _params(form: Form, number: Mapping[str, int], own: Sequence[str]) -> Labell
     )
 
 
-def _nonunit(node: Node, form: Form) -> list[list[str]]:
+def _nonunit(node: Node, form: FusedForm) -> list[list[str]]:
     """The labels of each operand's axes that are longer than 1."""
     return [_longer(labels, atom.shape) for labels, atom in zip(form.axes, node.inputs, strict=True)]
 
@@ -103,7 +103,7 @@ def _longer(labels: Sequence[str], shape: Sequence[int]) -> list[str]:
     return [x for x, size in zip(labels, shape, strict=True) if size != 1]
 
 
-def _edge(view: View, ref: Ref, labels: Sequence[str], number: dict[str, int]) -> Operand:
+def _edge(view: CanonicalView, ref: Ref, labels: Sequence[str], number: dict[str, int]) -> Operand:
     """The edge to an operand. An axis it is broadcast along has no label.
 
     `number` numbers labels in order of appearance: in the order of the nodes' own axes, whatever the layout.

@@ -46,7 +46,7 @@ class CNode:
 
 
 @dataclass(frozen=True, eq=False)
-class Tile:
+class FoldedNodes:
     """Nodes of a block that a view shows folded: as the program that could stand in their place.
 
     Attributes: `root` (the value they make), `leaves` (the values `program` takes), `node_ids`, `program`, and what it is `of`.

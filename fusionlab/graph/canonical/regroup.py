@@ -15,7 +15,7 @@ from .algebra import elementwise
 from .nodes import CNode, Operand, Ref
 
 if TYPE_CHECKING:
-    from .view import View
+    from .view import CanonicalView
 
 _ENTRYWISE = frozenset(
     "sum prod difference select cast exp exp2 log tanh logistic max min stop_gradient not and or xor gt ge eq ne".split()
@@ -31,7 +31,7 @@ LACKING = -1  # a node repeats itself along it
 Made = tuple[int, dict[Any, int]]
 
 
-def regrouped(view: View, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Ref | None:
+def regrouped(view: CanonicalView, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Ref | None:
     """`ref` reshaped to `sizes`, where that undoes a reshape of a product further in; None where it does not.
 
     `groups` says how many neighbouring axes become how many.
@@ -57,7 +57,7 @@ def regrouped(view: View, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Se
 
 
 class _Regrouping:
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: CanonicalView) -> None:
         self.view, self.known, self.made = view, dict[Any, bool](), dict[Any, Made | None]()
 
     def undoes(self, nid: int, groups: Mapping[int, Group]) -> bool:

@@ -19,7 +19,7 @@ from ..dtypes import is_float as is_floating
 from ..jax_compat import has_side_effects, rule_functions, scan_counts
 from ..primitives import BINARY, COMMUTATIVE, UNARY, having
 from ..program.ir import Atom, Block, Node, Value
-from ..program.literals import fold
+from ..program.literals import scalar_result
 from ..program.scopes import defined_in_jax, is_jax_file
 from .algebra import aligned, compose, elementwise, is_float, placed, product, reduced, total
 from .concatenated import concatenate, reduced_by_parts, sliced, split, unstacked
@@ -29,16 +29,16 @@ from .nodes import Coef, Operand, Ref, node_axes, nonunit, tidy
 from .regroup import regrouped
 
 if TYPE_CHECKING:
-    from .view import View
+    from .view import CanonicalView
 
-Rule: TypeAlias = "Callable[[View, Node, list[Ref]], list[Ref]]"
+Rule: TypeAlias = "Callable[[CanonicalView, Node, list[Ref]], list[Ref]]"
 
 TRANSPARENT = having("copy", "variance") | {"device_put"}
 _NUMBERS: dict[str, type[Any]] = {"b": bool, "i": int, "u": int}  # kind of a dtype -> what a number of it is in Python
 _PLACES = having("layout")  # their own rules keep the shape
 
 
-def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def apply_rule(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """The Refs of a node's outputs."""
     if not node.outputs:
         return []
@@ -51,7 +51,7 @@ def apply_rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return fused(view, node, ins) or view.opaque(node, ins)
 
 
-def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
+def _fold(view: CanonicalView, node: Node, ins: list[Ref]) -> Ref | None:
     """Arithmetic on literals, in the program's own dtypes."""
     if not ins or not all(view.is_literal(r) for r in ins) or node.primitive in _PLACES:
         return None
@@ -59,7 +59,7 @@ def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
     operands = [(r.coef, a.dtype) for r, a in zip(ins, node.inputs, strict=True)]
     if any(jnp.issubdtype(d, jax.dtypes.extended) for _, d in (*operands, (0, out.dtype))):
         return None  # PRNG keys
-    value = fold(node.primitive, node.params, operands, out.dtype)
+    value = scalar_result(node.primitive, node.params, operands, out.dtype)
     if value is None:
         return None
     return view.literal(_NUMBERS.get(value.dtype.kind, float)(value), out.shape)
@@ -68,11 +68,11 @@ def _fold(view: View, node: Node, ins: list[Ref]) -> Ref | None:
 # -- the rules --------------------------------------------------------------------------------------------------------
 
 
-def _same(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _same(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     return list(ins[: len(node.outputs)])
 
 
-def _stop_gradient(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _stop_gradient(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Transparent only on the maximum that softmax subtracts (of a row, and of one logit more), whose gradient cancels; anywhere else it
     changes gradients."""
     made = view.nodes[ins[0].nid]
@@ -83,7 +83,7 @@ def _stop_gradient(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [_unary_ref(view, "stop_gradient", node, ins[0])]
 
 
-def _convert(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _convert(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     src, dst = node.inputs[0].dtype, node.outputs[0].dtype
     if (is_floating(src) and is_floating(dst)) or src == dst:
         return [ins[0]]
@@ -92,7 +92,7 @@ def _convert(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [elementwise(view, "cast", name, [aligned(node, 0, ins[0])], sizes)]
 
 
-def _reduce_precision(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _reduce_precision(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Nothing where it keeps all of its dtype's bits: remat marks what it saves so."""
     kept = jnp.finfo(node.outputs[0].dtype)
     if node.params["exponent_bits"] >= kept.nexp and node.params["mantissa_bits"] >= kept.nmant:
@@ -100,7 +100,7 @@ def _reduce_precision(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return view.opaque(node, ins)
 
 
-def _broadcast(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _broadcast(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     shape, in_shape = node.outputs[0].shape, node.inputs[0].shape
     full: list[int | None] = [None] * len(shape)
     dims = iter(ins[0].dims)
@@ -111,7 +111,7 @@ def _broadcast(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [Ref(ins[0].coef, ins[0].nid, new)]
 
 
-def _transpose(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _transpose(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     in_shape = node.inputs[0].shape
     dims = iter(ins[0].dims)
     full = [next(dims) if s != 1 else None for s in in_shape]
@@ -119,7 +119,7 @@ def _transpose(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [Ref(ins[0].coef, ins[0].nid, tuple(d for d in new if d is not None))]
 
 
-def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _reshape(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     ref, sizes, whole = ins[0], nonunit(node.outputs[0].shape), node.inputs[0].shape
     order = node.params["dimensions"] if node.primitive == "reshape" else None
     if order is not None:  # it transposes first: jax.vmap of a convolution does
@@ -131,7 +131,7 @@ def _reshape(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [ref if sizes == old else _reshaped(view, ref, sizes)]
 
 
-def _reshaped(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref:
+def _reshaped(view: CanonicalView, ref: Ref, sizes: tuple[int, ...]) -> Ref:
     """A Ref in another shape, of these sizes without those that are 1."""
     if view.is_literal(ref):
         return view.literal(ref.coef, sizes)
@@ -151,7 +151,7 @@ def _reshaped(view: View, ref: Ref, sizes: tuple[int, ...]) -> Ref:
     return Ref(ref.coef, nid, tuple(range(len(sizes))))
 
 
-def _tile(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _tile(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """A broadcast over an axis of copies before each axis, and a reshape that merges the two."""
     dims = iter(ins[0].dims)
     copied: list[int] = []
@@ -180,14 +180,14 @@ def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
     return tuple(groups)
 
 
-def _rev(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _rev(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Nothing along axes of one entry: the gradient of a convolution turns its window round."""
     turned = any(node.inputs[0].shape[int(d)] != 1 for d in node.params["dimensions"])
     return view.opaque(node, ins) if turned else [ins[0]]
 
 
 def _add(sign: int) -> Rule:
-    def rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    def rule(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
         sizes = nonunit(node.outputs[0].shape)
         if not is_float(node):
             op = "iadd" if sign == 1 else "isub"
@@ -198,7 +198,7 @@ def _add(sign: int) -> Rule:
 
 
 def _mul(exponents: tuple[float, ...]) -> Rule:
-    def rule(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+    def rule(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
         sizes = nonunit(node.outputs[0].shape)
         if not is_float(node):
             op = "imul" if node.primitive == "mul" else node.primitive
@@ -209,28 +209,28 @@ def _mul(exponents: tuple[float, ...]) -> Rule:
     return rule
 
 
-def _integer_pow(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _integer_pow(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     return _mul((float(node.params["y"]),))(view, node, ins)
 
 
-def _pow(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _pow(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """A power with a literal exponent is a monomial, as the square and the square root are."""
     if is_float(node) and view.is_literal(ins[1]):
         return _mul((float(ins[1].coef),))(view, node, ins[:1])
     return _binary(view, node, ins)
 
 
-def _neg(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _neg(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     if is_float(node):
         return [Ref(-ins[0].coef, ins[0].nid, ins[0].dims)]
     return [_unary_ref(view, "neg", node, ins[0])]
 
 
-def _unary_ref(view: View, op: str, node: Node, ref: Ref) -> Ref:
+def _unary_ref(view: CanonicalView, op: str, node: Node, ref: Ref) -> Ref:
     return elementwise(view, op, (), [aligned(node, 0, ref)], nonunit(node.outputs[0].shape))
 
 
-def _unary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _unary(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     return [_unary_ref(view, node.primitive, node, ins[0])]
 
 
@@ -242,7 +242,7 @@ def _is_number(coef: Coef, number: Coef) -> bool:
     return coef == number and isinstance(coef, bool) == isinstance(number, bool)
 
 
-def _binary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _binary(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     op, order = node.primitive, [0, 1]
     sizes = nonunit(node.outputs[0].shape)
     edges = [aligned(node, i, ins[i]) for i in order]
@@ -255,7 +255,7 @@ def _binary(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [elementwise(view, op, (), edges, sizes, op in COMMUTATIVE)]
 
 
-def _select(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _select(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     if len(ins) != 3:
         return view.opaque(node, ins)
     sizes = nonunit(node.outputs[0].shape)
@@ -270,7 +270,7 @@ def _select(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [elementwise(view, "select", (), edges, sizes)]
 
 
-def _reduce(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _reduce(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     ref, op = ins[0], node.primitive
     axes = {int(a) for a in node.params["axes"]}
     places = [d for d, s in enumerate(node.inputs[0].shape) if s != 1]
@@ -278,7 +278,7 @@ def _reduce(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [reduced(view, op, ref, gone, is_float(node), lambda part, axis: _reduced_by_law(view, op, part, axis))]
 
 
-def _reduced_by_law(view: View, op: str, whole: Ref, axis: int) -> Ref | None:
+def _reduced_by_law(view: CanonicalView, op: str, whole: Ref, axis: int) -> Ref | None:
     """The reduction of a node over one axis, with its other axes, where it is of a concatenation's parts, or 0: the maximum of what a row
     is below its maximum. `whole` has no dims.
     """
@@ -299,7 +299,7 @@ def _reduced_by_law(view: View, op: str, whole: Ref, axis: int) -> Ref | None:
 
 
 def _is_its_maximum(
-    view: View, whole: Ref, axis: int, one: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
+    view: CanonicalView, whole: Ref, axis: int, one: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
 ) -> bool:
     """Whether, in a sum of two with all axes of the first, the second is minus the first's maximum over an axis."""
     every = range(len(view.nodes[whole.nid].shape))
@@ -312,7 +312,7 @@ def _is_its_maximum(
     return node_axes(top) == compose(other.axes, tuple(d for d in every if d != axis))
 
 
-def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _iota(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     shape, axis = node.outputs[0].shape, int(node.params["dimension"])
     kind = "float" if is_float(node) else np.dtype(node.outputs[0].dtype).name
     nid = view.node("iota", kind, (), [shape[axis]] if shape[axis] != 1 else [])
@@ -321,7 +321,7 @@ def _iota(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [Ref(1.0, nid, tuple(0 if d == axis else ~s for d, s in enumerate(shape) if s != 1))]
 
 
-def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _custom_jvp(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """JAX's own activations are wrapped in custom_jvp: look inside. A user's rule is kept whole, its gradient is theirs."""
     if not is_jax_rule(node):
         return view.opaque(node, ins)
@@ -338,7 +338,7 @@ def _custom_jvp(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
     return [view.read(a) for a in body.outputs]
 
 
-def inline(view: View, program: Block, ins: list[Ref]) -> list[Ref]:
+def inline(view: CanonicalView, program: Block, ins: list[Ref]) -> list[Ref]:
     """The Refs of the results of another program over values of this view; that program's own values get none here."""
     env = {v.id: ref for v, ref in zip(program.inputs, ins, strict=True)}
     env.update((v.id, view.constant(v, const, program)) for v, const in program.consts)
@@ -363,7 +363,7 @@ def is_jax_rule(node: Node) -> bool:
     return bool(functions) and all(is_jax_file(f.__code__.co_filename) for f in functions)
 
 
-def _foreign(view: View, node: Node, ins: list[Ref]) -> list[Ref]:
+def _foreign(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """As `apply_rule`, for a node of another program: its ids mean something else in the view."""
     if is_jax_rule(node):
         return inline(view, node.blocks[0], ins)
@@ -382,7 +382,7 @@ def passed_whole(node: Node) -> int:
     return len(node.inputs) if node.primitive in _GIVEN_WHOLE else 0
 
 
-def literal_inputs(view: View, node: Node) -> dict[int, Coef]:
+def literal_inputs(view: CanonicalView, node: Node) -> dict[int, Coef]:
     """Which inputs of a region's body are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
     refs = [view.read(a) for a in node.inputs[: passed_whole(node)]]
     return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}

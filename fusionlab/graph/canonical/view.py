@@ -16,11 +16,11 @@ from ..jax_compat import has_side_effects
 from ..program.captured import number
 from ..program.identical import made_alike
 from ..program.ir import Atom, Block, Node, Value, values_in
-from .nodes import ONE, CNode, Coef, Operand, Ref, Tile, as_number, as_scalar, nonunit, tidy
+from .nodes import ONE, CNode, Coef, FoldedNodes, Operand, Ref, as_number, as_scalar, nonunit, tidy
 from .rules import apply_rule, inline, passed_whole
 
 
-class View:
+class CanonicalView:
     """The canonical view of one block.
 
     Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order),
@@ -31,8 +31,8 @@ class View:
         self,
         block: Block,
         literal_inputs: dict[int, Coef] | None = None,
-        outer: tuple[View, Node] | None = None,
-        tiles: Iterable[Tile] = (),
+        outer: tuple[CanonicalView, Node] | None = None,
+        tiles: Iterable[FoldedNodes] = (),
         apart: frozenset[int] = frozenset(),
     ) -> None:
         self._start(block)
@@ -59,21 +59,23 @@ class View:
         self.nodes: list[CNode] = [CNode(ONE, "one", (), (), ())]
         self.ref: dict[int, Ref] = {}
         self.values_of: dict[int, list[Value]] = {}
-        self.outer: tuple[View, Node] | None = None  # the view of the block that holds this one's node, and that node
+        self.outer: tuple[CanonicalView, Node] | None = (
+            None  # the view of the block that holds this one's node, and that node
+        )
         self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
         self.twins: dict[int, int] = {}  # value id of an input that is given what an earlier one is -> that one's id
-        self.tiles_at: dict[int, list[Tile]] = {}
-        self._tiles: dict[int, Tile] = {}  # by the id of the node that makes the root
+        self.tiles_at: dict[int, list[FoldedNodes]] = {}
+        self._tiles: dict[int, FoldedNodes] = {}  # by the id of the node that makes the root
         self.covered: frozenset[int] = frozenset()
         self._apart: frozenset[int] = frozenset()  # ids of values that are nodes of their own where they are multiples
         self._table: dict[Any, int] = {("one", (), (), (), ()): ONE}
         self._unique = itertools.count()
 
-    def over(self, leaves: Iterable[Value], nodes: Sequence[Node]) -> View:
+    def over(self, leaves: Iterable[Value], nodes: Sequence[Node]) -> CanonicalView:
         """The view of some nodes alone. The values `leaves` are leaves of it, whatever makes them: a product stays one leaf,
         and a leaf carries no factor. What else the nodes read from elsewhere is a leaf too, if it is no literal.
         """
-        part = View.__new__(View)
+        part = CanonicalView.__new__(CanonicalView)
         part._start(self.block)
         part.known_inputs, part.twins = self.known_inputs, self.twins
         for value in leaves:
@@ -98,7 +100,7 @@ class View:
             for value, ref in zip(node.outputs, refs, strict=True):
                 self._bind(value, ref)
 
-    def _fold(self, tile: Tile) -> None:
+    def _fold(self, tile: FoldedNodes) -> None:
         """A tile's root, as its program makes it; the values inside are not in the view."""
         (ref,) = inline(self, tile.program, [self.read(v) for v in tile.leaves])
         self._bind(tile.root, ref)
@@ -222,7 +224,7 @@ def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
     return tuple((i, repr(coef)) for i, coef in odd)
 
 
-def _given_alike(outer: tuple[View, Node] | None) -> dict[int, int]:
+def _given_alike(outer: tuple[CanonicalView, Node] | None) -> dict[int, int]:
     """For the inputs of a body that are given one value whole, each time the same, or values that are made alike: number -> that of the
     first that is given it.
     """
@@ -277,7 +279,7 @@ def _in_bodies(node: Node, value: Value) -> list[tuple[Block, Value]]:
     return [(body, mine) for body, pairs in given for mine, theirs in pairs if theirs is value]
 
 
-def view_node_text(view: View, nid: int) -> str:
+def view_node_text(view: CanonicalView, nid: int) -> str:
     """One canonical node as text, for debugging and near-miss reports."""
     node = view.nodes[nid]
     ops = " ".join(f"{o.coef:g}*c{o.nid}{list(o.axes)}" for o in node.operands)

@@ -23,8 +23,8 @@ from jax.extend import core as jex_core
 
 from ..canonical.nodes import ONE
 from ..canonical.rules import is_jax_rule
-from ..canonical.view import View
-from ..interpret.evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from ..canonical.view import CanonicalView
+from ..interpret.evaluate import CannotEvaluate, Inline, ReducedSizes, evaluate
 from ..jax_compat import names_an_axis
 from ..primitives import having
 from ..program.boundary import guarded
@@ -106,7 +106,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownActivation:
     """A function that is looked for: `fn` in jnp, and its values at `LOOKS` to three digits, as `looks`."""
 
     fn: Callable[..., Any]
@@ -130,7 +130,7 @@ class Recognised:
         return self if self.asked is None else self.asked()
 
 
-def cone(view: View, start: Value) -> list[Node]:
+def cone(view: CanonicalView, start: Value) -> list[Node]:
     """Raw elementwise nodes of the block computable from `start` and literals alone, in program order."""
     block = view.block
     inside: set[int] = {start.id}
@@ -153,7 +153,7 @@ def cone(view: View, start: Value) -> list[Node]:
     return [taken[i] for i in sorted(taken)]
 
 
-def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
+def _joins(view: CanonicalView, node: Node, inside: set[int], start: Value) -> bool:
     if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
         return False
     made = node.outputs[0].dtype
@@ -162,7 +162,7 @@ def _joins(view: View, node: Node, inside: set[int], start: Value) -> bool:
     return all(isinstance(a, Literal) or a.id in inside or _written(view, a) for a in node.inputs)
 
 
-def _written(view: View, value: Value) -> bool:
+def _written(view: CanonicalView, value: Value) -> bool:
     """Whether a value is a literal, and made of literals: what is 0 whatever the arrays are is made of those all the same."""
     stack = [value]
     while stack:
@@ -174,7 +174,7 @@ def _written(view: View, value: Value) -> bool:
     return True
 
 
-def between(view: View, start: Value, end: Value) -> list[Node]:
+def between(view: CanonicalView, start: Value, end: Value) -> list[Node]:
     """The nodes from `start` (excluded) to `end`, with the literal broadcasts they read, in program order."""
     block, nodes, stack = view.block, {}, [end]
     while stack:
@@ -188,7 +188,9 @@ def between(view: View, start: Value, end: Value) -> list[Node]:
     return [nodes[i] for i in sorted(nodes)]
 
 
-def recognise(view: View, start: Value, end: Value, known: Mapping[str, Known], certifier: Certifier) -> Recognised:
+def recognise(
+    view: CanonicalView, start: Value, end: Value, known: Mapping[str, KnownActivation], certifier: Certifier
+) -> Recognised:
     """Which known activation `end` is of `start`, in values and in derivative.
 
     Args:
@@ -220,11 +222,11 @@ def recognise(view: View, start: Value, end: Value, known: Mapping[str, Known], 
 
 
 def _recognise(
-    view: View,
+    view: CanonicalView,
     nodes: Sequence[Node],
     start: Value,
     end: Value,
-    known: Mapping[str, Known],
+    known: Mapping[str, KnownActivation],
     certifier: Certifier,
 ) -> Recognised:
     if end.dtype != start.dtype:
@@ -234,7 +236,7 @@ def _recognise(
     switches = breakpoints(view, start, nodes)
     if switches is None:
         return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
-    cut = _Cut(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs), start, switches, certifier.inline)
+    cut = _Cone(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs), start, switches, certifier.inline)
     try:
         looks = cut.at(np.array(LOOKS))
         alike = {name: k for name, k in known.items() if np.allclose(looks, k.looks, rtol=_ALIKE, atol=_ALIKE)}
@@ -247,7 +249,7 @@ def _recognise(
 
 
 @dataclass(frozen=True, eq=False)
-class _Cut:
+class _Cone:
     """A cone as a program of its own: `closed` computes its end of `start`, and switches at `switches`."""
 
     closed: Any
@@ -274,7 +276,7 @@ class _Cut:
         """What the values of a known function are asked for with."""
         return str(self.start.dtype), self.points.tobytes(), is_x64()
 
-    def errors(self, known: Mapping[str, Known], twice: bool) -> dict[str, tuple[float, float]]:
+    def errors(self, known: Mapping[str, KnownActivation], twice: bool) -> dict[str, tuple[float, float]]:
         """How far it is from each known function in value and in derivative; `twice`: a custom rule may have any second derivative."""
         own, like = block_signature(block_of_jaxpr(self.closed)), (self.start.shape, str(self.start.dtype), is_x64())
         written = next((name for name, k in known.items() if _known_signature(k.fn, *like) == own), None)
@@ -295,7 +297,7 @@ class _Cut:
                     break  # none comes nearer
         return errors
 
-    def nearest(self, known: Mapping[str, Known]) -> Recognised:
+    def nearest(self, known: Mapping[str, KnownActivation]) -> Recognised:
         """What is said where it is none of them: the one whose values come nearest."""
         try:
             gaps = {n: _gap(self.values, _known_values(k.fn, *self.of_known()), self.points) for n, k in known.items()}
@@ -327,7 +329,7 @@ def _known_profile(reference: Callable[..., Any], dtype: str, points: bytes, x64
     return profile(reference, like, np.frombuffer(points), lambda eqn: None, twice)
 
 
-def value_name(node: Node, known: Mapping[str, Known], certifier: Certifier) -> str | None:
+def value_name(node: Node, known: Mapping[str, KnownActivation], certifier: Certifier) -> str | None:
     """The known function that a node with a custom rule computes, whatever its rule says of the derivative."""
     body = node.blocks[0] if node.blocks else None
     if body is None or len(body.inputs) != 1 or len(body.outputs) != 1 or not isinstance(body.outputs[0], Value):
@@ -335,7 +337,7 @@ def value_name(node: Node, known: Mapping[str, Known], certifier: Certifier) -> 
     start, end = body.inputs[0], body.outputs[0]
     if start.shape != end.shape or start.dtype != end.dtype:
         return None
-    return recognise(View(body), start, end, known, certifier).name
+    return recognise(CanonicalView(body), start, end, known, certifier).name
 
 
 def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Recognised | None:
@@ -450,7 +452,7 @@ def _along(closed: Any, shape: Sequence[int], axis: int, points: np.ndarray, inl
     line = points.reshape([-1 if i == axis else 1 for i in range(len(reduced))])
     args = [np.broadcast_to(line, reduced), *[np.ones(reduced)] * (len(closed.in_avals) - 1)]
     pick = tuple(slice(None) if i == axis else 0 for i in range(len(reduced)))
-    return [np.broadcast_to(x, reduced)[pick] for x in evaluate(closed, args, Sizes(sizes), inline)]
+    return [np.broadcast_to(x, reduced)[pick] for x in evaluate(closed, args, ReducedSizes(sizes), inline)]
 
 
 def _points(switches: Sequence[float]) -> np.ndarray:

@@ -15,11 +15,11 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ..dtypes import is_float
-from ..interpret.evaluate import CannotEvaluate, Inline, Sizes, traced_once
+from ..interpret.evaluate import CannotEvaluate, Inline, ReducedSizes, traced_once
 from ..jax_compat import varies
 from ..matching.region import Region, region_signature
 from ..program.explicit_axes import Misplaced, placing, sharding_in_type
-from ..program.in_shard_map import Sums, as_typed, is_weak, make_jaxpr
+from ..program.in_shard_map import DeviceSums, as_typed, is_weak, make_jaxpr
 from ..program.ir import Block, Node
 from ..program.signature import Memo
 from ..program.trace import block_of_jaxpr
@@ -29,7 +29,7 @@ from .inputs import STEPS, Reduction, inputs_of, is_number
 from .programs import FEW, Programs
 from .reduced_sizes import SOON, at_sizes, elements
 from .stress import try_out
-from .verdict import Pair, Results, Verdict, agree, tolerance_of
+from .verdict import ProofOutcome, ResultPair, Results, agree, tolerance_of
 
 _DRAWS = 8  # of a site of few elements
 _OWN_SIZE_LIMIT = 1 << 22  # elements, where a replacement that is not this package's is compared once as it stands
@@ -58,7 +58,7 @@ class Certifier(Memo):
         what: Any,
         derivative: Callable[[Region], Any] | None = None,
         ours: Callable[[], Block] | None = None,
-    ) -> Verdict:
+    ) -> ProofOutcome:
         """Values and gradients of `replacement(*region.inputs)` against the region.
 
         Args:
@@ -71,17 +71,17 @@ class Certifier(Memo):
         """
         key = ("region", region_signature(region), what)
 
-        def prove() -> Verdict:
+        def prove() -> ProofOutcome:
             return _prove(region, replacement, self.inline, derivative, ours is not None)
 
         return self.once(key, lambda: prove() if ours is None else self._alike.once(region, ours, what, prove))
 
-    def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> Verdict:
+    def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> ProofOutcome:
         """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as
         `region`. For a replacement that is not this package's own.
         """
 
-        def prove() -> Verdict:
+        def prove() -> ProofOutcome:
             avals, out = [v.aval for v in region.inputs], region.root.aval
             old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
             names = [f"gradient of {n}" for n in _float_names(region)]
@@ -98,18 +98,18 @@ class Certifier(Memo):
         return self.once(("extremes", region_signature(region), what), prove)
 
 
-def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> Verdict:
+def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> ProofOutcome:
     """Whether two programs agree at the region's real sizes, as far as that is soon told: at reduced ones a number that is compared with
     positions, say the first 64 of 512 columns, lies beyond all of them.
     """
     avals, out = [v.aval for v in region.inputs], region.root.aval
     if elements((*avals, out)) > _OWN_SIZE_LIMIT:
-        return Verdict(None)
+        return ProofOutcome(None)
     try:
         programs = Programs(old, new, avals, out, inline)
         return _agree(region, programs.results(0, replace(_REAL, most=SOON)))
     except CannotEvaluate:
-        return Verdict(None)  # it was told at reduced sizes
+        return ProofOutcome(None)  # it was told at reduced sizes
 
 
 def prove_function(
@@ -119,7 +119,7 @@ def prove_function(
     avals: Sequence[Any],
     inline: Inline,
     ordinary: bool = False,
-) -> Verdict:
+) -> ProofOutcome:
     """Whether two functions of float arrays with one result are the same, in values and in gradients, at these sizes.
 
     Args:
@@ -143,34 +143,34 @@ def prove_function(
         found = [programs.results(seed, _REAL) for seed in range(draws)]
         wrong = _first_wrong(tolerance, told, found)
     except CannotEvaluate as error:
-        return Verdict("uncertified", f"it cannot be told: {error}")
+        return ProofOutcome("uncertified", f"it cannot be told: {error}")
     if wrong is not None or ordinary:
-        return wrong or Verdict(None)
+        return wrong or ProofOutcome(None)
     return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(_REAL))
 
 
-def _other_type(old: Any, new: Any) -> Verdict | None:
+def _other_type(old: Any, new: Any) -> ProofOutcome | None:
     """What is said where results of these types are not of one type, that of an array; None where they are."""
     if not hasattr(old, "shape") or not hasattr(new, "shape"):
-        return Verdict("structure", "it does not give one array")
+        return ProofOutcome("structure", "it does not give one array")
     if (old.shape, old.dtype) == (new.shape, new.dtype):
         return None
-    return Verdict("structure", f"it gives {new.dtype}{list(new.shape)}, needed {old.dtype}{list(old.shape)}")
+    return ProofOutcome("structure", f"it gives {new.dtype}{list(new.shape)}, needed {old.dtype}{list(old.shape)}")
 
 
-def _first_wrong(tolerance: float, names: Sequence[str], found: Sequence[Results]) -> Verdict | None:
+def _first_wrong(tolerance: float, names: Sequence[str], found: Sequence[Results]) -> ProofOutcome | None:
     verdicts = (agree(tolerance, names, one) for one in found)
     return next((verdict for verdict in verdicts if not verdict.ok), None)
 
 
 def _tried(
     old: Any, new: Any, avals: Sequence[Any], out: Any, inline: Inline, names: Sequence[str], at: Callable[..., Any]
-) -> Verdict:
+) -> ProofOutcome:
     """As `try_out`; `at` runs it at some sizes."""
     tolerance = tolerance_of((*avals, out))
 
     def attempt(reduction: Reduction) -> str | None:
-        def given(seed: int) -> tuple[Sizes, list[np.ndarray]]:
+        def given(seed: int) -> tuple[ReducedSizes, list[np.ndarray]]:
             return inputs_of(avals, out, reduction, seed)
 
         return try_out(old, new, given, avals, inline, names, tolerance)
@@ -178,8 +178,8 @@ def _tried(
     try:
         wrong = at(attempt)
     except CannotEvaluate as error:
-        return Verdict("uncertified", f"it cannot be told: {error}")
-    return Verdict("value", wrong) if wrong else Verdict(None)
+        return ProofOutcome("uncertified", f"it cannot be told: {error}")
+    return ProofOutcome("value", wrong) if wrong else ProofOutcome(None)
 
 
 def _prove(
@@ -188,12 +188,12 @@ def _prove(
     inline: Inline,
     derivative: Callable[[Region], Any] | None,
     ours: bool,
-) -> Verdict:
+) -> ProofOutcome:
     avals, out = [v.aval for v in region.inputs], region.root.aval
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     sums = region.sums
     if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
-        return Verdict("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
+        return ProofOutcome("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
     try:
         with placing((*avals, out)), unwrapped(ours):
             if derivative is not None and not _on_a_mesh((*avals, out), sums):
@@ -206,17 +206,19 @@ def _prove(
     return _same(region, _names(region), Programs(old, new, avals, out, inline, sums.axes))
 
 
-def misplaced(error: Misplaced) -> Verdict:
+def misplaced(error: Misplaced) -> ProofOutcome:
     """What is said of a replacement that JAX has no type for on explicit mesh axes."""
-    return Verdict("sharding", f"on these explicit mesh axes JAX does not type it: {error}")
+    return ProofOutcome("sharding", f"on these explicit mesh axes JAX does not type it: {error}")
 
 
-def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums) -> frozenset[str]:
+def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: DeviceSums) -> frozenset[str]:
     """The mesh axes a program sums over; its gradients may over more, those of what does not vary along them."""
-    return Sums.of(block_of_jaxpr(make_jaxpr(fn, avals, out, sums)).nodes).axes
+    return DeviceSums.of(block_of_jaxpr(make_jaxpr(fn, avals, out, sums)).nodes).axes
 
 
-def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline) -> Verdict:
+def prove_gradients(
+    region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline
+) -> ProofOutcome:
     """The gradients that a program computes, against those that would stand in their place.
 
     Args:
@@ -226,7 +228,7 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
       groups: (name, number of terms) of each gradient, in the order of both.
     """
 
-    def summed(pair: Pair) -> Pair:
+    def summed(pair: ResultPair) -> ResultPair:
         terms = iter(pair[0])
         return [sum(next(terms) for _ in range(n)) for _, n in groups], pair[1][1:]
 
@@ -235,8 +237,8 @@ def prove_gradients(region: Region, old: Any, new: Any, groups: Sequence[tuple[s
 
 
 def _same(
-    region: Region, names: Sequence[str], programs: Programs, of: Callable[[Pair], Pair] = lambda pair: pair
-) -> Verdict:
+    region: Region, names: Sequence[str], programs: Programs, of: Callable[[ResultPair], ResultPair] = lambda pair: pair
+) -> ProofOutcome:
     """Whether two programs agree, evaluated at reduced sizes; at the real ones where those will not do.
 
     `of` makes results of these names of what the programs give. Those that sum over mesh axes are evaluated on several devices.
@@ -256,7 +258,7 @@ def _same(
                 return verdict
         return programs.beyond(found[0].given, names, tolerance, of)
     except CannotEvaluate as error:
-        return Verdict("uncertified", str(error))
+        return ProofOutcome("uncertified", str(error))
 
 
 def _draws(avals: Sequence[Any]) -> int:
@@ -274,7 +276,7 @@ def _on_one_device(inline: Inline) -> Inline:
     return known
 
 
-def _agree(region: Region, found: Results) -> Verdict:
+def _agree(region: Region, found: Results) -> ProofOutcome:
     return agree(tolerance_of((*region.inputs, region.root)), _names(region), found)
 
 
@@ -287,7 +289,7 @@ def with_vjp(
     avals: Sequence[Any],
     out: Any,
     wanted: Sequence[int] | None = None,
-    sums: Sums | None = None,
+    sums: DeviceSums | None = None,
     weak: bool = False,
 ) -> Any:
     """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
@@ -312,7 +314,7 @@ def with_vjp(
 
 
 def with_gradients(
-    fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: Sums | None = None, as_jax: bool = False
+    fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: DeviceSums | None = None, as_jax: bool = False
 ) -> Any:
     """As `with_vjp`, for a proof, to which nothing but numbers matters: the derivative is transposed as a whole. JAX linearises each
     equation by itself, in an order that other callers want, and takes twice as long.
@@ -347,7 +349,7 @@ def with_gradients(
     return make_jaxpr(joint, [*avals, out])
 
 
-def _on_a_mesh(types: Sequence[Any], sums: Sums | None) -> bool:
+def _on_a_mesh(types: Sequence[Any], sums: DeviceSums | None) -> bool:
     return bool(sums and sums.axes) or any(varies(a) or sharding_in_type(a) is not None for a in types)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ..dtypes import is_float
-from ..interpret.evaluate import Sizes
+from ..interpret.evaluate import ReducedSizes
 from ..interpret.numpy_rules import KEPT_SIZES, CannotEvaluate
 from ..interpret.random_bits import Keys
 from ..jax_compat import split_closed, threefry_key
@@ -33,7 +33,7 @@ def is_number(aval: Any) -> bool:
 @dataclass(frozen=True)
 class Reduction:
     """How sizes are reduced: some of them to these, the others of the operands to a few; none where it is `real`. `parts` and `most` are
-    those of `Sizes`."""
+    those of `ReducedSizes`."""
 
     known: Mapping[int, int] = field(default_factory=dict)
     parts: frozenset[int] = frozenset()
@@ -48,7 +48,7 @@ def inputs_of(
     seed: int = 0,
     true: float = 0.5,
     weights: Mapping[int, Sequence[int]] | None = None,
-) -> tuple[Sizes, list[np.ndarray]]:
+) -> tuple[ReducedSizes, list[np.ndarray]]:
     """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different.
 
     Of two booleans or more both kinds are drawn. `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are
@@ -70,7 +70,7 @@ def inputs_of(
             args.append(np.asarray(next(number) % STEPS, a.dtype))
         else:
             args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
-    return Sizes(table, reduction.parts, reduction.most), args
+    return ReducedSizes(table, reduction.parts, reduction.most), args
 
 
 def _reduced_sizes(avals: Sequence[Any], reduction: Reduction) -> dict[int, int]:

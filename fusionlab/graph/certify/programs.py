@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ..dtypes import is_float
-from ..interpret.evaluate import Inline, Sizes, evaluate
+from ..interpret.evaluate import Inline, ReducedSizes, evaluate
 from ..interpret.on_devices import COUNT, evaluate_together
 from ..jax_compat import rebuild, split_closed, varies, varying_axes
 from ..primitives import having
@@ -18,7 +18,7 @@ from ..program.equations import live
 from .inputs import Reduction, inputs_of, summed_with
 from .reduced_sizes import elements
 from .special import Special, at_edge, compared, near_edge, overflows, specials
-from .verdict import Pair, Results, Verdict
+from .verdict import ProofOutcome, ResultPair, Results
 
 FEW = 256  # elements: such a site is looked at with several draws, as one may miss a whole branch
 _NUDGE = 1e-9  # relative: by how much inputs are moved to see what is noise
@@ -26,7 +26,7 @@ _REDRAWS, _SEEDS = 30, 1000
 # The share of booleans that are True, draw by draw: a mask may hide where they are, or where not.
 _TRUE = (0.5, 0.7, 0.85, 0.3, 0.15)
 
-Given = tuple[Sizes, list[list[Any]]]  # drawn inputs, of each device
+Given = tuple[ReducedSizes, list[list[Any]]]  # drawn inputs, of each device
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +64,12 @@ class Programs:
         return Results(pair, lambda number: self._nudged(number, sizes, args), (sizes, args))
 
     def beyond(
-        self, given: Given, names: Sequence[str], tolerance: float, of: Callable[[Pair], Pair] = lambda pair: pair
-    ) -> Verdict:
+        self,
+        given: Given,
+        names: Sequence[str],
+        tolerance: float,
+        of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
+    ) -> ProofOutcome:
         """What both make of inputs that are no ordinary numbers; see special.py. `given` are ordinary ones; `of` makes results of these
         names of what they give.
         """
@@ -83,7 +87,9 @@ class Programs:
                 return verdict
             lost.update(dict.fromkeys(verdict.lost))
         edge = values is not None and values._overflows(sizes, args[0])
-        return Verdict(None, lost=tuple(lost), edge=edge, regained=values is not None and self._regains(sizes, args[0]))
+        return ProofOutcome(
+            None, lost=tuple(lost), edge=edge, regained=values is not None and self._regains(sizes, args[0])
+        )
 
     def _told(
         self,
@@ -91,8 +97,8 @@ class Programs:
         given: Given,
         names: Sequence[str],
         tolerance: float,
-        of: Callable[[Pair], Pair] = lambda pair: pair,
-    ) -> Verdict:
+        of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
+    ) -> ProofOutcome:
         """What both make of inputs that are changed."""
         sizes, args = given
         moved = [special.of(own) for own in args]
@@ -100,7 +106,7 @@ class Programs:
             pair = of((self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)))
             return compared(special, names, Results(pair, lambda n: of(self._nudged(n, sizes, moved))), tolerance)
 
-    def _overflows(self, sizes: Sizes, args: Sequence[Any]) -> bool:
+    def _overflows(self, sizes: ReducedSizes, args: Sequence[Any]) -> bool:
         """Whether the new value is infinite or NaN near the dtypes' edge, computed in them, where the old is not.
 
         Not asked of what several devices compute, and not of gradients: those of a softmax overflow in many an order.
@@ -113,7 +119,7 @@ class Programs:
             for moved in at_edge(args, self.avals, few)
         )
 
-    def _regains(self, sizes: Sizes, args: Sequence[Any]) -> bool:
+    def _regains(self, sizes: ReducedSizes, args: Sequence[Any]) -> bool:
         """Whether a gradient is a number where the old one is none, of finite numbers whose squares overflow.
 
         Asked of what is divided by a root of a sum of squares alone: the derivative of the root is 0 there, and 0 times an infinity is NaN.
@@ -128,13 +134,13 @@ class Programs:
                 return True
         return False
 
-    def _nudged(self, number: int, sizes: Sizes, args: list[list[Any]]) -> Pair:
+    def _nudged(self, number: int, sizes: ReducedSizes, args: list[list[Any]]) -> ResultPair:
         """What both make of inputs that are moved a little."""
         rng = np.random.default_rng(number)
         moved = [[a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args]
         return self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)
 
-    def _run(self, program: Any, sizes: Sizes, args: list[list[Any]]) -> list[np.ndarray]:
+    def _run(self, program: Any, sizes: ReducedSizes, args: list[list[Any]]) -> list[np.ndarray]:
         if self.axes:
             return evaluate_together(program, args, self.axes, sizes, self.inline)
         return evaluate(program, args[0], sizes, self.inline)

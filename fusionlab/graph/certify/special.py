@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtypes import is_float
-from .verdict import Pair, Results, Verdict, agree
+from .verdict import ProofOutcome, ResultPair, Results, agree
 
 # The share of inputs that are near the dtype's edge, and that are infinite, draw by draw: few, or a sum of products is NaN anyway; many, or
 # two never meet.
@@ -60,7 +60,7 @@ def specials(avals: Sequence[Any], added: Collection[int] = ()) -> Iterator[Spec
         yield Special("masks of True", filled(masks, lambda i: True), exact=True, hides=True)
 
 
-def compared(special: Special, names: Sequence[str], found: Results, tolerance: float) -> Verdict:
+def compared(special: Special, names: Sequence[str], found: Results, tolerance: float) -> ProofOutcome:
     """What two programs make of special inputs.
 
     NaN and infinities of the program that are numbers in the other are `lost`, if only masks hide something. All else that differs is
@@ -74,23 +74,23 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
         held, holds = np.isfinite(a), np.isfinite(b)
         code = "value" if name == "value" else "gradient"
         if (held & ~holds).any():
-            return Verdict(code, f"{name} would be {b[held & ~holds][0]} for {special.told}, where it is a number")
+            return ProofOutcome(code, f"{name} would be {b[held & ~holds][0]} for {special.told}, where it is a number")
         if (~held & holds).any():
             if not special.hides:
                 told = f"{name} is {a[~held & holds][0]} for {special.told}, which would become a number"
-                return Verdict(code, told)
+                return ProofOutcome(code, told)
             lost.append(name)
-    verdict = _numbers_agree(special, names, found, tolerance) if special.exact else Verdict(None)
+    verdict = _numbers_agree(special, names, found, tolerance) if special.exact else ProofOutcome(None)
     return replace(verdict, lost=tuple(lost))
 
 
-def _numbers_agree(special: Special, names: Sequence[str], found: Results, tolerance: float) -> Verdict:
+def _numbers_agree(special: Special, names: Sequence[str], found: Results, tolerance: float) -> ProofOutcome:
     numbers = Results(_numbers(found.pair), lambda n: _numbers(found.nudged(n)))
     verdict = agree(tolerance, names, numbers)
-    return verdict if verdict.ok else Verdict(verdict.code, f"{verdict.detail} for {special.told}")
+    return verdict if verdict.ok else ProofOutcome(verdict.code, f"{verdict.detail} for {special.told}")
 
 
-def _numbers(pair: Pair) -> Pair:
+def _numbers(pair: ResultPair) -> ResultPair:
     """Two results with 0 where either is no number."""
     both = [[np.isfinite(np.asarray(x, np.float64)) for x in side] for side in pair]
     held = [a & b for a, b in zip(*both, strict=True)]

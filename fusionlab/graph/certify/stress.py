@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..dtypes import is_float
-from ..interpret.evaluate import Inline, Sizes, evaluate
+from ..interpret.evaluate import Inline, ReducedSizes, evaluate
 
 # Where functions are only asked to hold: exp overflows at 1e4, a square at the last, its reciprocal at the first.
 _HOLD = (1e-170, 1e170)
@@ -76,7 +76,7 @@ def _fitting(a: np.ndarray, size: float, dtype: Any) -> np.ndarray:
 def try_out(
     old: Any,
     new: Any,
-    given: Callable[[int], tuple[Sizes, list[np.ndarray]]],
+    given: Callable[[int], tuple[ReducedSizes, list[np.ndarray]]],
     avals: Sequence[Any],
     inline: Inline,
     names: Sequence[str],
@@ -137,7 +137,7 @@ def _rounded(
     old: Any,
     new: Any,
     drawn: Sequence[np.ndarray],
-    sizes: Sizes,
+    sizes: ReducedSizes,
     avals: Sequence[Any],
     inline: Inline,
     names: Sequence[str],

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..canonical.view import View
+from ..canonical.view import CanonicalView
 from ..primitives import having
 from ..program.ir import Atom, Literal, Node, Value
 
@@ -23,7 +23,7 @@ _COMPARES = having("equality", "order", "extreme")
 _ROUNDS = having("rounding")
 
 
-def breakpoints(view: View, start: Value, nodes: Sequence[Node]) -> list[float] | None:
+def breakpoints(view: CanonicalView, start: Value, nodes: Sequence[Node]) -> list[float] | None:
     """The switches of the function of `start` that `nodes` compute, ascending and finite; None where they are not known."""
     walk = _Walk(view)
     walk.pieces[start.id] = frozenset({(1.0, 0.0)})
@@ -33,7 +33,7 @@ def breakpoints(view: View, start: Value, nodes: Sequence[Node]) -> list[float] 
 
 
 class _Walk:
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: CanonicalView) -> None:
         self.view = view
         self.pieces: dict[int, Pieces] = {}
         self.crossings: set[float] = {0.0}

@@ -21,11 +21,11 @@ TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2
 NOISE = 1e-13
 _SPREAD, _MOVES = 8, 4
 
-Pair = tuple[Sequence[Any], Sequence[Any]]  # results of the old program, and of the new one
+ResultPair = tuple[Sequence[Any], Sequence[Any]]  # results of the old program, and of the new one
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ProofOutcome:
     """The outcome of a certification.
 
     Attributes:
@@ -53,8 +53,8 @@ class Results:
     `given` the inputs, with the sizes that they are reduced to.
     """
 
-    pair: Pair
-    nudged: Callable[[int], Pair]
+    pair: ResultPair
+    nudged: Callable[[int], ResultPair]
     given: Any = None
 
 
@@ -63,7 +63,7 @@ def tolerance_of(values: Sequence[Any]) -> float:
     return max(TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in values if is_float(v.dtype))
 
 
-def agree(tolerance: float, names: Sequence[str], found: Results) -> Verdict:
+def agree(tolerance: float, names: Sequence[str], found: Results) -> ProofOutcome:
     """Whether each of the results, told by its name, is the same one."""
     want, got = found.pair
     noise = NOISE * max((_largest(a, finite=True) for a in (*want, *got)), default=0.0)
@@ -72,8 +72,8 @@ def agree(tolerance: float, names: Sequence[str], found: Results) -> Verdict:
         if error <= tolerance or (max(_largest(a), _largest(b)) <= noise and _is_noise(number, found)):
             continue
         code = "value" if name == "value" else "gradient"
-        return Verdict(code, f"{name} differs by {error:.2g} relative (allowed {tolerance:.0e})")
-    return Verdict(None)
+        return ProofOutcome(code, f"{name} differs by {error:.2g} relative (allowed {tolerance:.0e})")
+    return ProofOutcome(None)
 
 
 def _is_noise(number: int, found: Results) -> bool:
@@ -92,7 +92,7 @@ def _is_noise(number: int, found: Results) -> bool:
     return False
 
 
-def _at(pair: Pair, number: int) -> tuple[np.ndarray, np.ndarray]:
+def _at(pair: ResultPair, number: int) -> tuple[np.ndarray, np.ndarray]:
     old, new = (np.asarray(side[number], np.float64) for side in pair)
     return old, new
 

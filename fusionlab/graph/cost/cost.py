@@ -24,7 +24,7 @@ from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
 from ..program.text import node_text
-from .rules import ROUGH, RULES, Arithmetic, size
+from .rules import ROUGH, RULES, Arithmetic, entries_of
 from .traffic import COMBINES, ideal_traffic, is_region, reads, writes
 
 _SOLVE = "jaxprs[2]"  # of those of a linear solve (matvec, vecmat, solve, transpose_solve), the one that runs
@@ -303,16 +303,16 @@ def _combinations(node: Node, block: Block) -> int:
     """How often a reduction, a window or a scatter applies its function."""
     name = node.primitive
     if name == "reduce":
-        return max(0, size(node.inputs[0]) - size(node.outputs[0]))
+        return max(0, entries_of(node.inputs[0]) - entries_of(node.outputs[0]))
     if name.startswith("scatter"):
-        return size(node.inputs[2])
+        return entries_of(node.inputs[2])
     window = 1
     for n in node.params["window_dimensions"]:
         window *= int(n)
     if name == "select_and_scatter":
-        source = size(node.inputs[1])
+        source = entries_of(node.inputs[1])
         return source if "scatter" in block.label else source * (window - 1)
-    return size(node.outputs[0]) * (window - 1)
+    return entries_of(node.outputs[0]) * (window - 1)
 
 
 def _own_arithmetic(node: Node) -> Callable[..., Arithmetic] | None:

@@ -32,7 +32,7 @@ _DEAR = TRANSCENDENTAL | EXPANDED.keys()
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ModelKernel:
     """One kernel of the model.
 
     Attributes:
@@ -51,9 +51,9 @@ class Kernel:
     cost: Cost
 
 
-def kernels_of(costs: Costs) -> tuple[Kernel, ...]:
+def kernels_of(costs: Costs) -> tuple[ModelKernel, ...]:
     """The kernels of a program, in program order; their operations sum to those of the program."""
-    found: list[Kernel] = []
+    found: list[ModelKernel] = []
     stack: list[Block] = [costs.graph.top]
     while stack:
         flat = _Flat(stack.pop())
@@ -152,7 +152,7 @@ class _Flat:
             total += sum(b.nbytes for b in self.operands(maker)) if wide and maker else a.nbytes
         return total
 
-    def kernels(self, costs: Costs) -> Iterator[Kernel]:
+    def kernels(self, costs: Costs) -> Iterator[ModelKernel]:
         members: dict[int, list[Node]] = {}  # every kernel that computes a node
         counted: dict[int, list[Node]] = {}  # the one it is counted with
         for node in self.nodes:
@@ -169,7 +169,7 @@ class _Flat:
             inner = costs.of(n.id for n in counted.get(root, ()))
             cost = Cost(inner.flops, inner.transcendentals, read * count, written * count, trips, inner.known)
             ids = tuple(n.id for n in counted.get(root, ()))
-            yield Kernel(root, node.primitive, node.scope, ids, self.block.path, cost)
+            yield ModelKernel(root, node.primitive, node.scope, ids, self.block.path, cost)
 
     def _traffic(self, members: Iterable[Node], root: Node) -> tuple[int, int]:
         members = list(members)

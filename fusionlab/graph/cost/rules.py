@@ -65,13 +65,13 @@ ROUGH = SERIES.keys() | frozenset(
 )
 
 
-def size(atom: Any) -> int:
+def entries_of(atom: Any) -> int:
     """Number of entries."""
     return math.prod(int(n) for n in atom.shape)
 
 
 def _per_entry(flops: int, transcendentals: int) -> Rule:
-    return lambda node: (flops * size(node.outputs[0]), transcendentals * size(node.outputs[0]))
+    return lambda node: (flops * entries_of(node.outputs[0]), transcendentals * entries_of(node.outputs[0]))
 
 
 def _nothing(node: Node) -> Arithmetic:
@@ -79,17 +79,17 @@ def _nothing(node: Node) -> Arithmetic:
 
 
 def _reduce(node: Node) -> Arithmetic:
-    return max(0, size(node.inputs[0]) - size(node.outputs[0])), 0
+    return max(0, entries_of(node.inputs[0]) - entries_of(node.outputs[0])), 0
 
 
 def _dot(node: Node) -> Arithmetic:
     (contracted, _), _ = node.params["dimension_numbers"]
-    return 2 * size(node.outputs[0]) * math.prod(int(node.inputs[0].shape[i]) for i in contracted), 0
+    return 2 * entries_of(node.outputs[0]) * math.prod(int(node.inputs[0].shape[i]) for i in contracted), 0
 
 
 def _ragged_dot(node: Node) -> Arithmetic:
     """Each row meets the matrix of its own group alone."""
-    return 2 * size(node.outputs[0]) * int(node.inputs[0].shape[-1]), 0
+    return 2 * entries_of(node.outputs[0]) * int(node.inputs[0].shape[-1]), 0
 
 
 def _conv(node: Node) -> Arithmetic:
@@ -125,7 +125,7 @@ def _taps(entries: int, taps: int, made: int, where: tuple[int, int, int, int]) 
 def _cumulative(flops: int, transcendentals: int) -> Rule:
     def rule(node: Node) -> Arithmetic:
         (x,) = node.inputs[:1]
-        steps = size(x) - size(x) // max(1, int(x.shape[node.params["axis"]]))
+        steps = entries_of(x) - entries_of(x) // max(1, int(x.shape[node.params["axis"]]))
         return flops * steps, transcendentals * steps
 
     return rule
@@ -135,29 +135,29 @@ def _integer_pow(node: Node) -> Arithmetic:
     """Squarings and multiplications of the binary method, and a division for a negative power."""
     y = int(node.params["y"])
     steps = max(0, abs(y).bit_length() - 1 + abs(y).bit_count() - 1) + (y < 0)
-    return steps * size(node.outputs[0]), 0
+    return steps * entries_of(node.outputs[0]), 0
 
 
 def _polynomial(node: Node) -> Arithmetic:
     """Horner's rule."""
-    return 2 * max(1, len(node.inputs) - 1) * size(node.outputs[0]), 0
+    return 2 * max(1, len(node.inputs) - 1) * entries_of(node.outputs[0]), 0
 
 
 def _sort(node: Node) -> Arithmetic:
     """Comparisons of a merge sort."""
     x, p = node.inputs[0], node.params
-    return p["num_keys"] * size(x) * math.ceil(math.log2(max(2, int(x.shape[p["dimension"]])))), 0
+    return p["num_keys"] * entries_of(x) * math.ceil(math.log2(max(2, int(x.shape[p["dimension"]])))), 0
 
 
 def _top_k(node: Node) -> Arithmetic:
-    return size(node.inputs[0]) * math.ceil(math.log2(max(2, int(node.params["k"])))), 0
+    return entries_of(node.inputs[0]) * math.ceil(math.log2(max(2, int(node.params["k"])))), 0
 
 
 def _fft(node: Node) -> Arithmetic:
     """5 N log2 N of a complex transform of N entries, half of it for a real one."""
     lengths = [int(n) for n in node.params["fft_lengths"]]
     real = "RFFT" in str(node.params["fft_type"])
-    entries = max(size(node.inputs[0]), size(node.outputs[0]))
+    entries = max(entries_of(node.inputs[0]), entries_of(node.outputs[0]))
     return int((2.5 if real else 5) * entries * math.log2(max(2, math.prod(lengths)))), 0
 
 
@@ -169,7 +169,7 @@ def _random(node: Node) -> Arithmetic:
 
 def _window(per_window: Callable[[int], int]) -> Rule:
     def rule(node: Node) -> Arithmetic:
-        windows = size(min((*node.inputs[:1], *node.outputs[:1]), key=size))
+        windows = entries_of(min((*node.inputs[:1], *node.outputs[:1]), key=entries_of))
         return windows * per_window(math.prod(int(n) for n in node.params["window_dimensions"])), 0
 
     return rule
@@ -187,15 +187,15 @@ def _matrix(count: Callable[[int, int], float]) -> Rule:
 
 def _triangular_solve(node: Node) -> Arithmetic:
     a, b = node.inputs
-    return int(a.shape[-1]) * size(b), 0
+    return int(a.shape[-1]) * entries_of(b), 0
 
 
 def _ormqr(node: Node) -> Arithmetic:
-    return 4 * size(node.outputs[0]) * int(node.inputs[1].shape[-1]), 0
+    return 4 * entries_of(node.outputs[0]) * int(node.inputs[1].shape[-1]), 0
 
 
 def _symmetric_product(node: Node) -> Arithmetic:
-    return 2 * size(node.outputs[0]) * int(node.inputs[0].shape[-1]), 0
+    return 2 * entries_of(node.outputs[0]) * int(node.inputs[0].shape[-1]), 0
 
 
 def _qr(m: int, n: int) -> float:
@@ -242,5 +242,5 @@ RULES: dict[str, Rule] = {
     "ormqr": _ormqr,
     "symmetric_product": _symmetric_product,
     "triangular_solve": _triangular_solve,
-    "tridiagonal_solve": lambda node: (8 * size(node.outputs[0]), 0),
+    "tridiagonal_solve": lambda node: (8 * entries_of(node.outputs[0]), 0),
 }  # fmt: skip

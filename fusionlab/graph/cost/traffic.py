@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..primitives import having
 from ..program.ir import Block, Node, Value, values_in
-from .rules import VIEWS, size
+from .rules import VIEWS, entries_of
 
 # Blocks that run once for each entry, on numbers that never reach memory: what a reduction or a scatter combines with.
 COMBINES = frozenset(
@@ -26,7 +26,7 @@ def is_view(node: Node) -> bool:
     if node.primitive in VIEWS:
         return True
     if node.primitive == "broadcast_in_dim":
-        return bool(node.inputs) and size(node.inputs[0]) == size(node.outputs[0])
+        return bool(node.inputs) and entries_of(node.inputs[0]) == entries_of(node.outputs[0])
     if node.primitive == "transpose":
         shape = node.inputs[0].shape
         kept = [int(i) for i in node.params["permutation"] if shape[int(i)] != 1]
@@ -70,7 +70,7 @@ def writes(node: Node) -> dict[int, int]:
 def _updates(node: Node) -> int:
     """Bytes of what is put into an array in place."""
     update = node.inputs[1 if node.primitive == "dynamic_update_slice" else 2]
-    return size(update) * int(getattr(update.dtype, "itemsize", 0))
+    return entries_of(update) * int(getattr(update.dtype, "itemsize", 0))
 
 
 def base_of(block: Block, value: Value) -> Value:

@@ -22,7 +22,7 @@ from ..dtypes import is_float as is_float
 from ..jax_compat import scan_counts, split_closed
 from ..primitives import SUMS_OVER_DEVICES, having
 from ..program.explicit_axes import make_typed_jaxpr
-from ..program.literals import fold
+from ..program.literals import scalar_result
 from ..program.scopes import defined_in_jax
 from ..program.trace import FLATTENED
 from .numpy_indexing import PLACED
@@ -39,7 +39,7 @@ _ARRAYS: Any = (np.ndarray, np.generic, jax.Array)  # what a program captures an
 Inline = Callable[[Any], Any]
 
 
-class Sizes:
+class ReducedSizes:
     """A mapping from real axis sizes to reduced ones; unknown sizes map to themselves.
 
     Args:
@@ -56,8 +56,8 @@ class Sizes:
     ) -> None:
         self.table, self.parts, self.most = dict(table or {}), parts, most
 
-    def copy(self) -> Sizes:
-        return Sizes(self.table, self.parts, self.most)
+    def copy(self) -> ReducedSizes:
+        return ReducedSizes(self.table, self.parts, self.most)
 
     def __call__(self, size: int) -> int:
         return self.table.get(int(size), int(size))
@@ -73,7 +73,7 @@ class Sizes:
 def evaluate(
     closed: Any,
     args: Sequence[Array],
-    sizes: Sizes | None = None,
+    sizes: ReducedSizes | None = None,
     inline: Inline | None = None,
     rounded: bool = False,
     sums: Callable[[Any, list[Array]], list[Array]] | None = None,
@@ -95,7 +95,7 @@ def evaluate(
     """
     jaxpr, consts = split_closed(closed)
     constvars = jaxpr.constvars if consts else ()
-    run = _Run(sizes.copy() if sizes else Sizes(), inline or (lambda eqn: None), rounded, sums)
+    run = _Run(sizes.copy() if sizes else ReducedSizes(), inline or (lambda eqn: None), rounded, sums)
     env: dict[Any, Array] = dict(zip(constvars, [run.const(c) for c in consts], strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     with np.errstate(all="ignore"):
@@ -108,7 +108,7 @@ def promote(x: Array) -> Array:
 
 
 class _Run:
-    def __init__(self, sizes: Sizes, inline: Inline, rounded: bool = False, sums: Any = None) -> None:
+    def __init__(self, sizes: ReducedSizes, inline: Inline, rounded: bool = False, sums: Any = None) -> None:
         self.sizes, self.inline, self.rounded, self.sums = sizes, inline, rounded, sums
         self.scalars: dict[Any, Array] = {}  # variables made of literals alone, in their own dtypes
 
@@ -139,7 +139,7 @@ class _Run:
         ):
             return None
         operands = [(n, a.aval.dtype) for n, a in zip(numbers, eqn.invars, strict=True)]
-        number = fold(eqn.primitive.name, eqn.params, operands, eqn.outvars[0].aval.dtype)
+        number = scalar_result(eqn.primitive.name, eqn.params, operands, eqn.outvars[0].aval.dtype)
         if number is not None:
             self.scalars[eqn.outvars[0]] = number
         return number

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..primitives import SUMS_OVER_DEVICES
-from .evaluate import CannotEvaluate, Inline, Sizes, evaluate
+from .evaluate import CannotEvaluate, Inline, ReducedSizes, evaluate
 from .numpy_rules import Array
 
 COUNT = 2
@@ -67,7 +67,7 @@ _KNOWN = SUMS_OVER_DEVICES - {"reduce_scatter"}
 
 
 def evaluate_together(
-    closed: Any, args: Sequence[Sequence[Array]], axes: frozenset[str], sizes: Sizes, inline: Inline
+    closed: Any, args: Sequence[Sequence[Array]], axes: frozenset[str], sizes: ReducedSizes, inline: Inline
 ) -> list[Array]:
     """As `evaluate`, on devices along the mesh axes `axes`, one sequence of `args` for each: every result with an axis of devices before
     its own.

@@ -15,7 +15,7 @@ from typing import Any
 from ..canonical.axes import Axis, Place, axis_classes, axis_links, places, reshape_kind, reshape_parts
 from ..canonical.fused_nodes import Labelled
 from ..canonical.nodes import ONE, CNode, Coef, Operand
-from ..canonical.view import View, view_node_text
+from ..canonical.view import CanonicalView, view_node_text
 from .pattern import Example, Pattern
 
 log = logging.getLogger("fusionlab.match")
@@ -96,7 +96,7 @@ class _State:
 
 
 class _Matcher:
-    def __init__(self, pattern: Pattern, view: View) -> None:
+    def __init__(self, pattern: Pattern, view: CanonicalView) -> None:
         self.pattern, self.view = pattern, view
         self.steps = 0
         self.best: Miss | None = None
@@ -253,7 +253,7 @@ class _Matcher:
         return full - may_lack <= pids <= full
 
 
-def match(pattern: Pattern, view: View, root: int, given: Mapping[str, int] | None = None) -> Match | Miss:
+def match(pattern: Pattern, view: CanonicalView, root: int, given: Mapping[str, int] | None = None) -> Match | Miss:
     """Matches `pattern` with its root at canonical node `root`; `given` binds leaves (by name) to canonical nodes beforehand."""
     bound = {pid: given[name] for pid, name in pattern.leaf_of.items() if name in given} if given else {}
     matcher = _Matcher(pattern, view)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..canonical.axes import Axis, Part, Place, axis_classes, axis_links, places, reshape_parts
 from ..canonical.nodes import ONE, CNode, Coef
-from ..canonical.view import View
+from ..canonical.view import CanonicalView
 from ..program.ir import Block
 from ..program.trace import block_of_jaxpr
 
@@ -69,15 +69,15 @@ class Example:
     any_of: Mapping[tuple[str, Any], frozenset[Any]] = field(default_factory=dict)
     loose: bool = False
     root: tuple[str, int] | None = None
-    may_be_in: Callable[[View], bool] = field(default=lambda view: True)
+    may_be_in: Callable[[CanonicalView], bool] = field(default=lambda view: True)
     jitted: bool = False
     concrete: bool = False
 
-    def fits(self, view: View, nid: int) -> bool:
+    def fits(self, view: CanonicalView, nid: int) -> bool:
         """Whether a node of a view may be its result, as far as is told without tracing it: of many alike a search needs one or two."""
         return self.ends_in(view, nid) and self.may_be_in(view)
 
-    def ends_in(self, view: View, nid: int) -> bool:
+    def ends_in(self, view: CanonicalView, nid: int) -> bool:
         """Whether a node of a view has the op of its result."""
         node = view.nodes[nid]
         return self.root in (None, (node.op, len(node.operands)))
@@ -143,7 +143,7 @@ def pattern_of(example: Example) -> Pattern:
     return Pattern(example, tuple(first.nodes), root, leaf_of, edges, gauged, letters, parts, may_lack, factor, size)
 
 
-def _scalar_edges(example: Example, first: View, second: View) -> dict[tuple[int, int], ScalarEdge]:
+def _scalar_edges(example: Example, first: CanonicalView, second: CanonicalView) -> dict[tuple[int, int], ScalarEdge]:
     """(node, number of its operand) -> the scalar that an edge carries, told by the two views."""
     edges = {}
     for a, b in zip(first.nodes, second.nodes, strict=True):
@@ -153,7 +153,7 @@ def _scalar_edges(example: Example, first: View, second: View) -> dict[tuple[int
     return edges
 
 
-def _lacking(example: Example, view: View, leaf_of: Mapping[int, str]) -> dict[str, frozenset[int]]:
+def _lacking(example: Example, view: CanonicalView, leaf_of: Mapping[int, str]) -> dict[str, frozenset[int]]:
     """Axis letter -> the nodes that need not have it."""
     found = {x: _may_lack(view, leaf_of, names) for x, names in example.optional.items()}
     for x, names in example.shared.items():
@@ -161,22 +161,22 @@ def _lacking(example: Example, view: View, leaf_of: Mapping[int, str]) -> dict[s
     return found
 
 
-def _as_written(example: Example, view: View, root: int) -> None:
+def _as_written(example: Example, view: CanonicalView, root: int) -> None:
     """Raises where the example says something of its nodes that is not so."""
     if not example.fits(view, root):
         made = view.nodes[root].op, len(view.nodes[root].operands)
         raise ValueError(f"example {example.name}: its root is {made}, among {sorted(view.by_op)}")
 
 
-def views_of(example: Example) -> tuple[View, View]:
+def views_of(example: Example) -> tuple[CanonicalView, CanonicalView]:
     """What an example is with one set of values for its scalars, and with another."""
     if example.concrete:
-        return View(_block_of(example, 0)), View(_block_of(example, 1))
+        return CanonicalView(_block_of(example, 0)), CanonicalView(_block_of(example, 1))
     block, leaves = _block_of(example, 0), len(example.leaves)
     if not example.scalars:
-        return (view := View(block)), view
+        return (view := CanonicalView(block)), view
     first, second = ({leaves + i: m[i] for i in range(len(example.scalars))} for m in _MAGIC)
-    return View(block, first), View(block, second)
+    return CanonicalView(block, first), CanonicalView(block, second)
 
 
 def _block_of(example: Example, which: int) -> Block:
@@ -207,7 +207,7 @@ def _solve(example: Example, a: Coef, b: Coef) -> ScalarEdge:
     )
 
 
-def _reachable(view: View, root: int) -> frozenset[int]:
+def _reachable(view: CanonicalView, root: int) -> frozenset[int]:
     seen, stack = set(), [root]
     while stack:
         nid = stack.pop()
@@ -217,7 +217,7 @@ def _reachable(view: View, root: int) -> frozenset[int]:
     return frozenset(seen)
 
 
-def _gauged(view: View, leaf_of: Mapping[int, str]) -> frozenset[int]:
+def _gauged(view: CanonicalView, leaf_of: Mapping[int, str]) -> frozenset[int]:
     """A factor on a leaf travels through linear nodes; a sum fixes coefficients absolutely, and functions take them as they are."""
     gauged = set(leaf_of)
     for node in view.nodes:
@@ -228,7 +228,7 @@ def _gauged(view: View, leaf_of: Mapping[int, str]) -> frozenset[int]:
     return frozenset(gauged)
 
 
-def _may_lack(view: View, leaf_of: Mapping[int, str], optional: frozenset[str]) -> frozenset[int]:
+def _may_lack(view: CanonicalView, leaf_of: Mapping[int, str], optional: frozenset[str]) -> frozenset[int]:
     lacking = {nid for nid, name in leaf_of.items() if name in optional}
     for node in view.nodes:
         below = {o.nid for o in node.operands} - {ONE}
@@ -238,7 +238,7 @@ def _may_lack(view: View, leaf_of: Mapping[int, str], optional: frozenset[str]) 
 
 
 def _letters(
-    view: View, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]
+    view: CanonicalView, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]
 ) -> tuple[dict[str, frozenset[Place]], dict[Part, str]]:
     """Letter -> the places of its axes, and the letter of each axis that a reshape merges or splits.
 
@@ -263,7 +263,7 @@ def _letters(
     return letters, {part: name_of[c] for part, c in parts.items()}
 
 
-def _names_of(view: View, example: Example, classes: Mapping[Axis, int]) -> dict[int, str]:
+def _names_of(view: CanonicalView, example: Example, classes: Mapping[Axis, int]) -> dict[int, str]:
     """Class of an axis that a leaf has -> its letter."""
     name_of: dict[int, str] = {}
     for value, axes in zip(view.block.inputs, example.leaves.values(), strict=False):  # the scalars come last

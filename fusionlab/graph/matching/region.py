@@ -12,7 +12,7 @@ import numpy as np
 
 from ..canonical.nodes import ONE, CNode
 from ..canonical.rules import passed_whole
-from ..canonical.view import View
+from ..canonical.view import CanonicalView
 from ..dtypes import is_float, narrows
 from ..interpret.constants import computed
 from ..jax_compat import has_side_effects
@@ -20,7 +20,7 @@ from ..primitives import having
 from ..program.captured import read, readable
 from ..program.equations import slice_jaxpr
 from ..program.identical import made_alike
-from ..program.in_shard_map import Sums, make_jaxpr
+from ..program.in_shard_map import DeviceSums, make_jaxpr
 from ..program.ir import Block, Node, Value, values_in
 from ..program.order import waits_for_itself
 from ..program.signature import Memo, Size, as_it_is, node_signature, type_key
@@ -75,9 +75,9 @@ class Region:
         return self.root, *self.others
 
     @property
-    def sums(self) -> Sums:
+    def sums(self) -> DeviceSums:
         """What it sums over, or the whole does: what stands for one root may sum for the others."""
-        return Sums.of((*self.nodes, *self.support)) if self.whole is None else self.whole.sums
+        return DeviceSums.of((*self.nodes, *self.support)) if self.whole is None else self.whole.sums
 
     def of(self, root: Value) -> Region:
         """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
@@ -134,7 +134,7 @@ class _Binding:
     through_casts: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
 
-    def bound(self, view: View, value: Value, names: Sequence[str]) -> tuple[Value, list[Node]]:
+    def bound(self, view: CanonicalView, value: Value, names: Sequence[str]) -> tuple[Value, list[Node]]:
         """(what leaves of these names are bound to where `value` is read, the nodes between)."""
         if all(n in self.as_read for n in names):
             return value, []
@@ -144,7 +144,7 @@ class _Binding:
         return look_through(view, value, scale, casts, {self.shapes[n] for n in names if n in self.shapes})
 
 
-class _Cut:
+class _RegionWalk:
     """The walk from the values a match makes down to its leaves.
 
     Attributes:
@@ -154,7 +154,7 @@ class _Cut:
     """
 
     def __init__(
-        self, view: View, roots: Sequence[Value], names_of: Mapping[int, Sequence[str]], binding: _Binding
+        self, view: CanonicalView, roots: Sequence[Value], names_of: Mapping[int, Sequence[str]], binding: _Binding
     ) -> None:
         self.view, self.names_of, self.binding = view, names_of, binding
         self.roots = {v.id for v in roots}
@@ -203,7 +203,7 @@ def _no_operand(value: Value) -> NotARegion:
 
 
 def cut(
-    view: View,
+    view: CanonicalView,
     root: Value,
     leaves: Mapping[str, int],
     through_scale: frozenset[str] = frozenset(),
@@ -235,7 +235,9 @@ def cut(
     """
     block = view.block
     leaves = {name: shown_below(view, nid) for name, nid in leaves.items()}
-    walk = _Cut(view, (root, *others), _names_of(leaves), _Binding(through_scale, as_read, through_casts, shapes or {}))
+    walk = _RegionWalk(
+        view, (root, *others), _names_of(leaves), _Binding(through_scale, as_read, through_casts, shapes or {})
+    )
     chosen = {name: _one(view, walk.bound[nid], name) for name, nid in leaves.items()}
     inner = walk.inner | dead_with(block, walk.inner, walk.support, chosen.values())
     support = {i: n for i, n in walk.support.items() if i not in inner}
@@ -257,7 +259,7 @@ def _by_id(nodes: Mapping[int, Node]) -> tuple[Node, ...]:
     return tuple(nodes[i] for i in sorted(nodes))
 
 
-def shown_below(view: View, nid: int) -> int:
+def shown_below(view: CanonicalView, nid: int) -> int:
     """A canonical node that a raw value shows: the node itself, or what it is a reshape of that the program does elsewhere."""
     node = view.nodes[nid]
     return node.operands[0].nid if node.op == "reshape" and nid not in view.values_of else nid
@@ -273,7 +275,7 @@ _PASSED = {
 
 
 def look_through(
-    view: View,
+    view: CanonicalView,
     value: Value,
     through_scale: bool = False,
     through_casts: bool = False,
@@ -295,7 +297,7 @@ def look_through(
     return value, crossed
 
 
-def _shown_again(view: View, node: Node, value: Value) -> Value | None:
+def _shown_again(view: CanonicalView, node: Node, value: Value) -> Value | None:
     """The one operand of a node that its result `value` is of the same canonical node as, where the others are numbers."""
     read = values_in(node.inputs)
     if any(a.id not in view.ref for a in read):
@@ -317,7 +319,7 @@ def widens(node: Node) -> bool:
     return is_float(source) and is_float(made) and not narrows(made, source)
 
 
-def _one(view: View, values: dict[int, Value], name: str) -> Value:
+def _one(view: CanonicalView, values: dict[int, Value], name: str) -> Value:
     """The value that an operand is: of several that are made alike, the first."""
     first = values[min(values)] if values else None
     if first is not None and all(made_alike(view.block, first, other, view.twins) for other in values.values()):
@@ -349,13 +351,13 @@ def dead_with(
     return dead
 
 
-def is_constant(view: View, value: Value) -> bool:
+def is_constant(view: CanonicalView, value: Value) -> bool:
     """Made of literals and iotas alone: shared freely, never claimed."""
     ref = view.ref[value.id]
     return ref.nid == ONE or _constant_node(view, ref.nid, {})
 
 
-def _constant_node(view: View, nid: int, known: dict[int, bool]) -> bool:
+def _constant_node(view: CanonicalView, nid: int, known: dict[int, bool]) -> bool:
     stack = [nid]
     while stack:
         top = stack[-1]
@@ -413,7 +415,7 @@ def _is_cast_of(node: Node, values: Set[int]) -> bool:
     return node.primitive in CASTS and isinstance(a := node.inputs[0], Value) and a.id in values
 
 
-def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
+def constant_array(view: CanonicalView, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
     """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
 
     Computed in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
@@ -436,7 +438,7 @@ def constant_array(view: View, value: Value, memo: Memo, outside: bool = False) 
 
 
 def _constant_key(
-    view: View,
+    view: CanonicalView,
     nodes: Sequence[Node],
     value: Value,
     consts: Mapping[int, Any],
@@ -458,7 +460,7 @@ class _Makers:
 
 
 def _made_of_constants(
-    view: View, value: Value, memo: Memo, consts: Mapping[int, Any], outside: bool
+    view: CanonicalView, value: Value, memo: Memo, consts: Mapping[int, Any], outside: bool
 ) -> _Makers | None:
     """What a value is made of, if of nothing but constants; None where it is of anything else."""
     given: dict[int, tuple[Value, np.ndarray]] = {}
@@ -490,7 +492,7 @@ def _runs_alone(node: Node) -> bool:
     return not any(n.primitive == "pvary" for b in node.blocks for n in b.nodes)
 
 
-def _from_outside(view: View, value: Value, memo: Memo) -> np.ndarray | None:
+def _from_outside(view: CanonicalView, value: Value, memo: Memo) -> np.ndarray | None:
     """The constant that a block's input is in the block around it, if it is one."""
     if view.outer is None:
         return None
@@ -502,7 +504,9 @@ def _from_outside(view: View, value: Value, memo: Memo) -> np.ndarray | None:
     return constant_array(outer, atom, memo, outside=True)
 
 
-def _compute(view: View, nodes: list[Node], value: Value, given: tuple[tuple[Value, np.ndarray], ...]) -> np.ndarray:
+def _compute(
+    view: CanonicalView, nodes: list[Node], value: Value, given: tuple[tuple[Value, np.ndarray], ...]
+) -> np.ndarray:
     inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
     closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
     return computed(closed, arrays)

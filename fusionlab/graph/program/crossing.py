@@ -19,7 +19,7 @@ from .ir import Block, Node
 CROSSED = having("mesh", "jit") | {"scan"}
 
 
-class Tree:
+class BlockTree:
     """Where blocks and values stand.
 
     Attributes: `of_value` (value id -> path of the block that makes it or is given it), `owner` (path -> the node whose body the block

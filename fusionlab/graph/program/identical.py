@@ -16,7 +16,7 @@ import numpy as np
 from ..jax_compat import draws_by_entry, has_side_effects
 from .captured import number
 from .ir import Atom, Block, Literal, Node, Value
-from .literals import fold
+from .literals import scalar_result
 from .signature import params_signature
 
 _STEPS = 8  # of arithmetic on literals
@@ -136,7 +136,7 @@ class _Numbers:
             if number is None:
                 return None
             operands.append((number, atom.dtype))
-        return fold(node.primitive, node.params, operands, value.dtype)
+        return scalar_result(node.primitive, node.params, operands, value.dtype)
 
 
 def _alike(mine: Node, theirs: Node) -> bool:

@@ -28,7 +28,7 @@ def summed_axes(node: Node) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Sums:
+class DeviceSums:
     """What a program sums over: mesh axes, and the mesh where types tell what varies along it."""
 
     axes: frozenset[str] = frozenset()
@@ -40,7 +40,7 @@ class Sums:
         return [(axis, _ANY) for axis in sorted(self.axes)]
 
     @classmethod
-    def of(cls, nodes: Iterable[Node]) -> Sums:
+    def of(cls, nodes: Iterable[Node]) -> DeviceSums:
         """Those of some nodes."""
         all_of = list(nodes)
         axes = frozenset(axis for node in all_of for axis in summed_axes(node))
@@ -54,7 +54,7 @@ def _mesh_in(avals: Iterable[Any]) -> Any:
 
 
 def make_jaxpr(
-    fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: Sums | None = None, weak: bool = False
+    fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: DeviceSums | None = None, weak: bool = False
 ) -> Any:
     """`jax.make_jaxpr` at the shapes, dtypes, explicit shardings and varying mesh axes of avals; outside every shard_map where none varies.
 
@@ -77,7 +77,7 @@ def make_jaxpr(
         return [as_typed(x, aval) for x, aval in zip(given, result, strict=True)]
 
     types = (*avals, *results)
-    over = sums or Sums()
+    over = sums or DeviceSums()
     mesh = _mesh_in(types) or over.mesh
     if mesh is None:
         with mesh_of(types):

@@ -26,7 +26,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def fold(primitive: str, params: Any, operands: Sequence[tuple[Any, Any]], dtype: Any) -> np.ndarray | None:
+def scalar_result(primitive: str, params: Any, operands: Sequence[tuple[Any, Any]], dtype: Any) -> np.ndarray | None:
     """The scalar result of a primitive on scalars, rounded as in the program; None where it is not known here.
 
     Args:

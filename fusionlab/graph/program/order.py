@@ -25,13 +25,15 @@ class Joint(Protocol):
     def roots(self) -> Sequence[Value]: ...
 
 
-class Reader(Protocol):
+class BackwardReader(Protocol):
     """A backward pass: `read()` are the values that it reads where its first gradient is made."""
 
     def read(self) -> Sequence[Value]: ...
 
 
-Waiting = Mapping[int, Iterable[tuple[int, Reader]]]  # node id -> the (numbered) backward passes that run before it
+Waiting = Mapping[
+    int, Iterable[tuple[int, BackwardReader]]
+]  # node id -> the (numbered) backward passes that run before it
 
 
 class PairsWaitError(RewriteError):

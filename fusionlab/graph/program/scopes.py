@@ -159,14 +159,14 @@ def is_backward(eqn: Any) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def is_differentiated(eqn: Any) -> bool:
+def is_in_derivative(eqn: Any) -> bool:
     """Whether an equation belongs to a program that JAX has differentiated, forward or backward."""
     return "jvp(" in str(eqn.source_info.name_stack)
 
 
 def in_differentiated(node: Any) -> bool:
     """The same of a node, also inside calls and regions that JAX has differentiated: their own equations do not say so."""
-    return any(is_differentiated(eqn) for eqn in (*node.calls, node.eqn))
+    return any(is_in_derivative(eqn) for eqn in (*node.calls, node.eqn))
 
 
 def in_backward(node: Any) -> bool:

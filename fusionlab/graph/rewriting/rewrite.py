@@ -17,10 +17,10 @@ from ...errors import RewriteError
 from ..backward.gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
 from ..jax_compat import rebuild, split_closed, types_in, variable_like, with_weakness, without_dead_code
 from ..primitives import having
-from ..program.crossing import Tree, more_operands, more_results
+from ..program.crossing import BlockTree, more_operands, more_results
 from ..program.equations import Constants, Env, atom_in, copied, inlined, kind, live, source_info
 from ..program.graph import Graph
-from ..program.in_shard_map import Sums, make_jaxpr
+from ..program.in_shard_map import DeviceSums, make_jaxpr
 from ..program.ir import Block, Node, Value
 from ..program.order import in_order, last_of
 from ..settings import jax_defaults, wide_types
@@ -67,7 +67,7 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
     """
     chosen = tuple(replacements)
     with wide_types(types_in(graph.top.jaxpr)):
-        closed = _Emitter(chosen, Tree(graph)).block(graph.top)
+        closed = _Emitter(chosen, BlockTree(graph)).block(graph.top)
         # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
         return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
 
@@ -82,7 +82,7 @@ class _Emitter:
     "gradient", number) what a pair keeps for its backward pass, and gives there; by ("value", id) what travels to another block.
     """
 
-    def __init__(self, replacements: Sequence[Replacement], tree: Tree) -> None:
+    def __init__(self, replacements: Sequence[Replacement], tree: BlockTree) -> None:
         self.tree = tree
         self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
         parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
@@ -221,7 +221,7 @@ def _program_of(r: Replacement) -> Any:
     if r.backward is not None:
         return r.backward.split.forward
     types = [v.aval for v in r.roots] if r.others else r.root.aval
-    return make_jaxpr(r.fn, [v.aval for v in r.leaves], types, Sums.of(r.nodes))
+    return make_jaxpr(r.fn, [v.aval for v in r.leaves], types, DeviceSums.of(r.nodes))
 
 
 def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants | None) -> list:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cost.cost import quantity
-from .hlo_text import Instruction, Module, kind_of, parse_hlo
+from .hlo_text import Instruction, Module, instruction_kind, parse_hlo
 
 # Reductions of one value to all, and moves of data that a device lacks.
 SUMS = ("all-reduce", "reduce-scatter")
@@ -64,7 +64,7 @@ def collectives(module: Module | str) -> tuple[Collective, ...]:
     ends = {name: i for i in module.instructions.values() if i.opcode.endswith("-done") for name in i.operands}
     found = []
     for computation, instruction, runs in _running(module):
-        if kind_of(instruction) != "collective":
+        if instruction_kind(instruction) != "collective":
             continue
         gives = sum(_bytes(module.instructions[n].type) for n in instruction.operands if n in module.instructions)
         gets = _bytes(ends.get(instruction.name, instruction).type)

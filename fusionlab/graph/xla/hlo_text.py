@@ -253,7 +253,7 @@ _TARGETED = {
 }  # what runs a target, which may be a library's -> its kind else
 
 
-def kind_of(instruction: Instruction) -> str:
+def instruction_kind(instruction: Instruction) -> str:
     """What an instruction of a computation that runs is: "fusion", "library", "custom", "copy", "collective", "unfused" (an operation
     with a kernel of its own), "loop control" (while, conditional), or "" for what launches nothing.
     """
@@ -304,6 +304,6 @@ def kernel_counts(module: Module | str) -> dict[str, int]:
     module = parse_hlo(module) if isinstance(module, str) else module
     counts: dict[str, int] = {}
     for _, instruction in running(module):
-        if (kind := kind_of(instruction)) and kind != CONTROL:
+        if (kind := instruction_kind(instruction)) and kind != CONTROL:
             counts[kind] = counts.get(kind, 0) + 1
     return counts

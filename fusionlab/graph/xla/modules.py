@@ -23,12 +23,12 @@ from ..program.scopes import Source, clean_scope, in_backward, source_among, spl
 from ..program.symbolic import needs_numbers
 from ..program.trace import trace
 from ..settings import as_function
-from .hlo_text import CONTROL, Instruction, Module, inside, kind_of, parse_hlo, running
+from .hlo_text import CONTROL, Instruction, Module, inside, instruction_kind, parse_hlo, running
 from .tagging import tag_in, tagged_jaxpr
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ModuleKernel:
     """One instruction of the compiled module that launches something, or controls what does.
 
     Attributes:
@@ -59,7 +59,7 @@ class Kernel:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Compiled:
+class CompiledModule:
     """A compiled module against a Graph.
 
     Attributes:
@@ -71,20 +71,20 @@ class Compiled:
     """
 
     module: str
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[ModuleKernel, ...]
     graph: Graph
     tagged: bool
     views: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @functools.cached_property
-    def _of_node(self) -> dict[int, tuple[Kernel, ...]]:
-        found: dict[int, list[Kernel]] = {}
+    def _of_node(self) -> dict[int, tuple[ModuleKernel, ...]]:
+        found: dict[int, list[ModuleKernel]] = {}
         for kernel in self.kernels:
             for i in kernel.nodes:
                 found.setdefault(i, []).append(kernel)
         return {i: tuple(kernels) for i, kernels in found.items()}
 
-    def kernels_of(self, *nodes: Node | int) -> tuple[Kernel, ...]:
+    def kernels_of(self, *nodes: Node | int) -> tuple[ModuleKernel, ...]:
         """The kernels that one or several nodes went into, each once, in order; loops and branches themselves left out."""
         ids = {n if isinstance(n, int) else n.id for n in nodes}
         return tuple(k for k in self.kernels if k.kind != CONTROL and not ids.isdisjoint(k.nodes))
@@ -121,7 +121,7 @@ class Compiled:
         return {"module": self.module, "tagged": self.tagged, "counts": self.counts, "kernels": kernels}
 
 
-def _company(kernel: Kernel, node: int) -> str:
+def _company(kernel: ModuleKernel, node: int) -> str:
     others = len(kernel.nodes) - (node in kernel.nodes)
     return f"with {others} other node{'s' if others > 1 else ''}" if others else "alone"
 
@@ -137,7 +137,7 @@ def xla_view(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
-) -> Compiled:
+) -> CompiledModule:
     """Compiles a program for this process's default device, or the mesh its arguments lie on, and maps what XLA made of it to the nodes.
 
     Args:
@@ -186,19 +186,21 @@ def _example(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=sharding)
 
 
-def read_hlo(text: str, graph: Graph) -> Compiled:
+def read_hlo(text: str, graph: Graph) -> CompiledModule:
     """Maps optimised HLO text of `graph`'s program, with numbers in it or without. Text that is no HLO gives no kernels."""
     module = parse_hlo(text)
     tagged = any(tag_in(i.op_name) is not None for i in module.instructions.values())
     reader = _Reader(module, graph, tagged)
     kernels, views = [], {}
     for computation, instruction in running(module):
-        if kind := kind_of(instruction):
+        if kind := instruction_kind(instruction):
             kernels.append(reader.kernel(computation, instruction, kind))
         else:
             for i in sorted(reader.own(instruction)):
                 views.setdefault(i, []).append(instruction.opcode)
-    return Compiled(module.name, tuple(kernels), graph, tagged, {i: tuple(dict.fromkeys(v)) for i, v in views.items()})
+    return CompiledModule(
+        module.name, tuple(kernels), graph, tagged, {i: tuple(dict.fromkeys(v)) for i, v in views.items()}
+    )
 
 
 _PRODUCTS = having("product")
@@ -226,14 +228,14 @@ class _Reader:
         self.near = None if tagged else _ByMetadata(graph)
         self.found: dict[str, frozenset[int]] = {}
 
-    def kernel(self, computation: str, instruction: Instruction, kind: str) -> Kernel:
+    def kernel(self, computation: str, instruction: Instruction, kind: str) -> ModuleKernel:
         nodes = self.nodes(instruction)
         inferred = not nodes
         if inferred:
             nodes = self.around(instruction, self.readers) or self.around(instruction, self.read)
         target = instruction.target or instruction.fusion_kind or instruction.opcode
         ids, sources = tuple(sorted(nodes)), self.sources(instruction, nodes)
-        return Kernel(instruction.name, kind, target, ids, sources, computation, inferred and bool(nodes))
+        return ModuleKernel(instruction.name, kind, target, ids, sources, computation, inferred and bool(nodes))
 
     def sources(self, instruction: Instruction, nodes: Iterable[int]) -> tuple[Source, ...]:
         """The lines of an instruction's nodes, each once; those that the metadata says where the nodes have none."""
@@ -247,7 +249,7 @@ class _Reader:
     def nodes(self, instruction: Instruction) -> frozenset[int]:
         """Those of an instruction and of all it calls. A loop's body is no part of the loop, which has kernels of its own there."""
         if instruction.name not in self.found:
-            whole = kind_of(instruction) != CONTROL and instruction.called
+            whole = instruction_kind(instruction) != CONTROL and instruction.called
             parts = inside(self.module, instruction) if whole else (instruction,)
             self.found[instruction.name] = frozenset(n for i in parts if i.opcode != "parameter" for n in self.own(i))
         return self.found[instruction.name]

@@ -33,7 +33,7 @@ _LOCAL_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILIN
 
 
 @dataclass(frozen=True)
-class Source:
+class CudaSource:
     """A CUDA source: of this package, or a text of somebody else's.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Compiled:
+class Cubin:
     """A cubin (an ELF image for one architecture) and what the compiler said of it."""
 
     cubin: bytes
@@ -175,7 +175,7 @@ class CompileCache:
 DEFAULT_CACHE = CompileCache()
 
 
-def cubin(source: Source, options: tuple[str, ...], arch: str, cache: CompileCache | None = None) -> bytes:
+def cubin(source: CudaSource, options: tuple[str, ...], arch: str, cache: CompileCache | None = None) -> bytes:
     """The cubin of a source, from the cache or from NVRTC.
 
     Args:
@@ -195,7 +195,7 @@ def cubin(source: Source, options: tuple[str, ...], arch: str, cache: CompileCac
     return cache.get(_key(source, options, arch, version), lambda: compile_source(source, options, arch).cubin)
 
 
-def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compiled:
+def compile_source(source: CudaSource, options: tuple[str, ...], arch: str) -> Cubin:
     """Compiles without a cache. Arguments and errors as for `cubin`; the log holds what `resources` reads."""
     _check_arch(source, arch)
     nvrtc, include = _nvrtc(), headers()
@@ -210,7 +210,7 @@ def compile_source(source: Source, options: tuple[str, ...], arch: str) -> Compi
     program = nvrtc.createProgram(source.read(), source.path, (), ())
     try:
         nvrtc.compileProgram(program, given)
-        return Compiled(_whole(nvrtc.getCUBIN(program)), _log(nvrtc, program))
+        return Cubin(_whole(nvrtc.getCUBIN(program)), _log(nvrtc, program))
     except nvrtc.NVRTCError as e:
         raise CompileError(
             f"{source.path} does not compile for {arch} ({e}); NVRTC {'.'.join(map(str, nvrtc_version()))}, "
@@ -328,12 +328,12 @@ def refuses_device(device: Device) -> str | None:
     return NOT_INSTALLED if "cupy" in device.missing else None
 
 
-def _check_arch(source: Source, arch: str) -> None:
+def _check_arch(source: CudaSource, arch: str) -> None:
     if arch not in source.archs:
         raise ArgumentError(f"arch: got {arch!r} for {source.path}, needed one of {', '.join(source.archs)}")
 
 
-def _key(source: Source, options: tuple[str, ...], arch: str, version: tuple[int, int]) -> str:
+def _key(source: CudaSource, options: tuple[str, ...], arch: str, version: tuple[int, int]) -> str:
     if source.text:
         texts = {source.path: source.text}
     else:

@@ -24,7 +24,7 @@ from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
 from ...graph.program.in_shard_map import same_varying_axes
 from . import native
-from .plans import Plan, PlanBook, plan_name
+from .plans import LaunchPlan, PlanBook, plan_name
 from .steps import Prepared
 
 Array = Any
@@ -129,7 +129,7 @@ _DATA = _offset(Buffer, "data")
 
 
 def launch(
-    plan: Plan,
+    plan: LaunchPlan,
     operands: Sequence[Array],
     results: Sequence[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int] | None = None,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from .compile import KERNELS, Source, cubin, source_texts
+from .compile import KERNELS, CudaSource, cubin, source_texts
 from .plans import plan_kind
 from .steps import KernelStep, Prepared
 
@@ -91,7 +91,7 @@ class KernelPlan:
         if not self.launches:
             return Prepared(lambda stream, operands, results: None, ())
         arch = f"sm_{cuda.Device(device).compute_capability}"
-        source = Source(self.source, tuple(one.entry for one in self.launches), text=self.text)
+        source = CudaSource(self.source, tuple(one.entry for one in self.launches), text=self.text)
         image = cubin(source, self.options, arch)
         module = cuda.function.Module()
         module.load(image)

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Protocol
 from ...errors import BackendError
 from .steps import Prepared
 
-_KINDS: dict[str, Callable[[Mapping[str, Any]], Plan]] = {}
+_KINDS: dict[str, Callable[[Mapping[str, Any]], LaunchPlan]] = {}
 
 
-class Plan(Protocol):
+class LaunchPlan(Protocol):
     """What a custom call launches. A frozen, hashable record.
 
     Attributes:
@@ -40,7 +40,7 @@ class Plan(Protocol):
         ...
 
 
-def plan_kind(name: str, read: Callable[[Mapping[str, Any]], Plan]) -> None:
+def plan_kind(name: str, read: Callable[[Mapping[str, Any]], LaunchPlan]) -> None:
     """Says how plans of a kind are read back from their content. Called where the kind is defined, at import.
 
     Raises:
@@ -50,12 +50,12 @@ def plan_kind(name: str, read: Callable[[Mapping[str, Any]], Plan]) -> None:
         raise ValueError(f"plan kind {name!r} is registered already; choose another name")
 
 
-def plan_name(plan: Plan) -> str:
+def plan_name(plan: LaunchPlan) -> str:
     """The plan's content as canonical JSON."""
     return json.dumps({"kind": plan.kind, **plan.spec()}, sort_keys=True, separators=(",", ":"))
 
 
-def plan_of(name: str) -> Plan:
+def launch_plan_of(name: str) -> LaunchPlan:
     """The plan of that name.
 
     Raises:
@@ -108,7 +108,7 @@ class PlanBook:
                 self._counters.hits += 1
                 return found
             try:
-                found = plan_of(name.decode(errors="backslashreplace")).prepare(device)
+                found = launch_plan_of(name.decode(errors="backslashreplace")).prepare(device)
             except BaseException:
                 self._counters.failures += 1
                 raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from .primitive import FusedPrimitive, attributes_of, wanted_of
+from .primitive import FusedPrimitive, attributes_in, wanted_of
 
 Array = Any
 
@@ -44,14 +44,14 @@ class SummedCall:
     part: Callable[[Mapping[str, Array]], Array] | None = None
 
 
-class Axis(NamedTuple):
+class LabelledAxis(NamedTuple):
     """One axis of one tensor: an entry for every `per` indices along a label."""
 
     label: str
     per: int
 
 
-Tensor = tuple[Axis | None, ...]  # None: an axis nothing may split
+Tensor = tuple[LabelledAxis | None, ...]  # None: an axis nothing may split
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Labels:
         sizes = {f"{label}_{per}": per for label, per in packed.items() if per > 1}
         unsplit: dict[str, None] = {}
 
-        def factor(axis: Axis | None) -> str:
+        def factor(axis: LabelledAxis | None) -> str:
             if axis is None:
                 name = f"whole{next(alone)}"
                 unsplit[name] = None
@@ -121,7 +121,7 @@ def labels_of(
     primitive: FusedPrimitive, params: Mapping[str, Any], operands: Sequence[Any], results: Sequence[Any]
 ) -> Labels:
     """The axes of an equation with these operands and results (anything with a shape)."""
-    op, attrs, role = primitive.op, attributes_of(params), primitive.role
+    op, attrs, role = primitive.op, attributes_in(params), primitive.role
     wanted = () if role == "call" else wanted_of(params)
     reads = [_plain(n) for n in primitive.operand_names(params)]
     gives = _results_of(primitive, params)
@@ -147,7 +147,7 @@ def labels_of(
 def _results_of(primitive: FusedPrimitive, params: Mapping[str, Any]) -> Sequence[str]:
     """What each result of an equation is: a result or residual of the op, or the slot whose gradient it is."""
     if primitive.role == "call":
-        op, attrs = primitive.op, attributes_of(params)
+        op, attrs = primitive.op, attributes_in(params)
         return (*op.results(**attrs), *op.residual_names(**attrs))
     return primitive.results_given(params) if primitive.role == "tangent" else wanted_of(params)
 
@@ -191,6 +191,6 @@ def _normal(
     return by_name, sizes, frozenset(a.label for a, size in pairs if a.per > 1 and not fits[a, size])
 
 
-def _axis(text: str) -> Axis:
+def _axis(text: str) -> LabelledAxis:
     label, _, per = text.partition("/")
-    return Axis(label, int(per or 1))
+    return LabelledAxis(label, int(per or 1))

@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 
 from ...device import Device
 from ...errors import BackendError, unknown_name
-from ...graph.canonical.fused_nodes import Form
+from ...graph.canonical.fused_nodes import FusedForm
 from ...graph.jax_compat import varies
 from ...graph.program.explicit_axes import mesh_of, sharding_in_type
 from ...graph.program.in_shard_map import same_varying_axes
@@ -39,7 +39,7 @@ from . import lowering as partition
 from .arrays import as_arrays, canonical_precision, explicit_sharding, zero_tangent
 from .implementation import WHAT_XLA_RUNS, BackendVerdict, ChoiceKind, Implementation, LeftToXLA, Residual
 from .labels import Axes, SummedCall
-from .primitive import FusedPrimitive, Meaning, attributes_of, give_types_and_eager_call, given_of, wanted_of
+from .primitive import FusedPrimitive, Meaning, attributes_in, give_types_and_eager_call, given_of, wanted_of
 
 Array = Any
 
@@ -141,7 +141,7 @@ class Op(abc.ABC):
     def formula(self, **attrs: Any) -> str:
         """What it computes, for a reader."""
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form | None:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
         """A label for each axis of the operands (slot -> shape) and of the result; None for an op the search is not to see."""
         return None
 
@@ -415,7 +415,7 @@ class Op(abc.ABC):
         keep: Sequence[Any],
     ) -> list[Array]:
         """Binds tangent or cotangent for those of the wanted slots whose entry in `keep` is not a symbolic zero."""
-        attrs, wanted = attributes_of(params), wanted_of(params)
+        attrs, wanted = attributes_in(params), wanted_of(params)
         known = dict(zip(self.saved_names(wanted, attrs), saved, strict=True))
         kept = tuple(slot for slot, k in zip(wanted, keep, strict=True) if type(k) is not ad.Zero)
         live = tuple(slot in kept for slot in params["present"])

@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import get_abstract_mesh
 
 from ...device import Device
-from ...graph.canonical.fused_nodes import Form
+from ...graph.canonical.fused_nodes import FusedForm
 from ...graph.cost.cost import arithmetic_of
 from ...graph.jax_compat import varies
 from ...graph.program.explicit_axes import same_mesh, sharding_in_type
@@ -100,7 +100,7 @@ class FusedPrimitive(Primitive):
             return told
         made = [v.aval for v in self.traced(avals, params).jaxpr.outvars]
         if params.get("residuals"):
-            self.tell(avals, {**params, "residuals": False}, made[: len(self.op.results(**attributes_of(params)))])
+            self.tell(avals, {**params, "residuals": False}, made[: len(self.op.results(**attributes_in(params)))])
         return made
 
     def bind(self, *operands: Any, **params: Any) -> Any:
@@ -115,11 +115,11 @@ class FusedPrimitive(Primitive):
         asked = {"precision": params.get("precision"), "preferred_element_type": None, "out_sharding": None}
         return jax.lax.dot_general_p, {"dimension_numbers": numbers, **asked}
 
-    def form(self, params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> Form | None:
+    def form(self, params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> FusedForm | None:
         """What the canonical view sees of a call: labels for the axes of its operands and its result."""
         if self.role != "call":
             return None
-        return self.op.form(dict(zip(params["present"], shapes, strict=True)), **attributes_of(params))
+        return self.op.form(dict(zip(params["present"], shapes, strict=True)), **attributes_in(params))
 
     def arithmetic(self, params: Mapping[str, Any], avals: Sequence[Any]) -> tuple[int, int]:
         """Operations and transcendentals of a call with operands of these types: those of its meaning that the op has need of."""
@@ -128,7 +128,7 @@ class FusedPrimitive(Primitive):
             plain["shardings"] = (None,) * len(plain["shardings"])
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
         counts = arithmetic_of(block_of_jaxpr(jax.make_jaxpr(self.function(plain, "xla"))(*shapes)))
-        share = self.op.share(dict(zip(self.operand_names(params), shapes, strict=True)), **attributes_of(params))
+        share = self.op.share(dict(zip(self.operand_names(params), shapes, strict=True)), **attributes_in(params))
         return round(counts[0] * share), round(counts[1] * share)
 
     def operand_names(self, params: Mapping[str, Any]) -> tuple[str, ...]:
@@ -136,10 +136,10 @@ class FusedPrimitive(Primitive):
         if self.role == "call":
             return params["present"]
         wanted = wanted_of(params)
-        saved = self.op.saved_names(wanted, attributes_of(params))
+        saved = self.op.saved_names(wanted, attributes_in(params))
         if self.role == "tangent":
             return (*saved, *(f"d_{slot}" for slot in wanted))
-        given = zip(self.op.results(**attributes_of(params)), given_of(params), strict=True)
+        given = zip(self.op.results(**attributes_in(params)), given_of(params), strict=True)
         return (*saved, *("ct" if result == "out" else f"ct_{result}" for result, n in given for _ in range(n)))
 
     def addends(self, params: Mapping[str, Any]) -> dict[int, int]:
@@ -156,7 +156,7 @@ class FusedPrimitive(Primitive):
 
     def adding(self, params: Mapping[str, Any], operand: int, count: int) -> dict[str, Any]:
         """The parameters with which so many arrays stand in place of an operand that is their sum, added up one after another."""
-        results = self.op.results(**attributes_of(params))
+        results = self.op.results(**attributes_in(params))
         name = self.operand_names(params)[operand]
         of = "out" if name == "ct" else name.removeprefix("ct_")
         given = zip(results, given_of(params), strict=True)
@@ -165,7 +165,7 @@ class FusedPrimitive(Primitive):
     def row_sum(self, params: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]] | None:
         """(operand, result, parameters without that result) of a result that is a sum of an operand over its rows (graph/row_sums.py)."""
         slot = self.op.row_sum(params) if self.role == "cotangent" else None
-        if slot is None or self.op.results(**attributes_of(params)) != ("out",) or given_of(params) != (1,):
+        if slot is None or self.op.results(**attributes_in(params)) != ("out",) or given_of(params) != (1,):
             return None
         live = tuple(moves and s != slot for s, moves in zip(params["present"], params["live"], strict=True))
         return len(self.operand_names(params)) - 1, wanted_of(params).index(slot), {**params, "live": live}
@@ -184,7 +184,7 @@ class FusedPrimitive(Primitive):
 
     def results_given(self, params: Mapping[str, Any]) -> tuple[str, ...]:
         """The results whose tangents a tangent gives, or whose cotangents a cotangent takes."""
-        results = self.op.results(**attributes_of(params))
+        results = self.op.results(**attributes_in(params))
         return tuple(result for result, given in zip(results, given_of(params), strict=True) if given)
 
     def function(self, params: Mapping[str, Any], implementation: str, device: Device | None = None) -> Meaning:
@@ -208,15 +208,15 @@ class FusedPrimitive(Primitive):
             return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
 
     def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:
-        one, attrs = self.op.implementations[implementation], attributes_of(params) | {"device": device}
+        one, attrs = self.op.implementations[implementation], attributes_in(params) | {"device": device}
         if self.role == "call":
             forward = functools.partial(one.forward, residuals=params["residuals"], **attrs)
             return lambda *operands: forward(**dict(zip(params["present"], operands, strict=True)))
         wanted = wanted_of(params)
-        saved = self.op.saved_names(wanted, attributes_of(params))
+        saved = self.op.saved_names(wanted, attributes_in(params))
         names = (*params["present"], "out")
         shardings = {name: s for name, s in zip(names, params["shardings"], strict=True) if s is not None}
-        several, results = len(self.op.results(**attributes_of(params))) > 1, self.results_given(params)
+        several, results = len(self.op.results(**attributes_in(params))) > 1, self.results_given(params)
         counts = [n for n in given_of(params) if n]
 
         def tangent(*operands: Array) -> list[Array]:
@@ -258,7 +258,7 @@ def _key(avals: Sequence[Any], params: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(avals), tuple(sorted(params.items()))
 
 
-def attributes_of(params: Mapping[str, Any]) -> dict[str, Any]:
+def attributes_in(params: Mapping[str, Any]) -> dict[str, Any]:
     """The op's attributes among a primitive's parameters."""
     return {k: v for k, v in params.items() if k not in _NO_ATTRIBUTES}
 

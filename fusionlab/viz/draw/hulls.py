@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape, unescape
 from typing import Any
 
-from fusionlab.graph.xla.modules import CONTROL, Compiled, Kernel
+from fusionlab.graph.xla.modules import CONTROL, CompiledModule, ModuleKernel
 
 from ..markup import plural, short
 from ..palette import QUIET
@@ -27,7 +27,7 @@ _LABEL = 34
 _NUMBER = r"-?\d+(?:\.\d+)?"
 
 
-def hulls(compiled: Compiled, view: Mapping[str, Any]) -> list[dict[str, Any]]:
+def hulls(compiled: CompiledModule, view: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The kernels that a picture can show: those holding two visible boxes or more, or most, but not all, of one closed group.
 
     A kernel holds a box if more than half of the box's nodes are in it; the copies of a run that are not shown count for nothing, and
@@ -72,7 +72,7 @@ class _Boxes:
         closed = frozenset(b["id"] for b in view["boxes"] if b["closed"])
         return cls(box_of, {name: len(ids) for name, ids in nodes.items()}, closed)
 
-    def held_by(self, kernel: Kernel) -> list[str]:
+    def held_by(self, kernel: ModuleKernel) -> list[str]:
         """Ids of the boxes of which a kernel holds more than half, if there are two, or one is a group that it does not hold all of."""
         held = Counter(self.box_of[nid] for nid in kernel.nodes if nid in self.box_of)
         inside = [name for name, n in held.items() if 2 * n > self.sizes[name]]
@@ -81,7 +81,7 @@ class _Boxes:
         return []
 
 
-def _hull(kernel: Kernel, boxes: list[str]) -> dict[str, Any]:
+def _hull(kernel: ModuleKernel, boxes: list[str]) -> dict[str, Any]:
     n = len(kernel.nodes)
     label = f"{kernel.name}: {kernel.kind} ({kernel.target}), {n} {plural('op', n)}"
     return {"id": dom_id(f"xla {kernel.name}"), "kernel": kernel.name, "label": label, "boxes": boxes}

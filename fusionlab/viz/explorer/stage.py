@@ -8,7 +8,7 @@ from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
-from fusionlab.graph.xla.modules import Compiled
+from fusionlab.graph.xla.modules import CompiledModule
 
 from ..draw.dot import dom_id
 from ..draw.hulls import hulls, with_hulls
@@ -84,7 +84,7 @@ class Stage:
             self._view = key, view
         return self._view[1]
 
-    def scene(self, drawn: Drawn, compiled: Compiled | None = None) -> dict[str, Any]:
+    def scene(self, drawn: Drawn, compiled: CompiledModule | None = None) -> dict[str, Any]:
         """SVG text, what can be clicked in it, and the names of the outlined kernels."""
         view = self.view(drawn)
         if self._svg[0] != self._view[0]:

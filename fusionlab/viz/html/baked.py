@@ -20,7 +20,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import type_text
 
 from ..draw.dot import dom_id
-from ..model.folding import Group, Leaf, fold, members
+from ..model.folding import Group, NodeBox, fold_graph, members
 from ..model.sites import drawn_sites
 
 View = Mapping[str, Any]
@@ -31,7 +31,7 @@ _MOST_NODES = 60_000  # beyond this the index of all nodes would outweigh the pi
 
 
 @dataclass(frozen=True)
-class Tree:
+class BakedGroups:
     """A folded program: its groups, and in which group each node stands.
 
     Attributes:
@@ -61,17 +61,19 @@ class Scenes:
     size: int = 0
 
 
-def folded_tree(graph: Graph, findings: Findings | None, enabled: Collection[str] | None, max_nodes: int) -> Tree:
+def folded_tree(
+    graph: Graph, findings: Findings | None, enabled: Collection[str] | None, max_nodes: int
+) -> BakedGroups:
     """The tree behind `view_model` with the same arguments."""
-    root = fold(graph, drawn_sites(graph, findings, enabled), max_nodes=max_nodes)
-    tree = Tree({}, {}, {})
+    root = fold_graph(graph, drawn_sites(graph, findings, enabled), max_nodes=max_nodes)
+    tree = BakedGroups({}, {}, {})
     _walk(root, tree)
     return tree
 
 
-def _walk(group: Group, tree: Tree) -> None:
+def _walk(group: Group, tree: BakedGroups) -> None:
     for item in group.children:
-        if isinstance(item, Leaf):
+        if isinstance(item, NodeBox):
             tree.places[item.node.id] = (f"n{item.node.id}", group.id)
             continue
         tree.parents[item.id] = group.id
@@ -89,7 +91,7 @@ def _walk(group: Group, tree: Tree) -> None:
 
 def bake(
     first: View,
-    tree: Tree,
+    tree: BakedGroups,
     view_of: Callable[[Collection[str], Collection[str]], View],
     scene_of: Callable[[View], dict[str, Any]],
     *,
@@ -143,7 +145,7 @@ def _closed(view: View) -> list[str]:
     return [b["id"] for b in sorted(view["boxes"], key=lambda b: -b["nodes"]) if b["closed"]]
 
 
-def index(graph: Graph, tree: Tree, opened: Collection[str]) -> dict[str, Any]:
+def index(graph: Graph, tree: BakedGroups, opened: Collection[str]) -> dict[str, Any]:
     """Every node in columns, for searching and for finding its box: strings once, then numbers into them.
 
     Keys: `groups` ([SVG name, index of the group around it or -1, open at first]), `strings`, `nodes` (rows of node id,

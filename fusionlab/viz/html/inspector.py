@@ -24,7 +24,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value, literal_text, type_text
 from fusionlab.graph.program.meshes import collective_axes, collective_bytes, region_mesh_text, sharding_text
 from fusionlab.graph.program.scopes import Source
-from fusionlab.graph.xla.modules import CONTROL, Compiled, Kernel
+from fusionlab.graph.xla.modules import CONTROL, CompiledModule, ModuleKernel
 
 from ..markup import (
     Fact,
@@ -73,7 +73,7 @@ def inspect(
     what: Any,
     *,
     enabled: Collection[str] | None = (),
-    compiled: Compiled | None = None,
+    compiled: CompiledModule | None = None,
     shares: SiteShares | None = None,
     roofline: Roofline | None = None,
     costs: Costs | None = None,
@@ -109,7 +109,7 @@ class _Inspector:
     findings: Findings | None
     costs: Costs
     enabled: Collection[str] | None
-    compiled: Compiled | None
+    compiled: CompiledModule | None
     shares: SiteShares | None
     roofline: Roofline | None
     sources: bool
@@ -202,7 +202,7 @@ class _Inspector:
         note = self.costs.notes.get(node.id, "")
         return facts(rows) + quiet(note)
 
-    def fate(self, node: Node, kernels: tuple[Kernel, ...]) -> str:
+    def fate(self, node: Node, kernels: tuple[ModuleKernel, ...]) -> str:
         if self.compiled is None:
             return quiet(
                 "Not compiled yet: XLA hulls in a live explorer, or findings.xla(), compiles it and says which kernel this went into."
@@ -275,7 +275,7 @@ class _Inspector:
         return section("Part of", facts([(s.kind, f"{pick(s.id)} {text(s.text)}") for s in known if site in s.sites]))
 
     # XLA -------------------------------------------------------------------------------------------------------------
-    def kernels_of(self, ids: Iterable[int]) -> tuple[Kernel, ...]:
+    def kernels_of(self, ids: Iterable[int]) -> tuple[ModuleKernel, ...]:
         return self.compiled.kernels_of(*ids) if self.compiled is not None else ()
 
     def kernel(self, name: str) -> Inspected | None:
@@ -295,7 +295,7 @@ class _Inspector:
         sites = section("Sites", _pick_sites(self.sites_in(ids)))
         return Inspected(name, facts(rows) + section("Source lines", lines) + sites, (), tuple(ids))
 
-    def traffic(self, kernel: Kernel, ids: list[int]) -> list[Fact]:
+    def traffic(self, kernel: ModuleKernel, ids: list[int]) -> list[Fact]:
         """What a kernel moves: what comes from outside once, what is read outside once."""
         if not ids or kernel.kind == CONTROL or kernel.inferred:
             return []
@@ -396,7 +396,7 @@ def _around(node: Node, block: Block) -> list[Fact]:
     return [("scope", mono(node.scope) if node.scope else ""), ("block", mono(block.path) if block.path else "")]
 
 
-def _nodes_of(kernels: Iterable[Kernel]) -> tuple[int, ...]:
+def _nodes_of(kernels: Iterable[ModuleKernel]) -> tuple[int, ...]:
     return tuple(sorted({i for k in kernels if not k.inferred for i in k.nodes}))
 
 

@@ -16,7 +16,7 @@ from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.cost.cost import Cost, Costs, quantity
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node, Value, type_text
-from fusionlab.graph.xla.modules import Compiled
+from fusionlab.graph.xla.modules import CompiledModule
 
 from ..markup import (
     Fact,
@@ -45,7 +45,7 @@ def site_html(
     graph: Graph,
     costs: Costs,
     enabled: Collection[str] | None,
-    compiled: Compiled | None,
+    compiled: CompiledModule | None,
     shares: SiteShares | None,
     roofline: Roofline | None,
     *,
@@ -63,7 +63,7 @@ def _candidate(
     graph: Graph,
     costs: Costs,
     enabled: Collection[str] | None,
-    compiled: Compiled | None,
+    compiled: CompiledModule | None,
     shares: SiteShares | None,
     roofline: Roofline | None,
     arch: str,
@@ -179,7 +179,7 @@ def backward_html(site: Site, graph: Graph) -> str:
     return facts(rows)
 
 
-def xla_html(nodes: Iterable[int], compiled: Compiled | None) -> str:
+def xla_html(nodes: Iterable[int], compiled: CompiledModule | None) -> str:
     """The kernels that XLA makes of some nodes as the program was written."""
     if compiled is None:
         return ""
@@ -189,7 +189,7 @@ def xla_html(nodes: Iterable[int], compiled: Compiled | None) -> str:
     return f"<p>{text(kinds(kernels))}</p>" + picks([pick(k.name) for k in kernels])
 
 
-def _rejected(r: Rejection, graph: Graph, costs: Costs, compiled: Compiled | None) -> str:
+def _rejected(r: Rejection, graph: Graph, costs: Costs, compiled: CompiledModule | None) -> str:
     rest = sorted(r.site_ids - frozenset(r.node_ids))
     rows: list[Fact] = [
         ("declined", f"{mono(r.code)} {text(REJECTIONS.get(r.code, ''))}"),
@@ -243,7 +243,9 @@ def _touching(site: Site, graph: Graph, enabled: Collection[str] | None) -> str:
     return facts(rows)
 
 
-def structure_html(s: Structure, graph: Graph, findings: Findings, costs: Costs, compiled: Compiled | None) -> str:
+def structure_html(
+    s: Structure, graph: Graph, findings: Findings, costs: Costs, compiled: CompiledModule | None
+) -> str:
     """A structure: what it is, its sites, nodes and cost."""
     known = [i for i in sorted(s.node_ids) if i in graph.node_by_id]
     rows: list[Fact] = [

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fusionlab.kernels.launch.compile import KERNELS, Source, source_texts
+from fusionlab.kernels.launch.compile import KERNELS, CudaSource, source_texts
 from fusionlab.kernels.ops.dot_product_attention.own import tiles
 from fusionlab.kernels.ops.gated_matmul import plan as gated
 from fusionlab.kernels.ops.gemm_epilogue import elementwise
@@ -20,7 +20,7 @@ from fusionlab.kernels.ops.multi_transformer.decode.phased import plan as decode
 from ..markup import code, folded, quiet, table
 
 # Op -> source, and how the record's variants of it begin.
-_KERNELS: dict[str, tuple[Source, str]] = {
+_KERNELS: dict[str, tuple[CudaSource, str]] = {
     "gemm_epilogue": (elementwise.SOURCE, "{dtype} {activation}"),
     "matmul": (elementwise.SOURCE, "{dtype} {activation}"),  # XLA's product, and the kernel that follows it
     "gated_matmul": (gated.SOURCE, "gated {dtype} {activation}"),

@@ -17,7 +17,7 @@ from fusionlab.graph.program.graph import Graph
 from ..draw.dot import dom_id
 from ..model.panel import panel
 from ..model.pictures import Pictures
-from .baked import MAX_BYTES, Tree, bake, folded_tree, index, pack, slim
+from .baked import MAX_BYTES, BakedGroups, bake, folded_tree, index, pack, slim
 from .inspector import inspect
 
 PREFIX = "fl-"
@@ -115,7 +115,12 @@ class Teller:
     """What the inspector says of things of one graph, each said once: name in the page -> {title, html, near}."""
 
     def __init__(
-        self, graph: Graph, findings: Findings | None, enabled: Collection[str] | None, prefix: str, tree: Tree | None
+        self,
+        graph: Graph,
+        findings: Findings | None,
+        enabled: Collection[str] | None,
+        prefix: str,
+        tree: BakedGroups | None,
     ) -> None:
         self.graph, self.findings, self.enabled, self.prefix = graph, findings, enabled, prefix
         self._tree = tree

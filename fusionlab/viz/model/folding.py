@@ -17,7 +17,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, literal_text
 from fusionlab.graph.program.meshes import region_mesh_text
 
-from .sites import Site
+from .sites import ShownSite
 
 _FAN_OUT = 32
 _WORTH = 4  # repeats of fewer nodes are quicker read than a frame with a count
@@ -33,11 +33,11 @@ LAYOUT_OPS = having("layout", "cast", "copy", "variance", "precision") | {
 
 
 @dataclass(eq=False, slots=True)
-class Leaf:
+class NodeBox:
     """One node, drawn as one box."""
 
     node: Node
-    site: Site | None = None
+    site: ShownSite | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +53,7 @@ class Group:
     label: str
     children: list[Item]
     node: Node | None = None
-    site: Site | None = None
+    site: ShownSite | None = None
     count: int = 1
     hidden: list[list[Item]] = field(default_factory=list)
     open: bool = False
@@ -78,7 +78,7 @@ class Group:
         if self._shown is None:
             self._shown = [] if self.node is None else [self.node.id]
             for child in self.children:
-                self._shown += [child.node.id] if isinstance(child, Leaf) else child.shown
+                self._shown += [child.node.id] if isinstance(child, NodeBox) else child.shown
         return self._shown
 
     @property
@@ -98,18 +98,18 @@ class Group:
         self._size = self._signature = self._has_site = self._shown = self._ranges = None
 
 
-Item = Leaf | Group
+Item = NodeBox | Group
 
 
 def size(item: Item) -> int:
     """Node count of an item, hidden copies included."""
-    return 1 if isinstance(item, Leaf) else item.size
+    return 1 if isinstance(item, NodeBox) else item.size
 
 
 def members(items: Iterable[Item]) -> Iterator[int]:
     """Node ids of everything in the items, hidden copies included, in a fixed order."""
     for item in items:
-        if isinstance(item, Leaf):
+        if isinstance(item, NodeBox):
             yield item.node.id
             continue
         if item.node is not None:
@@ -119,7 +119,7 @@ def members(items: Iterable[Item]) -> Iterator[int]:
             yield from members(unit)
 
 
-class Known:
+class FoldFacts:
     """What folding learns of a graph that no toggle changes: kept, so that folding it again asks JAX's records nothing twice."""
 
     def __init__(self) -> None:
@@ -170,7 +170,9 @@ class Known:
         return found
 
 
-def fold(graph: Graph, sites: Collection[Site] = (), *, max_nodes: int = 60, known: Known | None = None) -> Group:
+def fold_graph(
+    graph: Graph, sites: Collection[ShownSite] = (), *, max_nodes: int = 60, known: FoldFacts | None = None
+) -> Group:
     """The tree of a graph's groups, all closed but the root; `opening.Tree` decides which are open.
 
     Args:
@@ -179,17 +181,17 @@ def fold(graph: Graph, sites: Collection[Site] = (), *, max_nodes: int = 60, kno
       max_nodes: a block of more nodes than this that has no module scopes is told apart by functions.
       known: what was learnt of this graph before.
     """
-    builder = _Builder(sites, max_nodes, known or Known())
+    builder = _Builder(sites, max_nodes, known or FoldFacts())
     return Group("", "root", graph.name, builder.block(graph.top, ""), open=True)
 
 
 class _Builder:
     """Builds the tree; holds what all levels share: sites by block, ids given out, what is known of the graph."""
 
-    def __init__(self, sites: Collection[Site], max_nodes: int, known: Known):
+    def __init__(self, sites: Collection[ShownSite], max_nodes: int, known: FoldFacts):
         self.max_nodes = max_nodes
         self.known = known
-        self.by_block: dict[str, list[Site]] = {}
+        self.by_block: dict[str, list[ShownSite]] = {}
         for site in sites:
             if site.drawn:
                 self.by_block.setdefault(site.block, []).append(site)
@@ -219,7 +221,7 @@ class _Builder:
             item_of[node.id] = (self.known.below(node.scope, outer_scope), self.item(node))
         for site in sites:  # small ones first: a larger one takes the finished group in
             *_, last = ids = sorted(site.members, key=order.__getitem__)
-            if len(ids) == 1 and isinstance(item_of[last][1], Leaf):
+            if len(ids) == 1 and isinstance(item_of[last][1], NodeBox):
                 item_of[last][1].site = site
                 continue
             inside = [block.nodes[order[nid]] for nid in ids if nid in item_of]
@@ -227,7 +229,7 @@ class _Builder:
         return [item_of[nid] for nid in sorted(item_of, key=order.__getitem__)]
 
     def site_group(
-        self, site: Site, nodes: list[Node], item_of: dict[int, tuple[tuple[str, ...], Item]]
+        self, site: ShownSite, nodes: list[Node], item_of: dict[int, tuple[tuple[str, ...], Item]]
     ) -> tuple[tuple[str, ...], Group]:
         """A site as a group that takes its nodes' items in, and the scope that they share; layout ops may come from others."""
         heavy = [n for n in nodes if n.primitive not in LAYOUT_OPS]
@@ -237,7 +239,7 @@ class _Builder:
 
     def item(self, node: Node) -> Item:
         if not node.blocks:
-            return Leaf(node)
+            return NodeBox(node)
         gid = self.fresh(f"n{node.id}")
         children: list[Item]
         if len(node.blocks) == 1:
@@ -270,7 +272,7 @@ class _Builder:
 
     def scope_group(self, full: str, label: str, children: list[Item], kind: str, depth: int) -> Item:
         only = children[0] if len(children) == 1 else None
-        if isinstance(only, Leaf):  # a frame around one box says nothing
+        if isinstance(only, NodeBox):  # a frame around one box says nothing
             return only
         if isinstance(only, Group) and only.kind in ("scope", "function") and only.count == 1:
             only.label = f"{label}/{only.label}"
@@ -280,7 +282,7 @@ class _Builder:
 
     # Repeats -------------------------------------------------------------------------------------------------------
     def signature(self, item: Item) -> int:
-        if isinstance(item, Leaf):
+        if isinstance(item, NodeBox):
             number = self.known.signature(item.node)
             return number if item.site is None else self.known.number((number, _state(item.site)))
         if item._signature is None:
@@ -381,7 +383,7 @@ def has_site(item: Item) -> bool:
     """True around what has to stay visible: a candidate. What was declined shows while there is room."""
     if item.site is not None and item.site.state != "declined":
         return True
-    if isinstance(item, Leaf):
+    if isinstance(item, NodeBox):
         return False
     if item._has_site is None:
         item._has_site = any(map(has_site, item.children))
@@ -391,13 +393,13 @@ def has_site(item: Item) -> bool:
 def _leaves(items: Iterable[Item]) -> Iterator[Node]:
     """The nodes that are shown or folded away in the items, hidden copies left out."""
     for item in items:
-        if isinstance(item, Leaf):
+        if isinstance(item, NodeBox):
             yield item.node
         else:
             yield from _leaves(item.children)
 
 
-def _state(site: Site | None) -> tuple[str, ...]:
+def _state(site: ShownSite | None) -> tuple[str, ...]:
     return () if site is None else (site.pass_name, site.state, getattr(site.record, "code", ""))
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fusionlab.graph.program.ir import Value, type_text
 
 from .flow import Key
-from .folding import Group, Item, Leaf, function_name, has_site, members
-from .sites import Site
+from .folding import Group, Item, NodeBox, function_name, has_site, members
+from .sites import ShownSite
 
 # A picture beyond this many boxes is not readable; sites are opened up to here even above `max_nodes`.
 SITES_LIMIT = 300
@@ -39,7 +39,7 @@ class Link:
     count: int = 1
 
 
-class Tree:
+class GroupTree:
     """The groups of a folded program (`folding.fold`), and where each node stands.
 
     Attributes:
@@ -64,7 +64,7 @@ class Tree:
     # What no fold changes ----------------------------------------------------------------------------------------------
     def _enter(self, group: Group) -> None:
         for child in group.children:
-            if isinstance(child, Leaf):
+            if isinstance(child, NodeBox):
                 self._home[child.node.id] = group
                 continue
             self._parent.setdefault(child.id, group)
@@ -176,10 +176,10 @@ class Tree:
             push(group, depth + 1)
 
 
-def sites_inside(item: Item) -> list[Site]:
+def sites_inside(item: Item) -> list[ShownSite]:
     """The sites of an item and of all that is in it, hidden copies left out."""
     own = [item.site] if item.site else []
-    return own if isinstance(item, Leaf) else own + [s for c in item.children for s in sites_inside(c)]
+    return own if isinstance(item, NodeBox) else own + [s for c in item.children for s in sites_inside(c)]
 
 
 def _type_once(value: Value, known: dict[int, str]) -> str:

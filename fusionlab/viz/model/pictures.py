@@ -18,10 +18,10 @@ from fusionlab.graph.program.meshes import collective_axes, collective_bytes, sh
 from ..markup import short
 from ..palette import colour_of, pass_of_op, tint_of
 from .flow import Flow, flow
-from .folding import LAYOUT_OPS, Group, Known, Leaf, fold, size
+from .folding import LAYOUT_OPS, FoldFacts, Group, NodeBox, fold_graph, size
 from .node_data import node_dict
-from .opening import Tree, sites_inside
-from .sites import Site, drawn_sites, is_applied
+from .opening import GroupTree, sites_inside
+from .sites import ShownSite, drawn_sites, is_applied
 from .summaries import summary
 
 _LABEL = 48
@@ -39,10 +39,10 @@ class Pictures:
     def __init__(self, graph: Graph, findings: Findings | None = None):
         self.graph, self.findings = graph, findings
         self._lock = threading.Lock()
-        self._known = Known()
+        self._known = FoldFacts()
         self._flow: Flow | None = None
         self._touching: dict[int, list[Candidate | Rejection]] | None = None
-        self._folded: tuple[Any, Tree, list[Site]] | None = None
+        self._folded: tuple[Any, GroupTree, list[ShownSite]] | None = None
 
     def view(
         self,
@@ -83,7 +83,7 @@ class Pictures:
         with self._lock:
             return node if self._folded is None else self._folded[1].twin(node)
 
-    def _tree(self, enabled: Collection[str] | None, max_nodes: int) -> tuple[Tree, list[Site]]:
+    def _tree(self, enabled: Collection[str] | None, max_nodes: int) -> tuple[GroupTree, list[ShownSite]]:
         """The folded program with these sites on, all that were asked for last if they are the same."""
         found = self.findings.candidates if self.findings is not None else ()
         key = (frozenset(c.id for c in found if is_applied(c, enabled)), max_nodes)
@@ -91,8 +91,8 @@ class Pictures:
             if self._flow is None:
                 self._flow = flow(self.graph)
             sites = drawn_sites(self.graph, self.findings, enabled)
-            root = fold(self.graph, sites, max_nodes=max_nodes, known=self._known)
-            self._folded = key, Tree(root, self._flow), sites
+            root = fold_graph(self.graph, sites, max_nodes=max_nodes, known=self._known)
+            self._folded = key, GroupTree(root, self._flow), sites
         return self._folded[1], self._folded[2]
 
     def _touched(self) -> dict[int, list[Candidate | Rejection]]:
@@ -111,7 +111,7 @@ class Pictures:
 class _Picture:
     """Walks the opened tree: groups, boxes, then the edges between what is visible."""
 
-    def __init__(self, graph: Graph, tree: Tree, sites: list[Site]):
+    def __init__(self, graph: Graph, tree: GroupTree, sites: list[ShownSite]):
         self.graph, self.tree = graph, tree
         self.groups: list[dict[str, Any]] = []
         self.boxes: list[dict[str, Any]] = []
@@ -120,13 +120,13 @@ class _Picture:
         self.opened: set[str] = set()
         self.hidden_inputs = 0
         taken = frozenset(nid for s in sites if isinstance(s.record, Candidate) for nid in s.record.node_ids)
-        self.undrawn: dict[int, Site] = {nid: s for s in sites if not s.drawn for nid in _marked(s, taken)}
+        self.undrawn: dict[int, ShownSite] = {nid: s for s in sites if not s.drawn for nid in _marked(s, taken)}
         self.walk(tree.root)
         self.connect()
 
     def walk(self, group: Group, parent: str | None = None) -> None:
         for item in group.children:
-            if isinstance(item, Leaf):
+            if isinstance(item, NodeBox):
                 self.leaf(item, parent)
             elif item.open:
                 self.frame(item, parent)
@@ -175,13 +175,13 @@ class _Picture:
             | _look(shown)
         )
 
-    def sites_inside(self, group: Group) -> list[Site]:
+    def sites_inside(self, group: Group) -> list[ShownSite]:
         """The sites folded away in a closed group, hidden copies left out."""
         drawn = [s for c in group.children for s in sites_inside(c)]
         marked = {s.id: s for nid in group.shown if (s := self.undrawn.get(nid)) is not None} if self.undrawn else {}
         return drawn + [s for s in marked.values() if s not in drawn]
 
-    def leaf(self, leaf: Leaf, parent: str | None) -> None:
+    def leaf(self, leaf: NodeBox, parent: str | None) -> None:
         node = leaf.node
         self.place[node.id] = f"n{node.id}"
         site = leaf.site or self.undrawn.get(node.id)
@@ -279,7 +279,7 @@ class _Picture:
         } | _look(None)
 
 
-def _marked(site: Site, taken: frozenset[int]) -> frozenset[int]:
+def _marked(site: ShownSite, taken: frozenset[int]) -> frozenset[int]:
     """The nodes that stand for a declined site whose outline would cross another: the guilty ones, or where a candidate took them,
     the rest of it. None for what lost to a candidate."""
     record = site.record
@@ -288,7 +288,7 @@ def _marked(site: Site, taken: frozenset[int]) -> frozenset[int]:
     return (frozenset(record.node_ids) - taken) or (site.members - taken if record.winner is None else frozenset())
 
 
-def _look(site: Site | None) -> dict[str, Any]:
+def _look(site: ShownSite | None) -> dict[str, Any]:
     """What a box or frame owes to its site."""
     if site is None:
         return {"site": None, "pass": None, "state": None, "colour": None, "tint": None}
@@ -313,7 +313,7 @@ def _size(group: Group) -> int:
     return sum(map(size, group.children))
 
 
-def _inside_text(sites: list[Site]) -> list[str]:
+def _inside_text(sites: list[ShownSite]) -> list[str]:
     """What a closed group hides: "2 sites, 1 declined inside"."""
     states = [s.state for s in sites]
     declined = states.count("declined")

@@ -13,7 +13,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node
-from fusionlab.graph.xla.modules import Compiled, Kernel
+from fusionlab.graph.xla.modules import CompiledModule, ModuleKernel
 
 from .node_data import find_node, node_dict, site_dict
 
@@ -49,7 +49,7 @@ def selection(
     graph: Graph,
     findings: Findings | None,
     what: object,
-    compiled: Compiled | None = None,
+    compiled: CompiledModule | None = None,
     groups: Mapping[str, Collection[int]] | None = None,
 ) -> Selection:
     """What is meant.
@@ -75,7 +75,7 @@ def selection(
     raise _names_nothing(graph, compiled, text)
 
 
-def _names_nothing(graph: Graph, compiled: Compiled | None, text: str) -> ArgumentError:
+def _names_nothing(graph: Graph, compiled: CompiledModule | None, text: str) -> ArgumentError:
     first = next((n for n in graph.nodes() if n.outputs), None)
     example = f"{first.outputs[0].name!r}, " if first is not None else ""
     return ArgumentError(
@@ -111,12 +111,12 @@ def _record(findings: Findings | None, text: str) -> Selection | None:
     return Selection(text, "site", record, tuple(sorted(nodes)))
 
 
-def kernel_named(compiled: Compiled | None, name: str) -> Kernel | None:
+def kernel_named(compiled: CompiledModule | None, name: str) -> ModuleKernel | None:
     """The kernel of XLA's with this name, where the program was compiled."""
     return next((k for k in compiled.kernels if k.name == name), None) if compiled is not None else None
 
 
-def _kernel(compiled: Compiled | None, text: str) -> Selection | None:
+def _kernel(compiled: CompiledModule | None, text: str) -> Selection | None:
     kernel = kernel_named(compiled, text)
     return Selection(text, "kernel", text, kernel.nodes) if kernel is not None else None
 

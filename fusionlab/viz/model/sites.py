@@ -12,7 +12,7 @@ from fusionlab.graph.program.ir import Block, Node
 
 
 @dataclass(frozen=True, eq=False)
-class Site:
+class ShownSite:
     """A candidate or a rejection as a picture shows it.
 
     Attributes:
@@ -47,13 +47,13 @@ def is_applied(c: Candidate, enabled: Collection[str] | None) -> bool:
     return not c.idle if enabled is None else c.id in enabled
 
 
-def drawn_sites(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> list[Site]:
+def drawn_sites(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> list[ShownSite]:
     """All sites of the findings, candidates first; `enabled` are the ids of applied candidates (None: all that are not idle)."""
     if findings is None:
         return []
     owner = owners(graph)
-    sites: list[Site] = []
-    drawn: dict[int, list[Site]] = {}  # node id -> the sites drawn around it
+    sites: list[ShownSite] = []
+    drawn: dict[int, list[ShownSite]] = {}  # node id -> the sites drawn around it
     records = [(c, "applied" if is_applied(c, enabled) else "candidate", c.node_ids) for c in findings.candidates]
     declined = [(r, "declined", frozenset(r.site_ids or r.node_ids)) for r in findings.rejections]
     for record, state, node_ids in (*records, *declined):
@@ -70,19 +70,19 @@ def _place(
     record: Candidate | Rejection,
     state: str,
     node_ids: frozenset[int],
-    drawn: dict[int, list[Site]],
-) -> Site:
+    drawn: dict[int, list[ShownSite]],
+) -> ShownSite:
     chains = [_chain(graph, owner, nid) for nid in sorted(node_ids) if nid in graph.node_by_id]
     if not chains:
-        return Site(record, state, "", frozenset(), False)
+        return ShownSite(record, state, "", frozenset(), False)
     depth = _shared_depth(chains)
     block = chains[0][depth][0]
     members = frozenset(c[depth][1].id for c in chains if _whole(c[depth][1], node_ids))
     loser = isinstance(record, Rejection) and record.winner is not None
-    return Site(record, state, block.path, members, not loser and _fits(state, members, drawn))
+    return ShownSite(record, state, block.path, members, not loser and _fits(state, members, drawn))
 
 
-def _fits(state: str, members: frozenset[int], drawn: dict[int, list[Site]]) -> bool:
+def _fits(state: str, members: frozenset[int], drawn: dict[int, list[ShownSite]]) -> bool:
     """Whether there is something to outline, and no other outline in the way."""
     others = {o.id: o for nid in members for o in drawn.get(nid, ())}
     return bool(members) and all(_compatible(state, members, o) for o in others.values())
@@ -112,7 +112,7 @@ def _whole(node: Node, node_ids: frozenset[int]) -> bool:
     return bool(node.blocks) and all(_whole(n, node_ids) for b in node.blocks for n in b.nodes)
 
 
-def _compatible(state: str, members: frozenset[int], other: Site) -> bool:
+def _compatible(state: str, members: frozenset[int], other: ShownSite) -> bool:
     """Outlines may nest, not cross; a declined site inside a candidate would only be noise."""
     if members.isdisjoint(other.members) or members > other.members:
         return True

@@ -9,7 +9,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.graph.backward import pair as paired
-from fusionlab.graph.certify.certify import Verdict
+from fusionlab.graph.certify.certify import ProofOutcome
 
 from ..checks import agree, close, codes, normal, primitives
 
@@ -226,7 +226,9 @@ def test_a_backward_pass_that_cannot_be_fused_under_the_key_is_fused_with_the_ma
     prove = paired.prove_gradients
 
     def unless_keyed(region, *rest):
-        return Verdict("gradient", "so the test has it") if "dropout_key" in region.leaves else prove(region, *rest)
+        return (
+            ProofOutcome("gradient", "so the test has it") if "dropout_key" in region.leaves else prove(region, *rest)
+        )
 
     monkeypatch.setattr(paired, "prove_gradients", unless_keyed)
     step = stepping(attending(SPELLINGS["selected"]))

@@ -12,8 +12,8 @@ import fusionlab as fl
 from fusionlab.errors import ArgumentError, BackendError, MissingDependencyError, UnknownNameError
 from fusionlab.fusers.passes.custom import own_pass
 from fusionlab.kernels.launch import compile as compiling
-from fusionlab.kernels.launch.compile import Source, compile_source
-from fusionlab.kernels.launch.plans import plan_name, plan_of
+from fusionlab.kernels.launch.compile import CudaSource, compile_source
+from fusionlab.kernels.launch.plans import launch_plan_of, plan_name
 from fusionlab.kernels.op import own
 from fusionlab.verbs.catalogue import Catalogue
 from tests.kernels.emulated import kernels_on_the_cpu
@@ -770,7 +770,7 @@ def test_a_kernel_that_is_wrong_does_not_run(registered, emulator, wrong):
 
 def test_a_plan_of_a_text_is_read_back_from_its_name():
     plan = mish_pass().fused_op.implementations["cuda"].forward.__self__.plan({"x": (1000,)}, "float32", {})
-    assert plan_of(plan_name(plan)) == plan
+    assert launch_plan_of(plan_name(plan)) == plan
     assert plan.launches[0].grid == (4, 1, 1)
     assert plan.launches[0].params == (("operand", 0), ("result", 0), ("i64", 1000))
 
@@ -786,7 +786,7 @@ def test_the_kernels_compile_for_a_gpu():
     ):
         kernel = pass_.fused_op.implementations["cuda"].forward.__self__
         plan = kernel.plan({"x": shape}, "float32", numbers)
-        source = Source(plan.source, (plan.launches[0].entry,), text=plan.text)
+        source = CudaSource(plan.source, (plan.launches[0].entry,), text=plan.text)
         assert compile_source(source, plan.options, "sm_90").cubin.startswith(b"\x7fELF")
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.graph.program.literals import fold
+from fusionlab.graph.program.literals import scalar_result
 
 RNG = np.random.default_rng(0)
 Z = jnp.asarray(RNG.normal(size=(4, 6)) + 1j * RNG.normal(size=(4, 6)), "complex64")
@@ -73,6 +73,6 @@ def test_what_is_real_behind_complex_numbers_is_found():
 
 
 def test_no_arithmetic_on_complex_literals_is_known():
-    assert fold("convert_element_type", {}, [(2.0, np.dtype("float32"))], np.dtype("complex64")) is None
-    assert fold("abs", {}, [(2j, np.dtype("complex64"))], np.dtype("float32")) is None
-    assert fold("add", {}, [(2.0, np.dtype("float32"))] * 2, np.dtype("float32")) == 4
+    assert scalar_result("convert_element_type", {}, [(2.0, np.dtype("float32"))], np.dtype("complex64")) is None
+    assert scalar_result("abs", {}, [(2j, np.dtype("complex64"))], np.dtype("float32")) is None
+    assert scalar_result("add", {}, [(2.0, np.dtype("float32"))] * 2, np.dtype("float32")) == 4

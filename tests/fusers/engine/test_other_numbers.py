@@ -14,7 +14,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.fusers.engine.fully_masked_rows import NOTE
 from fusionlab.fusers.engine.other_numbers import notes_of, squares_note
-from fusionlab.graph.certify.certify import Certifier, Verdict
+from fusionlab.graph.certify.certify import Certifier, ProofOutcome
 
 from ..checks import jit, normal
 
@@ -294,7 +294,7 @@ def test_an_attention_says_so_only_where_scores_may_come_near_the_edge():
         ("float32", "lerp", 1),
     ):
         region = SimpleNamespace(root=SimpleNamespace(dtype=jnp.dtype(dtype)))
-        assert len(notes_of(None, region, op, Verdict(None, edge=True), ())) == says
+        assert len(notes_of(None, region, op, ProofOutcome(None, edge=True), ())) == says
 
 
 def test_each_proof_looks_at_zeros_masks_and_the_edge(monkeypatch):

@@ -9,8 +9,8 @@ import pytest
 from jax.extend import core as jex_core
 
 import fusionlab as fl
-from fusionlab.graph.backward.find import Derivatives, Sums, find_backward
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.backward.find import Derivatives, SumTerms, find_backward
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.program.equations import slice_jaxpr
 
 X, W, B = (jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(6, 8), (8, 8), (8,)]))
@@ -43,8 +43,8 @@ def of(fn, *args):
     found = fl.find(fn, *args)
     sites = [x for x in (*found.candidates, *found.rejections) if x.region is not None]
     region = max((x.region for x in sites), key=lambda r: len(r.nodes))
-    view = View(found.graph.top)
-    return region, find_backward(view, region, Derivatives(), Sums(view))
+    view = CanonicalView(found.graph.top)
+    return region, find_backward(view, region, Derivatives(), SumTerms(view))
 
 
 @pytest.mark.parametrize("name", SITES)
@@ -122,11 +122,11 @@ def test_the_gradient_of_another_function_is_not_taken_for_it(changed):
         return y, ct @ w.T, x.T @ ct
 
     found = fl.find(wrong, X, W, B)
-    view = View(found.graph.top)
+    view = CanonicalView(found.graph.top)
     for item in (*found.candidates, *found.rejections):
         if item.region is None or "gelu" not in getattr(item, "sentence", ""):
             continue
-        back = find_backward(view, item.region, Derivatives(), Sums(view))
+        back = find_backward(view, item.region, Derivatives(), SumTerms(view))
         assert back is None or "x" not in back.gradients or "w" not in back.gradients
 
 
@@ -138,10 +138,10 @@ def test_the_cotangent_of_a_plain_sum_is_a_literal():
 def test_the_view_is_as_it_was():
     fn, args = SITES["attention"]
     found = fl.find(jax.grad(lambda *a: jnp.sin(fn(*a)).sum(), (0, 1, 2)), *args)
-    view = View(found.graph.top)
+    view = CanonicalView(found.graph.top)
     before = len(view.nodes), len(view._table), dict(view.ref)
     (item,) = found.candidates
-    assert find_backward(view, item.region, Derivatives(), Sums(view)) is not None
+    assert find_backward(view, item.region, Derivatives(), SumTerms(view)) is not None
     assert (len(view.nodes), len(view._table), view.ref) == before
 
 
@@ -152,8 +152,8 @@ def test_layers_share_a_derivative():
         return x.sum()
 
     found = fl.find(jax.grad(deep), [W, W + 1, W + 2, W + 3], X)
-    view, derivatives = View(found.graph.top), Derivatives()
-    sums = Sums(view)
+    view, derivatives = CanonicalView(found.graph.top), Derivatives()
+    sums = SumTerms(view)
     regions = [x.region for x in (*found.candidates, *found.rejections) if x.region is not None]
     assert all(find_backward(view, r, derivatives, sums) for r in regions)
     kinds = derivatives.misses / 2  # of each the program, and the block made of it

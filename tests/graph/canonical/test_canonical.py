@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from fusionlab.graph.canonical.nodes import ONE
-from fusionlab.graph.canonical.view import View, view_node_text
+from fusionlab.graph.canonical.view import CanonicalView, view_node_text
 from fusionlab.graph.program.trace import trace
 
 X = jnp.zeros((4, 6))  # M K
@@ -25,7 +25,7 @@ M = jnp.zeros((4, 6), bool)
 def refs(fns, *args):
     """What each function's result is in one shared view of all of them."""
     graph = trace(lambda *a: [f(*a) for f in fns], *args)
-    view = View(graph.top)
+    view = CanonicalView(graph.top)
     return [view.read(a) for a in graph.top.outputs]
 
 
@@ -278,7 +278,7 @@ def test_a_region_is_opaque_and_equal_only_to_itself():
 def test_two_draws_from_one_key_are_equal_and_from_two_keys_are_not():
     graph = trace(lambda k, j: [jax.random.bits(k, (3,)), jax.random.bits(k, (3,)), jax.random.bits(j, (3,))],
                   jax.random.key(0), jax.random.key(1))  # fmt: skip
-    view = View(graph.top)
+    view = CanonicalView(graph.top)
     a, b, c = (view.read(o) for o in graph.top.outputs)
     assert a == b
     assert a.nid != c.nid
@@ -286,7 +286,7 @@ def test_two_draws_from_one_key_are_equal_and_from_two_keys_are_not():
 
 def test_a_scalar_input_known_at_the_call_is_a_literal_inside():
     body = trace(lambda x, s: x * s, X, 1.0).top
-    free, known = View(body), View(body, {1: 0.5})
+    free, known = CanonicalView(body), CanonicalView(body, {1: 0.5})
     assert free.read(body.outputs[0]).coef == 1.0
     ref = known.read(body.outputs[0])
     assert (ref.coef, ref.nid) == (0.5, known.ref[body.inputs[0].id].nid)
@@ -294,7 +294,7 @@ def test_a_scalar_input_known_at_the_call_is_a_literal_inside():
 
 def test_the_indexes_list_users_ops_and_raw_values():
     graph = trace(lambda x: jnp.sin(x) + jnp.sin(x).T.T * 2.0, X)
-    view = View(graph.top)
+    view = CanonicalView(graph.top)
     (sine,) = view.by_op["sin"]
     # two sines, two transposes, the multiplication and the addition all show the one canonical sine
     assert [n.primitive for v in view.values_of[sine] for n in [graph.top.producer[v.id]]].count("sin") == 2

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.program.trace import trace
 
 from ..canonical_interpreter import check_block
@@ -28,7 +28,7 @@ def both(x, y):
 def refs(fns, *args):
     """What each function's result is in one shared view of all of them."""
     graph = trace(lambda *a: [f(*a) for f in fns], *args)
-    view = View(graph.top)
+    view = CanonicalView(graph.top)
     return [view.read(a) for a in graph.top.outputs]
 
 
@@ -114,5 +114,5 @@ def test_the_view_has_the_values_of_the_program(name):
 def test_a_mean_over_what_is_concatenated_stays_one_sum():
     """Of a norm, where there are no exponentials."""
     graph = trace(lambda x, o: jnp.square(both(x, o)).sum(-1), X, ONE)
-    view = View(graph.top)
+    view = CanonicalView(graph.top)
     assert view.nodes[view.read(graph.top.outputs[0]).nid].op == "reduce_sum"

@@ -9,8 +9,8 @@ import pytest
 from fusionlab import ops
 from fusionlab.graph.canonical.axes import reshape_kind
 from fusionlab.graph.canonical.fused_nodes import Labelled, labels_of
-from fusionlab.graph.canonical.nodes import Tile
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.nodes import FoldedNodes
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.matching.match import Match, Miss, match
 from fusionlab.graph.matching.pattern import Example, pattern_of
 from fusionlab.graph.program.trace import trace
@@ -18,7 +18,7 @@ from fusionlab.graph.program.trace import trace
 
 def view_of(fn, *shapes):
     graph = trace(fn, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes))
-    return View(graph.top), [View(graph.top).read(a) for a in graph.top.outputs]
+    return CanonicalView(graph.top), [CanonicalView(graph.top).read(a) for a in graph.top.outputs]
 
 
 def result(fn, *shapes):
@@ -197,8 +197,8 @@ def test_a_program_in_the_place_of_nodes_leaves_its_own_ids_behind():
     program = trace(lambda h: jax.nn.relu(h) * 2, jnp.ones((4, 8))).top
     inside = [n for n in block.nodes if n.primitive != "dot_general"]
     (product,) = [n for n in block.nodes if n.primitive == "dot_general"]
-    tile = Tile(last.outputs[0], product.outputs, frozenset(n.id for n in inside), program)
-    view, plain = View(block, tiles=[tile]), View(block)
+    tile = FoldedNodes(last.outputs[0], product.outputs, frozenset(n.id for n in inside), program)
+    view, plain = CanonicalView(block, tiles=[tile]), CanonicalView(block)
     assert view.nodes[view.ref[product.outputs[0].id].nid].op == "dot"
     assert view.ref[last.outputs[0].id] == plain.ref[last.outputs[0].id]
     assert set(view.ref) == {v.id for v in (*block.inputs, *product.outputs, *last.outputs)}

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 import fusionlab as fl
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify import reduced_sizes as reducing
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.certify.programs import _added
@@ -27,7 +27,7 @@ SQUARE = ((48, 48), (48, 48), (48,))
 def region_of(fn, *shapes, dtype=jnp.float32, names="xwb"):
     """All of `fn` as one region whose leaves are its inputs."""
     block = trace(fn, *(jax.ShapeDtypeStruct(s, dtype) for s in shapes)).top
-    view = View(block)
+    view = CanonicalView(block)
     return cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip(names, block.inputs, strict=False)})
 
 
@@ -327,7 +327,7 @@ def test_a_step_is_proved_to_be_the_one_that_is_written():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 16, 640, 64), (4, 16, 1, 64))]
     block = trace(write, *shapes, *[jax.ShapeDtypeStruct((), jnp.int32)] * 2).top
-    view = View(block)
+    view = CanonicalView(block)
     leaves = zip(("cache", "new", "step", "other"), block.inputs, strict=True)
     region = cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in leaves})
 
@@ -380,7 +380,7 @@ def test_a_signature_tells_captured_arrays_apart():
     def signature(scale, shift):
         block = trace(lambda x: x * scale + shift, jax.ShapeDtypeStruct((3, 4), jnp.float32)).top
         values = {"x": block.inputs[0], "scale": block.nodes[0].inputs[1], "shift": block.nodes[1].inputs[1]}
-        view = View(block)
+        view = CanonicalView(block)
         return region_signature(cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in values.items()}))
 
     assert signature(one, two)[1:] != signature(one, one)[1:]
@@ -392,7 +392,7 @@ def test_signatures_do_not_depend_on_ids_or_names():
         return layer(layer(x, w, b), w, b)
 
     block = trace(twice, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in SQUARE)).top
-    view = View(block)
+    view = CanonicalView(block)
     relus = [n for n in block.nodes if n.primitive == "custom_jvp_call"]
     x, w, b = (view.ref[v.id].nid for v in block.inputs)
     first = cut(view, relus[0].outputs[0], {"x": x, "w": w, "b": b})
@@ -478,7 +478,7 @@ def test_a_leaf_binds_to_what_the_boundary_reads_through_views_but_not_through_c
 
 def test_a_value_that_is_no_leaf_stops_the_cut():
     block = trace(lambda x, w, b: x @ w + b, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (X, W, B))).top
-    view = View(block)
+    view = CanonicalView(block)
     with pytest.raises(NotARegion, match="is read inside the site but is none of its operands"):
         cut(view, block.outputs[0], {"x": view.ref[block.inputs[0].id].nid})
 
@@ -499,7 +499,7 @@ def test_escapes_name_the_value_and_its_reader():
         return jax.nn.relu(h), jnp.sin(h)
 
     block = trace(fn, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (X, W, B))).top
-    view = View(block)
+    view = CanonicalView(block)
     region = cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip("xwb", block.inputs, strict=True)})
     (escape,) = escapes(region)
     assert (escape.node.primitive, escape.user.primitive) == ("add", "sin")
@@ -512,7 +512,7 @@ def test_a_constant_is_computed_and_an_argument_is_not():
         return jnp.tril(jnp.ones((4, 4), bool)), (table > 3)[:3], x > 0
 
     block = trace(fn, jnp.zeros((4, 4))).top
-    view = View(block)
+    view = CanonicalView(block)
     mask, cut_off, data = (constant_array(view, o, Memo()) for o in block.outputs)
     np.testing.assert_array_equal(mask, np.tril(np.ones((4, 4), bool)))
     np.testing.assert_array_equal(cut_off, np.arange(16).reshape(4, 4)[:3] > 3)

@@ -13,7 +13,7 @@ from jax.scipy.stats import norm
 
 import fusionlab as fl
 from fusionlab.fusers.passes.linear.epilogues import KNOWN
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify import activations as fingerprint
 from fusionlab.graph.certify.activations import LOOKS, TOLERANCE, _known_profile, cone, distance, recognise
 from fusionlab.graph.certify.certify import Certifier
@@ -27,7 +27,7 @@ ROOT_2_OVER_PI = math.sqrt(2 / math.pi)
 def recognised(fn, dtype=jnp.float32, shape=(4, 6)):
     """What the function from its first product-like value to its result is recognised as."""
     block = trace(lambda x, y: fn(x * y), *(jax.ShapeDtypeStruct(shape, dtype),) * 2).top
-    return recognise(View(block), block.nodes[0].outputs[0], block.outputs[0], KNOWN, Certifier(meaning_of))
+    return recognise(CanonicalView(block), block.nodes[0].outputs[0], block.outputs[0], KNOWN, Certifier(meaning_of))
 
 
 def gelu_tanh(k=ROOT_2_OVER_PI, c=0.044715):
@@ -192,7 +192,7 @@ def test_a_cone_stops_at_what_is_not_elementwise_or_reads_other_values():
         return a + y, a.sum(1), a @ y.T, jnp.tanh(a)
 
     block = trace(fn, *(jax.ShapeDtypeStruct((4, 6), jnp.float32),) * 2).top
-    nodes = cone(View(block), block.nodes[0].outputs[0])
+    nodes = cone(CanonicalView(block), block.nodes[0].outputs[0])
     assert [n.primitive for n in nodes] == ["mul", "max", "tanh"]
 
 
@@ -235,8 +235,11 @@ def test_a_rule_of_the_users_own_for_a_function_of_jaxs_is_not_jaxs():
 
     def name_of(fn):
         block = trace(lambda x, y: fn(x * y), *(jax.ShapeDtypeStruct((4, 6), jnp.float32),) * 2).top
-        nodes = cone(View(block), block.nodes[0].outputs[0])
-        return nodes and recognise(View(block), block.nodes[0].outputs[0], block.outputs[0], KNOWN, certifier).name
+        nodes = cone(CanonicalView(block), block.nodes[0].outputs[0])
+        return (
+            nodes
+            and recognise(CanonicalView(block), block.nodes[0].outputs[0], block.outputs[0], KNOWN, certifier).name
+        )
 
     assert name_of(jax.nn.relu) == "relu"
     assert not name_of(straight)
@@ -255,7 +258,7 @@ def test_an_answer_is_remembered_by_the_cones_signature():
         return jax.nn.gelu(x * y), jax.nn.gelu(x - y), jax.nn.relu(x + y)
 
     block = trace(layers, *(jax.ShapeDtypeStruct((4, 6), jnp.float32),) * 2).top
-    view = View(block)
+    view = CanonicalView(block)
     both = {v.id for v in block.inputs}
     starts = [n.outputs[0] for n in block.nodes if {getattr(a, "id", None) for a in n.inputs} == both]
     first = recognise(view, starts[0], block.outputs[0], KNOWN, certifier)

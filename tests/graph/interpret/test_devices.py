@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify.certify import Certifier
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, Sizes
+from fusionlab.graph.interpret.evaluate import CannotEvaluate, ReducedSizes
 from fusionlab.graph.interpret.on_devices import COUNT, evaluate_together
 from fusionlab.graph.matching.region import cut
 from fusionlab.graph.program.trace import trace
@@ -26,7 +26,7 @@ def together(fn, *args, axes=AXES):
     bound = [(axis, COUNT) for axis in ("tp", "dp")]
     closed = jax.make_jaxpr(fn, axis_env=bound)(*(jax.ShapeDtypeStruct(a.shape[1:], jnp.float32) for a in args))
     own = [[a[device] for a in args] for device in range(COUNT)]
-    return evaluate_together(closed, own, axes, Sizes(), lambda eqn: None)
+    return evaluate_together(closed, own, axes, ReducedSizes(), lambda eqn: None)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def region_of(fn, *shapes, check_vma, batches=False):
     split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(batch), check_vma=check_vma)
     (owner,) = trace(split, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).top.nodes
     block = owner.blocks[0]
-    view = View(block)
+    view = CanonicalView(block)
     return cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip("xb", block.inputs, strict=True)})
 
 
@@ -125,7 +125,7 @@ def region_over_rows_too(fn, *shapes):
     split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P("dp"))
     (owner,) = trace(split, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)).top.nodes
     block = owner.blocks[0]
-    view = View(block)
+    view = CanonicalView(block)
     return cut(view, block.outputs[0], {n: view.ref[v.id].nid for n, v in zip("xb", block.inputs, strict=True)})
 
 

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import fusionlab as fl
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, PositionsError, Sizes, TooLargeError, evaluate
+from fusionlab.graph.interpret.evaluate import CannotEvaluate, PositionsError, ReducedSizes, TooLargeError, evaluate
 from fusionlab.kernels import meaning_of
 from tests.soundness import generator
 
@@ -164,7 +164,7 @@ def at_reduced(fn, real, table):
     """fn traced at `real` shapes, evaluated with the axes shrunk; and fn itself on the small arrays."""
     closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in real))
     small = [np.random.default_rng(i).normal(size=[table.get(s, s) for s in shape]) for i, shape in enumerate(real)]
-    return evaluate(closed, small, Sizes(table))[0], small
+    return evaluate(closed, small, ReducedSizes(table))[0], small
 
 
 def test_a_layer_of_8192_rows_is_evaluated_on_3():
@@ -185,7 +185,7 @@ def test_a_literal_that_holds_a_size_keeps_its_meaning(entries):
         jax.ShapeDtypeStruct((512, 768), jnp.float32)
     )
     x = np.random.default_rng(0).normal(size=(3, entries))
-    variance, count = evaluate(closed, [x], Sizes({512: 3, 768: entries}))
+    variance, count = evaluate(closed, [x], ReducedSizes({512: 3, 768: entries}))
     np.testing.assert_allclose(variance, np.var(x, -1), rtol=1e-6)
     np.testing.assert_array_equal(count, [768] * 3)
 
@@ -304,7 +304,7 @@ def test_positions_that_mean_nothing_along_a_reduced_axis_are_refused(fn, said):
 
 
 def test_two_reduced_sizes_for_one_axis_size_are_refused():
-    sizes = Sizes({8: 2})
+    sizes = ReducedSizes({8: 2})
     sizes.learn(16, 4)
     with pytest.raises(CannotEvaluate, match="axis size 16 would reduce to 4 and to 5"):
         sizes.learn(16, 5)
@@ -427,8 +427,8 @@ def test_what_would_not_fit_into_memory_is_refused_before_it_is_made():
     closed = jax.make_jaxpr(scores)(jax.ShapeDtypeStruct((1 << 20, 8), jnp.float32))
     most = 1 << 24, 1 << 30
     with pytest.raises(TooLargeError, match="dot_general"):
-        evaluate(closed, [np.ones((1 << 20, 3))], Sizes({8: 3}, most=most))
-    (small,) = evaluate(closed, [np.ones((5, 3))], Sizes({8: 3, 1 << 20: 5}, most=most))
+        evaluate(closed, [np.ones((1 << 20, 3))], ReducedSizes({8: 3}, most=most))
+    (small,) = evaluate(closed, [np.ones((5, 3))], ReducedSizes({8: 3, 1 << 20: 5}, most=most))
     assert small.shape == (5, 5)
 
 
@@ -445,7 +445,7 @@ def test_positions_along_a_part_that_is_reduced_mean_nothing(fn):
     closed = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((4, 48), jnp.float32))
     assert evaluate(closed, [np.ones((4, 48))])
     with pytest.raises(PositionsError, match="8"):
-        evaluate(closed, [np.ones((4, 30))], Sizes({48: 30, 8: 5}, parts=frozenset({8})))
+        evaluate(closed, [np.ones((4, 30))], ReducedSizes({48: 30, 8: 5}, parts=frozenset({8})))
 
 
 def test_the_derivative_of_two_scans_in_a_row_holds_no_call_that_cannot_be_evaluated():

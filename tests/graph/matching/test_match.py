@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.matching.match import Match, Miss, close, match
 from fusionlab.graph.matching.pattern import Example, pattern_of
 from fusionlab.graph.program.trace import trace
@@ -38,7 +38,7 @@ Q, K, V = jnp.zeros((2, 8, 3, 5)), jnp.zeros((2, 7, 3, 5)), jnp.zeros((2, 7, 3, 
 
 def find(example, fn, *args):
     """(the view of fn, what matching at its result gives)."""
-    view = View(trace(fn, *args).top)
+    view = CanonicalView(trace(fn, *args).top)
     return view, match(pattern_of(example), view, view.read(view.block.outputs[0]).nid)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import RewriteError
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.matching.region import NotARegion, Region, cut, escapes, region_signature
 from fusionlab.graph.program.order import SitesWaitError
 from fusionlab.graph.program.trace import graph_of_jaxpr, trace
@@ -48,7 +48,7 @@ def made(block, primitive, number=0):
 
 def region(block, number=0, **leaves):
     """The site `pair` of a block, of several that of a number: the product is its root, the sine the other."""
-    view, a, b = View(block), made(block, "sin", number), made(block, "dot_general", number)
+    view, a, b = CanonicalView(block), made(block, "sin", number), made(block, "dot_general", number)
     leaves = {"x": block.producer[a.id].inputs[0], "w": block.producer[b.id].inputs[1]} | leaves
     return cut(view, b, {k: view.ref[v.id].nid for k, v in leaves.items()}, others=(a,))
 
@@ -183,7 +183,7 @@ def test_results_may_come_from_one_node():
         return b, a @ w
 
     graph = trace(fn, X, W)
-    view, (a, b) = View(graph.top), next(n for n in graph.top.nodes if n.primitive == "split").outputs
+    view, (a, b) = CanonicalView(graph.top), next(n for n in graph.top.nodes if n.primitive == "split").outputs
     r = cut(view, a, {"x": view.ref[graph.top.inputs[0].id].nid}, others=(b,))
     run, new = after(graph, replacement(r, lambda x: (x[:2], x[2:])))
     assert "split" not in primitives(new)
@@ -256,7 +256,7 @@ def test_a_leaf_that_is_a_root_in_another_form_is_refused():
 
     graph = trace(fn, X, W)
     block = graph.top
-    view, (a, b) = View(block), (made(block, "sin"), made(block, "dot_general"))
+    view, (a, b) = CanonicalView(block), (made(block, "sin"), made(block, "dot_general"))
     with pytest.raises(NotARegion, match="computed from it"):
         cut(view, b, {"x": view.ref[block.inputs[0].id].nid, "w": view.ref[a.id].nid}, others=(a,))
 
@@ -342,7 +342,7 @@ def test_every_root_may_be_read_outside_and_no_inner_value():
 
     block = trace(fn, X, W).top
     assert [e.node.primitive for e in escapes(region(block))] == ["mul"]
-    view = View(block)
+    view = CanonicalView(block)
     leaves = {k: view.ref[v.id].nid for k, v in zip("xw", block.inputs, strict=True)}
     one = cut(view, made(block, "dot_general"), leaves)
     assert {e.node.primitive for e in escapes(one)} == {"sin", "mul"}
@@ -363,7 +363,7 @@ def test_the_part_that_makes_one_root_takes_all_the_inputs():
 
 def test_which_results_a_region_has_is_part_of_its_signature():
     block = trace(both_returned, X, W).top
-    view = View(block)
+    view = CanonicalView(block)
     leaves = {k: view.ref[v.id].nid for k, v in zip("xw", block.inputs, strict=True)}
     assert region_signature(region(block)) != region_signature(cut(view, made(block, "dot_general"), leaves))
 
@@ -434,7 +434,7 @@ def test_beside_a_pair_both_are_replaced():
     block = found.graph.top
     a = made(block, "sin")
     (b,) = [n.outputs[0] for n in block.nodes if n.primitive == "dot_general" and a in n.inputs]
-    view = View(block)
+    view = CanonicalView(block)
     leaves = {k: view.ref[v.id].nid for k, v in zip("xw", block.inputs, strict=True)}
     r = cut(view, b, leaves, others=(a,))
     assert paired

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from fusionlab.errors import RewriteError
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.jax_compat import varying_axes
 from fusionlab.graph.matching.region import constant_array
 from fusionlab.graph.program.equations import slice_jaxpr
@@ -171,7 +171,7 @@ def test_a_constant_whose_custom_rule_names_a_mesh_axis_is_not_computed():
 
     _, block = body_of(fn, X, specs=(P("d"),), out=P("d"))
     relu = next(n for n in block.nodes if n.primitive == "custom_jvp_call")
-    view = View(block)
+    view = CanonicalView(block)
     assert constant_array(view, relu.inputs[0], Memo()).tolist() == [-1, 0, 1, 2]
     assert constant_array(view, relu.outputs[0], Memo()) is None
 

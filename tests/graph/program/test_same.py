@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fusionlab.graph.canonical.view import View
+from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.program.identical import made_as
 from fusionlab.graph.program.trace import block_of_jaxpr
 
@@ -40,7 +40,7 @@ def test_only_the_same_equations_are_the_same(name):
     fn = OTHERS.get(name, drawn)
     mine = block(lambda key, x: jnp.sin(fn(jax.random.fold_in(key, 3), jnp.cos(x))), KEY, X)
     value = mine.nodes[-1].inputs[0]
-    found = made_as(mine, value, program, View(mine).known_inputs)
+    found = made_as(mine, value, program, CanonicalView(mine).known_inputs)
     if name in OTHERS:
         assert found is None
     else:

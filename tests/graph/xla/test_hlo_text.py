@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionlab.graph.xla.hlo_text import inside, kernel_counts, kind_of, parse_hlo, running
+from fusionlab.graph.xla.hlo_text import inside, instruction_kind, kernel_counts, parse_hlo, running
 
 HERE = Path(__file__).parent / "hlo"
 CPU, GPU = (HERE / "cpu.txt").read_text(), (HERE / "gpu.txt").read_text()
@@ -18,7 +18,9 @@ CPU, GPU = (HERE / "cpu.txt").read_text(), (HERE / "gpu.txt").read_text()
 
 def kernels(text):
     return {
-        i.name: (kind_of(i), i.target or i.fusion_kind or i.opcode) for _, i in running(parse_hlo(text)) if kind_of(i)
+        i.name: (instruction_kind(i), i.target or i.fusion_kind or i.opcode)
+        for _, i in running(parse_hlo(text))
+        if instruction_kind(i)
     }
 
 

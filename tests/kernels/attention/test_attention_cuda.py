@@ -19,7 +19,7 @@ from fusionlab.errors import REJECTIONS, ArgumentError
 from fusionlab.kernels.ops.dot_product_attention.op import DOT_PRODUCT_ATTENTION as OP
 from fusionlab.kernels.ops.dot_product_attention.own import backend as cuda
 from fusionlab.kernels.ops.dot_product_attention.own import tiles
-from fusionlab.kernels.ops.dot_product_attention.own.tiles import Attention
+from fusionlab.kernels.ops.dot_product_attention.own.tiles import TiledAttention
 from fusionlab.kernels.ops.dot_product_attention.reference import ROUNDED_OFF
 from fusionlab.ops import dot_product_attention
 
@@ -29,7 +29,7 @@ GUARD = 64  # entries before and after each result
 def described(dtype="bfloat16", t=70, s=90, d=64, dv=None, n=2, group=1, **more):
     dv = dv or d
     q, k, v, o = ((m * h * x, x, h * x) for m, h, x in ((t, n, d), (s, n // group, d), (s, n // group, dv), (t, n, dv)))
-    return Attention(dtype, 1, n, t, s, d, dv, q, k, v, o, 0.3, group=group, **more)
+    return TiledAttention(dtype, 1, n, t, s, d, dv, q, k, v, o, 0.3, group=group, **more)
 
 
 def plans(call, saves="logsumexp"):

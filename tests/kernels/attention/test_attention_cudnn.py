@@ -161,9 +161,9 @@ def test_whether_every_query_sees_a_key_is_asked_of_what_it_may_see():
 
 
 def test_a_mask_as_a_bias_has_all_scores_and_stays_finite():
-    from fusionlab.kernels.ops.dot_product_attention.layouts import Sizes
+    from fusionlab.kernels.ops.dot_product_attention.layouts import AttentionSizes
 
-    q = Sizes.of((2, 3, 4, 1, 8), "BTNH")
+    q = AttentionSizes.of((2, 3, 4, 1, 8), "BTNH")
     for shape, first in (((4, 6), 1), ((2, 1, 1, 4, 6), 6), ((1, 3, 1, 1, 6), 6)):
         mask = jnp.zeros((1,) * (5 - len(shape)) + shape, bool)
         for dtype in (jnp.bfloat16, jnp.float16):

@@ -185,7 +185,7 @@ def unregistered(folder: str) -> dict[str, Any]:
     try:
         loaded(Path(folder, "executable"))
     except jax.errors.JaxRuntimeError as error:
-        after = plans.plan_of(plans.plan_name(plans.plan_of(MATMUL)))  # the process goes on
+        after = plans.launch_plan_of(plans.plan_name(plans.launch_plan_of(MATMUL)))  # the process goes on
         return {"error": str(error), "after": plans.plan_name(after) == MATMUL}
     return {"error": None}
 

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from benchmarks.ops.kernel_resources import DTYPES, LIMITS, SAMPLE, measure, variants
 from fusionlab.errors import ArgumentError, CompileError, MissingDependencyError, UnknownNameError
 from fusionlab.kernels.launch import compile as compiling
-from fusionlab.kernels.launch.compile import ARCHS, KERNELS, CompileCache, Counters, Resources, Source, cubin, resources
+from fusionlab.kernels.launch.compile import (
+    ARCHS,
+    KERNELS,
+    CompileCache,
+    Counters,
+    CudaSource,
+    Resources,
+    cubin,
+    resources,
+)
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     KERNEL_ACTIVATIONS,
     SOURCE,
@@ -123,7 +132,7 @@ def test_a_change_of_an_included_file_is_another_key(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "KERNELS", tmp_path)
     (tmp_path / "k.cu").write_text('#include "inner.cuh"\nextern "C" __global__ void k(int* a) { *a = N; }')
     (tmp_path / "inner.cuh").write_text('#  include "most.cuh"')
-    cache, source = CompileCache(tmp_path), Source("k.cu", ("k",))
+    cache, source = CompileCache(tmp_path), CudaSource("k.cu", ("k",))
     images = []
     for n in (1, 2, 1):
         (tmp_path / "most.cuh").write_text(f"#define N {n}")
@@ -197,7 +206,7 @@ def test_a_source_that_does_not_compile_says_where_for_what_and_why(tmp_path, mo
     monkeypatch.setattr(compiling, "KERNELS", tmp_path)
     (tmp_path / "bad.cu").write_text('extern "C" __global__ void k(float* a) { *a = undeclared; }')
     with pytest.raises(CompileError) as caught:
-        cubin(Source("bad.cu", ("k",)), ("-DX=1",), "sm_80", CompileCache(tmp_path))
+        cubin(CudaSource("bad.cu", ("k",)), ("-DX=1",), "sm_80", CompileCache(tmp_path))
     for part in ("bad.cu does not compile for sm_80", "-DX=1", '"undeclared" is undefined', "bad.cu(1)"):
         assert part in str(caught.value)
     assert "\0" not in str(caught.value)

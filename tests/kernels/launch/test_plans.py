@@ -72,7 +72,7 @@ PLANS = st.one_of(KERNEL_PLANS, MATMUL_PLANS, st.builds(EventPlan, st.integers(0
 @settings(max_examples=60, deadline=None)
 def test_a_plan_is_read_back_from_its_name(plan):
     name = plans.plan_name(plan)
-    again = plans.plan_of(name)
+    again = plans.launch_plan_of(name)
     assert again == plan
     assert hash(again) == hash(plan)
     assert plans.plan_name(again) == name
@@ -163,20 +163,20 @@ def sources(tmp_path, monkeypatch):
 def test_a_changed_source_gives_another_name_and_the_old_one_says_so(sources, file):
     plan = KernelPlan("one.cu", (), ())
     old = plans.plan_name(plan)
-    assert plans.plan_of(old) == plan
+    assert plans.launch_plan_of(old) == plan
     (sources / file).write_text((sources / file).read_text() + "// changed\n")
     assert plans.plan_name(plan) != old
     with pytest.raises(BackendError, match=r"one\.cu is another version here.*compile it again") as caught:
-        plans.plan_of(old)
+        plans.launch_plan_of(old)
     assert old in str(caught.value)
-    assert plans.plan_of(plans.plan_name(plan)) == plan
+    assert plans.launch_plan_of(plans.plan_name(plan)) == plan
 
 
 def test_a_source_that_is_gone_is_named(sources):
     old = plans.plan_name(KernelPlan("one.cu", (), ()))
     (sources / "one.cu").unlink()
     with pytest.raises(BackendError, match=r"one\.cu is no kernel source of this installation"):
-        plans.plan_of(old)
+        plans.launch_plan_of(old)
 
 
 # Names that cannot be read.
@@ -204,7 +204,7 @@ WITHOUT_K = {name: value for name, value in MATMUL.spec().items() if name != "k"
 )
 def test_a_name_that_cannot_be_read_is_quoted_with_the_reason(name, reason):
     with pytest.raises(BackendError, match="unknown launch plan") as caught:
-        plans.plan_of(name)
+        plans.launch_plan_of(name)
     message = str(caught.value)
     assert repr(name) in message
     assert reason in message
@@ -216,7 +216,7 @@ def test_a_name_that_cannot_be_read_is_quoted_with_the_reason(name, reason):
 def test_a_kind_has_one_reader():
     with pytest.raises(ValueError, match="'cublaslt' is registered already"):
         plans.plan_kind("cublaslt", lambda content: MATMUL)
-    assert plans.plan_of(plans.plan_name(MATMUL)) == MATMUL
+    assert plans.launch_plan_of(plans.plan_name(MATMUL)) == MATMUL
 
 
 # The book.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.kernels.ops.lerp import cuda, plan, tiling
-from fusionlab.kernels.ops.lerp.axes import SLOTS, Axis, accumulator, collapse, result_shape
+from fusionlab.kernels.ops.lerp.axes import SLOTS, BroadcastAxes, accumulator, collapse, result_shape
 from fusionlab.kernels.ops.lerp.plan import backward_passes, forward_plan
 from tests.kernels.emulated import kernels_on_the_cpu
 from tests.kernels.lerp import lerp_suite
@@ -358,12 +358,12 @@ def option(one, name):
     ids=str,
 )
 def test_axes_that_look_alike_are_taken_together(shapes, axes):
-    assert collapse(shapes, SLOTS) == tuple(Axis(size, frozenset(slots)) for size, slots in axes)
+    assert collapse(shapes, SLOTS) == tuple(BroadcastAxes(size, frozenset(slots)) for size, slots in axes)
 
 
 def test_axes_are_told_apart_only_by_what_takes_part():
     shapes = shapes_of((4, 5), (1, 5), (4, 5))
-    assert collapse(shapes, ("x", "w")) == (Axis(20, frozenset("xw")),)
+    assert collapse(shapes, ("x", "w")) == (BroadcastAxes(20, frozenset("xw")),)
     assert len(collapse(shapes, SLOTS)) == 2
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from fusionlab import ops
 from fusionlab.device import Device
-from fusionlab.kernels.ops.matmul.axes import Product
+from fusionlab.kernels.ops.matmul.axes import ProductAxes
 from fusionlab.kernels.ops.matmul.op import MATMUL
 from tests.acceptance.reference import SLOPE, VALUE
 
@@ -218,5 +218,5 @@ def _letters(case: Case) -> tuple[str, str, str]:
 def _einsum(case: Case, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     left, right, out = _letters(case)
     made = np.einsum(f"{left},{right}->{out}", a, b)
-    assert made.shape == Product.of(case.a, case.b, case.dimensions).result
+    assert made.shape == ProductAxes.of(case.a, case.b, case.dimensions).result
     return made

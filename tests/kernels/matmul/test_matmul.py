@@ -17,7 +17,7 @@ from fusionlab import ops
 from fusionlab.device import Device
 from fusionlab.errors import ROUTE_REASONS, ArgumentError, BackendError, UnknownNameError
 from fusionlab.kernels.ops.matmul import routes, support
-from fusionlab.kernels.ops.matmul.axes import Product, stored
+from fusionlab.kernels.ops.matmul.axes import ProductAxes, stored
 from fusionlab.kernels.ops.matmul.op import MATMUL
 from tests.kernels.emulated import kernels_on_the_cpu
 from tests.kernels.emulated_blas import products_on_the_cpu
@@ -106,7 +106,7 @@ def test_a_batch_of_both_operands_is_a_batch_of_products_and_one_of_rows_is_more
         given = [jnp.stack([one] * 2) if d == 0 else one for one, d in zip((a, b), axes, strict=True)]
         (eqn,) = jax.make_jaxpr(jax.vmap(ops.matmul, axes))(*given).jaxpr.eqns
         assert eqn.primitive.name == "matmul"
-        product = Product.of(*(v.aval.shape for v in eqn.invars), eqn.params["dimensions"])
+        product = ProductAxes.of(*(v.aval.shape for v in eqn.invars), eqn.params["dimensions"])
         assert product.batch == ((2,) if axes[1] == 0 else ())
         assert product.inner == (inner[1],)
 
@@ -358,11 +358,11 @@ def test_a_case_says_all_its_speed_hangs_on():
 
 
 def test_along_what_a_bias_runs_is_told_by_its_axes():
-    square = Product.of((32, 8), (8, 32), MATRICES)
+    square = ProductAxes.of((32, 8), (8, 32), MATRICES)
     assert [square.bias(s) for s in ((32, 1), (1, 32), (1, 1), (32, 32))] == ["rows", "columns", "nothing", "all"]
-    batch = Product.of((4, 32, 8), (4, 8, 32), (((2,), (1,)), ((0,), (0,))))
+    batch = ProductAxes.of((4, 32, 8), (4, 8, 32), (((2,), (1,)), ((0,), (0,))))
     assert [batch.bias(s) for s in ((1, 32, 1), (4, 1, 32), (1, 1, 32))] == ["rows", "batch", "columns"]
-    parts = Product.of((4, 8, 5), (5, 6), (((2,), (0,)), ((), ())))
+    parts = ProductAxes.of((4, 8, 5), (5, 6), (((2,), (0,)), ((), ())))
     assert [parts.bias(s) for s in ((4, 8, 1), (1, 8, 1), (1, 1, 6))] == ["rows", "all", "columns"]
 
 

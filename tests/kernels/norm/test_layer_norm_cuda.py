@@ -13,7 +13,7 @@ import pytest
 
 from fusionlab.device import Device
 from fusionlab.kernels.ops.layer_norm import cuda, plan, tiling
-from fusionlab.kernels.ops.layer_norm.plan import Norm, backward_passes, forward_plan
+from fusionlab.kernels.ops.layer_norm.plan import NormLaunch, backward_passes, forward_plan
 from tests.kernels.emulated import kernels_on_the_cpu, poisoned
 from tests.kernels.norm.norm_suite import CASES, Case, NormSuite, close, exact, operands, turns, wide
 from tests.kernels.transformations import adding
@@ -68,7 +68,7 @@ class TestCudaEmulated(NormSuite):
         monkeypatch.setattr(tiling, "MULTIPROCESSORS", 1)
         monkeypatch.setattr(tiling, "RESIDENT_THREADS", 128)
         case = Case((rows, columns), ("scale", "bias", "shift", "residual"), gives_sum=True)
-        (one,) = backward_passes(Norm("layer", rows, columns, dtype, VECTORS), ("x", "scale"), True, False)
+        (one,) = backward_passes(NormLaunch("layer", rows, columns, dtype, VECTORS), ("x", "scale"), True, False)
         launch = one.plan.launches[0]
         assert launch.grid[0] * launch.block[1] < rows
         given, cts = operands(case, dtype)
@@ -132,13 +132,13 @@ def test_every_column_has_a_thread_and_a_block_the_registers_it_needs(columns, d
 
 def test_a_row_too_wide_for_registers_takes_two_passes_and_nothing_is_made_twice():
     for columns in WIDTHS:
-        norm = Norm("layer", 100, columns, "bfloat16", VECTORS)
+        norm = NormLaunch("layer", 100, columns, "bfloat16", VECTORS)
         passes = backward_passes(norm, ("x", "scale", "bias", "shift"), False, False)
         assert [slot for one in passes for slot in one.grads] == ["x", "scale", "bias", "shift"]
         assert len(passes) == (1 if columns <= 8192 or columns == 12288 else 2)
         if len(passes) == 2:
             assert "dx" in passes[1].reads
-    wide = Norm("rms", 100, 65536, "bfloat16", (("scale", "bfloat16"),))
+    wide = NormLaunch("rms", 100, 65536, "bfloat16", (("scale", "bfloat16"),))
     assert [one.grads for one in backward_passes(wide, ("scale",), False, False)] == [("scale",)]
     assert [one.grads for one in backward_passes(wide, ("shift",), False, False)] == [("x",), ("shift",)]
 
@@ -146,7 +146,7 @@ def test_a_row_too_wide_for_registers_takes_two_passes_and_nothing_is_made_twice
 @pytest.mark.parametrize(("rows", "parts"), [(10, 2), (1_000_000, 4)])
 def test_sums_over_many_rows_are_cut_for_all_multiprocessors_and_over_few_by_eight_rows(rows, parts, monkeypatch):
     monkeypatch.setattr(tiling, "MULTIPROCESSORS", 132)
-    wide = Norm("rms", rows, 65536, "bfloat16", (("scale", "bfloat16"),))
+    wide = NormLaunch("rms", rows, 65536, "bfloat16", (("scale", "bfloat16"),))
     (launch, *_) = backward_passes(wide, ("scale",), False, False)[0].plan.launches
     across = 65536 // 8 // tiling.WARP
     assert launch.grid[:2] == (across, parts)
@@ -154,7 +154,7 @@ def test_sums_over_many_rows_are_cut_for_all_multiprocessors_and_over_few_by_eig
 
 
 def test_what_is_absent_is_no_parameter():
-    norm = Norm("rms", 4, 64, "float32", ())
+    norm = NormLaunch("rms", 4, 64, "float32", ())
     (launch,) = forward_plan(norm, 1e-5, residual=False, gives_sum=False, saves=True).launches
     operands = [p for p in launch.params if p[0] == "operand"]
     assert operands == [("operand", 0)]

@@ -16,7 +16,7 @@ from fusionlab.errors import BackendError
 from fusionlab.kernels.launch.compile import KERNELS
 from fusionlab.kernels.ops.multi_transformer.decode import backend as cuda
 from fusionlab.kernels.ops.multi_transformer.decode.persistent import plan as persistent
-from fusionlab.kernels.ops.multi_transformer.decode.phased.plan import NOTHING, Places, Product, decode_plan
+from fusionlab.kernels.ops.multi_transformer.decode.phased.plan import NOTHING, Places, ProductPhase, decode_plan
 
 from ..emulated import kernels_on_the_cpu
 from .decode_suite import CASES, OP, Case, attributes_of, check, operands_of, run, shapes_of
@@ -318,7 +318,11 @@ def test_blocks_are_whole_clusters_and_fit_two_to_a_multiprocessor():
 
 
 def test_a_product_of_odd_sizes_is_cut():
-    for product in (Product(1, 8, (8,)), Product(16, 8, (8, 8, 8)), Product(5, 56, (24,), turned=True, gated=True)):
+    for product in (
+        ProductPhase(1, 8, (8,)),
+        ProductPhase(16, 8, (8, 8, 8)),
+        ProductPhase(5, 56, (24,), turned=True, gated=True),
+    ):
         tile = product.cut()
         assert product.shared(tile) <= 100 << 10
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import fusionlab as fl
-from fusionlab.graph.xla.modules import Compiled, Kernel
+from fusionlab.graph.xla.modules import CompiledModule, ModuleKernel
 from fusionlab.models import transformer
 from fusionlab.viz.draw import hulls as module
 from fusionlab.viz.draw.dot import dom_id, dot_of_view
@@ -28,8 +28,8 @@ def compiled_of(graph, *kernels):
     made = []
     for i, (nodes, changes) in enumerate(kernels):
         fields = {"name": f"fusion.{i}", "kind": "fusion", "target": "kLoop", "computation": "main", "sources": ()}
-        made.append(Kernel(nodes=tuple(nodes), **(fields | changes)))
-    return Compiled("m", tuple(made), graph, True)
+        made.append(ModuleKernel(nodes=tuple(nodes), **(fields | changes)))
+    return CompiledModule("m", tuple(made), graph, True)
 
 
 @pytest.fixture(scope="module")

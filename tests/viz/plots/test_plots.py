@@ -12,7 +12,7 @@ import pytest
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.errors.numerics import Numerics, leaf_numerics
-from fusionlab.evidence.errors.reduction_sizes import Sums
+from fusionlab.evidence.errors.reduction_sizes import ReductionSizes
 from fusionlab.evidence.instruments.record import environment
 from fusionlab.evidence.instruments.timing import Runs, timing_of
 from fusionlab.viz.explorer.widget import Explorer
@@ -38,8 +38,8 @@ def numerics():
     want = [np.linspace(1, 2, 8), np.linspace(0, 1, 8), np.linspace(3, 4, 8)]
     before = [np.float32(w) for w in want]
     after = [before[0], np.float32(want[1] + 0.25), before[2]]
-    leaves = leaf_numerics("output", ["out['y']"], before[:1], after[:1], want[:1], Sums(64))
-    leaves += leaf_numerics("gradient", ["w", "b"], before[1:], after[1:], want[1:], Sums(64))
+    leaves = leaf_numerics("output", ["out['y']"], before[:1], after[:1], want[:1], ReductionSizes(64))
+    leaves += leaf_numerics("gradient", ["w", "b"], before[1:], after[1:], want[1:], ReductionSizes(64))
     return Numerics(tuple(leaves), (), 64)
 
 

@@ -35,7 +35,7 @@ from .conditions import AttentionConditions
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
 from .masks import Masking, blind_rows, read_masks
-from .plan import NOT_REPEATED, attributes_of, factors_of, keyed_plan, moved_by, plan_of
+from .plan import NOT_REPEATED, attention_plan, attributes_of, factors_of, keyed_plan, moved_by
 from .regions import without
 from .repeated_heads import Repeated, without_repeats
 from .sinks import told_of_logits
@@ -74,7 +74,7 @@ class DotProductAttentionPass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         for node, made in self.anchors(search):
-            site = _Site(self, search, node)
+            site = _SoftmaxSite(self, search, node)
             yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
 
     def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
@@ -92,7 +92,7 @@ class DotProductAttentionPass:
         return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
 
-class _Site(AttentionConditions):
+class _SoftmaxSite(AttentionConditions):
     """One softmax between two products, from anchor to candidate or rejection."""
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
@@ -383,7 +383,7 @@ class _Site(AttentionConditions):
             attrs["deterministic"] = True
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
-            plan = plan_of(self.search, read, region, masks, attrs, repeated)
+            plan = attention_plan(self.search, read, region, masks, attrs, repeated)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
             if not isinstance(outcome, Candidate):
                 return reason_to_tell(problem, outcome)

@@ -14,17 +14,17 @@ import jax
 import numpy as np
 
 from ....graph.canonical.nodes import ONE
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.jax_compat import threefry_key
 from ....graph.matching.region import VIEWS, Region
 from ....graph.primitives import having
 from ....graph.program.identical import made_as
 from ....graph.program.ir import Block, Node, Value
-from ....graph.program.literals import fold
+from ....graph.program.literals import scalar_result
 from ....graph.program.signature import Memo
 from ....graph.program.trace import block_of_jaxpr
 from ....kernels.ops.dot_product_attention.dropout import drawn
-from ...engine.layout import BROADCAST, Axes, moved
+from ...engine.layout import BROADCAST, AxisClasses, moved
 from .regions import ancestors, grown
 
 _COMPARISONS = having("order")
@@ -49,7 +49,7 @@ class Draw:
     factor: float
     chain: tuple[Node, ...]
 
-    def axes(self, of_factors: Axes) -> Axes | None:
+    def axes(self, of_factors: AxisClasses) -> AxisClasses | None:
         """The axes of the mask, from those of the factors; None where they cannot be told."""
         axes = of_factors
         for node in self.chain:
@@ -65,7 +65,7 @@ class NotDrawn(Exception):  # noqa: N818 - an answer to the search, not an error
     """Factors that the op cannot draw again; the message says why."""
 
 
-def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
+def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> Draw:
     """The draw that `factors` are made of.
 
     Raises:
@@ -88,7 +88,7 @@ def draw_of(view: View, factors: Value, memo: Memo) -> Draw:
     raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
 
 
-def kept_as_data(view: View, factors: Iterable[Value], why: NotDrawn) -> Iterator[str]:
+def kept_as_data(view: CanonicalView, factors: Iterable[Value], why: NotDrawn) -> Iterator[str]:
     """The note on a mask that is drawn in the block, and stays as it is."""
     if any(n.primitive == "random_bits" for n in ancestors(view.block, factors)):
         yield f"its dropout mask is an operand, not made again of its key: {why}"
@@ -102,7 +102,7 @@ def keyed(region: Region, factors: str, draw: Draw) -> Region:
     return grown(region, leaves, ancestors(region.block, [region.leaves[factors]], draw.key))
 
 
-def _before_view(node: Node, axes: Axes) -> Axes | None:
+def _before_view(node: Node, axes: AxisClasses) -> AxisClasses | None:
     """What a view's operand has for axes, where its result has these; None where one of them is split or merged."""
     shape = node.inputs[0].shape
     at = [moved(node, d) if n != 1 else None for d, n in enumerate(shape)]
@@ -111,7 +111,7 @@ def _before_view(node: Node, axes: Axes) -> Axes | None:
     return tuple(None if d is None else axes[d] for d in at)
 
 
-def _chain(view: View, value: Value) -> tuple[Node, ...]:
+def _chain(view: CanonicalView, value: Value) -> tuple[Node, ...]:
     """The equations from factors down to the comparison that makes a mask: each of one operand that is no number."""
     found: list[Node] = []
     while len(found) < _STEPS:
@@ -130,26 +130,26 @@ def _chain(view: View, value: Value) -> tuple[Node, ...]:
     raise NotDrawn("it is changed in many steps after it is drawn")
 
 
-def _sources(view: View, node: Node) -> list[Value]:
+def _sources(view: CanonicalView, node: Node) -> list[Value]:
     """The operands of an equation that are no numbers."""
     return [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid != ONE]
 
 
-def _through(view: View, chain: tuple[Node, ...], mask: Value, which: bool) -> Any:
+def _through(view: CanonicalView, chain: tuple[Node, ...], mask: Value, which: bool) -> Any:
     """What the factors are where the mask is `which`, in the dtypes of the program."""
     number: Any = np.bool_(which)
     source = mask
     for node in reversed(chain):
         if node.primitive not in VIEWS:
             operands = [(number if a is source else view.read(a).coef, a.dtype) for a in node.inputs]
-            number = fold(node.primitive, node.params, operands, node.outputs[0].dtype)
+            number = scalar_result(node.primitive, node.params, operands, node.outputs[0].dtype)
             if number is None:
                 raise NotDrawn(f"a {node.primitive} changes it after it is drawn")
         source = node.outputs[0]
     return number
 
 
-def _made_of(view: View, mask: Value) -> tuple[list[float], list[Any]]:
+def _made_of(view: CanonicalView, mask: Value) -> tuple[list[float], list[Any]]:
     """The numbers that may be a mask's probability, nearest first, and the types of the keys whose bits it is made of."""
     nodes = ancestors(view.block, [mask])
     numbers: dict[float, None] = {}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.canonical.nodes import ONE, Coef, Operand
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match, close
 from ....graph.matching.pattern import Example
 from .levels import is_dot, nearest
@@ -72,7 +72,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True)
-class Change:
+class WeightChange:
     """What happens to the probabilities before they weigh the values.
 
     Attributes:
@@ -126,8 +126,8 @@ class Tail:
         return _weigh(p, v)
 
     @property
-    def changes(self) -> tuple[Change, ...]:
-        return tuple(Change(kind, i) for i, kind in enumerate(self.kinds))
+    def changes(self) -> tuple[WeightChange, ...]:
+        return tuple(WeightChange(kind, i) for i, kind in enumerate(self.kinds))
 
     @property
     def of_some_keys(self) -> bool:
@@ -277,7 +277,7 @@ def tail_example(tail: Tail) -> Example:
     optional = dict.fromkeys("bts", frozenset(tail.leaves))
     shared = {"b": frozenset("v")}
 
-    def may_be_in(view: View) -> bool:
+    def may_be_in(view: CanonicalView) -> bool:
         return tail.holds <= view.by_op.keys()
 
     return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, shared, may_be_in=may_be_in)
@@ -320,7 +320,7 @@ def _name(tail: Tail, steps: Steps) -> str:
     return ", ".join([tail.name, *(words[s.kind] + ", times a number" * s.has_gain for s in steps)])
 
 
-def readings(view: View, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
+def readings(view: CanonicalView, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
     """The ways to read what `factor` times canonical node `scores` went through since a product, the likeliest first; at least one.
 
     The last may end at a node that is no product: the nearest miss stands there.
@@ -329,14 +329,14 @@ def readings(view: View, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
     yield from whole or [max(_ends(view, Operand(factor, scores, ()), ()), key=len)]
 
 
-def _peel(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
+def _peel(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[Steps]:
     if view.nodes[scores.nid].op == "dot":
         yield steps
     for step, inner in _inner(view, scores, steps):
         yield from _peel(view, inner, (*steps, step))
 
 
-def _ends(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
+def _ends(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[Steps]:
     inner = list(_inner(view, scores, steps))
     if not inner:
         yield steps
@@ -344,7 +344,7 @@ def _ends(view: View, scores: Operand, steps: Steps) -> Iterator[Steps]:
         yield from _ends(view, below, (*steps, step))
 
 
-def _inner(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+def _inner(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
     """The steps that a multiple of a canonical node may be, each with the scores before it; scores are capped once."""
     node = view.nodes[scores.nid]
     inner = _INNER.get((node.op, len(node.operands)))
@@ -356,7 +356,7 @@ def _step(kind: str, scores: Operand, outer: Steps) -> Step:
     return Step(kind, len(outer), has_gain)
 
 
-def _chosen(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+def _chosen(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
     _, one, other = view.nodes[scores.nid].operands
     if one.nid == ONE:
         yield _step("kept", scores, outer), other
@@ -364,12 +364,12 @@ def _chosen(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, O
         yield _step("hidden", scores, outer), one
 
 
-def _capped(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+def _capped(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
     if all(s.kind != "capped" for s in outer):
         yield _step("capped", scores, outer), view.nodes[scores.nid].operands[0]
 
 
-def _summed(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+def _summed(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
     operands = view.nodes[scores.nid].operands
     for i in (0, 1):
         for inner, lowered in _blended(view, operands[i], operands[1 - i]):
@@ -378,7 +378,7 @@ def _summed(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, O
         yield _step("added", scores, outer), operands[i]
 
 
-def _multiplied(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
+def _multiplied(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
     node = view.nodes[scores.nid]
     for i in _by_rank(view, node.operands):
         if node.params[i] != 1 or node.params[1 - i] not in (1, -1):
@@ -391,7 +391,7 @@ def _multiplied(view: View, scores: Operand, outer: Steps) -> Iterator[tuple[Ste
 
 
 # (op, number of operands) of a canonical node -> the steps that it may be.
-_INNER: Mapping[tuple[str, int], Callable[[View, Operand, Steps], Iterator[tuple[Step, Operand]]]] = {
+_INNER: Mapping[tuple[str, int], Callable[[CanonicalView, Operand, Steps], Iterator[tuple[Step, Operand]]]] = {
     ("select", 3): _chosen,
     ("tanh", 1): _capped,
     ("sum", 2): _summed,
@@ -399,7 +399,7 @@ _INNER: Mapping[tuple[str, int], Callable[[View, Operand, Steps], Iterator[tuple
 }
 
 
-def _blended(view: View, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
+def _blended(view: CanonicalView, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
     """The scores z of z * m, where what is added to it is a number times 1 - m or m - 1 and m a bool; and whether it is m - 1."""
     product, rest = view.nodes[kept.nid], view.nodes[filled.nid]
     if product.op != "prod" or product.params != (1, 1) or rest.op != "sum" or len(rest.operands) != 2:
@@ -413,18 +413,18 @@ def _blended(view: View, kept: Operand, filled: Operand) -> Iterator[tuple[Opera
             yield z._replace(coef=z.coef * kept.coef), one.coef == -1
 
 
-def _is_of_bools(view: View, nid: int) -> bool:
+def _is_of_bools(view: CanonicalView, nid: int) -> bool:
     """Whether a canonical node is bools made floats."""
     cast = view.nodes[nid]
     made = view.values_of.get(cast.operands[0].nid, ()) if cast.op == "cast" and cast.params == "float" else ()
     return any(v.dtype == bool for v in made)
 
 
-def _by_rank(view: View, operands: Sequence[Operand]) -> list[int]:
+def _by_rank(view: CanonicalView, operands: Sequence[Operand]) -> list[int]:
     """Operand numbers, scores first: they have the axes of queries and of keys, and a product is near."""
     ids = [o.nid for o in operands]
     return sorted(range(len(ids)), key=lambda i: (not _near_product(view, ids[i]), -len(view.nodes[ids[i]].shape)))
 
 
-def _near_product(view: View, nid: int) -> bool:
+def _near_product(view: CanonicalView, nid: int) -> bool:
     return nearest(view, nid, is_dot, _STEP_LIMIT - 1, _ON_SCORES) is not None

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 
 
-def below(view: View, level: Iterable[int], through: frozenset[str] | None) -> list[int]:
+def below(view: CanonicalView, level: Iterable[int], through: frozenset[str] | None) -> list[int]:
     """What the nodes of a level that are of the given ops (None: any) read, each once."""
     inner = [n for n in level if through is None or view.nodes[n].op in through]
     return list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
 
 
 def nearest(
-    view: View, start: int, wanted: Callable[[View, int], bool], depth: int, through: frozenset[str] | None
+    view: CanonicalView,
+    start: int,
+    wanted: Callable[[CanonicalView, int], bool],
+    depth: int,
+    through: frozenset[str] | None,
 ) -> int | None:
     """The nearest wanted node below `start`, within `depth` steps, through nodes of the given ops (None: any)."""
     level = [start]
@@ -26,5 +30,5 @@ def nearest(
     return None
 
 
-def is_dot(view: View, nid: int) -> bool:
+def is_dot(view: CanonicalView, nid: int) -> bool:
     return view.nodes[nid].op == "dot"

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match
 from ....graph.matching.region import NotARegion, constant_array
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
-from ...engine.layout import BROADCAST, Axes, told_beside
+from ...engine.layout import BROADCAST, AxisClasses, told_beside
 from .forms import Step, Steps
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
@@ -79,14 +79,14 @@ class Masking:
 
 
 @dataclass(frozen=True)
-class _Site:
+class _MaskedMatch:
     """A match whose masks are read.
 
     Attributes: `view` (of the block), `found` (the match), `leaves` (leaf name -> the raw value bound to it), `steps` (outermost first),
     `memo` (remembers constants).
     """
 
-    view: View
+    view: CanonicalView
     found: Match
     leaves: Mapping[str, Value]
     steps: Steps
@@ -146,7 +146,9 @@ class _Site:
         return all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)}
 
 
-def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo) -> Masking | str:
+def read_masks(
+    view: CanonicalView, found: Match, leaves: Mapping[str, Value], steps: Steps, memo: Memo
+) -> Masking | str:
     """The masks and biases that `steps` apply, or a sentence that says why the op has no such order.
 
     Bands along one axis of rows are one band together. One with a finite fill is an operand where there are other masks or biases: a row
@@ -159,7 +161,7 @@ def read_masks(view: View, found: Match, leaves: Mapping[str, Value], steps: Ste
       steps: outermost first.
       memo: remembers constants.
     """
-    site = _Site(view, found, leaves, steps, memo)
+    site = _MaskedMatch(view, found, leaves, steps, memo)
     told = site.constants()
     problem = site.loose_gate()
     if problem is not None:
@@ -188,7 +190,7 @@ def _different(fills: Sequence[float]) -> str | None:
     return f"its masks put different scores ({', '.join(f'{f:g}' for f in fills)})" if len(fills) > 1 else None
 
 
-def bias_factor(view: View, found: Match, name: str, value: Value) -> float:
+def bias_factor(view: CanonicalView, found: Match, name: str, value: Value) -> float:
     """What scores are given of a bias of this name, bound to `value`: -1 where it is subtracted, 1/4 where the sum is divided by 4."""
     leaf = found.leaf_id(name)
     sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
@@ -198,13 +200,15 @@ def bias_factor(view: View, found: Match, name: str, value: Value) -> float:
     return gain * float(on_edge) / float(view.ref[value.id].coef)
 
 
-def _as_added(view: View, found: Match, step: Step, value: Value, array: np.ndarray) -> np.ndarray:
+def _as_added(view: CanonicalView, found: Match, step: Step, value: Value, array: np.ndarray) -> np.ndarray:
     """A constant bias as it comes to the softmax; infinite where the program's is."""
     with np.errstate(over="ignore"):
         return array * np.asarray(bias_factor(view, found, step.leaf or "", value), array.dtype)
 
 
-def _is_filled(view: View, found: Match, gate: Step, steps: Steps, leaves: Mapping[str, Value], memo: Memo) -> bool:
+def _is_filled(
+    view: CanonicalView, found: Match, gate: Step, steps: Steps, leaves: Mapping[str, Value], memo: Memo
+) -> bool:
     """Whether a factor on the scores is a constant of ones and zeros, and what is added after that, also one, hides each key of a 0."""
     arrays, axes = [], []
     for step in (gate, steps[gate.number - 1]):
@@ -220,7 +224,7 @@ def _is_filled(view: View, found: Match, gate: Step, steps: Steps, leaves: Mappi
     return bool(np.all((gated == 0) | (gated == 1)) and np.all((added <= MASK_FILL) | (gated != 0)))
 
 
-def _together(a: np.ndarray, axes: Axes, b: np.ndarray, others: Axes) -> tuple[np.ndarray, np.ndarray]:
+def _together(a: np.ndarray, axes: AxisClasses, b: np.ndarray, others: AxisClasses) -> tuple[np.ndarray, np.ndarray]:
     """Two arrays with the axes of both, in one order."""
     (a, mine), (b, theirs) = _varying(a, axes), _varying(b, others)
     order = sorted({*mine, *theirs})
@@ -273,7 +277,7 @@ def _rank(rank: Mapping[str, int], step: Step, fixed: Sequence[Step]) -> int:
 
 
 def constant_mask(
-    view: View, found: Match, step: Step, value: Value, memo: Memo, outside: bool = False
+    view: CanonicalView, found: Match, step: Step, value: Value, memo: Memo, outside: bool = False
 ) -> Constant | None:
     """What the mask of a step says, if it is a constant that hides nothing or is a band, causal or local; None for any other.
 
@@ -327,7 +331,7 @@ def _and_end(seen: np.ndarray) -> np.ndarray:
     return np.append(seen.astype(bool), False)
 
 
-def blind_rows(view: View, found: Match, biases: Mapping[str, Value], memo: Memo) -> bool:
+def blind_rows(view: CanonicalView, found: Match, biases: Mapping[str, Value], memo: Memo) -> bool:
     """Whether a constant among the biases leaves a row nothing but scores whose exponentials are 0."""
     for name, value in biases.items():
         array = constant_array(view, value, memo)
@@ -340,7 +344,7 @@ def blind_rows(view: View, found: Match, biases: Mapping[str, Value], memo: Memo
     return False
 
 
-def is_ones(view: View, value: Value, memo: Memo) -> bool:
+def is_ones(view: CanonicalView, value: Value, memo: Memo) -> bool:
     """Whether a value is a constant whose every entry is one."""
     array = constant_array(view, value, memo)
     return array is not None and bool(np.all(array == 1))

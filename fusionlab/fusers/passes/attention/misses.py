@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ....graph.canonical.nodes import CNode, Operand
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Miss, close
 from ....graph.matching.pattern import Pattern
 from ....graph.program.ir import Value
@@ -141,7 +141,7 @@ def _changes_scores_once(pattern: Pattern) -> bool:
     return sum(name[:4] in ("fact", "bias", "mask") for name in pattern.leaf_of.values()) == 1
 
 
-def _crossed_axes(view: View, product: int) -> tuple[Value, int, int] | None:
+def _crossed_axes(view: CanonicalView, product: int) -> tuple[Value, int, int] | None:
     """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
 
     `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
@@ -153,7 +153,7 @@ def _crossed_axes(view: View, product: int) -> tuple[Value, int, int] | None:
     return next((crossed for crossed in found if crossed is not None), None)
 
 
-def _crossed(view: View, dot: CNode, operand: Operand) -> tuple[Value, int, int] | None:
+def _crossed(view: CanonicalView, dot: CNode, operand: Operand) -> tuple[Value, int, int] | None:
     """`_crossed_axes` of one operand of a product."""
     total, shown = _divided_by(view, operand.nid), view.values_of.get(operand.nid)
     if total is None or not shown:
@@ -166,12 +166,12 @@ def _crossed(view: View, dot: CNode, operand: Operand) -> tuple[Value, int, int]
     return shown[0], normalised[0], contracted[0]
 
 
-def _program_axes(view: View, value: Value) -> dict[int, int]:
+def _program_axes(view: CanonicalView, value: Value) -> dict[int, int]:
     """Axis of a value's canonical node -> the value's own axis."""
     return {c: i for i, c in enumerate(view.ref[value.id].dims) if c >= 0}
 
 
-def _divided_by(view: View, nid: int) -> Operand | None:
+def _divided_by(view: CanonicalView, nid: int) -> Operand | None:
     """The sum that a canonical node, the weights of a softmax, is divided by; None where there is none."""
     node = view.nodes[nid]
     totals = (o for o in node.operands if view.nodes[o.nid].op == "reduce_sum")

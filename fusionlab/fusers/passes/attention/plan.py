@@ -16,15 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match, close
 from ....graph.matching.region import Region
 from ....kernels import OPS
 from ....kernels.ops.dot_product_attention.layouts import LAYOUTS
-from ...engine.base import Plan, Search
+from ...engine.base import Search, Substitution
 from ...engine.layout import (
     BROADCAST,
-    Axes,
+    AxisClasses,
     Groups,
     arrange,
     arrange_thin,
@@ -36,7 +36,7 @@ from ...engine.layout import (
     restore,
 )
 from .dropout import Draw, NotDrawn, keyed
-from .forms import Change, Reading
+from .forms import Reading, WeightChange
 from .masks import Masking, bias_factor
 from .repeated_heads import Repeated
 from .sinks import factor_of
@@ -60,14 +60,14 @@ def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, f
     return attrs
 
 
-def plan_of(
+def attention_plan(
     search: Search,
     read: Reading,
     region: Region,
     masks: Masking,
     attrs: dict[str, Any],
     repeated: Mapping[str, Repeated] = NOT_REPEATED,
-) -> Plan:
+) -> Substitution:
     """The op's operands from the region's inputs, and the region's root from its result. `repeated`: of the inputs k and v, those whose
     heads the site repeats."""
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
@@ -76,7 +76,7 @@ def plan_of(
 
 
 def moved_by(
-    view: View, read: Reading, region: Region, masks: Masking, repeated: Mapping[str, Repeated] = NOT_REPEATED
+    view: CanonicalView, read: Reading, region: Region, masks: Masking, repeated: Mapping[str, Repeated] = NOT_REPEATED
 ) -> int:
     """How many of q, k, v and the result the op needs permuted."""
     root_axes = axes_of(read.match, view, read.match.pattern.root, region.root)
@@ -91,7 +91,7 @@ def keyed_plan(
     attrs: dict[str, Any],
     drawn: tuple[str, Draw],
     repeated: Mapping[str, Repeated] = NOT_REPEATED,
-) -> tuple[Region, Plan]:
+) -> tuple[Region, Substitution]:
     """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
 
     Raises:
@@ -121,8 +121,8 @@ def _plan(
     masks: Masking,
     attrs: dict[str, Any],
     layout: _Layout,
-    root_axes: Axes,
-) -> Plan:
+    root_axes: AxisClasses,
+) -> Substitution:
     found = read.match
     signs = {n: bias_factor(search.view, found, n, region.leaves[n]) for n in masks.biases}
     sink_factor = factor_of(search.view, found, region) if "sink" in region.leaves else 1.0
@@ -151,7 +151,9 @@ def _plan(
     shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
     shown |= {"factors": bool(factors_of(read, region)), "dropout_key": "dropout_key" in region.leaves}
     shown |= {"sink": read.tail.sink is not None}
-    return Plan(op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown))
+    return Substitution(
+        op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown)
+    )
 
 
 def _scaled(q: Any, read: Reading, layout: _Layout, inputs: Any) -> Any:
@@ -167,12 +169,12 @@ def _of_some_keys(read: Reading, region: Region) -> bool:
     return read.tail.of_some_keys and read.tail.changes[0].leaf in region.leaves
 
 
-def factors_of(read: Reading, region: Region) -> list[Change]:
+def factors_of(read: Reading, region: Region) -> list[WeightChange]:
     """The changes of the weights whose operands the region has."""
     return [c for c in read.tail.changes if c.leaf in region.leaves]
 
 
-def _factor(change: Change, x: Any) -> Any:
+def _factor(change: WeightChange, x: Any) -> Any:
     """What a change multiplies the weights by: a float, or a bool."""
     if change.kind == "hidden":
         return ~x
@@ -216,7 +218,7 @@ class _Layout:
       made: of what stands beside the scores, how it is made of the region's input where that is not it.
     """
 
-    axes: Mapping[str, Axes]
+    axes: Mapping[str, AxisClasses]
     where: Mapping[str, int]
     sizes: Mapping[int, int]
     batch: tuple[tuple[int, ...], ...]
@@ -230,11 +232,11 @@ class _Layout:
     @classmethod
     def nearest(
         cls,
-        view: View,
+        view: CanonicalView,
         found: Match,
         region: Region,
         masks: Masking,
-        root: Axes,
+        root: AxisClasses,
         repeated: Mapping[str, Repeated] = NOT_REPEATED,
     ) -> _Layout:
         """Of those there are the one that permutes the fewest of q, k, v and the result, which has the axes `root`; on a tie the first.
@@ -246,7 +248,7 @@ class _Layout:
 
     @classmethod
     def _possible(
-        cls, view: View, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
+        cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
     ) -> Iterator[_Layout]:
         """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
         axes = _axes_of_leaves(view, found, region, repeated)
@@ -263,7 +265,7 @@ class _Layout:
                 lengths = {**order, "t": length}
                 yield cls(axes, where, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
 
-    def permutations(self, root: Axes) -> int:
+    def permutations(self, root: AxisClasses) -> int:
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
         return operands + permutes(root, self.result)
 
@@ -301,7 +303,7 @@ class _Layout:
         x = inputs[self.where[name]]
         return self.made[name](x) if name in self.made else x
 
-    def drawn(self, axes: Axes) -> tuple[int, ...] | None:
+    def drawn(self, axes: AxisClasses) -> tuple[int, ...] | None:
         """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it
         is broadcast. None where an axis moves, or is a part of one of the op's.
         """
@@ -332,7 +334,9 @@ def _numbers_of(region: Region) -> dict[str, int]:
     return {n: where[v.id] for n, v in region.leaves.items()}
 
 
-def _axes_of_leaves(view: View, found: Match, region: Region, repeated: Mapping[str, Repeated]) -> dict[str, Axes]:
+def _axes_of_leaves(
+    view: CanonicalView, found: Match, region: Region, repeated: Mapping[str, Repeated]
+) -> dict[str, AxisClasses]:
     """The axis classes of each leaf of the region; of one whose heads are repeated, as they are before that."""
     axes = {
         n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
@@ -342,7 +346,7 @@ def _axes_of_leaves(view: View, found: Match, region: Region, repeated: Mapping[
     return axes | {n: one.axes for n, one in repeated.items()}
 
 
-def _regrouped(view: View, found: Match, region: Region) -> dict[str, Callable[[Any], Any]]:
+def _regrouped(view: CanonicalView, found: Match, region: Region) -> dict[str, Callable[[Any], Any]]:
     """How what stands beside the scores is made of the region's input, of each leaf of which that is not it."""
     regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
     return {n: how for n, how in regrouped if how is not None}
@@ -359,7 +363,7 @@ def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> I
 
 
 def _rows_to_try(
-    axes: Mapping[str, Axes], rows: tuple[int, ...], sizes: Mapping[int, int], masks: Masking
+    axes: Mapping[str, AxisClasses], rows: tuple[int, ...], sizes: Mapping[int, int], masks: Masking
 ) -> Sequence[int | None]:
     """Which of the axis classes of rows may be the op's rows, the others heads; None for all of them.
 
@@ -378,7 +382,7 @@ def _rows_to_try(
     return [_row_beside(axes, rows, sizes)]
 
 
-def _row_beside(axes: Mapping[str, Axes], rows: tuple[int, ...], sizes: Mapping[int, int]) -> int:
+def _row_beside(axes: Mapping[str, AxisClasses], rows: tuple[int, ...], sizes: Mapping[int, int]) -> int:
     """The class of rows that a mask or bias has; the longest where none has one."""
     extra = {c for n, a in axes.items() if n not in (*"qkv", "sink") for c in a} - {None, BROADCAST}
     longest = rows[0]

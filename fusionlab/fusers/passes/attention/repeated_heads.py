@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from ....graph.canonical.axes import merged_axes
 from ....graph.canonical.nodes import CNode
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match
 from ....graph.matching.region import Region, look_through
 from ....graph.program.explicit_axes import is_split_in_type
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import in_backward, in_differentiated
-from ...engine.layout import Axes
+from ...engine.layout import AxisClasses
 from .regions import grown
 
 
@@ -26,12 +26,12 @@ from .regions import grown
 class Repeated:
     """A key or value before its heads are repeated: its `axes` by class, where `head` has only `count` entries."""
 
-    axes: Axes
+    axes: AxisClasses
     head: int
     count: int
 
 
-def without_repeats(view: View, found: Match, region: Region) -> tuple[Region, Mapping[str, Repeated]] | None:
+def without_repeats(view: CanonicalView, found: Match, region: Region) -> tuple[Region, Mapping[str, Repeated]] | None:
     """The region as a function of the keys and values before their heads are repeated; None where they are not, or where the repeated
     ones are needed anyway, by what is no backward pass, or where explicit mesh axes may split heads of the queries that share one.
     """
@@ -52,7 +52,7 @@ def without_repeats(view: View, found: Match, region: Region) -> tuple[Region, M
     return (whole, by_name) if _stay_for_a_backward(whole, [n for n in made if n.id not in dead]) else None
 
 
-def _source(view: View, found: Match, region: Region, name: str) -> tuple[Value, Repeated, list[Node]] | None:
+def _source(view: CanonicalView, found: Match, region: Region, name: str) -> tuple[Value, Repeated, list[Node]] | None:
     """What a leaf repeats the heads of, and the nodes that do."""
     leaf = region.leaves[name]
     found_merge = _merge_of(view, leaf)
@@ -72,7 +72,7 @@ def _source(view: View, found: Match, region: Region, name: str) -> tuple[Value,
     return value, Repeated(axes, head, value.shape[axes.index(head)]), [merge, *crossed]
 
 
-def _merge_of(view: View, leaf: Value) -> tuple[Node, Value] | None:
+def _merge_of(view: CanonicalView, leaf: Value) -> tuple[Node, Value] | None:
     """The reshape that makes a leaf, in the program and in the view alike, and its operand; None where none does."""
     merge = view.block.producer.get(leaf.id)
     node = view.nodes[view.ref[leaf.id].nid]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ....graph.canonical.concatenated import SLICES, joined
 from ....graph.canonical.nodes import ONE, CNode, Operand
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match, close
 from ....graph.matching.region import NotARegion, Region
 from .levels import is_dot, nearest
@@ -208,7 +208,7 @@ SINKS = (
 )
 
 
-def may_have_sink(view: View, roots: Sequence[int]) -> bool:
+def may_have_sink(view: CanonicalView, roots: Sequence[int]) -> bool:
     """Whether there is more in the sum that divides the exponentials of scores than they are, as far as is soon told."""
     stack, seen = list(roots), set[int]()
     while stack and len(seen) < _LOOKED_AT:
@@ -224,7 +224,7 @@ def may_have_sink(view: View, roots: Sequence[int]) -> bool:
     return False
 
 
-def _tells_of_more(view: View, node: CNode) -> bool:
+def _tells_of_more(view: CanonicalView, node: CNode) -> bool:
     """Whether a node stands in a spelling of a softmax with a sink, and in none of a plain softmax."""
     if node.op == "sum":
         return _adds_to_exponentials(view, node)
@@ -232,7 +232,7 @@ def _tells_of_more(view: View, node: CNode) -> bool:
     return node.op == "log1p" or (node.op == "logistic" and "log" in view.by_op)
 
 
-def _adds_to_exponentials(view: View, added: CNode) -> bool:
+def _adds_to_exponentials(view: CanonicalView, added: CNode) -> bool:
     """Whether a sum is of a sum of exponentials and something else, or of 1 and an exponential."""
     terms = [view.nodes[o.nid] for o in added.operands]
     if any(t.op == "reduce_sum" and view.nodes[t.operands[0].nid].op == "exp" for t in terms):
@@ -240,7 +240,7 @@ def _adds_to_exponentials(view: View, added: CNode) -> bool:
     return {t.op for t in terms} == {"one", "exp"}
 
 
-def told_of_logits(view: View, exponentials: int, weights: int) -> tuple[str, str | None] | None:
+def told_of_logits(view: CanonicalView, exponentials: int, weights: int) -> tuple[str, str | None] | None:
     """What is said, and what would help, of weights that are a softmax over more than the keys, and no attention with a sink; None where
     nothing stands beside the scores. `weights` is the canonical node that the values are weighed by.
     """
@@ -261,25 +261,25 @@ def told_of_logits(view: View, exponentials: int, weights: int) -> tuple[str, st
     )
 
 
-def _parts_of(view: View, exponentials: int) -> list[tuple[int, int]]:
+def _parts_of(view: CanonicalView, exponentials: int) -> list[tuple[int, int]]:
     """What the logits of a softmax are put together of, as `joined` has it: those that it exponentiates, or takes the maximum of."""
     tops = (o.nid for o in _below(view, exponentials) if view.nodes[o.nid].op == "reduce_max")
     over = [exponentials, *(view.nodes[t].operands[0].nid for t in tops)]
     return next((p for nid in over if (p := joined(view, nid))), [])
 
 
-def _of_a_product(view: View, nid: int) -> bool:
+def _of_a_product(view: CanonicalView, nid: int) -> bool:
     """Whether a node is a product, or one that is scaled, masked, capped or biased."""
     return nearest(view, nid, is_dot, _STEPS - 1, _ON_SCORES) is not None
 
 
-def _below(view: View, nid: int) -> list[Operand]:
+def _below(view: CanonicalView, nid: int) -> list[Operand]:
     """What a node reads, through sums."""
     own = list(view.nodes[nid].operands)
     return [*own, *(o for at in own if view.nodes[at.nid].op == "sum" for o in view.nodes[at.nid].operands)]
 
 
-def factor_of(view: View, found: Match, region: Region) -> float:
+def factor_of(view: CanonicalView, found: Match, region: Region) -> float:
     """What the program multiplies the bound sink by.
 
     Raises:

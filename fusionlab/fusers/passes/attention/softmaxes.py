@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....graph.canonical.nodes import ONE
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from .levels import below
 
 _STEPS = 12  # from the product with the values to that of queries and keys
@@ -11,7 +11,7 @@ _WEIGHTS = frozenset("prod select cast sum max exp stop_gradient".split())
 _SCORES = frozenset("exp sum select prod tanh cast reduce_max stop_gradient".split())
 
 
-def clip_of(view: View, product: int) -> int | None:
+def clip_of(view: CanonicalView, product: int) -> int | None:
     """The canonical node that clips the scores at a number, below the exponentials that a product weighs values with; None where none does.
 
     `product` is the canonical node of the weights' product with the values.
@@ -28,6 +28,6 @@ def clip_of(view: View, product: int) -> int | None:
     return None
 
 
-def _is_clip(view: View, nid: int) -> bool:
+def _is_clip(view: CanonicalView, nid: int) -> bool:
     node = view.nodes[nid]
     return node.op == "clamp" or (node.op in ("max", "min") and any(o.nid == ONE for o in node.operands))

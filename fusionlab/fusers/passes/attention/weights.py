@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 
 from ....graph.canonical.concatenated import SLICES, joined
 from ....graph.canonical.nodes import ONE, CNode
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import close
 from ....graph.matching.region import CASTS, VIEWS, Region
 from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, all_nodes
 from ....graph.program.scopes import is_backward
 from ....graph.program.signature import Memo
-from .forms import AFTER, SOFTMAXES, Change, Reading, Tail
+from .forms import AFTER, SOFTMAXES, Reading, Tail, WeightChange
 from .levels import is_dot, nearest
 from .masks import Masking, is_ones
 from .sinks import SINKS, may_have_sink
@@ -24,7 +24,7 @@ _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_cal
 _CHANGE_LIMIT = 4  # between a softmax and its product; models have up to 3: a mask, a dropout, a factor on each head
 
 
-def exponentials(view: View, dot: CNode) -> tuple[int, int] | None:
+def exponentials(view: CanonicalView, dot: CNode) -> tuple[int, int] | None:
     """The operand of a product that is made of exponentials of another product, as the attention weights are; and the exponentials."""
     if dot.op != "dot":
         return None
@@ -39,14 +39,14 @@ def exponentials(view: View, dot: CNode) -> tuple[int, int] | None:
     return None
 
 
-def _before_slices(view: View, nid: int) -> int:
+def _before_slices(view: CanonicalView, nid: int) -> int:
     """What weights are sliced from: more than the weight of a sink, or something else than that."""
     while view.nodes[nid].op in SLICES:
         nid = view.nodes[nid].operands[0].nid
     return nid
 
 
-def weighs_a_part(view: View, node: Node) -> bool:
+def weighs_a_part(view: CanonicalView, node: Node) -> bool:
     """Whether a product is of one weight that was sliced off others: of a key, or a sink, beside the rest."""
     contracted = node.params["dimension_numbers"][0]
     for atom, axes in zip(node.inputs, contracted, strict=True):
@@ -61,13 +61,13 @@ def weighs_a_part(view: View, node: Node) -> bool:
     return False
 
 
-def _is_chosen(view: View, nid: int) -> bool:
+def _is_chosen(view: CanonicalView, nid: int) -> bool:
     """Whether weights have others in their place, one choice after another maybe, but for factors."""
     node = view.nodes[nid]
     return node.op == "select" or (node.op == "prod" and any(view.nodes[o.nid].op == "select" for o in node.operands))
 
 
-def tails_of(view: View, weights: int, roots: Sequence[int]) -> list[Tail]:
+def tails_of(view: CanonicalView, weights: int, roots: Sequence[int]) -> list[Tail]:
     """The spellings that weights, a canonical node, may have, and the results `roots` of their product; the likeliest first."""
     kinds = _changes(view, weights)
     return [*(_with_sinks(kinds) if may_have_sink(view, roots) else ()), *_tails(kinds)]
@@ -87,7 +87,7 @@ def _tails(kinds: tuple[str, ...]) -> list[Tail]:
     return [*tails, *([Tail("softmax", ("where", *kinds[1:]))] if kinds[:1] == ("kept",) else [])]
 
 
-def _changes(view: View, nid: int) -> tuple[str, ...]:
+def _changes(view: CanonicalView, nid: int) -> tuple[str, ...]:
     """The kinds of what changes probabilities, the innermost first."""
     found: list[str] = []
     while len(found) < _CHANGE_LIMIT:
@@ -99,7 +99,7 @@ def _changes(view: View, nid: int) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
-def _change(view: View, node: CNode) -> tuple[list[str], int | None]:
+def _change(view: CanonicalView, node: CNode) -> tuple[list[str], int | None]:
     """The outermost change that weights went through, and the weights before it; None where those are a softmax."""
     choice = _choice(node)
     if choice is not None:
@@ -122,7 +122,7 @@ def _choice(node: CNode) -> tuple[str, int] | None:
 
 
 def needless_changes(
-    view: View, read: Reading, region: Region, masks: Masking, factor: float, memo: Memo
+    view: CanonicalView, read: Reading, region: Region, masks: Masking, factor: float, memo: Memo
 ) -> tuple[frozenset[str], bool]:
     """The operands of a tail's changes that the op needs not, and whether it is to give a row 0 that sees no key.
 
@@ -141,7 +141,7 @@ def needless_changes(
     return frozenset(needless), zeroed
 
 
-def _masks_already(read: Reading, change: Change, masks: Masking) -> str | None:
+def _masks_already(read: Reading, change: WeightChange, masks: Masking) -> str | None:
     """The mask of the scores that a choice among the weights repeats, if that says all of which keys a row sees."""
     leaves = read.match.leaves
     alike = (s for s in read.steps if s.masks and (s.kind == "hidden") == (change.kind == "hidden"))
@@ -159,14 +159,14 @@ def _is_alone(leaf: str, masks: Masking) -> bool:
     return masks.row is not None and (masks.fill == -math.inf or not (masks.masks or masks.biases))
 
 
-def _in_sigmoid(view: View, exp: int) -> bool:
+def _in_sigmoid(view: CanonicalView, exp: int) -> bool:
     """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
     users = view.users.get(exp, ())
     added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
     return bool(added) and all(u in added or _is_derived(view, u) for u in users)
 
 
-def _is_derived(view: View, nid: int) -> bool:
+def _is_derived(view: CanonicalView, nid: int) -> bool:
     """Whether every operation that makes a canonical node's value belongs to a backward pass."""
     makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
     return bool(makers) and all(is_backward(m.eqn) for m in makers)
@@ -175,7 +175,7 @@ def _is_derived(view: View, nid: int) -> bool:
 _RULES = having("rule")
 
 
-def _is_exp(view: View, nid: int) -> bool:
+def _is_exp(view: CanonicalView, nid: int) -> bool:
     """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
     if view.nodes[nid].op not in _RULES:
         return view.nodes[nid].op == "exp"

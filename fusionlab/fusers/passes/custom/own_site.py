@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....graph.canonical.view import View
-from ....graph.certify.certify import Verdict, prove_function
+from ....graph.canonical.view import CanonicalView
+from ....graph.certify.certify import ProofOutcome, prove_function
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import ScalarEdge, pattern_of
@@ -26,7 +26,7 @@ from ....graph.program.scopes import is_backward
 from ....graph.program.trace import block_of_jaxpr
 from ....kernels.op.arrays import precisions
 from ....kernels.op.own import DTYPES, PRECISION, REFUSALS
-from ...engine.base import WIDER_EDIT, Plan, Search, all_nodes, anchor_text, wider_text
+from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text, wider_text
 from ...engine.layout import arrange, axes_of, in_order, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site, with_concepts
@@ -40,7 +40,7 @@ _CHAINS = 16
 _WHOLE = 1 << 14  # elements that functions are compared at with all their positions, at most
 
 
-def makers_of(view: View, nid: int) -> list[Node]:
+def makers_of(view: CanonicalView, nid: int) -> list[Node]:
     """The nodes that make a canonical node's value or a multiple of it, the last first; no views or casts, and none of a backward pass."""
     found = (view.block.producer.get(v.id) for v in reversed(view.values_of.get(nid, ())))
     return [n for n in found if n is not None and n.primitive not in VIEWS | CASTS and not is_backward(n.eqn)]
@@ -128,7 +128,7 @@ class OwnSite(Site):
                     stack.append(below)
         return [nodes[i] for i in sorted(nodes)]
 
-    def beginning_at(self, value: Value, maker: Node) -> View:
+    def beginning_at(self, value: Value, maker: Node) -> CanonicalView:
         """The view of what a value is made into, on the way to `maker`; what else is read there is a leaf, under its views."""
         made, nodes = {value.id}, []
         for node in self.between([value], maker):
@@ -139,7 +139,7 @@ class OwnSite(Site):
                 )
         return self.search.view.over([value], nodes)
 
-    def found_in(self, view: View, maker: Node) -> Iterator[dict[str, Value] | Miss]:
+    def found_in(self, view: CanonicalView, maker: Node) -> Iterator[dict[str, Value] | Miss]:
         root = maker.outputs[0]
         ref = view.ref.get(root.id)
         if ref is None:
@@ -163,7 +163,7 @@ class OwnSite(Site):
             for values in itertools.islice(itertools.product(*chains), _CHAINS):
                 yield dict(zip(self.pattern_pass.fused_op.slots, values, strict=True))
 
-    def chain(self, view: View, value: Value) -> list[Value]:
+    def chain(self, view: CanonicalView, value: Value) -> list[Value]:
         """What a value is a multiple of by literal factors, furthest first, and the value."""
         chain = [value]
         while (node := view.block.producer.get(chain[-1].id)) is not None and node.primitive in VIEWS | SCALINGS:
@@ -210,7 +210,9 @@ class OwnSite(Site):
             return Miss(found.pattern, 0, size, nid, "its numbers are all 1", "scalar", {})
         return numbers
 
-    def candidate(self, view: View, found: Match, root: Value, leaves: Mapping[str, Value]) -> Candidate | Rejection:
+    def candidate(
+        self, view: CanonicalView, found: Match, root: Value, leaves: Mapping[str, Value]
+    ) -> Candidate | Rejection:
         try:
             region = cut(view, root, found.leaves, through_scale=frozenset(leaves))
             if any(region.leaves[n].id != v.id for n, v in leaves.items()):
@@ -237,12 +239,12 @@ class OwnSite(Site):
         names = ", ".join(leaves)
         return self.offered(region, plan, f"compute the outside use from {names} again")
 
-    def given(self, region: Region, plan: Plan) -> dict[str, Any]:
+    def given(self, region: Region, plan: Substitution) -> dict[str, Any]:
         """The types of the op's operands here."""
         types = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs)
         return dict(zip(self.pattern_pass.fused_op.slots, jax.eval_shape(plan.operands, *types), strict=True))
 
-    def wider(self, region: Region, plan: Plan, given: Mapping[str, Any]) -> Rejection | None:
+    def wider(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> Rejection | None:
         """The rejection for what is computed wider than the op's meaning does, which may be of 16 bits throughout."""
         op = self.pattern_pass.fused_op
         numbers, types = op.numbers(plan.attrs), [given[slot] for slot in op.slots]
@@ -255,7 +257,7 @@ class OwnSite(Site):
         edit = WIDER_EDIT.format(jnp.dtype(dtype).name)
         return self.rejection("dtype", wider_text(wide, dtype), [wide], edit=edit, site=region.nodes)
 
-    def verdict(self, region: Region, plan: Plan, given: Mapping[str, Any]) -> Verdict:
+    def verdict(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> ProofOutcome:
         """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
         op, what = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
         certifier, numbers = self.search.certifier, op.numbers(plan.attrs)
@@ -272,7 +274,7 @@ class OwnSite(Site):
 
     def of_positions(
         self, given: Mapping[str, Any], attrs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
-    ) -> Verdict:
+    ) -> ProofOutcome:
         """Whether what may run is the pattern at the lengths of this site: at the few entries of a proof, arange(n) < 20 is a mask of True.
 
         At shorter ones, if these are long; there a function that does not take them is not asked.
@@ -282,19 +284,19 @@ class OwnSite(Site):
         avals = [jax.ShapeDtypeStruct(shapes[n], given[n].dtype) for n in op.slots]
         pattern = self.pattern_pass.gauged[0].fn
 
-        def prove(fn: Callable[..., Any]) -> Verdict:
+        def prove(fn: Callable[..., Any]) -> ProofOutcome:
             old, new = (lambda *leaves, f=f: f(*leaves, *numbers) for f in (pattern, fn))
             try:
                 return prove_function(old, new, op.slots, avals, certifier.inline, ordinary=True)
             except REFUSALS:
-                return Verdict(None)
+                return ProofOutcome(None)
 
         for key, fn in functions.items():
             what = op.name, key, tuple(shapes.values()), str(avals[0].dtype), tuple(numbers)
             verdict = certifier.once(("positions", what), lambda fn=fn: prove(fn))
             if verdict.code not in (None, "uncertified"):
                 return verdict
-        return Verdict(None)
+        return ProofOutcome(None)
 
     def dtypes(self, region: Region) -> Rejection | None:
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
@@ -312,7 +314,7 @@ class OwnSite(Site):
             "dtype", f"{where} {what}", edit="cast the operands to one dtype first", site=region.nodes
         )
 
-    def plan(self, view: View, found: Match, region: Region) -> Plan:
+    def plan(self, view: CanonicalView, found: Match, region: Region) -> Substitution:
         """Operands with one axis per letter; the result back."""
         op, sizes = self.pattern_pass.fused_op, found.sizes
         axes = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in region.leaves.items()}
@@ -334,7 +336,7 @@ class OwnSite(Site):
 
         numbers = {s: _number(found.scalars[s], region.root.dtype) for s in op.scalars}
         attrs = {**numbers, PRECISION: _precision(region), "implementation": self.search.implementation}
-        return Plan(op, attrs, operands, finish, op.formula(**numbers))
+        return Substitution(op, attrs, operands, finish, op.formula(**numbers))
 
 
 def _rounding(region: Region) -> Node | None:

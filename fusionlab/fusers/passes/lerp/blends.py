@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.matching.match import Match, match
 from ....graph.matching.pattern import pattern_of
@@ -39,11 +39,11 @@ class Blend:
 
     form: Form
     nodes: tuple[Node, ...]
-    view: View
+    view: CanonicalView
     match: Match
 
 
-def blends(view: View, weighted_sums: bool = True) -> Iterator[Blend]:
+def blends(view: CanonicalView, weighted_sums: bool = True) -> Iterator[Blend]:
     """Every blend of a block outside of folded sites; without `weighted_sums`, not those that multiply both x and y by numbers."""
     for node in view.block.nodes:
         wanted = node.primitive in _SUMS and node.id not in view.covered and is_float(node.outputs[0].dtype)
@@ -53,7 +53,7 @@ def blends(view: View, weighted_sums: bool = True) -> Iterator[Blend]:
                 yield found
 
 
-def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
+def _blend(view: CanonicalView, root: Node, weighted_sums: bool) -> Blend | None:
     near = _expanded(view, [root], {"mul": {"sub"}})
     if all(n.primitive != "mul" for n in near):
         return None
@@ -63,7 +63,9 @@ def _blend(view: View, root: Node, weighted_sums: bool) -> Blend | None:
     return _matched(view, root, near) or _matched(view, root, wide)
 
 
-def _may_be_one(view: View, root: Node, near: tuple[Node, ...], wide: tuple[Node, ...], weighted_sums: bool) -> bool:
+def _may_be_one(
+    view: CanonicalView, root: Node, near: tuple[Node, ...], wide: tuple[Node, ...], weighted_sums: bool
+) -> bool:
     """Whether x and y are each multiplied, or their difference is: an optimizer has thousands of sums, and views of their own are dear."""
     inner = [n for n in near if n.primitive == "sub" and n is not root]
     if inner:
@@ -73,7 +75,7 @@ def _may_be_one(view: View, root: Node, near: tuple[Node, ...], wide: tuple[Node
     return weighted_sums or not _weighted(view, root)
 
 
-def _matched(view: View, root: Node, nodes: tuple[Node, ...]) -> Blend | None:
+def _matched(view: CanonicalView, root: Node, nodes: tuple[Node, ...]) -> Blend | None:
     """The first spelling that some nodes match."""
     part = view.over((), nodes)
     ref = part.ref[root.outputs[0].id]
@@ -87,7 +89,7 @@ def _matched(view: View, root: Node, nodes: tuple[Node, ...]) -> Blend | None:
     return None
 
 
-def _moves_to(view: View, root: Node, differences: Sequence[Node]) -> bool:
+def _moves_to(view: CanonicalView, root: Node, differences: Sequence[Node]) -> bool:
     """Whether a sum may read what one of the differences under it reads, too: in a norm, (x - mean) * scale + bias, it does not."""
     if sum(maker is not None and maker.primitive in ("mul", "add", "sub") for maker, _ in _makers(view, root)) != 1:
         return True
@@ -95,12 +97,12 @@ def _moves_to(view: View, root: Node, differences: Sequence[Node]) -> bool:
     return None in own or None in others or not own.isdisjoint(others)
 
 
-def _sources(view: View, nodes: Sequence[Node]) -> set[int | None]:
+def _sources(view: CanonicalView, nodes: Sequence[Node]) -> set[int | None]:
     """The values under the views and casts of what some nodes read; None among them for numbers."""
     return {_source(view, a) for n in nodes for a in n.inputs}
 
 
-def _source(view: View, atom: Any) -> int | None:
+def _source(view: CanonicalView, atom: Any) -> int | None:
     """The value under the views and casts of an operand; None for a number."""
     while isinstance(atom, Value):
         maker = view.block.producer.get(atom.id)
@@ -110,7 +112,7 @@ def _source(view: View, atom: Any) -> int | None:
     return None
 
 
-def _expanded(view: View, roots: list[Node], into: dict[str, set[str]]) -> tuple[Node, ...]:
+def _expanded(view: CanonicalView, roots: list[Node], into: dict[str, set[str]]) -> tuple[Node, ...]:
     """The root, the nodes of the kinds in `into` that it reads, and of what they read those of the kinds `into` gives for them.
 
     The views and casts that their operands pass are among them, so that a leaf is the value underneath.
@@ -127,7 +129,7 @@ def _expanded(view: View, roots: list[Node], into: dict[str, set[str]]) -> tuple
     return tuple(nodes[i] for i in sorted(nodes))
 
 
-def _makers(view: View, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
+def _makers(view: CanonicalView, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
     """What makes each operand of a node, and the views and casts between; None for what is made elsewhere, or in a folded site."""
     for value in node.values:
         crossed: list[Node] = []
@@ -139,13 +141,13 @@ def _makers(view: View, node: Node) -> Iterator[tuple[Node | None, tuple[Node, .
         yield None if maker is None or maker.id in view.covered else maker, tuple(crossed)
 
 
-def _used(part: View, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+def _used(part: CanonicalView, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """Those of the nodes that show a value of the match's own."""
     inner = {t for p, t in found.nodes.items() if p not in found.pattern.leaf_of}
     return tuple(n for n in nodes if part.ref[n.outputs[0].id].nid in inner or n is nodes[-1] or n.primitive == "mul")
 
 
-def _adds_up(view: View, root: Node, found: Match) -> bool:
+def _adds_up(view: CanonicalView, root: Node, found: Match) -> bool:
     """Whether the two numbers of a blend are w and 1 - w, as far as the dtype can tell: 0.999 is 1 in bfloat16.
 
     Both are to stand in the program: x + 0.001 * y is no blend.
@@ -161,12 +163,12 @@ def _adds_up(view: View, root: Node, found: Match) -> bool:
     return multiplied and min(pair) > 0 and max(pair) <= 1 and abs(sum(pair) - 1) <= rounding
 
 
-def _weighted(view: View, root: Node) -> bool:
+def _weighted(view: CanonicalView, root: Node) -> bool:
     """Whether both operands are products. Where neither reads a difference, they can only be a blend by two numbers: 0.9 * x + 0.1 * y."""
     return all(maker is not None and maker.primitive == "mul" for maker, _ in _makers(view, root))
 
 
-def _multiplies(view: View, node: Node | None) -> bool:
+def _multiplies(view: CanonicalView, node: Node | None) -> bool:
     """Whether a node is a multiplication, or subtracts one: x - w * x."""
     if node is None or node.primitive == "mul":
         return node is not None

@@ -17,7 +17,7 @@ from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, esc
 from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.ops.lerp.op import DTYPES
-from ...engine.base import Pass, Plan, Search, anchor_text, examined, option, propose
+from ...engine.base import Pass, Search, Substitution, anchor_text, examined, option, propose
 from ...engine.layout import arrange_thin, axes_of, places, restore
 from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
@@ -52,10 +52,10 @@ class LerpPass:
             # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
             # asked for they are told as structures, and not declined one by one.
             if asked or "1 - w" not in blend.match.scalars:
-                yield from examined(search, self.name, blend.nodes[-1], _Site(self, search, blend).examine)
+                yield from examined(search, self.name, blend.nodes[-1], _BlendSite(self, search, blend).examine)
 
 
-class _Site(Site):
+class _BlendSite(Site):
     """One blend, from its last sum to candidate or rejection."""
 
     def __init__(self, pass_: Pass, search: Search, blend: Blend) -> None:
@@ -134,7 +134,7 @@ def _narrow(region: Region) -> Node | None:
     return next((n for n, dtype in made if is_float(dtype) and narrows(dtype, region.root.dtype)), None)
 
 
-def _plan(search: Search, blend: Blend, region: Region) -> Plan:
+def _plan(search: Search, blend: Blend, region: Region) -> Substitution:
     """Operands with the result's axes, of size 1 where they are broadcast, in its dtype; a number for w as a scalar."""
     found, view, sizes = blend.match, blend.view, blend.match.sizes
     root_axes = axes_of(found, view, found.pattern.root, region.root)
@@ -157,4 +157,4 @@ def _plan(search: Search, blend: Blend, region: Region) -> Plan:
 
     op = OPS["lerp"]
     formula = op.formula() if number is None else f"x + {number:.6g} * (y - x)"
-    return Plan(op, {"implementation": search.implementation}, operands, finish, formula)
+    return Substitution(op, {"implementation": search.implementation}, operands, finish, formula)

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ....graph.certify.activations import NONLINEAR, Known, Recognised, between, cone, recognise, value_name
+from ....graph.certify.activations import NONLINEAR, KnownActivation, Recognised, between, cone, recognise, value_name
 from ....graph.matching.region import VIEWS, Escape
 from ....graph.primitives import SUMS_OVER_DEVICES, having
 from ....graph.program.ir import Node, Value
-from ....graph.program.scopes import in_backward, in_differentiated, is_differentiated
+from ....graph.program.scopes import in_backward, in_differentiated, is_in_derivative
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 from ...engine.base import anchor_text
 from ...engine.outcomes import Rejection
 from ...engine.passages import passage
 from ...engine.site import Site
 
-KNOWN = {name: Known(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
+KNOWN = {name: KnownActivation(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
 
 # What a norm and a loss make of a value before they sum it up.
 _MEASURES = having("power", "magnitude")
@@ -238,7 +238,7 @@ class Epilogue:
 
 def _goes_on_in(leak: Escape, nodes: list[Node]) -> bool:
     """Whether it is another of some nodes that reads an inner value, and no backward pass does."""
-    return leak.user is not None and leak.user in nodes and not is_differentiated(leak.node.eqn)
+    return leak.user is not None and leak.user in nodes and not is_in_derivative(leak.node.eqn)
 
 
 # -- what is no activation ------------------------------------------------------------------------------------------------

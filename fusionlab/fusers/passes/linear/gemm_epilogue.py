@@ -32,7 +32,7 @@ from .beyond import beyond, is_of_one_point
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .linear_groups import GROUPINGS
 from .linear_parts import Linear, LinearSite
-from .plan import plan_of
+from .plan import linear_plan
 
 _KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
 _BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
@@ -78,7 +78,7 @@ class GemmEpiloguePass:
         self.check(search.options)
         told: set[int] = set()
         for node in most_sizes_first(filter(_is_anchor, search.block.nodes)):
-            for outcome in examined(search, self.name, node, _Site(self, search, node).examine):
+            for outcome in examined(search, self.name, node, _ProductSite(self, search, node).examine):
                 told |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
                 yield outcome
         yield from beyond(self, search, told)
@@ -108,7 +108,7 @@ class Wide:
         return (_KEPT.format(self.dtype),) if self.start == "epilogue" and keeps else ()
 
 
-class _Site(LinearSite):
+class _ProductSite(LinearSite):
     """One product, from anchor to candidate or rejection."""
 
     def examine(self) -> Iterator[Candidate | Rejection]:
@@ -237,7 +237,7 @@ class _Site(LinearSite):
             if problem is not None:
                 return replace(problem, site_ids=problem.site_ids | region.node_ids)
             attrs = activation, wide.attrs
-            plan = plan_of(self, linear, region, after, attrs, region.root.dtype if self.mixed(region) else None)
+            plan = linear_plan(self, linear, region, after, attrs, region.root.dtype if self.mixed(region) else None)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
         concepts = concepts_of(linear.bias, activation)

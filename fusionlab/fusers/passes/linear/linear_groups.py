@@ -18,7 +18,7 @@ from ....graph.backward.vjp_split import Split, split_vjp
 from ....graph.program.ir import Block, Value
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 from ....kernels.ops.gemm_epilogue.reference import unpacked
-from ...engine.base import Plan
+from ...engine.base import Substitution
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.pairs import Pair
 
@@ -92,7 +92,7 @@ def _is_read_in(block: Block, value: Value, nodes: Collection[int]) -> bool:
 
 def _in_place(c: Candidate) -> bool:
     """Whether the op takes x, and gives its result, as the program has them: nothing transposed or reshaped in between."""
-    plan: Plan = c.plan
+    plan: Substitution = c.plan
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in c.site.leaves]
     eqns = jax.make_jaxpr(lambda *a: plan.operands(*a)[0])(*avals).eqns
     out = jax.make_jaxpr(plan.finish)(jax.ShapeDtypeStruct(c.root.shape, c.root.dtype))
@@ -114,7 +114,7 @@ def _chain(c: Candidate, before: Candidate | None) -> Chain:
     return Chain(slope, _derivative(part, plan, None), linked, None if before is None else before.root)
 
 
-def _derivative(part: BackwardPart, plan: Plan, before: Candidate | None) -> Split:
+def _derivative(part: BackwardPart, plan: Substitution, before: Candidate | None) -> Split:
     """The derivative of a linear layer; with the site before, beyond its activation: the last input is that one's residual."""
     avals = [v.aval for v in part.leaves]
     wanted = [i for i, _ in part.gradients]

@@ -26,7 +26,7 @@ PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
 
 
 @dataclass(frozen=True)
-class Behind:
+class Addend:
     """What is added to a product behind views of it, `added`, its canonical node, and the views."""
 
     added: Value
@@ -46,7 +46,7 @@ class Linear:
     match: Match
     bias: bool
     swapped: bool = False  # the match calls the weight x: without a bias the pattern is symmetric
-    behind: Behind | None = None
+    behind: Addend | None = None
 
     def leaf(self, role: str) -> int:
         """The pattern node of the operand that plays `role` ("x", "w" or "b")."""
@@ -139,7 +139,7 @@ class LinearSite(Site):
         last = thin[-1] != 1
         linear = None if shapes is None else self.of_features(found, shapes[-1], last)
         if linear is not None:
-            behind = Behind(other, self.nid(other), way.views)
+            behind = Addend(other, self.nid(other), way.views)
             return replace(linear, value=node.outputs[0], bias=True, behind=behind)
         if thin == tuple(way.end.shape) or not self.given(other):
             return None  # as large as the product, as a residual connection is, or made of something else

@@ -10,8 +10,8 @@ from ....graph.matching.region import Region
 from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
-from ...engine.base import Plan
-from ...engine.layout import Axes, arrange, axes_of, in_order, places, restore
+from ...engine.base import Substitution
+from ...engine.layout import AxisClasses, arrange, axes_of, in_order, places, restore
 from ...engine.passages import replayed, unplaced
 from .linear_parts import Linear, LinearSite
 
@@ -23,15 +23,15 @@ class _Product:
     `of_one_point`: whether it is a convolution, whose weight has axes of one entry.
     """
 
-    x: Axes
-    w: Axes
+    x: AxisClasses
+    w: AxisClasses
     rows: tuple[int, ...]
     contracted: tuple[int, ...]
     columns: tuple[int, ...]
     of_one_point: bool
 
     @classmethod
-    def of(cls, x: Axes, w: Axes, of_one_point: bool) -> _Product:
+    def of(cls, x: AxisClasses, w: AxisClasses, of_one_point: bool) -> _Product:
         contracted = in_order(w, [c for c in w if c is not None and c in x])
         rows, columns = (tuple(c for c in axes if c is not None and c not in contracted) for axes in (x, w))
         return cls(x, w, rows, contracted, columns, of_one_point)
@@ -63,14 +63,14 @@ class _Product:
         return [c for c in self.w if c is not None]
 
 
-def plan_of(
+def linear_plan(
     site: LinearSite,
     linear: Linear,
     region: Region,
     after: tuple[Node, ...],
     attributes: tuple[str, Mapping[str, Any]],
     widened: Any,
-) -> Plan:
+) -> Substitution:
     """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the axes of what is matched, and through its views.
 
     Args:
@@ -126,4 +126,4 @@ def plan_of(
     }
     op = OPS["gemm_epilogue"]
     arithmetic = product_arithmetic(str(widened or region.leaves["x"].dtype), attrs["precision"], search.device)
-    return Plan(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)
+    return Substitution(op, attrs, operands, finish, op.formula(**attrs | {"bias": linear.bias}), arithmetic)

@@ -22,12 +22,12 @@ from ....kernels.op.arrays import is_explicitly_sharded
 from ....kernels.ops.gated_matmul.op import DTYPES
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
-from ...engine.base import AUTO_AXES, Pass, Plan, Search, anchor_text, examined
+from ...engine.base import AUTO_AXES, Pass, Search, Substitution, anchor_text, examined
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import is_half, passage, rounding
 from ...engine.site import Site
 from ..linear.epilogues import Epilogue, concepts_of
-from .gates import BETWEEN, Behind, sides_of
+from .gates import BETWEEN, GateSide, sides_of
 from .products import region_with
 
 IMPLEMENTATIONS = {"concatenated": "concatenated", "kernel": "cuda"}  # what the option names
@@ -82,7 +82,7 @@ class GatedSite(Site):
 
     # -- from a pair to what becomes of it ---------------------------------------------------------------------------------
 
-    def pair(self, activated: Value, gate: Node, up: Behind) -> Candidate | Rejection:
+    def pair(self, activated: Value, gate: Node, up: GateSide) -> Candidate | Rejection:
         problem = self.set_apart(up) or self.unlike(gate, up.product)
         if problem is not None:
             return problem
@@ -112,7 +112,7 @@ class GatedSite(Site):
         last = None if end is activated or not is_half(activated.dtype) else rounding(self, end, activated.dtype)
         return end if last is None or last.views else last.end
 
-    def set_apart(self, up: Behind) -> Rejection | None:
+    def set_apart(self, up: GateSide) -> Rejection | None:
         """Why the side that is not activated is no bare product."""
         if not up.between or self.widened(up.product.outputs[0]) is up.between[0].outputs[0]:
             return None
@@ -211,7 +211,7 @@ class GatedSite(Site):
 
     # -- the candidate -----------------------------------------------------------------------------------------------------
 
-    def candidate(self, gate: Node, side: Behind, end: Value, name: str) -> Candidate | Rejection:
+    def candidate(self, gate: Node, side: GateSide, end: Value, name: str) -> Candidate | Rejection:
         region, dtypes = self.region(gate, side, end)
         up = side.product
         inputs = {v.id: i for i, v in enumerate(region.inputs)}
@@ -236,7 +236,7 @@ class GatedSite(Site):
             return refused
         dtype = np.dtype(gate.inputs[0].dtype).name
         arithmetic = product_arithmetic(dtype, attrs["precision"], self.search.device)
-        plan = Plan(OP, attrs, operands, lambda out: out, OP.formula(**attrs), arithmetic)
+        plan = Substitution(OP, attrs, operands, lambda out: out, OP.formula(**attrs), arithmetic)
         rounds = np.dtype(gate.outputs[0].dtype).name in ("bfloat16", "float16")
         notes = (_ROUNDED_ONCE.format(dtype),) if rounds else ()
         concepts = concepts_of(False, name)
@@ -256,7 +256,7 @@ class GatedSite(Site):
         sentence = f"{anchor_text(self.anchor)}: {OP.formula(**attrs)} cannot run as {self.named!r}: {why}"
         return self.rejection("implementation", sentence, site=[gate, up, self.anchor])
 
-    def region(self, gate: Node, side: Behind, end: Value) -> tuple[Region, tuple[Any, ...]]:
+    def region(self, gate: Node, side: GateSide, end: Value) -> tuple[Region, tuple[Any, ...]]:
         """The pair's nodes with x, w and v as leaves, and the dtypes that x is cast to."""
         block, view, root, up = self.search.block, self.view, self.root(gate), side.product
         shared = self.common(gate, up)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....graph.canonical.rules import TRANSPARENT
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.certify.activations import ELEMENTWISE, NONLINEAR
 from ....graph.matching.region import VIEWS
 from ....graph.primitives import having
@@ -32,7 +32,7 @@ _BY_ENTRY = ELEMENTWISE | COPIES | _RULES | BETWEEN.keys()
 
 
 @dataclass(frozen=True)
-class Behind:
+class GateSide:
     """A product, and what stands between it and a value, from the value back; `copies` set nothing apart."""
 
     product: Node
@@ -46,15 +46,15 @@ class Sides:
 
     activated: Value
     gate: Node
-    up: Behind
+    up: GateSide
 
-    def alike(self, view: View) -> bool:
+    def alike(self, view: CanonicalView) -> bool:
         """Whether both products have one operand as it is, along the same axes."""
         gate, up = self.gate, self.up.product
         same = any(_as_read(view, a) == _as_read(view, b) for a, b in zip(gate.inputs, up.inputs, strict=True))
         return same and gate.params["dimension_numbers"] == up.params["dimension_numbers"]
 
-    def nodes(self, view: View) -> dict[int, Node]:
+    def nodes(self, view: CanonicalView) -> dict[int, Node]:
         """Both products, and what stands between them and the multiplication, by their ids."""
         found = {n.id: n for n in (self.gate, self.up.product, *self.up.between, *self.up.copies)}
         stack = [self.activated]
@@ -66,7 +66,7 @@ class Sides:
         return found
 
 
-def sides_of(view: View, multiplication: Node) -> Sides | None:
+def sides_of(view: CanonicalView, multiplication: Node) -> Sides | None:
     """What a multiplication of two products with one operand in common is made of; None for any other."""
     one, two = multiplication.inputs
     for activated, bare in ((one, two), (two, one)):
@@ -88,7 +88,7 @@ class _Part:
     nodes: dict[int, Node]
 
 
-def packed(view: View, multiplication: Node) -> dict[int, Node] | None:
+def packed(view: CanonicalView, multiplication: Node) -> dict[int, Node] | None:
     """The nodes of a pair whose weights are packed in one product: a part of it, activated, times another part of it."""
     one, two = (_part_of(view, a) if isinstance(a, Value) else None for a in multiplication.inputs)
     if (
@@ -104,7 +104,7 @@ def packed(view: View, multiplication: Node) -> dict[int, Node] | None:
     return {n.id: n for n in (behind.product, *behind.between, *behind.copies)} | one.nodes | two.nodes
 
 
-def _part_of(view: View, value: Value) -> _Part | None:
+def _part_of(view: CanonicalView, value: Value) -> _Part | None:
     """The one part of another value that a value is made of, entry by entry, whatever else is read on the way if it is given."""
     nodes: dict[int, Node] = {}
     found: dict[int, tuple[Value, Value]] = {}  # parts, each with what it is one of
@@ -130,7 +130,7 @@ def _part_of(view: View, value: Value) -> _Part | None:
     return _Part(part, whole, activated, nodes)
 
 
-def given(view: View, atom: Any) -> bool:
+def given(view: CanonicalView, atom: Any) -> bool:
     """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
     while isinstance(atom, Value):
         maker = view.block.producer.get(atom.id)
@@ -142,18 +142,18 @@ def given(view: View, atom: Any) -> bool:
     return True
 
 
-def _is_number(view: View, value: Value) -> bool:
+def _is_number(view: CanonicalView, value: Value) -> bool:
     ref = view.ref.get(value.id)  # none has what is inside a folded site
     return ref is not None and view.is_literal(ref)
 
 
-def _product_behind(view: View, value: Value) -> Behind | None:
+def _product_behind(view: CanonicalView, value: Value) -> GateSide | None:
     """The product that a value is, or would be but for a step or two that set it apart."""
     passed: list[Node] = []
     copies: list[Node] = []
     while (node := view.block.producer.get(value.id)) is not None and len(passed) < _STEPS:
         if node.primitive == "dot_general":
-            return Behind(node, tuple(passed), tuple(copies))
+            return GateSide(node, tuple(passed), tuple(copies))
         if node.primitive in COPIES and isinstance(node.inputs[0], Value):
             copies.append(node)
             value = node.inputs[0]
@@ -166,12 +166,12 @@ def _product_behind(view: View, value: Value) -> Behind | None:
     return None
 
 
-def _sources(view: View, node: Node) -> list[Value]:
+def _sources(view: CanonicalView, node: Node) -> list[Value]:
     """What a node reads; of an addition not what is given, as a bias is."""
     return [a for a in node.values if not given(view, a)] if node.primitive == "add" else node.values
 
 
-def _origin(view: View, value: Value) -> Node | None:
+def _origin(view: CanonicalView, value: Value) -> Node | None:
     """The one product that an activated value is made of, whatever else is read on the way if it is given (a bias); None for what is
     made otherwise, and for the bare product."""
     products: dict[int, Node] = {}
@@ -196,17 +196,17 @@ def _origin(view: View, value: Value) -> Node | None:
     return found[0] if len(found) == 1 and not stack and activated else None
 
 
-def _share_a_value(view: View, gate: Node, up: Node) -> bool:
+def _share_a_value(view: CanonicalView, gate: Node, up: Node) -> bool:
     """Whether the products have an operand in common, as numbers."""
     refs = [{_shown(view, a) for a in node.inputs} for node in (gate, up)]
     return bool(refs[0] & refs[1])
 
 
-def _shown(view: View, atom: Any) -> Any:
+def _shown(view: CanonicalView, atom: Any) -> Any:
     """The canonical node that an operand shows, or the operand itself where the view has none."""
     return view.read(atom).nid if not isinstance(atom, Value) or atom.id in view.ref else atom
 
 
-def _as_read(view: View, atom: Any) -> Any:
+def _as_read(view: CanonicalView, atom: Any) -> Any:
     """An operand with its axes in their order, or itself where the view has none of it."""
     return view.read(atom) if not isinstance(atom, Value) or atom.id in view.ref else atom

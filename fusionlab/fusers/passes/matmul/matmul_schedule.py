@@ -22,14 +22,14 @@ from ....graph.program.scopes import is_backward
 from ....graph.settings import jax_defaults
 from ....kernels.op.implementation import ChoiceKind
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
-from ....kernels.ops.matmul.axes import Product, canonical
+from ....kernels.ops.matmul.axes import ProductAxes, canonical
 from ....kernels.ops.matmul.op import MATMUL
 from ....kernels.ops.matmul.routes import Answer
-from ...engine.base import Pass, Plan, Search, examined, option, propose
+from ...engine.base import Pass, Search, Substitution, examined, option, propose
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .gated import IMPLEMENTATIONS, TOLD, checked, gated_pairs
-from .products import Call, Reader, region_of, shapes_of
+from .products import ProductCall, ProductReader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of
 
 _WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
@@ -94,13 +94,13 @@ class Routed(Site):
         super().__init__(pass_, search, anchor)
         self.library = library
 
-    def decided(self) -> tuple[Call, tuple[Answer, ...]] | None:
+    def decided(self) -> tuple[ProductCall, tuple[Answer, ...]] | None:
         """What a route takes, with what the routes say; None for no product of the op's.
 
         All of it, or all stays with XLA, which would fuse the rest with a product of its own: unless the switch is on. Then the library
         takes the most that it can.
         """
-        steps = Reader(self).steps()
+        steps = ProductReader(self).steps()
         if not steps:
             return None
         whole = steps[-1], self.answers(steps[-1])
@@ -109,7 +109,7 @@ class Routed(Site):
         parts = ((call, self.answers(call)) for call in reversed(steps[:-1]))
         return next(((call, told) for call, told in parts if told[-1].route.name != "xla"), whole)
 
-    def left_behind(self, call: Call) -> str:
+    def left_behind(self, call: ProductCall) -> str:
         """What stands before and behind the product in a kernel of its own, in a few words; "" where nothing does."""
         parts = []
         for operand in (call.a, call.b):
@@ -121,7 +121,7 @@ class Routed(Site):
             parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} behind it")
         return ", ".join(parts)
 
-    def answers(self, call: Call) -> tuple[Answer, ...]:
+    def answers(self, call: ProductCall) -> tuple[Answer, ...]:
         settings = {"library": self.library, "implementation": self.search.implementation}
         given, full = MATMUL.prepare(shapes_of(call), call.attrs | settings)
         return MATMUL.routes(given, self.search.device, **full)
@@ -141,7 +141,7 @@ class Routed(Site):
         except NotARegion as reason:
             yield self.rejection("structure", f"{self.anchor.outputs[0]!r}: {reason}")
 
-    def candidate(self, call: Call) -> Candidate | Rejection:
+    def candidate(self, call: ProductCall) -> Candidate | Rejection:
         region = region_of(self, call)
         if escapes(region):
             raise NotARegion("an inner value is read outside of it")
@@ -159,7 +159,7 @@ class Routed(Site):
         return replace(outcome, backends=tuple(backends))
 
 
-def _plan(site: Routed, call: Call, inputs: tuple[Any, ...]) -> Plan:
+def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitution:
     position = {v.id: i for i, v in enumerate(inputs)}
     where: Mapping[str, int] = {name: position[v.id] for name, v in call.leaves.items()}
 
@@ -171,7 +171,7 @@ def _plan(site: Routed, call: Call, inputs: tuple[Any, ...]) -> Plan:
     attrs = {**call.attrs, "library": site.library, "implementation": site.search.implementation}
     formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
     arithmetic = product_arithmetic(str(call.a.dtype), call.precision, site.search.device)
-    return Plan(MATMUL, attrs, operands, lambda out: out, formula, arithmetic)
+    return Substitution(MATMUL, attrs, operands, lambda out: out, formula, arithmetic)
 
 
 @jax_defaults()
@@ -210,7 +210,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
         "value": node.outputs[0].name,
         "scope": node.scope,
         "source": str(node.source) if node.source else "",
-        "sizes": Product.of(first.shape, second.shape, canonical(node.params["dimension_numbers"])).sizes,
+        "sizes": ProductAxes.of(first.shape, second.shape, canonical(node.params["dimension_numbers"])).sizes,
         "dtype": f"{dtype_text(first.dtype)} x {dtype_text(second.dtype)} -> {dtype_text(node.outputs[0].dtype)}",
     }
     if claim is not None:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.certify.activations import between
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens
 from ....graph.program.ir import Node, Value
 from ....kernels.op.arrays import is_default, is_explicitly_sharded
-from ....kernels.ops.matmul.axes import Dimensions, Product, canonical
+from ....kernels.ops.matmul.axes import Dimensions, ProductAxes, canonical
 from ...engine.site import Site
 from ..linear.epilogues import Epilogue
 
@@ -28,7 +28,7 @@ _HALVES = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True)
-class Call:
+class ProductCall:
     """A call of the op `matmul` as read off the program so far.
 
     Attributes:
@@ -60,21 +60,21 @@ class Call:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def sizes(self) -> Product:
-        return Product.of(self.a.shape, self.b.shape, self.dimensions)
+    def sizes(self) -> ProductAxes:
+        return ProductAxes.of(self.a.shape, self.b.shape, self.dimensions)
 
     @property
     def leaves(self) -> dict[str, Value]:
         return {"a": self.a, "b": self.b} | ({"bias": self.bias} if self.bias is not None else {})
 
 
-class Reader:
+class ProductReader:
     """Reads the call at a product, one step after another."""
 
     def __init__(self, site: Site) -> None:
         self.site, self.view, self.block = site, site.view, site.search.block
 
-    def bare(self) -> Call | None:
+    def bare(self) -> ProductCall | None:
         """The product alone; None where the op takes no such product."""
         node = self.site.anchor
         made, operands = node.outputs[0], _operands(node)
@@ -83,7 +83,7 @@ class Reader:
         a, b = operands
         dtype = np.dtype(made.dtype).name
         dimensions = canonical(node.params["dimension_numbers"])
-        call = Call(made, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
+        call = ProductCall(made, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
@@ -101,7 +101,7 @@ class Reader:
         (source,) = maker.inputs
         return source if isinstance(source, Value) and np.dtype(source.dtype).name in _HALVES else None
 
-    def steps(self) -> list[Call]:
+    def steps(self) -> list[ProductCall]:
         """The product alone, then with one more step behind it each time that nothing else reads; none where the op takes no such
         product."""
         call, found = self.bare(), []
@@ -110,7 +110,7 @@ class Reader:
             call = self.further(call)
         return found
 
-    def further(self, call: Call) -> Call | None:
+    def further(self, call: ProductCall) -> ProductCall | None:
         """The call with the next step behind it; None where there is none that it could take."""
         user = self.only_reader(call.value)
         if call.out != call.product:  # a cast is the last
@@ -122,7 +122,7 @@ class Reader:
         found = self.scaled_or_biased(call, user) if user is not None else None
         return found or self.activated(call)
 
-    def scaled_or_biased(self, call: Call, user: Node) -> Call | None:
+    def scaled_or_biased(self, call: ProductCall, user: Node) -> ProductCall | None:
         if user.primitive in SCALINGS:
             return self.scaled(call, user)
         return self.biased(call, user) if user.primitive in ("add", "sub") and call.bias is None else None
@@ -133,14 +133,14 @@ class Reader:
             return None
         return users[0] if sum(a is value for a in users[0].inputs) == 1 else None
 
-    def cast(self, call: Call, user: Node) -> Call | None:
+    def cast(self, call: ProductCall, user: Node) -> ProductCall | None:
         """To fewer bits: one that widens leaves a rounding point of the program's before it."""
         made = user.outputs[0]
         if not is_float(made.dtype) or not narrows(made.dtype, call.value.dtype):
             return None
         return replace(call, value=made, after=(*call.after, user), out=np.dtype(made.dtype).name)
 
-    def scaled(self, call: Call, user: Node) -> Call | None:
+    def scaled(self, call: ProductCall, user: Node) -> ProductCall | None:
         factor = -1.0 if user.primitive == "neg" else self.factor(call.value, user)
         if factor is None:
             return None
@@ -160,7 +160,7 @@ class Reader:
             return float(ref.coef)
         return 1.0 / float(ref.coef) if second is other and ref.coef else None
 
-    def biased(self, call: Call, user: Node) -> Call | None:
+    def biased(self, call: ProductCall, user: Node) -> ProductCall | None:
         first, second = user.inputs
         other = second if first is call.value else first
         made = user.outputs[0]
@@ -180,7 +180,7 @@ class Reader:
             beta=call.beta * signs[1],
         )
 
-    def bias(self, call: Call, value: Value) -> tuple[Value, tuple[int, ...]] | None:
+    def bias(self, call: ProductCall, value: Value) -> tuple[Value, tuple[int, ...]] | None:
         """What is added, before it is broadcast and widened, with the shape in which it broadcasts; None for what is no bias."""
         result = call.value.shape
         if self.view.is_literal(self.view.read(value)):
@@ -213,7 +213,7 @@ class Reader:
         return value
 
     @staticmethod
-    def is_bias(sizes: Product, thin: tuple[int, ...]) -> bool:
+    def is_bias(sizes: ProductAxes, thin: tuple[int, ...]) -> bool:
         """Whether it has fewer entries than the result along the rows or the columns of each product."""
         first, second = len(sizes.batch), len(sizes.batch) + len(sizes.rows)
         whole = sizes.result
@@ -221,7 +221,7 @@ class Reader:
         few = [math.prod(whole[first:second]) > 1, math.prod(whole[second:]) > 1]
         return any(real and not alike for real, alike in zip(few, same, strict=True)) or not any(few)
 
-    def activated(self, call: Call) -> Call | None:
+    def activated(self, call: ProductCall) -> ProductCall | None:
         end, name, _ = Epilogue(self.site, call.value, call.bias is not None).activation()
         if end is None or name is None:
             return None
@@ -246,7 +246,7 @@ def _is_held(factor: float, dtype: str) -> bool:
     return math.isfinite(held) and held != 0.0
 
 
-def region_of(site: Site, call: Call) -> Region:
+def region_of(site: Site, call: ProductCall) -> Region:
     """The raw nodes between a call's operands and what it makes.
 
     Raises:
@@ -271,7 +271,7 @@ def region_of(site: Site, call: Call) -> Region:
 
 
 def region_with(
-    view: View, root: Value, leaves: Mapping[str, Value], inner: dict[int, Node], support: dict[int, Node]
+    view: CanonicalView, root: Value, leaves: Mapping[str, Value], inner: dict[int, Node], support: dict[int, Node]
 ) -> Region:
     """The region of some nodes, and of those of their `support` that nothing else reads, which goes with them."""
     gone = {**inner, **dead_with(view.block, inner, support, leaves.values())}
@@ -280,7 +280,7 @@ def region_with(
     return Region(view.block, root, leaves, nodes, kept, view.known_inputs)
 
 
-def shapes_of(call: Call) -> Mapping[str, Any]:
+def shapes_of(call: ProductCall) -> Mapping[str, Any]:
     """The call's operands as the op takes them: shapes with dtypes."""
     found = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in call.leaves.items()}
     if call.bias is not None:

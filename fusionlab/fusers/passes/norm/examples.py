@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.pattern import Example
 
 
@@ -51,12 +51,12 @@ def _norms(root: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     return norms
 
 
-def _may_be_in(name: str) -> Callable[[View], bool]:
+def _may_be_in(name: str) -> Callable[[CanonicalView], bool]:
     """Whether a view has the sums that a norm of this name has, and the maximum."""
     alone, nested = (1, 0) if name.startswith("rms") else (2, 0) if "mean(x)^2" in name else (1, 1)
     clamped = "max(0," in name
 
-    def fits(view: View) -> bool:
+    def fits(view: CanonicalView) -> bool:
         sums = view.by_op.get("reduce_sum", ())
         of_sums = sum(_is_made_of_a_sum(view, nid) for nid in sums)
         return len(sums) - of_sums >= alone and of_sums >= nested and (not clamped or "max" in view.by_op)
@@ -64,7 +64,7 @@ def _may_be_in(name: str) -> Callable[[View], bool]:
     return fits
 
 
-def _is_made_of_a_sum(view: View, nid: int) -> bool:
+def _is_made_of_a_sum(view: CanonicalView, nid: int) -> bool:
     """Whether a sum is of what another sum has a part in, as that of (x - mean)^2."""
     level = [o.nid for o in view.nodes[nid].operands]
     for _ in range(_STEPS):

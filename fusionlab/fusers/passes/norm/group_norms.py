@@ -18,7 +18,7 @@ from ....graph.matching.region import NotARegion, Region, cut
 from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels import OPS
-from ...engine.base import Pass, Plan, Search
+from ...engine.base import Pass, Search, Substitution
 from ...engine.layout import places
 from ...engine.outcomes import Candidate, Rejection
 from ..linear.epilogues import Epilogue
@@ -143,7 +143,7 @@ class GroupSite(NormSite):
         added = (o.coef for o in node.operands if node.op == "sum" and self.view.nodes[o.nid].op == "one")
         return float(ref.coef) * float(next(added, 0.0))
 
-    def plan(self, region: Region, activation: str, epsilon: float) -> Plan:
+    def plan(self, region: Region, activation: str, epsilon: float) -> Substitution:
         """x as it stands, [*B, *P, C]; the vectors [C], in the order of the groups."""
         where, root = places(region), region.root
 
@@ -160,7 +160,7 @@ class GroupSite(NormSite):
             "implementation": self.search.implementation,
         }
         there = {slot: slot in where for slot in ("scale", "bias")}
-        return Plan(op, attrs, operands, lambda out: out.reshape(root.shape), op.formula(**attrs, **there))
+        return Substitution(op, attrs, operands, lambda out: out.reshape(root.shape), op.formula(**attrs, **there))
 
 
 def _slot(node: Node, atom: Value) -> str | None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.canonical.rules import is_jax_rule
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import Example, pattern_of
@@ -27,8 +27,8 @@ from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
 from ....graph.program.scopes import in_backward, is_backward
 from ....kernels import OPS
-from ...engine.base import Plan, Search, anchor_text, examined, propose
-from ...engine.layout import Axes, arrange, axes_of, in_order, places, present, restore
+from ...engine.base import Search, Substitution, anchor_text, examined, propose
+from ...engine.layout import AxisClasses, arrange, axes_of, in_order, places, present, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
 from .examples import EXAMPLES, NEAR, PLAIN
@@ -91,10 +91,10 @@ class LayerNormPass:
     def at(self, search: Search, node: Node, made: Collection[int]) -> Candidate | Rejection | None:
         """What stands around one root; None where it is none of a norm."""
         around = Surroundings(search, node)
-        return _Site(self, search, node, around, made).examine() if around.is_norm else None
+        return _NormSite(self, search, node, around, made).examine() if around.is_norm else None
 
 
-class _Site(NormSite):
+class _NormSite(NormSite):
     """One norm, from anchor to candidate or rejection."""
 
     def __init__(
@@ -341,14 +341,16 @@ def _groups(order: Sequence[int], features: tuple[int, ...]) -> list[list[int]] 
     return [*([c] for c in rows), list(features)] if tuple(order[len(rows) :]) == features else None
 
 
-def _plan(search: Search, view: View, found: Match, region: Region, summands: Summands | None = None) -> Plan | str:
+def _plan(
+    search: Search, view: CanonicalView, found: Match, region: Region, summands: Summands | None = None
+) -> Substitution | str:
     """x (and a residual) as it stands where one axis is normalised over, else [*R, N] with the last axes merged; the vectors [N].
 
     A sentence where several axes are normalised over that are not the last.
     """
     sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
     own = {n: region.leaves[n] for n in found.leaves} | {"x": x}
-    axes: dict[str, Axes] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
+    axes: dict[str, AxisClasses] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
     features = in_order(axes["x"], found.letters["n"])
     groups = _groups(present(axes["x"]), features)
     if groups is None:
@@ -387,4 +389,4 @@ def _plan(search: Search, view: View, found: Match, region: Region, summands: Su
         **({"gives_sum": True} if region.others else {}),
     }
     there = {slot: slot in where for slot in ("scale", "bias", "shift", "residual")}
-    return Plan(op, attrs, operands, finish, op.formula(**attrs, **there))
+    return Substitution(op, attrs, operands, finish, op.formula(**attrs, **there))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ....graph.canonical.factoring import factored
 from ....graph.canonical.nodes import Ref
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, widens
 from ....graph.primitives import having
@@ -290,7 +290,7 @@ class Surroundings:
             stack += node.values if node.primitive in _LINEAR else []
         return False
 
-    def _factor(self, view: View) -> None:
+    def _factor(self, view: CanonicalView) -> None:
         """The root before the sums whose terms it is a factor of: `x * r + (b - mean * r)` as `(x - mean) * r + b`."""
         root = view.nodes[view.ref[self.anchor.outputs[0].id].nid]
         if root.op != "prod" or len(root.operands) != 1:
@@ -303,7 +303,7 @@ class Surroundings:
                 view.ref[value.id] = Ref(ref.coef * made.coef, made.nid, dims)
                 view.values_of.setdefault(made.nid, []).append(value)
 
-    def _view(self) -> View:
+    def _view(self) -> CanonicalView:
         """Over the nodes between x and the results, and the views of whatever else those read."""
         nodes, leaves = dict(self._nodes), [self.x]
         stack, seen = self._read_beside(), set[int]()
@@ -372,7 +372,7 @@ def _batch_axes(before: Sequence[int], after: Sequence[int], i: int, summed: set
     return batch if last and summed == {*range(batch, i), i + 1} else None
 
 
-def crossing(view: View, x: int, root: int) -> int | None:
+def crossing(view: CanonicalView, x: int, root: int) -> int | None:
     """The canonical node in which one axis of x is met by another of its axes, as where a mean over rows is read along columns.
 
     Args:

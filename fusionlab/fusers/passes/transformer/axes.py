@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ....graph.canonical.axes import merged_axes
 from ....graph.canonical.fused_nodes import Labelled, labels_of
 from ....graph.canonical.nodes import ONE, CNode
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.program.ir import Value
 
 
@@ -35,7 +35,7 @@ class Unread(Exception):  # noqa: N818 - an answer to the search, not an error o
 
 
 @dataclass(frozen=True)
-class Cut:
+class AxisPart:
     """A part of an axis of length `total`: from `start` on, the axes `inner`."""
 
     start: int
@@ -69,20 +69,20 @@ def renamed(side: Side, names: Mapping[str, str]) -> Side:
 
 
 def _rename(atom: Any, names: Mapping[str, str]) -> Any:
-    if isinstance(atom, Cut):
-        return Cut(atom.start, atom.total, tuple(_rename(a, names) for a in atom.inner))
+    if isinstance(atom, AxisPart):
+        return AxisPart(atom.start, atom.total, tuple(_rename(a, names) for a in atom.inner))
     return names.get(atom, atom)
 
 
 def letters_in(atom: Any) -> tuple[str, ...]:
     """The letters of one atom: those inside of a cut."""
-    return tuple(a for inner in atom.inner for a in letters_in(inner)) if isinstance(atom, Cut) else (atom,)
+    return tuple(a for inner in atom.inner for a in letters_in(inner)) if isinstance(atom, AxisPart) else (atom,)
 
 
 class Walk:
     """Steps from node to node of a view. `sizes` holds the length of every letter met, `halves` the letters of heads on two axes."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: CanonicalView) -> None:
         self.view = view
         self.sizes: dict[str, int] = {}
         self.halves: dict[str, tuple[str, ...]] = {}
@@ -95,7 +95,7 @@ class Walk:
         return [self.node(u) for u in self.view.users.get(nid, ())]
 
     def size(self, atom: Any) -> int:
-        return atom.total if isinstance(atom, Cut) else self.sizes[atom]
+        return atom.total if isinstance(atom, AxisPart) else self.sizes[atom]
 
     def length(self, atoms: Atoms) -> int:
         return math.prod(self.size(a) for a in atoms)
@@ -168,7 +168,7 @@ class Walk:
         if known[0] != "params":
             raise Unread(f"{node.op} of a value whose parts are not known", node.id)
         params, (shape, *_) = dict(known[2]), known[1]
-        starts, lengths = parts_of(node.op, params, shape, index)
+        starts, lengths = axis_parts(node.op, params, shape, index)
         source = node.operands[0]
         found: list[Atoms] = [()] * len(self.node(source.nid).shape)
         own, theirs = iter(range(len(shown))), iter(source.axes)
@@ -179,7 +179,7 @@ class Walk:
             axis = next(theirs)
             if axis < 0:
                 raise Unread(f"{node.op} of a value that is repeated along an axis", node.id, "axes")
-            found[axis] = atoms if length == size else (Cut(start, size, atoms),)
+            found[axis] = atoms if length == size else (AxisPart(start, size, atoms),)
         return Side(source.nid, tuple(found))
 
     def operand(self, node: CNode, shown: Shown, slot: int, new: Mapping[int, str] | None = None) -> Side:
@@ -224,7 +224,7 @@ class Walk:
         return Side(node.id, tuple(known[label] for label in labels))
 
 
-def parts_of(op: str, params: Mapping[str, Any], shape: Sequence[int], index: int) -> tuple[list[int], list[int]]:
+def axis_parts(op: str, params: Mapping[str, Any], shape: Sequence[int], index: int) -> tuple[list[int], list[int]]:
     """(starts, lengths) along each raw axis of what a split's result or a slice takes."""
     if op == "split":
         axis, sizes = int(params["axis"]), [int(n) for n in params["sizes"]]
@@ -278,7 +278,7 @@ def number_of(node: CNode, name: str) -> float:
 # -- arrays -----------------------------------------------------------------------------------------------------------
 
 
-def raw_axes(view: View, value: Value, shown: Shown) -> tuple[Atoms, ...]:
+def raw_axes(view: CanonicalView, value: Value, shown: Shown) -> tuple[Atoms, ...]:
     """The letters of each axis of a raw value that shows a node with these; none for axes of 1."""
     dims = iter(view.ref[value.id].dims)
     found: list[Atoms] = []

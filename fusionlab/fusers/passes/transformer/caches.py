@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....graph.canonical.nodes import ONE, CNode
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from .axes import Atoms, Shown, Side, Unread, Walk, renamed
 
 
@@ -40,7 +40,7 @@ def raw_letters(shown: Shown, shape: Sequence[int]) -> list[Atoms]:
 class CacheWalk(Walk):
     """The part of a reading that is about caches. `met` holds the nodes that belong to the layer."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: CanonicalView) -> None:
         super().__init__(view)
         self.met: list[int] = []
 

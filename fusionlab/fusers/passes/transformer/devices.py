@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from ....kernels import OPS
 from ....kernels.ops.multi_transformer.checks import OF_ATTENTION
-from ...engine.base import Plan
+from ...engine.base import Substitution
 from .plan import Maker, Planned, plan_by
 
 _ATTENTION_ONLY = (
@@ -33,7 +33,7 @@ _ATTENTION_ONLY = (
 
 
 @dataclass(frozen=True, eq=False)
-class OverDevices(Plan):
+class SplitLayer(Substitution):
     """A plan whose `op`, `attrs` and `operands` are those of the attention's part.
 
     Attributes: `axes` (mesh axes that both parts are summed over), `sums` (the dtype that each is summed in), `makers` (slot -> the
@@ -74,7 +74,7 @@ class OverDevices(Plan):
         return OPS["layer_norm"].call(total, scale, shift, kind=self.attrs["norm"], epsilon=epsilon)
 
 
-def plan_over_devices(planned: Planned, implementation: str | None) -> Plan:
+def plan_over_devices(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of a layer that sums over the mesh axes `planned.site.layer.axes`."""
     attrs, makers = planned.attrs, planned.makers
     norms = {1: ("norm1_scale", "norm1_bias"), 2: ("norm2_scale", "norm2_bias")} if attrs["pre_norm"] else {}
@@ -94,7 +94,7 @@ def plan_over_devices(planned: Planned, implementation: str | None) -> Plan:
     first = plan_by({**attrs, "part": "attention"}, own("attention"), planned.results, implementation)
     rest = {n: v for n, v in attrs.items() if n not in _ATTENTION_ONLY}
     forward = {**rest, "part": "feed_forward", "present": tuple(own("feed_forward")), "implementation": implementation}
-    return OverDevices(
+    return SplitLayer(
         first.op,
         first.attrs,
         first.operands,

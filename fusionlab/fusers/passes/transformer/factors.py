@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ....graph.canonical.nodes import CNode
 from .axes import Atoms, Shown, Side, Unread, is_plain, is_product, read_by, renamed, slot_reading
-from .projections import Product, ProjectionWalk
+from .projections import Projection, ProjectionWalk
 
 BOTH = "y"  # the letter of the columns of a weight that makes both sides of a gate
 FACTOR = "_factor"  # what the leaf of a product's factor is called behind the product's slot
@@ -27,7 +27,7 @@ _STRETCH = 64.0  # a larger number, or a smaller one, may take a weight out of i
 class FactorWalk(ProjectionWalk):
     """The part of a reading that is about what multiplies a product."""
 
-    def scaled(self, product: Product) -> Product:
+    def scaled(self, product: Projection) -> Projection:
         """With the vector along its features that it is multiplied by before anything else reads it, if it is."""
         users = self.users(product.out.nid)
         if len(users) != 1 or not is_product(users[0], 2):
@@ -40,7 +40,7 @@ class FactorWalk(ProjectionWalk):
         self.met.append(node.id)
         return replace(product, out=self.result(node, known), factor=self.up(Side(other.nid, (("e",),)), parts=False))
 
-    def quick(self, up: Product) -> Product | None:
+    def quick(self, up: Projection) -> Projection | None:
         """A product h and h * sigmoid(c h) as a product of silu; None where it is none."""
         users = self.users(up.out.nid)
         by_op = {n.op: n for n in users}
@@ -58,7 +58,7 @@ class FactorWalk(ProjectionWalk):
         self.met += [gate.id, node.id]
         return replace(up, out=self.result(node, known), activation="silu", stretch=stretch)
 
-    def packed(self, both: Product) -> tuple[Product, Product, Side] | None:
+    def packed(self, both: Projection) -> tuple[Projection, Projection, Side] | None:
         """(up, gate, what they make) of one product of whose halves one is multiplied with silu of the other; None where it is none."""
         parts = self.users(both.out.nid)
         cuts = {n.id: self.part_of(n) for n in parts}
@@ -110,7 +110,7 @@ class FactorWalk(ProjectionWalk):
         return tuple(whole.shown[axis] for axis in part.operands[0].axes)
 
 
-def factors_of(product: Product, slot: str, leaves: Mapping[str, Any]) -> tuple[float, str | None]:
+def factors_of(product: Projection, slot: str, leaves: Mapping[str, Any]) -> tuple[float, str | None]:
     """(number, leaf) that an operand of a product is multiplied by in place of its result.
 
     Raises:

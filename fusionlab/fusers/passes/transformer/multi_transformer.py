@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ....graph.canonical.nodes import Tile
-from ....graph.canonical.view import View
-from ....graph.certify.certify import Verdict
+from ....graph.canonical.nodes import FoldedNodes
+from ....graph.canonical.view import CanonicalView
+from ....graph.certify.certify import ProofOutcome
 from ....graph.jax_compat import names_an_axis
 from ....graph.matching.region import NotARegion, Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import LEFT, Pass, Plan, Search, anchor_text, faulty, found_at, option, propose, reject
+from ...engine.base import LEFT, Pass, Search, Substitution, anchor_text, faulty, found_at, option, propose, reject
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
 from ...engine.site import FUSE_FIRST, Site
@@ -28,9 +28,8 @@ from ..norm.layer_norm import LayerNormPass
 from .axes import Unread
 from .devices import plan_over_devices
 from .plan import Planned, check_fits, planned
-from .reading import STEPS, Layer, Partial, Reader
-from .site import Site as LayerSite
-from .site import site_of
+from .reading import STEPS, Layer, LayerReader, Partial
+from .site import LayerSite, site_of
 from .stacks import Found, joined, plan_of_row, rows
 from .streams import multiples
 
@@ -51,7 +50,7 @@ class _Folded:
     `failed` (attentions at which the reading itself failed, which one pass tells).
     """
 
-    view: View
+    view: CanonicalView
     attentions: dict[int, Candidate]
     declined: tuple[Rejection, ...]
     norms: tuple[Rejection, ...]
@@ -79,7 +78,7 @@ def _fold(search: Search) -> _Folded:
     found = [item for p in _PIECES for item in _items(search, alone, p)]
     candidates, rejections = settle(with_shares_left(found))
     tiles = [tile for c in candidates if (tile := _tile(c)) is not None]
-    view = View(search.block, _known_numbers(search), search.view.outer, tiles, multiples(search.view, tiles))
+    view = CanonicalView(search.block, _known_numbers(search), search.view.outer, tiles, multiples(search.view, tiles))
     declined, norms = _of_pass(rejections, _ATTENTION), _of_pass(rejections, "layer_norm")
     closed = {id(tile.of) for tile in tiles}
     rest = tuple(c for c in _of_pass(candidates, _ATTENTION) if id(c) not in closed)
@@ -87,15 +86,15 @@ def _fold(search: Search) -> _Folded:
     return _Folded(view, _attentions(view), declined, norms, rest, collective)
 
 
-def _tile(site: Candidate) -> Tile | None:
+def _tile(site: Candidate) -> FoldedNodes | None:
     """A site folded into the op that it becomes; None of one whose inner values are read outside."""
     seen = site.seen
     if seen.program is None or seen.region is None or escapes(seen.region):
         return None
-    return Tile(seen.root, seen.site.leaves, seen.node_ids, seen.program, site)
+    return FoldedNodes(seen.root, seen.site.leaves, seen.node_ids, seen.program, site)
 
 
-def _attentions(view: View) -> dict[int, Candidate]:
+def _attentions(view: CanonicalView) -> dict[int, Candidate]:
     """Canonical node -> the site that is folded there, of each attention."""
     nids = view.by_op.get(_ATTENTION, ())
     return {nid: tiles[0].of for nid in nids if (tiles := view.tiles_at.get(nid)) is not None}
@@ -214,7 +213,7 @@ class MultiTransformerPass:
             return self.partial(search, found, anchor, layer) if told else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
-            check_fits(search, plan, plan_of(plan, None))
+            check_fits(search, plan, layer_plan(plan, None))
         except (Unread, NotARegion) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
@@ -227,7 +226,7 @@ class MultiTransformerPass:
             search,
             self.name,
             region,
-            plan_of(plan, search.implementation),
+            layer_plan(plan, search.implementation),
             anchor,
             _notes(found.view, plan.site),
             ("transformer_layer",),
@@ -243,7 +242,7 @@ class MultiTransformerPass:
         first = row[0].candidate
         notes = (*first.notes, f"{len(row)} identical layers as one call")
         anchor = _anchor(search, row[-1].candidate)
-        outcome = propose(search, self.name, region, plan, anchor, notes, first.concepts, proof=Verdict(None))
+        outcome = propose(search, self.name, region, plan, anchor, notes, first.concepts, proof=ProofOutcome(None))
         return replace(outcome, id=f"{self.name}@{_common_scope(region)}")
 
     def partial(self, search: Search, found: _Folded, anchor: Node, layer: Partial) -> Rejection:
@@ -284,14 +283,14 @@ class MultiTransformerPass:
         return reject(search, self.name, "escapes", sentence, anchor, [anchor], nodes, (0, STEPS), FUSE_FIRST)
 
 
-def plan_of(planned: Planned, implementation: str | None) -> Plan:
+def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of one layer, on one device or over several."""
     return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
 
 
-def _read(view: View, nid: int) -> Layer | Partial:
+def _read(view: CanonicalView, nid: int) -> Layer | Partial:
     try:
-        return Reader(view, nid).read()
+        return LayerReader(view, nid).read()
     except Partial as partial:
         return partial
 
@@ -301,7 +300,7 @@ def _anchor(search: Search, site: Candidate) -> Node:
     return search.block.producer[site.root.id]
 
 
-def _raw_nodes(search: Search, view: View, nid: int) -> list[Node]:
+def _raw_nodes(search: Search, view: CanonicalView, nid: int) -> list[Node]:
     """The raw nodes of a canonical one: of a site that is folded all of its own."""
     tiles = view.tiles_at.get(nid, ())
     if tiles:
@@ -334,7 +333,7 @@ def _common_scope(region: Region) -> str:
     return "/".join(shared or ())
 
 
-def _notes(view: View, site: LayerSite) -> tuple[str, ...]:
+def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     """Of the layer, and of its attention and norms: what those make of some numbers, the layer makes of them too."""
     one = "one weight" if site.layer.fused else "three weights"
     norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))

@@ -15,7 +15,7 @@ _BEHIND = (("sum", "bias"), ("prod", "scale"))  # what is done last, first
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormRead:
     """A norm: `out` is its result, and `site` is the node of its own site, which may be without the scale and the shift."""
 
     out: Side
@@ -34,7 +34,7 @@ class Norm:
 class NormWalk(StreamWalk):
     """The part of a reading that is about norms."""
 
-    def norm(self, side: Side) -> Norm:
+    def norm(self, side: Side) -> NormRead:
         """The norm that makes a value, where it is one over the model's width."""
         inner, behind = self._without(side)
         node = self.node(inner.nid)
@@ -53,7 +53,7 @@ class NormWalk(StreamWalk):
             )  # fmt: skip
         self.met += dict.fromkeys((inner.nid, side.nid))
         kind = str(dict(node.params.traits)["kind"])
-        return Norm(side, inner.nid, sides["x"], kind, epsilon, sides.get("scale"), sides.get("bias"))
+        return NormRead(side, inner.nid, sides["x"], kind, epsilon, sides.get("scale"), sides.get("bias"))
 
     def operands_of(self, node: CNode, known: Mapping[int, Atoms], nid: int, is_scaled: bool) -> dict[str, Side]:
         """Slot -> operand, of a norm's own site; `nid` is what the norm makes, `is_scaled` whether there are a scale or a shift behind it.

@@ -13,22 +13,22 @@ import jax.numpy as jnp
 
 from ....errors import ArgumentError, UnknownNameError
 from ....graph.canonical.nodes import tidy
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.matching.region import Region, region_signature
 from ....graph.program.in_shard_map import make_jaxpr
 from ....kernels import OPS
 from ....kernels.ops.multi_transformer.attributes import TURNED
-from ...engine.base import Plan, Search
+from ...engine.base import Search, Substitution
 from .axes import Atoms, Unread, all_letters, arranged, check_groups, raw_axes, restored
 from .factors import FACTOR, factors_of
 from .rotary import NEIGHBOURS
 from .rotary_tables import Table
-from .site import Leaf, Site
+from .site import LayerOperand, LayerSite
 
 _PLAIN = {"softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
 
 
-def attributes_of(site: Site) -> dict[str, Any]:
+def attributes_of(site: LayerSite) -> dict[str, Any]:
     """The op's attributes.
 
     Raises:
@@ -64,13 +64,13 @@ def attributes_of(site: Site) -> dict[str, Any]:
     }
 
 
-def _is_causal(site: Site) -> bool:
+def _is_causal(site: LayerSite) -> bool:
     """Whether the op's attention is causal; a local window is a mask of its own there."""
     attrs = site.attention.attrs
     return bool(attrs.get("is_causal", False)) and attrs.get("window") is None
 
 
-def _check_attention(site: Site) -> None:
+def _check_attention(site: LayerSite) -> None:
     """Raises Unread for an attention that changes its weights, or its scores by more than a scale and masks."""
     layer, attention = site.layer, site.attention
     if {"factors", "dropout_key"} & attention.leaves.keys():
@@ -80,7 +80,7 @@ def _check_attention(site: Site) -> None:
             raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
 
 
-def _check_rotary(site: Site) -> None:
+def _check_rotary(site: LayerSite) -> None:
     """Raises Unread for pairs of neighbours where the columns of queries and keys cannot be put in the order of halves."""
     layer = site.layer
     if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
@@ -88,7 +88,7 @@ def _check_rotary(site: Site) -> None:
         raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
 
 
-def _check_masks(site: Site, is_causal: bool) -> None:
+def _check_masks(site: LayerSite, is_causal: bool) -> None:
     """Raises Unread for masks that the op does not apply together, or not to a cache."""
     layer, window = site.layer, site.attention.attrs.get("window")
     if window is not None and site.masks:
@@ -111,20 +111,20 @@ class Planned:
     `takes` and `gives` are how x and the root lie in the program: the op's batch axes, and each raw axis as letters with their lengths.
     """
 
-    site: Site
+    site: LayerSite
     attrs: Mapping[str, Any]
     makers: Mapping[str, Maker]
     results: tuple[Maker, ...]
     takes: Any
     gives: Any
 
-    def plan(self, implementation: str | None) -> Plan:
+    def plan(self, implementation: str | None) -> Substitution:
         return plan_by(self.attrs, self.makers, self.results, implementation)
 
 
 def plan_by(
     attrs: Mapping[str, Any], makers: Mapping[str, Maker], results: Sequence[Maker], implementation: str | None
-) -> Plan:
+) -> Substitution:
     """The plan of a call with these operands, by slot."""
     op = OPS["multi_transformer"]
     full = {**attrs, "present": tuple(makers), "implementation": implementation}
@@ -136,10 +136,10 @@ def plan_by(
         made = [result(outs) for result in results]
         return tuple(made) if len(made) > 1 else made[0]
 
-    return Plan(op, full, operands, finish, op.formula(**full))
+    return Substitution(op, full, operands, finish, op.formula(**full))
 
 
-def planned(view: View, site: Site) -> Planned:
+def planned(view: CanonicalView, site: LayerSite) -> Planned:
     """The call that stands for a layer.
 
     Raises:
@@ -153,7 +153,7 @@ def planned(view: View, site: Site) -> Planned:
 
 
 class _Planner:
-    def __init__(self, view: View, site: Site) -> None:
+    def __init__(self, view: CanonicalView, site: LayerSite) -> None:
         self.view, self.site = view, site
         self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
         self.where = {v.id: i for i, v in enumerate(site.region.inputs)}
@@ -162,7 +162,7 @@ class _Planner:
     def sized(self, axes: Sequence[Atoms]) -> Any:
         return self.site.letters("b"), tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
 
-    def raw(self, slot: str, leaf: Leaf) -> tuple[Atoms, ...]:
+    def raw(self, slot: str, leaf: LayerOperand) -> tuple[Atoms, ...]:
         return raw_axes(self.view, self.region.leaves[slot], leaf.side.shown)
 
     def makers(self, attrs: Mapping[str, Any]) -> Iterator[tuple[str, Maker]]:
@@ -361,7 +361,7 @@ def _over_keys(x: Any, keys: int) -> Any:
     return jnp.broadcast_to(x, (*x.shape[:3], keys))
 
 
-def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
+def check_fits(search: Search, planned: Planned, plan: Substitution) -> None:
     """Whether the op takes the operands, and gives results of the dtypes that the program has.
 
     Raises:
@@ -374,7 +374,7 @@ def check_fits(search: Search, planned: Planned, plan: Plan) -> None:
         raise Unread(problem[1], planned.site.layer.attention, problem[0])
 
 
-def _misfit(region: Region, plan: Plan) -> tuple[str, str] | None:
+def _misfit(region: Region, plan: Substitution) -> tuple[str, str] | None:
     """(code, why) the op cannot stand for a region."""
     try:
         made = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals

@@ -8,8 +8,8 @@ from typing import Any
 
 from ....graph.canonical.fused_nodes import Labelled, labels_of
 from ....graph.canonical.nodes import CNode
-from ....graph.canonical.view import View
-from .axes import Atoms, Cut, Side, Unread, all_letters, letters_in, slot_of, slot_reading
+from ....graph.canonical.view import CanonicalView
+from .axes import Atoms, AxisPart, Side, Unread, all_letters, letters_in, slot_of, slot_reading
 from .rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
@@ -28,7 +28,7 @@ HELD = {
 
 
 @dataclass(frozen=True)
-class Product:
+class Projection:
     """A matrix product with what follows it.
 
     Attributes: `nid`, `out` (its own axes, or those of what the next make of it), `x`, `w`, `bias` (None: none), `activation`, `factor` (a
@@ -87,7 +87,7 @@ class ProjectionWalk(RotaryWalk):
     fused layer may not have, found on the way), `rotary` (how queries and keys are turned).
     """
 
-    def __init__(self, view: View, attention: int) -> None:
+    def __init__(self, view: CanonicalView, attention: int) -> None:
         super().__init__(view)
         self.attention = attention
         self.steps = 0
@@ -95,7 +95,7 @@ class ProjectionWalk(RotaryWalk):
         self.held: int | None = None
         self.rotary: Rotary | None = None
 
-    def product(self, side: Side, feature: str, base: str = "e") -> Product:
+    def product(self, side: Side, feature: str, base: str = "e") -> Projection:
         """The product that makes a value with the axis `feature` from its weight, through views."""
         made = self.through(self.up(side))
         node = self.node(made.nid)
@@ -111,7 +111,7 @@ class ProjectionWalk(RotaryWalk):
         x, w = (self.operand(node, made.shown, i, new) for i in (slots.x, slots.w))
         bias = None if slots.bias is None else self.operand(node, made.shown, slots.bias, new)
         weight, bias = self.up(w, parts=False), bias and self.up(bias, parts=False)
-        return Product(node.id, made, x, weight, bias, slots.activation)
+        return Projection(node.id, made, x, weight, bias, slots.activation)
 
     def slots_of_dot(self, node: CNode, known: dict[int, Atoms], feature: str) -> Slots | None:
         """Those of a bare product, whose weight has the axis `feature`; None of any other node.
@@ -139,14 +139,14 @@ class ProjectionWalk(RotaryWalk):
     def _has(self, edge: Any, known: dict[int, Atoms], feature: str) -> bool:
         return any(_holds(atom, feature) for x in edge.axes for atom in known.get(x, ()))
 
-    def projections(self, query: Side, keys: Side, values: Side) -> tuple[Product, Product, Product, str]:
+    def projections(self, query: Side, keys: Side, values: Side) -> tuple[Projection, Projection, Projection, str]:
         if self.sizes.get("s") is not None and not self.decoder and self.sizes["s"] != self.sizes.get("t", 1):
             raise Unread(
                 f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention",
                 self.attention,
             )
         query, keys = self.turned_alike(query, keys)
-        found: list[Product] = []
+        found: list[Projection] = []
         for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
             self.positioned(side, what)
             one = self.product(side, feature)
@@ -168,7 +168,7 @@ class ProjectionWalk(RotaryWalk):
             raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
         return q, k, v, self.columns(q, k, v)
 
-    def check_heads(self, queries: Product) -> None:
+    def check_heads(self, queries: Projection) -> None:
         """The columns of the queries' weight are heads and their features.
 
         Raises:
@@ -232,7 +232,7 @@ class ProjectionWalk(RotaryWalk):
             nid = self.node(nid).operands[0].nid
         return nid
 
-    def columns(self, q: Product, k: Product, v: Product) -> str:
+    def columns(self, q: Projection, k: Projection, v: Projection) -> str:
         """How one product holds the columns of queries, keys and values."""
         read = [self.strides(self.features(p)) for p in (q, k, v)]
         heads, few, c = self.sizes.get("h", 1), self.heads_of(k), self.sizes.get("c", 1)
@@ -249,7 +249,7 @@ class ProjectionWalk(RotaryWalk):
             "axes",
         )
 
-    def heads_of(self, keys: Product) -> int:
+    def heads_of(self, keys: Projection) -> int:
         """How many heads keys have: fewer than the queries, as many, or one that they have no axis of."""
         of_keys = any(_holds(a, "h") for a in self.features(keys))
         return self.sizes.get("g", self.sizes.get("h", 1) if of_keys else 1)
@@ -259,7 +259,7 @@ class ProjectionWalk(RotaryWalk):
         c, d = self.sizes.get("c", 1), self.sizes.get("d", 1)
         return c == d and all(s.get("c", s.get("d", 1)) == 1 for *_, s in read) and read[0][0] == heads * c
 
-    def features(self, product: Product) -> Atoms:
+    def features(self, product: Projection) -> Atoms:
         """The columns of a product's weight, outer first, as the product's axes have them."""
         rows = product.x.atoms
         return tuple(a for a in all_letters(product.out.shown) if a not in rows)
@@ -268,7 +268,7 @@ class ProjectionWalk(RotaryWalk):
         """(number of entries, where the first is, stride of each letter) of merged letters and cuts."""
         stride, start, found = 1, 0, {}
         for atom in reversed(atoms):
-            if isinstance(atom, Cut):
+            if isinstance(atom, AxisPart):
                 _inside, first, theirs = self.strides(atom.inner)
                 found.update({a: s * stride for a, s in theirs.items()})
                 start += (atom.start + first) * stride
@@ -277,7 +277,7 @@ class ProjectionWalk(RotaryWalk):
             stride *= self.size(atom)
         return stride, start, found
 
-    def common_source(self, q: Product, k: Product, v: Product) -> Side:
+    def common_source(self, q: Projection, k: Projection, v: Projection) -> Side:
         """What all three are made of."""
         if not q.x.nid == k.x.nid == v.x.nid:
             raise Unread("queries and keys are made of different values, as in a cross attention", self.attention)

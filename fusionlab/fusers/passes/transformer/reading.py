@@ -13,13 +13,13 @@ from typing import Any
 
 from ....graph.canonical.fused_nodes import labels_of
 from ....graph.canonical.nodes import CNode
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.primitives import SUMS_OVER_DEVICES
 from .axes import Side, Unread, is_plain, is_product, read_by, side_of, slot_of, slot_reading
 from .caches import Cache
 from .factors import FactorWalk
-from .norms import Norm, NormWalk
-from .projections import CODES, HELD, PRODUCTS, Product, slots_reading
+from .norms import NormRead, NormWalk
+from .projections import CODES, HELD, PRODUCTS, Projection, slots_reading
 from .rotary import Rotary
 
 STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
@@ -43,19 +43,19 @@ class Layer:
     root: Side
     x: Side
     attention: int
-    q: Product
-    k: Product
-    v: Product
+    q: Projection
+    k: Projection
+    v: Projection
     keys: Side
     values: Side
     key_cache: Cache | None
     value_cache: Cache | None
-    out: Product
-    norm1: Norm
-    norm2: Norm
-    up: Product
-    gate: Product | None
-    down: Product
+    out: Projection
+    norm1: NormRead
+    norm2: NormRead
+    up: Projection
+    gate: Projection | None
+    down: Projection
     pre_norm: bool
     columns: str
     factor: float
@@ -94,14 +94,14 @@ class Partial(Exception):  # noqa: N818 - an answer to the search, not an error 
         self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
 
 
-class Reader(NormWalk, FactorWalk):
+class LayerReader(NormWalk, FactorWalk):
     """Reads the layer around one attention of a view.
 
     Raises (`read`):
       Partial: it is none; the exception says how far it got.
     """
 
-    def __init__(self, view: View, attention: int) -> None:
+    def __init__(self, view: CanonicalView, attention: int) -> None:
         super().__init__(view, attention)
         self.met.append(attention)
         self.factor = 1.0
@@ -177,7 +177,7 @@ class Reader(NormWalk, FactorWalk):
             )
         raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {what}, needed one", side.nid)
 
-    def output(self, node: CNode, names: dict[int, str]) -> Product:
+    def output(self, node: CNode, names: dict[int, str]) -> Projection:
         """The product that the attention's heads are given to."""
         side = Side(node.id, tuple((names[x],) for x in node.params.labels))
         what, ends = "the attention's result", ("the output projection",)
@@ -196,7 +196,7 @@ class Reader(NormWalk, FactorWalk):
         self.steps += 1
         return found
 
-    def consumed(self, node: CNode, side: Side, made: str) -> Product | None:
+    def consumed(self, node: CNode, side: Side, made: str) -> Projection | None:
         """A product that reads `side`, whose weight has the axis `made`; None where the node is none."""
         slots = slots_reading(node, side.nid)
         if slots is None:
@@ -212,7 +212,7 @@ class Reader(NormWalk, FactorWalk):
         self.met.append(node.id)
         x, w = side_of(node, slots.x, known), self.up(side_of(node, slots.w, known), parts=False)
         bias = None if slots.bias is None else self.up(side_of(node, slots.bias, known), parts=False)
-        return Product(node.id, self.result(node, known), x, w, bias, slots.activation)
+        return Projection(node.id, self.result(node, known), x, w, bias, slots.activation)
 
     def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
@@ -232,7 +232,7 @@ class Reader(NormWalk, FactorWalk):
         self.met.append(node.id)
         return total, side_of(node, 1 - mine, known)
 
-    def residual(self, product: Product, what: str, of: Collection[int]) -> tuple[Product, Side, Side]:
+    def residual(self, product: Projection, what: str, of: Collection[int]) -> tuple[Projection, Side, Side]:
         """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
         over them first; then its bias may be added before what it goes to or behind it.
         """
@@ -263,7 +263,7 @@ class Reader(NormWalk, FactorWalk):
             total = end
         return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
 
-    def over_devices(self, product: Product) -> Side:
+    def over_devices(self, product: Projection) -> Side:
         """The product's result, or the sum of all devices' where there is one."""
         users = self.readers(product.out.nid)
         if not any(n.op in SUMS_OVER_DEVICES for n in users):
@@ -297,7 +297,7 @@ class Reader(NormWalk, FactorWalk):
             raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
         return Side(node.id, self.cut_shown(node, product.out))
 
-    def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Product) -> Layer:
+    def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Projection) -> Layer:
         made = self.normed(source)
         of = {source.nid, *(o.nid for o in self.node(source.nid if made is None else made.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
@@ -351,7 +351,7 @@ class Reader(NormWalk, FactorWalk):
             )
         return pre
 
-    def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[Norm, Norm, Side]:
+    def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[NormRead, NormRead, Side]:
         norm1 = self.norm(source)
         if not self.same_value(norm1.x, rest):
             if norm1.x.nid == rest.nid:
@@ -365,7 +365,7 @@ class Reader(NormWalk, FactorWalk):
             )
         return norm1, self.norm(self.norm_from(Side(found[0], total.shown))), norm1.x
 
-    def norm_after(self, total: Side) -> Norm:
+    def norm_after(self, total: Side) -> NormRead:
         total = self.towards(total, ("layer_norm",))
         try:
             node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm")
@@ -373,7 +373,7 @@ class Reader(NormWalk, FactorWalk):
             raise Unread(str(why), why.nid, why.code, about="norm after") from None
         return self.norm(self.norm_from(Side(node.id, total.shown)))
 
-    def feed_forward(self, fed: Side) -> tuple[Product, Product | None, Product]:
+    def feed_forward(self, fed: Side) -> tuple[Projection, Projection | None, Projection]:
         """Up (and gate) and down products of what a norm gave."""
         readers = self.readers(fed.nid)
         products = [p for n in readers if n.op in PRODUCTS and (p := self.consumed(n, fed, "f")) is not None]
@@ -404,7 +404,7 @@ class Reader(NormWalk, FactorWalk):
             )
         return Unread("the feed-forward has no activation that the op knows", user, "activation")
 
-    def gated(self, products: list[Product]) -> tuple[Product, Product, Product]:
+    def gated(self, products: list[Projection]) -> tuple[Projection, Projection, Projection]:
         """Up, gate and down products, where two read what a norm gave."""
         up, gate = sorted(products, key=lambda p: p.activation != "none")
         if up.activation != "none" or gate.activation == "none":
@@ -425,7 +425,7 @@ class Reader(NormWalk, FactorWalk):
         self.met.append(node.id)
         return up, gate, self.last(self.result(node, known))
 
-    def last(self, side: Side) -> Product:
+    def last(self, side: Side) -> Projection:
         node = self.reader(side, "the feed-forward's inner value", PRODUCTS, "its second product")
         down = self.consumed(node, side, "e")
         if down is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....graph.canonical.nodes import CNode, Operand
-from .axes import Cut, Side, Unread, is_plain, parts_of, read_by, renamed
+from .axes import AxisPart, Side, Unread, axis_parts, is_plain, read_by, renamed
 from .caches import CacheWalk, joins
 
 _FEATURE, _HALF = "c", "w"
@@ -132,7 +132,7 @@ class RotaryWalk(CacheWalk):
         _, (shape, *_), items = node.params[0]
         params = dict(items)
         *outer, last = (int(n) for n in shape)
-        starts, lengths = parts_of("slice", params, shape, 0)
+        starts, lengths = axis_parts("slice", params, shape, 0)
         fits = starts == [*[0] * len(outer), first] and [*lengths[:-1], 2 * lengths[-1]] == [*outer, last]
         strides = params.get("strides") or (1,)
         source = node.operands[0]
@@ -168,7 +168,9 @@ class RotaryWalk(CacheWalk):
     def whole_of(self, half: Side) -> Side:
         """What a half of the features is taken of."""
         source = self.before_part(self.node(half.nid), half.shown)
-        return Side(source.nid, tuple(tuple(_FEATURE if isinstance(a, Cut) else a for a in x) for x in source.shown))
+        return Side(
+            source.nid, tuple(tuple(_FEATURE if isinstance(a, AxisPart) else a for a in x) for x in source.shown)
+        )
 
     def pairs(self, plus: Side, minus: Side, again: list[set[int]], size: int) -> tuple[Side, Side, Side] | None:
         """(l, cos, sin) of l * cos - r * sin, where l and r are the halves of one value, and r * cos and l * sin are added elsewhere."""
@@ -193,7 +195,7 @@ class RotaryWalk(CacheWalk):
         if known[0] != "params":
             return None
         params, (shape, *_) = dict(known[2]), known[1]
-        starts, lengths = parts_of(node.op, params, shape, index)
+        starts, lengths = axis_parts(node.op, params, shape, index)
         cut = [(start, n) for start, n, size in zip(starts, lengths, shape, strict=True) if n != size]
         return cut[0] if len(cut) == 1 and set(params.get("strides") or (1,)) == {1} else None
 

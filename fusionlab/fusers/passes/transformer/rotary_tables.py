@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.jax_compat import has_side_effects
 from ....graph.matching.region import look_through
 from ....graph.program.equations import slice_jaxpr
@@ -40,7 +40,7 @@ class Table:
         return lambda *given: made(*given)[0]
 
 
-def tables_of(view: View, base: View, rotary: Rotary) -> dict[str, Table]:
+def tables_of(view: CanonicalView, base: CanonicalView, rotary: Rotary) -> dict[str, Table]:
     """ "cos" and "sin".
 
     Args:
@@ -54,7 +54,7 @@ def tables_of(view: View, base: View, rotary: Rotary) -> dict[str, Table]:
     }
 
 
-def _table(view: View, base: View, products: frozenset[int], side: Side) -> Table:
+def _table(view: CanonicalView, base: CanonicalView, products: frozenset[int], side: Side) -> Table:
     copies = {v.id: v for nid in products for v in _read(view, base, nid, side.nid)}
     if not copies or any(base.ref[i].coef != 1 for i in copies):
         raise Unread("its rotary embedding reads a table times a number", side.nid, "rotary")
@@ -65,7 +65,7 @@ def _table(view: View, base: View, products: frozenset[int], side: Side) -> Tabl
     return Table(values[0], side, inputs, nodes)
 
 
-def _read(view: View, base: View, product: int, table: int) -> Iterator[Value]:
+def _read(view: CanonicalView, base: CanonicalView, product: int, table: int) -> Iterator[Value]:
     """The table's values that the multiplications of a node read, without views."""
     for value in view.values_of.get(product, ()):
         node = view.block.producer.get(value.id)
@@ -76,12 +76,12 @@ def _read(view: View, base: View, product: int, table: int) -> Iterator[Value]:
                 yield _beneath(base, a)[0]
 
 
-def _beneath(base: View, value: Value) -> tuple[Value, list[Node]]:
+def _beneath(base: CanonicalView, value: Value) -> tuple[Value, list[Node]]:
     """What a site's operand is bound to where this value is read, and the views between."""
     return look_through(base, value, through_casts=True)
 
 
-def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
+def _made_of(base: CanonicalView, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
     """(what several copies of one value are all made of, the nodes that make the first of them of it).
 
     Raises:
@@ -111,7 +111,7 @@ def _made_of(base: View, copies: Sequence[Value], nid: int) -> tuple[tuple[Value
     return tuple(inputs.values()), tuple(nodes[i] for i in sorted(nodes))
 
 
-def _is_shared(base: View, values: Sequence[Value]) -> bool:
+def _is_shared(base: CanonicalView, values: Sequence[Value]) -> bool:
     """Whether copies are one value that a table may be read as a function of."""
     if len({base.twins.get(v.id, v.id) for v in values}) > 1:
         return False

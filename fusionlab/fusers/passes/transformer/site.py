@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ....graph.canonical.view import View
+from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import narrows
 from ....graph.matching.region import NotARegion, Region, cut, escapes, look_through
 from ....graph.primitives import SUMS_OVER_DEVICES
@@ -26,7 +26,7 @@ _STRUCTURAL = ("query", "key", "value", "q", "k", "v")
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LayerOperand:
     """An operand of the op: what it is in the view, and the op's axes, a group of letters for each."""
 
     side: Side
@@ -43,7 +43,7 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Site:
+class LayerSite:
     """A layer cut out of its block.
 
     Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
@@ -54,7 +54,7 @@ class Site:
 
     layer: Layer
     region: Region
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, LayerOperand]
     others: tuple[Made, ...]
     attention: Candidate
     masks: Mapping[str, str]
@@ -77,17 +77,17 @@ class Site:
         return bool(heads and length) and heads[0] < length[0]
 
 
-def operands_of(layer: Layer) -> dict[str, Leaf]:
+def operands_of(layer: Layer) -> dict[str, LayerOperand]:
     """Slot -> leaf, of one layer."""
-    found: dict[str, Leaf | None] = {"x": Leaf(layer.x, (_batch(layer), ("t",), ("e",)))}
+    found: dict[str, LayerOperand | None] = {"x": LayerOperand(layer.x, (_batch(layer), ("t",), ("e",)))}
     for name, norm in (("norm1", layer.norm1), ("norm2", layer.norm2)):
-        found[f"{name}_scale"] = norm.scale and Leaf(norm.scale, (("e",),))
-        found[f"{name}_bias"] = norm.bias and Leaf(norm.bias, (("e",),))
+        found[f"{name}_scale"] = norm.scale and LayerOperand(norm.scale, (("e",),))
+        found[f"{name}_bias"] = norm.bias and LayerOperand(norm.bias, (("e",),))
     found |= _of_one_projection(layer) if layer.fused else _of_projections(layer)
-    found["out"] = Leaf(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
-    found["out_bias"] = layer.out.bias and Leaf(layer.out.bias, (("e",),))
+    found["out"] = LayerOperand(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
+    found["out_bias"] = layer.out.bias and LayerOperand(layer.out.bias, (("e",),))
     for slot, product in (("out", layer.out), ("down", layer.down)):
-        found[f"{slot}{FACTOR}"] = product.factor and Leaf(product.factor, (("e",),))
+        found[f"{slot}{FACTOR}"] = product.factor and LayerOperand(product.factor, (("e",),))
     found |= _of_feed_forward(layer) | _of_caches(layer)
     return {slot: leaf for slot, leaf in found.items() if leaf is not None}
 
@@ -101,44 +101,44 @@ def _key(layer: Layer) -> str:
     return "g" if "g" in layer.sizes else "h"
 
 
-def _of_one_projection(layer: Layer) -> dict[str, Leaf | None]:
+def _of_one_projection(layer: Layer) -> dict[str, LayerOperand | None]:
     """The weight and the bias of queries, keys and values together."""
     columns = tuple(f"n{i}" for i in range(8))
-    weight = Leaf(_as_columns(layer.q.w, layer), (("e",), columns))
-    return {"qkv": weight, "qkv_bias": layer.q.bias and Leaf(_as_columns(layer.q.bias, layer), (columns,))}
+    weight = LayerOperand(_as_columns(layer.q.w, layer), (("e",), columns))
+    return {"qkv": weight, "qkv_bias": layer.q.bias and LayerOperand(_as_columns(layer.q.bias, layer), (columns,))}
 
 
-def _of_projections(layer: Layer) -> dict[str, Leaf | None]:
+def _of_projections(layer: Layer) -> dict[str, LayerOperand | None]:
     """The weights and biases of queries, keys and values, each its own."""
-    found: dict[str, Leaf | None] = {}
+    found: dict[str, LayerOperand | None] = {}
     key = _key(layer)
     for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
         groups = tuple(layer.parts(a) for a in axes)
-        found[slot] = Leaf(_in_parts(product.w, layer), (("e",), *groups))
-        found[f"{slot}_bias"] = product.bias and Leaf(_in_parts(product.bias, layer), groups)
+        found[slot] = LayerOperand(_in_parts(product.w, layer), (("e",), *groups))
+        found[f"{slot}_bias"] = product.bias and LayerOperand(_in_parts(product.bias, layer), groups)
     return found
 
 
-def _of_feed_forward(layer: Layer) -> dict[str, Leaf | None]:
+def _of_feed_forward(layer: Layer) -> dict[str, LayerOperand | None]:
     """The weights and biases of its two or three products."""
-    found: dict[str, Leaf | None] = {}
+    found: dict[str, LayerOperand | None] = {}
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
         if product is not None:
             ends = ("f", "e") if slot == "down" else ("e", "f" if product.part is None else BOTH)
-            found[slot] = Leaf(product.w, tuple((a,) for a in ends))
-            found[f"{slot}_bias"] = product.bias and Leaf(product.bias, ((ends[1],),))
+            found[slot] = LayerOperand(product.w, tuple((a,) for a in ends))
+            found[f"{slot}_bias"] = product.bias and LayerOperand(product.bias, ((ends[1],),))
     return found
 
 
-def _of_caches(layer: Layer) -> dict[str, Leaf | None]:
+def _of_caches(layer: Layer) -> dict[str, LayerOperand | None]:
     """The keys and values of the tokens before, and where this call's are written, if there are any."""
     if layer.key_cache is None or layer.value_cache is None:
         return {}
     batch, key, length = _batch(layer), _key(layer), "s" if layer.key_cache.kind == "write" else "p"
     return {
-        "cache_k": Leaf(layer.key_cache.before, (batch, (length,), (key,), ("c",))),
-        "cache_v": Leaf(layer.value_cache.before, (batch, (length,), (key,), ("d",))),
-        "step": None if layer.key_cache.step is None else Leaf(Side(layer.key_cache.step, ()), ()),
+        "cache_k": LayerOperand(layer.key_cache.before, (batch, (length,), (key,), ("c",))),
+        "cache_v": LayerOperand(layer.value_cache.before, (batch, (length,), (key,), ("d",))),
+        "step": None if layer.key_cache.step is None else LayerOperand(Side(layer.key_cache.step, ()), ()),
     }
 
 
@@ -170,7 +170,7 @@ def _length(atoms: Atoms, sizes: Mapping[str, int]) -> int:
 # -- the region -------------------------------------------------------------------------------------------------------
 
 
-def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> Site:
+def site_of(search: Search, view: CanonicalView, layer: Layer, attention: Candidate) -> LayerSite:
     """The layer cut out of its block.
 
     Args:
@@ -200,7 +200,7 @@ def site_of(search: Search, view: View, layer: Layer, attention: Candidate) -> S
     names = {name: name.partition(":")[2] for name in masks}
     precisions = _precisions(region, attention.region)
     factor = _factor(base, region, layer)
-    return Site(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
+    return LayerSite(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
 
 
 def _read_by_tables(tables: Mapping[str, Table]) -> dict[str, Value]:
@@ -219,7 +219,7 @@ def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
         raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
 
 
-def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
+def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) -> None:
     """The op's queries and keys are made of what has the dtype of x. A softmax makes much of little: where the program makes them of
     something wider, it means to.
 
@@ -236,7 +236,7 @@ def _check_rounds(view: View, region: Region, source: int, nid: int) -> None:
             raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
 
 
-def _factor(base: View, region: Region, layer: Layer) -> float:
+def _factor(base: CanonicalView, region: Region, layer: Layer) -> float:
     """What the op's scores are multiplied by, besides the attention's scale: the layer's factor, less what its weights have already.
 
     Raises:
@@ -252,7 +252,7 @@ def _factor(base: View, region: Region, layer: Layer) -> float:
     return layer.factor / math.prod(weights)
 
 
-def _sums(view: View, region: Region) -> tuple[Any, ...]:
+def _sums(view: CanonicalView, region: Region) -> tuple[Any, ...]:
     """The dtypes in which devices sum, of the attention and of the feed-forward.
 
     Raises:
@@ -276,7 +276,7 @@ def _sums(view: View, region: Region) -> tuple[Any, ...]:
 
 
 def _cut(
-    base: View,
+    base: CanonicalView,
     root: Value,
     given: Mapping[str, int],
     wide: frozenset[str],
@@ -294,7 +294,7 @@ def _cut(
 
 
 def _shaped_alike(
-    base: View,
+    base: CanonicalView,
     root: Value,
     given: Mapping[str, int],
     wide: frozenset[str],
@@ -317,7 +317,7 @@ def _mask_leaves(attention: Candidate) -> dict[str, Value]:
     return {f"mask:{n}": v for n, v in attention.region.leaves.items() if n not in _STRUCTURAL}
 
 
-def _raw(view: View, nid: int, dtype: Any) -> Value:
+def _raw(view: CanonicalView, nid: int, dtype: Any) -> Value:
     """The raw value in the block that first shows a node."""
     for value in view.values_of.get(nid, ()):
         if dtype is None or value.dtype == dtype:
@@ -325,11 +325,11 @@ def _raw(view: View, nid: int, dtype: Any) -> Value:
     raise NotARegion("one of its operands is no value of the program's own")
 
 
-def _base_id(view: View, base: View, nid: int) -> int:
+def _base_id(view: CanonicalView, base: CanonicalView, nid: int) -> int:
     return base.ref[_raw(view, nid, None).id].nid
 
 
-def _others(view: View, layer: Layer, region: Region) -> tuple[Made, ...]:
+def _others(view: CanonicalView, layer: Layer, region: Region) -> tuple[Made, ...]:
     """The keys and values that something beside the layer reads.
 
     Raises:

@@ -10,7 +10,7 @@ from ....graph.matching.region import Region, region_signature
 from ....graph.program.identical import made_alike
 from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
-from ...engine.base import Plan
+from ...engine.base import Substitution
 from ...engine.outcomes import Candidate
 from .plan import Maker, Planned, plan_by
 
@@ -96,7 +96,7 @@ def _leaves_of(row: Sequence[Found]) -> dict[str, Value]:
     return leaves
 
 
-def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None) -> Plan:
+def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None) -> Substitution:
     """The one call of a row, each of whose layers was certified by itself."""
     where = {v.id: i for i, v in enumerate(region.inputs)}
     attrs = {**row[0].planned.attrs, "layers": len(row)}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from ....graph.canonical.nodes import ONE, CNode, Tile
-from ....graph.canonical.view import View
+from ....graph.canonical.nodes import ONE, CNode, FoldedNodes
+from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.program.ir import Node, Value
 from .axes import Side, Unread
@@ -14,7 +14,7 @@ from .projections import ProjectionWalk
 _SUMS = frozenset({"add", "add_any"})
 
 
-def multiples(view: View, sites: Iterable[Tile]) -> frozenset[int]:
+def multiples(view: CanonicalView, sites: Iterable[FoldedNodes]) -> frozenset[int]:
     """The values that are a number times another and are a stream of their own: a sum that is in no site reads them, and something else
     too. An embedding times the root of its width is one: the layer reads the multiple, and the number is none of its own.
     """
@@ -28,7 +28,7 @@ def multiples(view: View, sites: Iterable[Tile]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _times_a_number(view: View) -> Iterator[list[Value]]:
+def _times_a_number(view: CanonicalView) -> Iterator[list[Value]]:
     """The values that are one number, other than 0 and 1, times one canonical node."""
     for nid, values in view.values_of.items():
         by_number: dict[object, list[Value]] = {}
@@ -39,7 +39,7 @@ def _times_a_number(view: View) -> Iterator[list[Value]]:
         yield from by_number.values()
 
 
-def _readers(view: View, alike: list[Value]) -> Iterator[Node]:
+def _readers(view: CanonicalView, alike: list[Value]) -> Iterator[Node]:
     """What reads any of some values, and is not what makes one of them of another."""
     ids = {v.id for v in alike}
     for value in alike:

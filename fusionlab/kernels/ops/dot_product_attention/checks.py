@@ -13,7 +13,7 @@ import numpy as np
 
 from ....errors import ArgumentError
 from . import reference
-from .layouts import Sizes
+from .layouts import AttentionSizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -44,13 +44,13 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
 
 def heads_sharing(query: Any, key: Any, layout: str) -> int:
     """How many query heads read one head of key and value."""
-    q, k = (Sizes.of(a.shape, layout).heads for a in (query, key))
+    q, k = (AttentionSizes.of(a.shape, layout).heads for a in (query, key))
     return q // k if k else 1
 
 
 def scores_shape(query: Any, key: Any, layout: str) -> tuple[int, ...]:
-    q = Sizes.of(query.shape, layout)
-    return (*q.batch, q.heads, q.length, Sizes.of(key.shape, layout).length)
+    q = AttentionSizes.of(query.shape, layout)
+    return (*q.batch, q.heads, q.length, AttentionSizes.of(key.shape, layout).length)
 
 
 def seen_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) -> float:

@@ -22,7 +22,7 @@ from ...choose.choices import CHOICES, Choice, case_text
 from ...op.arrays import is_explicitly_sharded
 from ...op.implementation import ChoiceKind, LeftToXLA
 from .cudnn import backend as cudnn
-from .layouts import Sizes
+from .layouts import AttentionSizes
 from .own import backend as cuda
 from .reference import ROUNDED_OFF
 
@@ -166,7 +166,7 @@ def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
 
 def _lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:
     """Of queries and keys, 0 where a backward does not read them."""
-    t, s = (Sizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
+    t, s = (AttentionSizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
     return t, s
 
 
@@ -179,7 +179,7 @@ def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
     """The call as text: all that its speed hangs on."""
     query, key = shapes["query"], shapes["key"]
-    q, k = (Sizes.of(a.shape, attrs["layout"]) for a in (query, key))
+    q, k = (AttentionSizes.of(a.shape, attrs["layout"]) for a in (query, key))
     value = shapes.get("value", shapes.get("ct", key))
     content: dict[str, Any] = {
         "dtype": np.dtype(query.dtype).name,

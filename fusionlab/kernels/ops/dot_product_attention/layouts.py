@@ -21,7 +21,7 @@ LAYOUTS = ("BTNH", "BNTH")
 _LAID_OUT = ("query", "key", "value", "out", "rounded_off")
 
 
-class Sizes(NamedTuple):
+class AttentionSizes(NamedTuple):
     """Of a query, key or value: `batch` axes, `length`, `heads`, `features`."""
 
     batch: tuple[int, ...]
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
     features: int
 
     @classmethod
-    def of(cls, shape: Sequence[int], layout: str) -> Sizes:
+    def of(cls, shape: Sequence[int], layout: str) -> AttentionSizes:
         *batch, first, second, features = shape
         length, heads = (first, second) if layout == "BTNH" else (second, first)
         return cls(tuple(batch), length, heads, features)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError
-from ....graph.canonical.fused_nodes import Form
+from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
 from ...op.implementation import Implementation, LeftToXLA
 from ...op.labels import Axes
@@ -177,7 +177,7 @@ class DotProductAttention(Op):
         labels = _labels(batch, attrs["layout"], "h" if attrs["group"] == 1 else f"h/{attrs['group']}")
         return Axes(labels, frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         """Batch "b", heads "h" (of keys and values "g", where they are fewer), queries "t", keys "s", their features "c", those of the
         values "d"."""
         group = attrs["group"]
@@ -188,7 +188,7 @@ class DotProductAttention(Op):
         shared = (("group", group),) if group > 1 else ()
         local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
         traits = (("is_causal", attrs["is_causal"]), *drawn, *shared, *local)
-        return Form(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
+        return FusedForm(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         return choosing.preferred(role, shapes, device, attrs)

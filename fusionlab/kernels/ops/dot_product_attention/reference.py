@@ -46,7 +46,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Form:
+class AttentionNumbers:
     """The numbers in the op's meaning (see the module's docstring), and the device it is lowered for, where that is known."""
 
     scale: float
@@ -69,7 +69,7 @@ class Form:
         return self.window is not None and t - 1 - self.window[0] > s - 1
 
     @classmethod
-    def of(cls, attrs: Mapping[str, Any]) -> Form:
+    def of(cls, attrs: Mapping[str, Any]) -> AttentionNumbers:
         """From among the attributes of a call."""
         return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
 
@@ -103,7 +103,7 @@ def rounded(wide: Array, dtype: Any, saves: str | None) -> tuple[Array, list[Arr
     return narrow, [(wide - lax.reduce_precision(wide, info.nexp, info.nmant)).astype(dtype)]
 
 
-def _dot(a: Array, b: Array, axes: str, form: Form, dtype: Any, sharding: Any = None) -> Array:
+def _dot(a: Array, b: Array, axes: str, form: AttentionNumbers, dtype: Any, sharding: Any = None) -> Array:
     """einsum in `dtype`, where n are query heads and k those of key and value.
 
     `sharding` says, on explicit mesh axes, what becomes of a sum over the query heads that share one. 16-bit operands are widened first,
@@ -152,7 +152,9 @@ def _by_key_head(x: Array, axes: str, group: int) -> Array:
     return x.reshape(*x.shape[:at], x.shape[at] // group, group, *x.shape[at + 1 :])
 
 
-def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, form: Form) -> tuple[Array, Array | None]:
+def _scores(
+    query: Array, key: Array, bias: Array | None, mask: Array | None, form: AttentionNumbers
+) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
     dtype = statistics_dtype(query.dtype)
     scores = _dot(query, key, "...tnh,...skh->...nts", form, dtype) * form.scale
@@ -169,7 +171,7 @@ def _scores(query: Array, key: Array, bias: Array | None, mask: Array | None, fo
     return scores, tanh
 
 
-def near(shape: tuple[int, ...], form: Form, first: Any = 0, at: Any = 0) -> Array:
+def near(shape: tuple[int, ...], form: AttentionNumbers, first: Any = 0, at: Any = 0) -> Array:
     """True where a row may see a key for its number, aligned at the top left; `first` is that of the first row, `at` of the first key."""
     row = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
     key = at + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
@@ -201,7 +203,7 @@ def forward(
     **attrs: Any,
 ) -> list[Array]:
     """[out], and what is saved for the backward if asked for."""
-    form = Form.of(attrs)
+    form = AttentionNumbers.of(attrs)
     scores, tanh = _scores(query, key, bias, mask, form)
     p, top, total, weight = _softmax(scores, sink)
     can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
@@ -239,7 +241,7 @@ def _softmax_with_sink(scores: Array, sink: Array) -> tuple[Array, Array, Array,
     return e / total, top[..., 0], total[..., 0], (of_sink / total)[..., 0]
 
 
-def weigh(p: Array, factors: Array | None, form: Form) -> Array:
+def weigh(p: Array, factors: Array | None, form: AttentionNumbers) -> Array:
     """p * factors * factors_scale in p's dtype; where booleans are False it is 0, whatever p is (a NaN of the row's included)."""
     if factors is None:
         return p
@@ -247,7 +249,7 @@ def weigh(p: Array, factors: Array | None, form: Form) -> Array:
     return weights if form.factors_scale == 1.0 else weights * form.factors_scale
 
 
-def _recomputed(saved: Mapping[str, Array], form: Form) -> tuple[Array, Array | None, Array | None]:
+def _recomputed(saved: Mapping[str, Array], form: AttentionNumbers) -> tuple[Array, Array | None, Array | None]:
     """Probabilities *B N T S in the statistics dtype, the weight *B N T 1 of a sink, and the tanh of the softcap where it is known."""
     if "probabilities" in saved:
         p, weight = saved["probabilities"], saved.get("sink_weight")
@@ -272,7 +274,7 @@ def tangent(
 ) -> Array:
     """dweights @ value + weights @ dvalue, with weights = p * factors * factors_scale, dp = p * (ds - rowsum(p * ds)) and
     ds = dbias + scale * (1 - tanh^2) * (dquery @ key^T + query @ dkey^T); the row has the weight of a sink and dsink, too."""
-    form = Form.of(attrs)
+    form = AttentionNumbers.of(attrs)
     p, of_sink, tanh = _recomputed(saved, form)
     dtype, factors = p.dtype, saved.get("factors")
     parts = []
@@ -294,7 +296,7 @@ def tangent(
 
 
 def _tangent_of_scores(
-    saved: Mapping[str, Array], tangents: Mapping[str, Array], tanh: Array | None, dtype: Any, form: Form
+    saved: Mapping[str, Array], tangents: Mapping[str, Array], tanh: Array | None, dtype: Any, form: AttentionNumbers
 ) -> Array | None:
     """Before mask and causal mask; axes that only a bias's tangent lacks have size 1, and all where a sink alone moves. None where
     nothing does."""
@@ -338,7 +340,7 @@ def through_softcap(moved: Array, tanh: Array | None) -> Array:
     return moved if tanh is None else moved * (1.0 - jnp.square(tanh))
 
 
-def _seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: Form) -> Array:
+def _seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: AttentionNumbers) -> Array:
     """0 where a row of scores of this shape does not see a key: not even a NaN of the row's reaches that key's gradient."""
     if mask is not None:
         moved = jnp.where(mask, moved, 0.0)
@@ -358,7 +360,7 @@ def cotangent(
     dfactors = p * dw * factors_scale, dp = dw * factors * factors_scale, dbias = ds; with dr = scale * (1 - tanh^2) * ds,
     dquery = dr @ key, dkey = dr^T @ query. `broadcast`: (slot, shape, dtype) of dbias, dfactors and dsink.
     """
-    form = Form.of(attrs)
+    form = AttentionNumbers.of(attrs)
     p, of_sink, tanh = _recomputed(saved, form)
     dtype, factors = p.dtype, saved.get("factors")
     ct_wide = ct.astype(dtype)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ....graph.canonical.fused_nodes import Form
+from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
 from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
 from ...op.implementation import Implementation
@@ -122,11 +122,11 @@ class GatedMatmul(Op):
         }
         return case_text(self.name, role, **content, **dict(zip(SIZES, sizes, strict=True)))
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         """Rows "m", contracted "k", columns "n"."""
         labels = _labels(len(shapes["x"]), attrs["w_contract"])
         traits = (("activation", attrs["activation"]),)
-        return Form(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
+        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         return Axes(_labels(len(shapes["out"]), attrs["w_contract"]))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from ....errors import ArgumentError, unknown_name
-from ...launch.compile import Source
+from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from .reference import mask_pitch
 
-SOURCE = Source("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
+SOURCE = CudaSource("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
 # In the order of FL_ACT.
 KERNEL_ACTIVATIONS = (
     "none",

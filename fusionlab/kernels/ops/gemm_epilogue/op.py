@@ -11,7 +11,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ....graph.canonical.fused_nodes import Form
+from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
 from ...op.implementation import Implementation
 from ...op.labels import Axes, SummedCall
@@ -139,11 +139,11 @@ class GemmEpilogue(Op):
         packable = attrs["activation"] in choosing.PACKABLE
         return attrs | {"packed": packable and (attrs["packed"] or choosing.packs(shapes, device, attrs))}
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         """Rows "m", contracted "k", features "n"."""
         labels = _labels(len(shapes["x"]), **attrs)
         traits = (("activation", attrs["activation"]),)
-        return Form(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
+        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         return Axes(_labels(len(shapes["out"]), **attrs))

@@ -15,7 +15,7 @@ from ...launch.ffi_call import launch
 from ...op.arrays import first_given, refuses_shardings
 from ..layer_norm.tiling import ITEM_BYTES
 from . import reference
-from .plan import Images, Pass, backward_pass, forward_pass
+from .plan import GroupPass, Images, backward_pass, forward_pass
 from .tiling import MAX_BATCH, MAX_CHANNELS
 
 Array = Any
@@ -101,7 +101,7 @@ def _images(x: Array, groups: int, activation: str, batch_axes: int, vectors: Ma
     return Images(batch, positions, channels, groups, x.dtype.name, activation, given)
 
 
-def _run(made: Pass, known: Mapping[str, Array], types: Mapping[str, Any]) -> list[Array]:
+def _run(made: GroupPass, known: Mapping[str, Array], types: Mapping[str, Any]) -> list[Array]:
     """What a pass gives, without its scratch."""
     results = [*(types[n] for n in made.gives), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in made.scratch)]
     return launch(made.plan, [known[n] for n in made.reads], results)[: len(made.gives)]

@@ -6,12 +6,14 @@ import struct
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...launch.compile import Source
+from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
-from ..layer_norm.tiling import WARP, parts_of
+from ..layer_norm.tiling import WARP, ceil_div
 from . import tiling
 
-SOURCE = Source("group_norm/group_norm.cu", ("gn_stats", "gn_apply", "gn_grad_sums", "gn_grad_x", "gn_grad_vectors"))
+SOURCE = CudaSource(
+    "group_norm/group_norm.cu", ("gn_stats", "gn_apply", "gn_grad_sums", "gn_grad_x", "gn_grad_vectors")
+)
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _ACTIVATIONS = {"none": 0, "silu": 6}  # as activation.cuh numbers them
 _GRADIENTS = ("x", "scale", "bias")  # in the order of the bits of FL_WANT
@@ -39,7 +41,7 @@ class Images:
     vectors: tuple[tuple[str, str], ...]
 
     @cached_property
-    def tile(self) -> tiling.Tile:
+    def tile(self) -> tiling.GroupTile:
         return tiling.tile_of(self.channels, self.groups, self.dtype)
 
     @cached_property
@@ -57,7 +59,7 @@ class Images:
 
 
 @dataclass(frozen=True)
-class Pass:
+class GroupPass:
     """Launches that make results and, beside them, scratch.
 
     Attributes:
@@ -73,7 +75,7 @@ class Pass:
     scratch: tuple[tuple[int, ...], ...]
 
 
-def forward_pass(images: Images, epsilon: float, saves: bool) -> Pass:
+def forward_pass(images: Images, epsilon: float, saves: bool) -> GroupPass:
     """Gives out, and mean and rstd where they are saved."""
     given = dict(images.vectors)
     reads = ("x", *(slot for slot in ("scale", "bias") if slot in given))
@@ -89,10 +91,10 @@ def forward_pass(images: Images, epsilon: float, saves: bool) -> Pass:
     )
     launches = images.over_chunks("gn_stats", stats), images.over_chunks("gn_apply", apply)
     options = _options(0, images, reads, SAVES=int(saves))
-    return Pass(KernelPlan(SOURCE.path, options, launches), reads, gives, (images.parts,))
+    return GroupPass(KernelPlan(SOURCE.path, options, launches), reads, gives, (images.parts,))
 
 
-def backward_pass(images: Images, wanted: tuple[str, ...]) -> Pass:
+def backward_pass(images: Images, wanted: tuple[str, ...]) -> GroupPass:
     """Gives the gradients of the slots in `wanted`, in the order x, scale, bias: not of bias alone where there is no activation."""
     grads = tuple(slot for slot in _GRADIENTS if slot in wanted)
     reads = _backward_reads(images, grads)
@@ -111,11 +113,11 @@ def backward_pass(images: Images, wanted: tuple[str, ...]) -> Pass:
     if sums:
         each = ("parts_scale", "scale", "parts_bias", "bias")
         params = (*_places("result", each, made), ("i32", images.batch * images.splits))
-        grid = parts_of(images.channels, WARP), len(sums), 1
+        grid = ceil_div(images.channels, WARP), len(sums), 1
         launches.append(Launch("gn_grad_vectors", grid, (WARP, SUM_HEIGHT, 1), 0, params, early=True))
     wants = sum(1 << _GRADIENTS.index(slot) for slot in grads)
     options = _options(1, images, reads, WANT=wants, SUM_HEIGHT=SUM_HEIGHT)
-    return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), reads, grads, tuple(scratch.values()))
+    return GroupPass(KernelPlan(SOURCE.path, options, tuple(launches)), reads, grads, tuple(scratch.values()))
 
 
 def _backward_reads(images: Images, grads: tuple[str, ...]) -> tuple[str, ...]:

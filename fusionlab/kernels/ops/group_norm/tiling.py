@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layer_norm.tiling import ITEM_BYTES, MULTIPROCESSORS, WARP, parts_of, vector
+from ..layer_norm.tiling import ITEM_BYTES, MULTIPROCESSORS, WARP, ceil_div, vector
 
 MAX_CHANNELS = 4096  # what is merged of them lies in 32 KiB of shared memory
 MAX_BATCH = 65535  # CUDA's limit of a grid along y
@@ -17,7 +17,7 @@ LEAST_BYTES = 1 << 15  # of a chunk
 
 
 @dataclass(frozen=True)
-class Tile:
+class GroupTile:
     """A block.
 
     Attributes:
@@ -44,20 +44,20 @@ class Tile:
         return (RESIDENT_THREADS if self.vecs == 1 else RESIDENT_OF_SEVERAL) // self.threads
 
 
-def tile_of(channels: int, groups: int, dtype: str) -> Tile:
+def tile_of(channels: int, groups: int, dtype: str) -> GroupTile:
     vec = vector(channels, dtype)
     units = channels // vec
-    vecs = parts_of(units, MOST_LANES)
-    lanes = parts_of(units, vecs)
+    vecs = ceil_div(units, MOST_LANES)
+    lanes = ceil_div(units, vecs)
     height = max(1, THREADS // lanes)
     team = 1
     while team < WARP and 2 * team * groups <= lanes * height:
         team *= 2
-    return Tile(vec, lanes, vecs, height, team)
+    return GroupTile(vec, lanes, vecs, height, team)
 
 
 def splits_of(batch: int, positions: int, channels: int, dtype: str, blocks: int) -> int:
     """Chunks of an image, none of them empty: together as many as there is room for, at `blocks` a multiprocessor."""
-    least = parts_of(LEAST_BYTES, channels * ITEM_BYTES[dtype])
-    splits = min(MULTIPROCESSORS * blocks // batch, MOST_SPLITS, parts_of(positions, least))
-    return parts_of(positions, parts_of(positions, max(1, splits)))
+    least = ceil_div(LEAST_BYTES, channels * ITEM_BYTES[dtype])
+    splits = min(MULTIPROCESSORS * blocks // batch, MOST_SPLITS, ceil_div(positions, least))
+    return ceil_div(positions, ceil_div(positions, max(1, splits)))

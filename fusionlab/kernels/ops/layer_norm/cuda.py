@@ -15,7 +15,7 @@ from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import first_given, refuses_shardings
 from . import reference
-from .plan import COTANGENTS, Norm, Pass, adds_up, backward_passes, forward_plan
+from .plan import COTANGENTS, NormLaunch, RowPass, adds_up, backward_passes, forward_plan
 from .tiling import GRID_X, ITEM_BYTES, MAX_COLUMNS
 
 Array = Any
@@ -121,7 +121,7 @@ def _made_as(slot: str) -> str:
 
 
 def _backward_operands(
-    norm: Norm, saved: Mapping[str, Array], cts: Mapping[str, Any], terms: tuple[Array, ...]
+    norm: NormLaunch, saved: Mapping[str, Array], cts: Mapping[str, Any], terms: tuple[Array, ...]
 ) -> dict[str, Array]:
     """What the passes read, by their names for it; a sum that was saved has the shift in it."""
     found: dict[str, Array] = {
@@ -136,7 +136,7 @@ def _backward_operands(
     return found
 
 
-def _run(passes: Sequence[Pass], operands: Mapping[str, Array], dtypes: Mapping[str, str]) -> dict[str, Array]:
+def _run(passes: Sequence[RowPass], operands: Mapping[str, Array], dtypes: Mapping[str, str]) -> dict[str, Array]:
     """The gradients that passes make, one after another: a later one may read the gradient of x."""
     found, x = dict(operands), operands["x"]
     made: dict[str, Array] = {}
@@ -149,7 +149,7 @@ def _run(passes: Sequence[Pass], operands: Mapping[str, Array], dtypes: Mapping[
     return made
 
 
-def _norm(x: Array, kind: str, dtypes: Mapping[str, str]) -> Norm:
+def _norm(x: Array, kind: str, dtypes: Mapping[str, str]) -> NormLaunch:
     *rows, columns = x.shape
     vectors = tuple(sorted((slot, dtype) for slot, dtype in dtypes.items() if slot in _VECTORS))
-    return Norm(kind, math.prod(rows), columns, x.dtype.name, vectors)
+    return NormLaunch(kind, math.prod(rows), columns, x.dtype.name, vectors)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ....graph.canonical.fused_nodes import Form
+from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
@@ -127,14 +127,14 @@ class LayerNorm(Op):
             as_xla = "what XLA's code of an op of its own takes was not measured there either"
         return LeftToXLA(choosing.kind_of(shapes, device, **full), f"{why}; and {as_xla}")
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form | None:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
         """Rows "m", features "n". The search does not look into a call of two results."""
         if attrs["gives_sum"]:
             return None
         labels = _labels(len(shapes["x"]), attrs["axis"])
         numbers = (("epsilon", attrs["epsilon"]),)
         slots = tuple(labels[slot] for slot in shapes)
-        return Form(tuple(shapes), slots, labels["out"], (("kind", attrs["kind"]),), numbers)
+        return FusedForm(tuple(shapes), slots, labels["out"], (("kind", attrs["kind"]),), numbers)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         return Axes(_labels(len(shapes["out"]), attrs["axis"]), whole=frozenset("n"))  # the statistics run over n

@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
-from ...launch.compile import Source
+from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from . import tiling
-from .tiling import Tile, parts_of
+from .tiling import RowTile, ceil_div
 
-SOURCE = Source("layer_norm/layer_norm.cu", ("norm_forward", "norm_backward", "norm_columns", "norm_sum"))
+SOURCE = CudaSource("layer_norm/layer_norm.cu", ("norm_forward", "norm_backward", "norm_columns", "norm_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 # Of out: the arrays that norm_backward adds up, as many as there are.
 COTANGENTS = ("ct", "ct_1", "ct_2", "ct_3")
@@ -22,7 +22,7 @@ COLUMNS_BLOCKS = 6  # of them, for each multiprocessor
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormLaunch:
     """What all kernels of a call are told.
 
     Attributes:
@@ -44,7 +44,7 @@ class Norm:
 
 
 def forward_plan(
-    norm: Norm, epsilon: float, residual: bool, gives_sum: bool, saves: bool, tile: Tile | None = None
+    norm: NormLaunch, epsilon: float, residual: bool, gives_sum: bool, saves: bool, tile: RowTile | None = None
 ) -> KernelPlan:
     """Operands: x, residual, shift, scale, bias, those that there are. Results: out, sum, mean, rstd, those asked for."""
     given = dict(norm.vectors)
@@ -68,7 +68,7 @@ def forward_plan(
 
 
 @dataclass(frozen=True)
-class Pass:
+class RowPass:
     """One pass over the rows that makes gradients.
 
     Attributes:
@@ -85,15 +85,15 @@ class Pass:
     scratch: tuple[tuple[int, int], ...]
 
 
-def adds_up(norm: Norm, wanted: tuple[str, ...], ct_sum: bool, addends: int) -> bool:
+def adds_up(norm: NormLaunch, wanted: tuple[str, ...], ct_sum: bool, addends: int) -> bool:
     """Whether one pass makes the gradients wanted of so many arrays whose sum the cotangent of out is."""
     sums = len(set(wanted) - {"x"})
     return addends == 1 or tiling.backward_tile(norm.columns, norm.dtype, sums, ct_sum, addends) is not None
 
 
 def backward_passes(
-    norm: Norm, wanted: tuple[str, ...], ct_sum: bool, shifted: bool, addends: int = 1
-) -> tuple[Pass, ...]:
+    norm: NormLaunch, wanted: tuple[str, ...], ct_sum: bool, shifted: bool, addends: int = 1
+) -> tuple[RowPass, ...]:
     """The gradients of those of x (and so of residual), scale, bias and shift that are wanted.
 
     Args:
@@ -117,7 +117,9 @@ def backward_passes(
     return (*whole, _columns_pass(norm, sums, shifted))
 
 
-def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: Tile, addends: int = 1) -> Pass:
+def rows_pass(
+    norm: NormLaunch, grads: tuple[str, ...], ct_sum: bool, shifted: bool, tile: RowTile, addends: int = 1
+) -> RowPass:
     """All of the gradients by norm_backward."""
     names = (*COTANGENTS, "ct_sum", "x", "shift", "scale", "mean", "rstd")
     there = {*COTANGENTS[:addends], "x", "rstd", *_if(ct_sum, "ct_sum"), *_if(shifted, "shift"), *norm.statistics}
@@ -136,7 +138,7 @@ def rows_pass(norm: Norm, grads: tuple[str, ...], ct_sum: bool, shifted: bool, t
     )
 
 
-def _columns_pass(norm: Norm, grads: tuple[str, ...], shifted: bool) -> Pass:
+def _columns_pass(norm: NormLaunch, grads: tuple[str, ...], shifted: bool) -> RowPass:
     """Gradients that are sums over rows, by norm_columns."""
     names = ("ct", "x", "shift", "mean", "rstd", "dx")
     of_scale = {"x", *norm.statistics, *_if(shifted, "shift")}
@@ -144,16 +146,16 @@ def _columns_pass(norm: Norm, grads: tuple[str, ...], shifted: bool) -> Pass:
     there |= of_scale if "scale" in grads else set()
     reads = tuple(n for n in names if n in there)
     vec = tiling.vector(norm.columns, norm.dtype)
-    across = parts_of(norm.columns // vec, tiling.WARP)
-    parts = min(parts_of(norm.rows, COLUMNS_HEIGHT), parts_of(tiling.MULTIPROCESSORS * COLUMNS_BLOCKS, across))
-    tile = Tile(vec, tiling.WARP, 1, 1, 1)
+    across = ceil_div(norm.columns // vec, tiling.WARP)
+    parts = min(ceil_div(norm.rows, COLUMNS_HEIGHT), ceil_div(tiling.MULTIPROCESSORS * COLUMNS_BLOCKS, across))
+    tile = RowTile(vec, tiling.WARP, 1, 1, 1)
     values = {**_common(2, norm, tile, reads), "CT_SUM": 0, "CTS": 1, "HEIGHT": COLUMNS_HEIGHT}
     block = (tiling.WARP, COLUMNS_HEIGHT, 1)
     return _pass(norm, "norm_columns", names, reads, grads, values, (across, parts, 1), block, parts)
 
 
 def _pass(
-    norm: Norm,
+    norm: NormLaunch,
     entry: str,
     names: tuple[str, ...],
     reads: tuple[str, ...],
@@ -162,7 +164,7 @@ def _pass(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     parts: int,
-) -> Pass:
+) -> RowPass:
     """A kernel that leaves `parts` partial sums, and their sum."""
     sums = tuple(slot for slot in grads if slot != "x")
     results = (*grads, *(f"parts_{slot}" for slot in sums))
@@ -175,7 +177,7 @@ def _pass(
     launches = [Launch(entry, grid, block, 0, params, early=True)]
     if sums:
         each = tuple(n for slot in ("scale", "bias", "shift") for n in (f"parts_{slot}", slot))
-        across = parts_of(norm.columns, tiling.WARP), len(sums), 1
+        across = ceil_div(norm.columns, tiling.WARP), len(sums), 1
         added = (*_places("result", each, results), ("i32", parts))
         launches.append(Launch("norm_sum", across, (tiling.WARP, SUM_HEIGHT, 1), 0, added, early=True))
     options = {
@@ -184,14 +186,14 @@ def _pass(
         "SUM_HEIGHT": SUM_HEIGHT,
     }
     plan = KernelPlan(SOURCE.path, _options(options), tuple(launches))
-    return Pass(plan, reads, grads, ((parts, norm.columns),) * len(sums))
+    return RowPass(plan, reads, grads, ((parts, norm.columns),) * len(sums))
 
 
 def _if(there: bool, name: str) -> tuple[str, ...]:
     return (name,) if there else ()
 
 
-def _common(kind: int, norm: Norm, tile: Tile, reads: tuple[str, ...]) -> dict[str, object]:
+def _common(kind: int, norm: NormLaunch, tile: RowTile, reads: tuple[str, ...]) -> dict[str, object]:
     given = dict(norm.vectors)
     return {
         "KIND": kind,

@@ -25,7 +25,7 @@ SHORT_OF = 4096  # registers that a multiprocessor may be short of by that count
 
 
 @dataclass(frozen=True)
-class Tile:
+class RowTile:
     """How one kernel is laid over rows.
 
     Attributes:
@@ -54,10 +54,10 @@ class Tile:
         return self.lanes * self.groups
 
     def grid(self, rows: int) -> int:
-        return min(self.blocks, parts_of(rows, self.groups))
+        return min(self.blocks, ceil_div(rows, self.groups))
 
 
-def parts_of(total: int, size: int) -> int:
+def ceil_div(total: int, size: int) -> int:
     return -(-total // size)
 
 
@@ -71,29 +71,29 @@ def vector(columns: int, dtype: str) -> int:
     return math.gcd(columns, VECTOR_BYTES // ITEM_BYTES[dtype])
 
 
-def forward_tile(columns: int, dtype: str) -> Tile:
+def forward_tile(columns: int, dtype: str) -> RowTile:
     """Of norm_forward: one row at a time, and no block for more than its rows."""
     vec = vector(columns, dtype)
     units = columns // vec
     lanes = _lanes(units, FORWARD_LANES, (2, 3))
-    while parts_of(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
+    while ceil_div(units, lanes) > FORWARD_VECS and lanes < MAX_THREADS:
         lanes *= 2
-    vecs = parts_of(units, lanes)
+    vecs = ceil_div(units, lanes)
     held = HELD_WORDS if lanes < MAX_THREADS else HELD_WORDS // 2
-    return Tile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= held)
+    return RowTile(vec, lanes, vecs, _groups(lanes), GRID_X, hold=vecs * _words(vec, dtype) <= held)
 
 
-def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: int = 1) -> Tile | None:
+def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: int = 1) -> RowTile | None:
     """Of norm_backward with so many sums over rows, and a cotangent that is the sum of so many arrays; None where a thread cannot hold
     them."""
     vec = vector(columns, dtype)
     units = columns // vec
     arrays, each = (3, (2, 3)) if ct_sum else (2, (2,))
     most = _lanes(units, MAX_THREADS, each)
-    while most > RESIDENT_THREADS // 4 and vec * parts_of(units, most) < 8:
+    while most > RESIDENT_THREADS // 4 and vec * ceil_div(units, most) < 8:
         most //= 2  # fewer threads where vectors are short
     for lanes in dict.fromkeys((most, min(most, RESIDENT_THREADS))):
-        vecs, groups = parts_of(units, lanes), _groups(lanes)
+        vecs, groups = ceil_div(units, lanes), _groups(lanes)
         held, block = vecs * _words(vec, dtype) * arrays, lanes * groups
         for ahead in (True, False):
             # What is narrower than a register takes more than one on its way.
@@ -101,11 +101,11 @@ def backward_tile(columns: int, dtype: str, sums: int, ct_sum: bool, addends: in
             needed += _until_added(addends, vec, vecs, groups, dtype)
             resident = _resident(needed, block)
             if needed * block * resident <= REGISTERS + (SHORT_OF if vecs < 4 else 0):
-                return Tile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
+                return RowTile(vec, lanes, vecs, groups, MULTIPROCESSORS * resident, ahead=ahead, resident=resident)
     if sums:
         return None
     lanes = min(most, RESIDENT_THREADS)
-    return Tile(vec, lanes, parts_of(units, lanes), _groups(lanes), GRID_X, hold=False)
+    return RowTile(vec, lanes, ceil_div(units, lanes), _groups(lanes), GRID_X, hold=False)
 
 
 def _resident(registers: int, block: int) -> int:
@@ -118,8 +118,8 @@ def _resident(registers: int, block: int) -> int:
 
 def _lanes(units: int, most: int, each: tuple[int, ...]) -> int:
     """Threads for a row of so many vectors, `each` of them a thread: the first of these that leaves fewest threads without one."""
-    tried = [min(most, power_of_2(parts_of(units, n))) for n in each]
-    return min(tried, key=lambda lanes: lanes * parts_of(units, lanes))
+    tried = [min(most, power_of_2(ceil_div(units, n))) for n in each]
+    return min(tried, key=lambda lanes: lanes * ceil_div(units, lanes))
 
 
 def _until_added(addends: int, vec: int, vecs: int, groups: int, dtype: str) -> int:

@@ -14,7 +14,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
-class Axis:
+class BroadcastAxes:
     """Neighbouring axes of the result along which each array goes on as one, or stays.
 
     Attributes:
@@ -49,20 +49,20 @@ def result_shape(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def collapse(shapes: Mapping[str, Sequence[int]], slots: Sequence[str]) -> tuple[Axis, ...]:
+def collapse(shapes: Mapping[str, Sequence[int]], slots: Sequence[str]) -> tuple[BroadcastAxes, ...]:
     """The axes of the result, without those of size 1, neighbours that look alike to all of `slots` taken together.
 
     One axis of size 1 where there is no other.
     """
-    found: list[Axis] = []
+    found: list[BroadcastAxes] = []
     for i, size in enumerate(result_shape(shapes)):
         if size == 1:
             continue
-        axis = Axis(size, frozenset(slot for slot in slots if shapes[slot][i] != 1))
+        axis = BroadcastAxes(size, frozenset(slot for slot in slots if shapes[slot][i] != 1))
         if found and found[-1].slots == axis.slots:
-            axis = Axis(found.pop().size * size, axis.slots)
+            axis = BroadcastAxes(found.pop().size * size, axis.slots)
         found.append(axis)
-    return tuple(found) or (Axis(1, frozenset(slots)),)
+    return tuple(found) or (BroadcastAxes(1, frozenset(slots)),)
 
 
 def vector(columns: int, dtype: str) -> int:
@@ -70,12 +70,12 @@ def vector(columns: int, dtype: str) -> int:
     return math.gcd(columns, 16 // ITEM_BYTES[dtype])
 
 
-def parts_of(total: int, size: int) -> int:
+def ceil_div(total: int, size: int) -> int:
     return -(-total // size)
 
 
 def round_up(value: int, step: int) -> int:
-    return parts_of(value, step) * step
+    return ceil_div(value, step) * step
 
 
 def power_of_2(value: int) -> int:

@@ -13,7 +13,7 @@ from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import refuses_shardings
 from .axes import MAX_RANK, accumulator, result_shape
-from .plan import Pass, backward_passes, forward_plan
+from .plan import CotangentPass, backward_passes, forward_plan
 from .reference import operand_shapes
 
 Array = Any
@@ -65,7 +65,7 @@ def cotangent(
 
 
 def gradients(
-    passes: Iterable[Pass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
+    passes: Iterable[CotangentPass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
     """What the passes make, by slot; `shapes` are those of x, y and w."""
     made: dict[str, Array] = {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError
-from ....graph.canonical.fused_nodes import Form
+from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import CHOICES, Choice, case_text
 from ...op.arrays import batch_size, check_dtypes, with_rank
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
@@ -18,7 +18,7 @@ from ...op.labels import Axes
 from ...op.op import Op
 from ...op.primitive import wanted_of
 from . import cuda, reference
-from .axes import MAX_RANK, Axis, collapse
+from .axes import MAX_RANK, BroadcastAxes, collapse
 
 Array = Any
 
@@ -90,9 +90,9 @@ class Lerp(Op):
         labels = _labels(len(shapes["out"]))
         return Axes(dict.fromkeys((*self.slots, "out"), labels))
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         labels = _labels(len(shapes["x"]))
-        return Form(tuple(shapes), (labels,) * len(shapes), labels)
+        return FusedForm(tuple(shapes), (labels,) * len(shapes), labels)
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         found = self.measured(role, shapes, device, **attrs)
@@ -108,7 +108,7 @@ class Lerp(Op):
             return None
         return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
 
-    def _together(self, axis: Axis) -> str:
+    def _together(self, axis: BroadcastAxes) -> str:
         """The names of the operands that have an axis: "xw"."""
         return "".join(slot for slot in self.slots if slot in axis.slots)
 

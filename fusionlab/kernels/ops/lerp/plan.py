@@ -13,13 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ....errors import ArgumentError, unknown_name
-from ...launch.compile import Source
+from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from . import tiling
-from .axes import ITEM_BYTES, SLOTS, Axis, collapse, parts_of, power_of_2, powers_of_2, result_shape, vector
-from .tiling import GRID_X, THREADS, Call, PartSum, Rows, Tiling
+from .axes import ITEM_BYTES, SLOTS, BroadcastAxes, ceil_div, collapse, power_of_2, powers_of_2, result_shape, vector
+from .tiling import GRID_X, THREADS, LanedPass, PartSum, Rows, Tiling
 
-SOURCE = Source("lerp/lerp.cu", ("lerp_forward", "lerp_backward_flat", "lerp_backward", "lerp_sum"))
+SOURCE = CudaSource("lerp/lerp.cu", ("lerp_forward", "lerp_backward_flat", "lerp_backward", "lerp_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _PLACES = ("ct", "w", "x", "y", "dx", "dy", "dw", "column", "first p", "first q")  # the kernel's enum
 _NARROW = 2**31 - 1  # elements that 32-bit numbers are used for
@@ -30,7 +30,7 @@ PASS_BYTES = 12 << 20  # another pass
 
 
 @dataclass(frozen=True)
-class Pass:
+class CotangentPass:
     """One pass over the cotangent.
 
     Attributes:
@@ -64,7 +64,9 @@ def forward_plan(shapes: Mapping[str, Sequence[int]], dtype: str) -> KernelPlan:
     return _flat(0, "lerp_forward", collapse(shapes, SLOTS), SLOTS, dtype, params, math.prod(result_shape(shapes)))
 
 
-def backward_passes(shapes: Mapping[str, Sequence[int]], wanted: tuple[str, ...], dtype: str) -> tuple[Pass, ...]:
+def backward_passes(
+    shapes: Mapping[str, Sequence[int]], wanted: tuple[str, ...], dtype: str
+) -> tuple[CotangentPass, ...]:
     """dx = sum of (1 - w) ct, dy = sum of w ct, dw = sum of (y - x) ct, over the axes along which each was broadcast.
 
     Args:
@@ -86,11 +88,13 @@ def backward_passes(shapes: Mapping[str, Sequence[int]], wanted: tuple[str, ...]
 
 
 @functools.lru_cache(maxsize=256)
-def _passes(given: tuple[tuple[str, tuple[int, ...]], ...], wanted: tuple[str, ...], dtype: str) -> tuple[Pass, ...]:
+def _passes(
+    given: tuple[tuple[str, tuple[int, ...]], ...], wanted: tuple[str, ...], dtype: str
+) -> tuple[CotangentPass, ...]:
     shapes = dict(given)
 
     @functools.cache
-    def one(grads: tuple[str, ...]) -> tuple[float, Pass]:
+    def one(grads: tuple[str, ...]) -> tuple[float, CotangentPass]:
         return _one_pass(shapes, grads, dtype)
 
     choices = [[one(group) for group in groups] for groups in _groupings(wanted)]
@@ -110,33 +114,33 @@ def _groupings(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
             yield ((first, *others), *groups)
 
 
-def call_of(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> Call:
+def call_of(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> LanedPass:
     """One pass that makes these gradients, with as many lanes as there are neighbours for."""
     reads = (("w",) if "x" in grads or "y" in grads else ()) + (("x", "y") if "w" in grads else ())
     axes = collapse(shapes, tuple(slot for slot in SLOTS if slot in grads or slot in reads))
     lanes = power_of_2(axes[-1].size // vector(axes[-1].size, dtype))
-    return Call(axes, grads, reads, dtype, min(tiling.MAX_LANES, lanes))
+    return LanedPass(axes, grads, reads, dtype, min(tiling.MAX_LANES, lanes))
 
 
-def all_tilings(call: Call) -> Iterator[Tiling]:
+def all_tilings(call: LanedPass) -> Iterator[Tiling]:
     """Every way that is tried, with those lanes and with fewer."""
     lanes = (n for n in powers_of_2(call.lanes) if n == call.lanes or n >= tiling.MIN_LANES)
     return itertools.chain.from_iterable(tiling.tilings(replace(call, lanes=n)) for n in lanes)
 
 
-def _one_pass(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, Pass]:
+def _one_pass(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, CotangentPass]:
     call = call_of(shapes, grads, dtype)
     if all(slot in axis.slots for axis in call.axes for slot in grads):
         addresses = tuple(("result", grads.index(s)) if s in grads else ("null", 0) for s in SLOTS)
         plan = _flat(
             1, "lerp_backward_flat", call.axes, call.reads, dtype, (*call.operands, *addresses), call.elements, grads
         )
-        return call.base_bytes, Pass(plan, call.reads, grads, ())
+        return call.base_bytes, CotangentPass(plan, call.reads, grads, ())
     best = min(((tiling.cost(t), t) for t in all_tilings(call)), key=lambda pair: pair[0])
     return best[0], tiled_pass(best[1])
 
 
-def tiled_pass(chosen: Tiling) -> Pass:
+def tiled_pass(chosen: Tiling) -> CotangentPass:
     """The pass done that way."""
     call = chosen.call
     partial = tuple(slot for slot in call.grads if chosen.parts(slot) > 1)
@@ -152,14 +156,14 @@ def tiled_pass(chosen: Tiling) -> Pass:
         pairs = [(numbers[slot], call.grads.index(slot)) for slot in partial]
         launches.append(_sum_launch(sums, pairs))
         options = (*options, "-DFL_SUMS=" + ",".join(map(str, sums)))
-    return Pass(KernelPlan(SOURCE.path, options, tuple(launches)), call.reads, call.grads, scratch)
+    return CotangentPass(KernelPlan(SOURCE.path, options, tuple(launches)), call.reads, call.grads, scratch)
 
 
 def _sum_launch(sums: Sequence[PartSum], pairs: Sequence[tuple[int, int]]) -> Launch:
     """Of lerp_sum, `pairs` being the results that hold the parts and the sum of each."""
     params = [("result", number) for pair in pairs for number in pair]
     params += [("null", 0)] * (6 - len(params))
-    grid = (max(parts_of(s.size, s.width) for s in sums), len(sums), 1)
+    grid = (max(ceil_div(s.size, s.width) for s in sums), len(sums), 1)
     return Launch("lerp_sum", grid, (THREADS, 1, 1), 0, tuple(params), early=True)
 
 
@@ -206,7 +210,7 @@ def _tile_options(chosen: Tiling, partial: Sequence[str], most: int) -> tuple[st
     return _options(values)
 
 
-def _steps(call: Call, number: int, partial: Sequence[str], parts: dict[str, int]) -> dict[str, int]:
+def _steps(call: LanedPass, number: int, partial: Sequence[str], parts: dict[str, int]) -> dict[str, int]:
     """Of an axis; those that a gradient of `partial` is summed over number its parts, of which `parts` counts those so far."""
     steps = {place: call.step(place, number) for place in ("ct", *call.reads, *("d" + s for s in call.grads), "column")}
     for slot in partial:
@@ -216,12 +220,12 @@ def _steps(call: Call, number: int, partial: Sequence[str], parts: dict[str, int
     return steps
 
 
-def _axes_text(call: Call, rows: Rows) -> str:
+def _axes_text(call: LanedPass, rows: Rows) -> str:
     found = [_axis(axis.size, _steps(call, number, (), {})) for axis, number in rows]
     return ",".join(found) or _axis(1, {})
 
 
-def _axes_of_vectors(axes: tuple[Axis, ...], reads: Sequence[str], vec: int) -> str:
+def _axes_of_vectors(axes: tuple[BroadcastAxes, ...], reads: Sequence[str], vec: int) -> str:
     """The axes as a kernel that goes vector by vector is told them: the last one has as many steps as vectors."""
     texts = []
     for i, axis in enumerate(axes):
@@ -236,7 +240,7 @@ def _axes_of_vectors(axes: tuple[Axis, ...], reads: Sequence[str], vec: int) -> 
 def _flat(
     kind: int,
     entry: str,
-    axes: tuple[Axis, ...],
+    axes: tuple[BroadcastAxes, ...],
     reads: Sequence[str],
     dtype: str,
     params: tuple[tuple[str, int], ...],
@@ -258,7 +262,7 @@ def _flat(
         "ITEMS": items,
         "W_ONE": int(w_one),
     }
-    blocks = parts_of(units, THREADS * items)
+    blocks = ceil_div(units, THREADS * items)
     if blocks > GRID_X:
         raise ArgumentError(f"lerp: got {elements} elements, more than a grid of {GRID_X} blocks takes")
     launch = Launch(entry, (blocks, 1, 1), (THREADS, 1, 1), 0, params, early=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .axes import ITEM_BYTES, SLOTS, Axis, accumulator, parts_of, power_of_2, powers_of_2, round_up, vector
+from .axes import ITEM_BYTES, SLOTS, BroadcastAxes, accumulator, ceil_div, power_of_2, powers_of_2, round_up, vector
 
 WARP = 32
 THREADS = 256  # at most, of a block: a few blocks a multiprocessor, so that one works while another waits at a barrier
@@ -40,10 +40,10 @@ BUSY = 0.5  # share of threads with work below which time is lost
 
 
 @dataclass(frozen=True)
-class Call:
+class LanedPass:
     """One pass, and how many lanes along the last axis it is done with."""
 
-    axes: tuple[Axis, ...]
+    axes: tuple[BroadcastAxes, ...]
     grads: tuple[str, ...]
     reads: tuple[str, ...]
     dtype: str
@@ -77,16 +77,16 @@ class Call:
         return ITEM_BYTES[self.dtype] * (self.elements + sum(self.sizes[s] for s in (*self.reads, *self.grads)))
 
     @functools.cached_property
-    def rows(self) -> tuple[tuple[Axis, int], ...]:
+    def rows(self) -> tuple[tuple[BroadcastAxes, int], ...]:
         """The axes beside the lanes, each with its number: what is left of the last one is one of them."""
         last = len(self.axes) - 1
-        rows = [(Axis(self.row_size(i), axis.slots), i) for i, axis in enumerate(self.axes)]
+        rows = [(BroadcastAxes(self.row_size(i), axis.slots), i) for i, axis in enumerate(self.axes)]
         return tuple(rows if rows[last][0].size > 1 else rows[:last])
 
     def row_size(self, number: int) -> int:
         """Of an axis as one of the rows'."""
         size = self.axes[number].size
-        return parts_of(size, self.vec * self.lanes) if number == len(self.axes) - 1 else size
+        return ceil_div(size, self.vec * self.lanes) if number == len(self.axes) - 1 else size
 
     def step(self, place: str, number: int) -> int:
         """What one step along a row's axis adds to the place in an array that is not partial."""
@@ -101,14 +101,14 @@ class Call:
         return chunk * math.prod(inner)
 
 
-Rows = tuple[tuple[Axis, int], ...]
+Rows = tuple[tuple[BroadcastAxes, int], ...]
 
 
 @dataclass(frozen=True)
 class Tiling:
     """One way to do a pass: see FL_KIND 2 in lerp.cu."""
 
-    call: Call
+    call: LanedPass
     grid: Rows
     p: Rows
     q: Rows
@@ -142,7 +142,7 @@ class Tiling:
 
     @functools.cached_property
     def p_tiles(self) -> int:
-        return parts_of(self.p_size, self.p_span)
+        return ceil_div(self.p_size, self.p_span)
 
     @functools.cached_property
     def q_step(self) -> int:
@@ -150,11 +150,11 @@ class Tiling:
 
     @functools.cached_property
     def q_span(self) -> int:
-        return round_up(parts_of(self.q_size, self.q_tiles_asked), self.q_step)
+        return round_up(ceil_div(self.q_size, self.q_tiles_asked), self.q_step)
 
     @functools.cached_property
     def q_tiles(self) -> int:
-        return parts_of(self.q_size, self.q_span)
+        return ceil_div(self.q_size, self.q_span)
 
     @functools.cached_property
     def blocks(self) -> int:
@@ -189,12 +189,12 @@ class Tiling:
         """Steps along q between two barriers: as many as the shared memory takes, and one at least."""
         if not self.step_bytes:
             return 1
-        return max(1, min(STAGE_BYTES // self.step_bytes, parts_of(self.q_span, self.rows_q)))
+        return max(1, min(STAGE_BYTES // self.step_bytes, ceil_div(self.q_span, self.rows_q)))
 
 
-def tilings(call: Call) -> Iterator[Tiling]:
+def tilings(call: LanedPass) -> Iterator[Tiling]:
     """What is tried: rows that look alike to all gradients go together, as p, as q or over the grid."""
-    classes: dict[frozenset[str], list[tuple[Axis, int]]] = {}
+    classes: dict[frozenset[str], list[tuple[BroadcastAxes, int]]] = {}
     for axis, number in call.rows:
         classes.setdefault(axis.slots.intersection(call.grads), []).append((axis, number))
     groups = [tuple(rows) for rows in classes.values()]
@@ -204,7 +204,7 @@ def tilings(call: Call) -> Iterator[Tiling]:
             yield from _with_splits(Tiling(call, grid, p, q, rows_p, rows_q, 1))
 
 
-def _vectors(call: Call) -> int:
+def _vectors(call: LanedPass) -> int:
     """Rows, along p and q together, of which a thread loads a vector before it uses the first."""
     streams = 1 + (2 if "w" in call.grads else 0)
     streams += 1 if "w" in call.reads and 2 * call.sizes["w"] > call.elements else 0
@@ -212,14 +212,14 @@ def _vectors(call: Call) -> int:
     return max(1, IN_FLIGHT // power_of_2(streams)) * (2 if call.vec * ITEM_BYTES[call.dtype] <= 8 else 1)
 
 
-def _rows_of_thread(call: Call, p: Rows, q: Rows) -> Iterator[tuple[int, int]]:
+def _rows_of_thread(call: LanedPass, p: Rows, q: Rows) -> Iterator[tuple[int, int]]:
     """How many rows along p and along q a thread may take at once."""
     vectors = _vectors(call)
     for rows_p in powers_of_2(vectors) if p else (1,):
         ty = _threads_y(call.lanes, size_of(p or q))
         if rows_p > 1 and rows_p * ty >= 2 * size_of(p):
             break
-        yield rows_p, min(vectors // rows_p, power_of_2(size_of(q) if p else parts_of(size_of(q), ty)))
+        yield rows_p, min(vectors // rows_p, power_of_2(size_of(q) if p else ceil_div(size_of(q), ty)))
 
 
 def _with_splits(whole: Tiling) -> Iterator[Tiling]:
@@ -269,7 +269,7 @@ def cost(tiling: Tiling) -> float:
             time += PASSED_ON_SHARE * base
         if (parts := tiling.parts(slot)) > 1:
             one = PartSum(parts, call.sizes[slot])
-            rounds.append(parts_of(parts * one.width, THREADS * PARTS_OF_A_THREAD))
+            rounds.append(ceil_div(parts * one.width, THREADS * PARTS_OF_A_THREAD))
             time += 2 * ITEM_BYTES[accumulator(call.dtype)] * parts * call.sizes[slot]
     return time + SUM_BYTES * (len(rounds) > 1) + SUM_ROUND_BYTES * max(rounds)
 
@@ -302,5 +302,5 @@ class PartSum:
     @property
     def width(self) -> int:
         """Threads of a block along a row of parts: as many of its threads as parts or columns leave idle otherwise serve the other."""
-        height = min(THREADS, power_of_2(parts_of(self.parts, PARTS_OF_A_THREAD)))
+        height = min(THREADS, power_of_2(ceil_div(self.parts, PARTS_OF_A_THREAD)))
         return min(THREADS // height, power_of_2(self.size))

@@ -28,7 +28,7 @@ def free(rank: int, contracted: Sequence[int], batch: Sequence[int]) -> tuple[in
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductAxes:
     """The sizes of a product. The result has the axes of the batch, then `rows`, then `columns`.
 
     Attributes: `batch`, `rows` (free in a), `columns` (free in b), `inner` (contracted), each the sizes of its axes.
@@ -40,7 +40,7 @@ class Product:
     inner: tuple[int, ...]
 
     @classmethod
-    def of(cls, a: Sequence[int], b: Sequence[int], dimensions: Dimensions) -> Product:
+    def of(cls, a: Sequence[int], b: Sequence[int], dimensions: Dimensions) -> ProductAxes:
         """From the shapes of both operands."""
         (lc, rc), (lb, rb) = dimensions
         rows, columns = free(len(a), lc, lb), free(len(b), rc, rb)

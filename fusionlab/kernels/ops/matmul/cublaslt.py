@@ -23,7 +23,7 @@ from ...launch.plans import plan_name
 from ..gemm_epilogue import reference as unbatched
 from ..gemm_epilogue.cublaslt import aux_pitch, compute_of, epilogue_name, saved_array
 from . import reference, support
-from .axes import Product, Stored
+from .axes import ProductAxes, Stored
 
 Array = Any
 
@@ -52,7 +52,7 @@ def forward(
 
     Where its epilogue cannot write what is kept for the backward, the call makes h, and what follows is jnp code.
     """
-    sizes = Product.of(a.shape, b.shape, dimensions)
+    sizes = ProductAxes.of(a.shape, b.shape, dimensions)
     call = functools.partial(_called, a, b, bias, sizes, device, dimensions=dimensions, **attrs)
     if not residuals or activation == "none":
         return call(activation, out, False)
@@ -62,13 +62,13 @@ def forward(
     return reference.epilogue(h, None, True, alpha=1.0, beta=1.0, activation=activation, out=out)
 
 
-def _keeps(sizes: Product, activation: str, out: str, product: str) -> bool:
+def _keeps(sizes: ProductAxes, activation: str, out: str, product: str) -> bool:
     """Whether an epilogue writes what the backward reads: of one matrix, in the dtype of h, and for GELU of columns in eights."""
     batch, _rows, columns, _inner = sizes.sizes
     return batch == 1 and out == product and (activation == "relu" or columns % 8 == 0)
 
 
-def _is_in_epilogue(bias: Array | None, beta: float, sizes: Product) -> bool:
+def _is_in_epilogue(bias: Array | None, beta: float, sizes: ProductAxes) -> bool:
     """Whether cuBLASLt adds the bias itself: one entry for each column of the result, and no factor."""
     return bias is not None and beta == 1.0 and sizes.bias(bias.shape) in ("columns", "nothing")
 
@@ -77,7 +77,7 @@ def _called(
     a: Array,
     b: Array,
     bias: Array | None,
-    sizes: Product,
+    sizes: ProductAxes,
     device: Device,
     activation: str,
     out: str,
@@ -103,7 +103,7 @@ def _called(
     return [made[0], *(one.reshape(sizes.result) for one in made[1:])]
 
 
-def _bias(bias: Array, sizes: Product, out: str, in_epilogue: bool) -> Array:
+def _bias(bias: Array, sizes: ProductAxes, out: str, in_epilogue: bool) -> Array:
     _, _, columns, _ = sizes.sizes
     if in_epilogue:
         return jnp.broadcast_to(bias.reshape(-1), (columns,)).astype(out)
@@ -112,7 +112,7 @@ def _bias(bias: Array, sizes: Product, out: str, in_epilogue: bool) -> Array:
 
 def product_plan(
     operands: Mapping[str, Any],
-    sizes: Product,
+    sizes: ProductAxes,
     device: Device,
     *,
     dimensions: Any,

@@ -8,7 +8,7 @@ from typing import Any
 from ....device import Device
 from ..gemm_epilogue import cuda as beside
 from . import reference, support
-from .axes import Product
+from .axes import ProductAxes
 
 Array = Any
 
@@ -26,7 +26,7 @@ def forward(
 ) -> list[Array]:
     """[out], and the activation's residual if asked for and if it has one."""
     h = reference.product(a, b, **attrs)
-    shape, (_, _, columns, _) = h.shape, Product.of(a.shape, b.shape, attrs["dimensions"]).sizes
+    shape, (_, _, columns, _) = h.shape, ProductAxes.of(a.shape, b.shape, attrs["dimensions"]).sizes
     h = h.reshape(-1, columns)
     vector = None if bias is None else bias.reshape(-1)
     saves = beside.saves_of(activation, packed=False) if residuals else "none"

@@ -11,14 +11,14 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ....graph.canonical.fused_nodes import Form
+from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_size, canonical_precision, with_rank
 from ...op.implementation import Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS
 from . import cublaslt, cuda, reference, routes
-from .axes import Dimensions, Product, canonical, free
+from .axes import Dimensions, ProductAxes, canonical, free
 
 Array = Any
 
@@ -88,7 +88,7 @@ class Matmul(Op):
         full["precision"] = canonical_precision(full["precision"])
         present, full["bias_axes"] = dict(given), ()
         if "bias" in given:
-            result = Product.of(a.shape, b.shape, full["dimensions"]).result
+            result = ProductAxes.of(a.shape, b.shape, full["dimensions"]).result
             present["bias"] = _bias(given["bias"], result)
             full["bias_axes"] = tuple(n == m for n, m in zip(present["bias"].shape, result, strict=True))
         full["dtypes"] = tuple((slot, np.dtype(one.dtype).name) for slot, one in present.items())
@@ -145,12 +145,12 @@ class Matmul(Op):
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return routes.case(shapes, **attrs) if role == "call" else None
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Form:
+    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         """A batch "b", rows "m", contracted "k", columns "n"."""
         labels = _labels(len(shapes["a"]), len(shapes["b"]), attrs["dimensions"])
         traits = tuple((name, attrs[name]) for name in ("activation", "product", "out"))
         numbers = (("alpha", attrs["alpha"]), ("beta", attrs["beta"]))
-        return Form(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits, numbers)
+        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits, numbers)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         (_, _), (lb, _) = attrs["dimensions"]

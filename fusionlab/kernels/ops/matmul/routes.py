@@ -17,7 +17,7 @@ from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
 from ...op.implementation import ChoiceKind
 from ..gemm_epilogue.cublaslt import compute_of
 from . import support
-from .axes import Product
+from .axes import ProductAxes
 from .support import Reason
 
 SIZES = ("batch", "rows", "columns", "inner")
@@ -138,7 +138,7 @@ def case(
     **_: Any,
 ) -> str:
     """The product as text: all that its speed hangs on."""
-    sizes = Product.of(shapes["a"].shape, shapes["b"].shape, dimensions)
+    sizes = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, dimensions)
     dtype = np.dtype(shapes["a"].dtype).name
     sides = [None if one is None else one.transposed for one in support.layouts(shapes, dimensions)]
     content: dict[str, Any] = {

@@ -18,7 +18,7 @@ from ...launch.compile import refuses_device as refuses_compiled
 from ...op.arrays import names_algorithm, precisions
 from ..gemm_epilogue.cublaslt import compute_of
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from .axes import Product, Stored, free, stored
+from .axes import ProductAxes, Stored, free, stored
 
 Array = Any
 
@@ -154,7 +154,7 @@ def _behind(
     if alpha != 1.0 or beta != 1.0:
         return Reason("scale", f"factors of {alpha:g} and {beta:g}: its kernels have none")
     if "bias" in shapes:
-        along = Product.of(shapes["a"].shape, shapes["b"].shape, dimensions).bias(shapes["bias"].shape)
+        along = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, dimensions).bias(shapes["bias"].shape)
         if along != "columns":
             return Reason("bias", f"a bias along {along}: its kernels add one along the columns")
         dtype = np.dtype(shapes["bias"].dtype).name

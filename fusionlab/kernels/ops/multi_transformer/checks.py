@@ -24,7 +24,7 @@ OF_ATTENTION = (*SHARED[1:], *PER_LAYER[:12], "cache_k", "cache_v")
 
 
 @dataclass(frozen=True)
-class Sizes:
+class LayerSizes:
     """The lengths of the axes of a call, by the letters of layer.py; `past` is what the caches hold along the sequence."""
 
     b: int
@@ -179,12 +179,12 @@ def _unread(slot: str, full: Mapping[str, Any]) -> str | None:
 # Shapes.
 
 
-def _sizes_without_heads(x: tuple[int, ...]) -> Sizes:
+def _sizes_without_heads(x: tuple[int, ...]) -> LayerSizes:
     """Of a feed-forward alone."""
     b, s, e = x
     if min(s, e) < 1:
         raise refused(f"x has shape {x}; needed at least one token and feature")
-    return Sizes(b, s, e, 1, 1, 1, 0)
+    return LayerSizes(b, s, e, 1, 1, 1, 0)
 
 
 def _past(given: Mapping[str, Any], full: Mapping[str, Any]) -> int:
@@ -197,7 +197,7 @@ def _past(given: Mapping[str, Any], full: Mapping[str, Any]) -> int:
     return cache[full["cache_layout"].index("S")]
 
 
-def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
+def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> LayerSizes:
     x = tuple(given["x"].shape)
     if len(x) != 3:
         raise refused(f"x has shape {x}, rank {len(x)}; needed rank 3, [B, S, E]")
@@ -217,7 +217,7 @@ def _sizes(given: Mapping[str, Any], full: Mapping[str, Any]) -> Sizes:
     if h % g:
         raise refused(f"{g} key heads and {h} heads; needed a number of key heads that divides the heads")
     past = _past(given, full)
-    sizes = Sizes(*x, h, g, d, past)
+    sizes = LayerSizes(*x, h, g, d, past)
     if full["cache"] in ("write", "prefill") and sizes.s > past:
         raise refused(
             f"x has {sizes.s} tokens, and the caches hold {past}; needed caches that hold them: make them longer"
@@ -252,7 +252,7 @@ def _check_mask(shape: tuple[int, ...], scores: tuple[int, int, int, int]) -> No
         )
 
 
-def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes) -> None:
+def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: LayerSizes) -> None:
     b, s, h, t = sizes.b, sizes.s, sizes.h, sizes.seen(full["cache"])
     if "mask" in given:
         _check_mask(tuple(given["mask"].shape), (b, h, s, t))
@@ -267,7 +267,7 @@ def _check_shared(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Size
             _check_rotary(name, given, 2 * full["rotary"], sizes)
 
 
-def _check_rotary(name: str, given: Mapping[str, Any], pieces: int, sizes: Sizes) -> None:
+def _check_rotary(name: str, given: Mapping[str, Any], pieces: int, sizes: LayerSizes) -> None:
     """Of a table for the turns of so many pieces of a head."""
     b, s, shape = sizes.b, sizes.s, tuple(given[name].shape)
     fits = len(shape) in (2, 3) and shape[-2] == s and 0 < shape[-1] <= sizes.d and shape[-1] % pieces == 0
@@ -278,7 +278,7 @@ def _check_rotary(name: str, given: Mapping[str, Any], pieces: int, sizes: Sizes
         )
 
 
-def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes, i: int) -> None:
+def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: LayerSizes, i: int) -> None:
     up = given[f"up.{i}"].shape if full["part"] != "attention" else ()
     f = up[-1] if len(up) == 2 else 0
     for slot, needed in _needed_shapes(full, sizes, f).items():
@@ -287,7 +287,7 @@ def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Sizes
             raise refused(f"{slot}.{i} has shape {tuple(a.shape)}, needed {needed}{_letters(slot, full)}")
 
 
-def _needed_shapes(full: Mapping[str, Any], z: Sizes, f: int) -> dict[str, tuple[int, ...]]:
+def _needed_shapes(full: Mapping[str, Any], z: LayerSizes, f: int) -> dict[str, tuple[int, ...]]:
     e, h, g, d = z.e, z.h, z.g, z.d
     projections = {
         "separate": ((), ()),

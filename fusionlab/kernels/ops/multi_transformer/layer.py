@@ -36,7 +36,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Form:
+class LayerForm:
     """The attributes that say what is computed; see `multi_transformer`."""
 
     layers: int
@@ -62,7 +62,7 @@ class Form:
     part: str | None
 
     @classmethod
-    def of(cls, attrs: Mapping[str, Any]) -> Form:
+    def of(cls, attrs: Mapping[str, Any]) -> LayerForm:
         return cls(**{f.name: attrs[f.name] for f in fields(cls)})
 
     @property
@@ -85,12 +85,12 @@ def forward_by(pieces: Pieces) -> Callable[..., list[Array]]:
 
     def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
         given = {name: everything.pop(name) for name in present}
-        return row_of_layers(pieces, given, Form.of(everything))
+        return row_of_layers(pieces, given, LayerForm.of(everything))
 
     return forward
 
 
-def row_of_layers(pieces: Pieces, given: Mapping[str, Array], form: Form) -> list[Array]:
+def row_of_layers(pieces: Pieces, given: Mapping[str, Array], form: LayerForm) -> list[Array]:
     """[y], and the keys and values of each layer where they are given back."""
     x = given["x"]
     sight = _sight(given, form)
@@ -104,7 +104,7 @@ def row_of_layers(pieces: Pieces, given: Mapping[str, Array], form: Form) -> lis
     return [x, *(results if form.cache is not None or form.gives_keys else ())]
 
 
-def _layer(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> tuple[Array, list[Array]]:
+def _layer(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
     norm1, norm2 = (functools.partial(_norm, pieces, w=w, form=form, number=n) for n in (1, 2))
     attended, keys = _attend(pieces, norm1(x) if form.pre_norm else x, w, sight, form)
     if form.pre_norm:
@@ -114,14 +114,14 @@ def _layer(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> tu
     return norm2(a + _feed_forward(pieces, a, w, form)), keys
 
 
-def _part(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> tuple[Array, list[Array]]:
+def _part(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
     """The attention or the feed-forward, behind its norm where that comes first."""
     number = 1 if form.part == "attention" else 2
     h = _norm(pieces, x, w, form, number) if form.pre_norm else x
     return _attend(pieces, h, w, sight, form) if number == 1 else (_feed_forward(pieces, h, w, form), [])
 
 
-def _norm(pieces: Pieces, x: Array, w: Weights, form: Form, number: int) -> Array:
+def _norm(pieces: Pieces, x: Array, w: Weights, form: LayerForm, number: int) -> Array:
     epsilon = form.epsilons[number - 1]
     if epsilon is None:
         return x
@@ -138,7 +138,13 @@ def _narrow(parameter: Array | None, dtype: Any) -> Array | None:
 
 
 def _linear(
-    pieces: Pieces, x: Array, w: Weights, slot: str, form: Form, activation: str = "none", contract: int | None = None
+    pieces: Pieces,
+    x: Array,
+    w: Weights,
+    slot: str,
+    form: LayerForm,
+    activation: str = "none",
+    contract: int | None = None,
 ) -> Array:
     """x @ w[slot] + its bias, the weight as a matrix: [in, out], or [out, in] where it is turned (`contract` 1)."""
     bias = w.get(f"{slot}_bias")
@@ -153,7 +159,7 @@ def _matrix(weight: Array, summed: int, contract: int) -> Array:
     return weight.reshape((-1, summed) if contract else (summed, -1))
 
 
-def _feed_forward(pieces: Pieces, x: Array, w: Weights, form: Form) -> Array:
+def _feed_forward(pieces: Pieces, x: Array, w: Weights, form: LayerForm) -> Array:
     linear = functools.partial(_linear, pieces, x, w, form=form)
     alike = ("gate" in form.turned) == ("up" in form.turned)
     if not form.gated:
@@ -170,7 +176,7 @@ def _feed_forward(pieces: Pieces, x: Array, w: Weights, form: Form) -> Array:
 # Attention.
 
 
-def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> tuple[Array, list[Array]]:
+def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
     """What the attention adds to x, and the layer's keys and values as they are given back."""
     q, k, v = _queries_keys_values(pieces, x, w, form)
     if form.rotary is not None:
@@ -199,7 +205,7 @@ def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: Form) -> t
     return _linear(pieces, merged, w, "out", form), [kept_k, kept_v]
 
 
-def _queries_keys_values(pieces: Pieces, x: Array, w: Weights, form: Form) -> tuple[Array, Array, Array]:
+def _queries_keys_values(pieces: Pieces, x: Array, w: Weights, form: LayerForm) -> tuple[Array, Array, Array]:
     """Each [B, S, its heads, D]. Weights are read as they lie: what reshapes there are move nothing."""
     linear, lead, size = functools.partial(_linear, pieces, x, w, form=form), x.shape[:2], form.head_size
     if form.qkv == "separate":
@@ -236,7 +242,7 @@ def rotated(a: Array, cos: Array, sin: Array, parts: int) -> Array:
 # Caches, and who sees what of them.
 
 
-def _with_cache(own: Array, cache: Array | None, step: Array | None, form: Form) -> tuple[Array, Array]:
+def _with_cache(own: Array, cache: Array | None, step: Array | None, form: LayerForm) -> tuple[Array, Array]:
     """(what is attended to, what is given back): keys or values in the caches' layout."""
     if form.cache is None or cache is None:
         return own, own
@@ -258,7 +264,7 @@ def _written(cache: Array, new: Array, step: Any, axis: int) -> Array:
     return lax.dynamic_update_slice(cache, new, starts, allow_negative_indices=False)
 
 
-def _sight(given: Mapping[str, Array], form: Form) -> Sight:
+def _sight(given: Mapping[str, Array], form: LayerForm) -> Sight:
     """What mask, lengths and causality leave to be seen; positions count from the first key that is attended to."""
     mask = given.get("mask")
     whole = form.cache in (None, "prefill")  # then the queries are the keys, and the attention knows what causal means
@@ -271,7 +277,7 @@ def _sight(given: Mapping[str, Array], form: Form) -> Sight:
     return Sight(None, mask if hidden is None else mask & hidden, is_causal)
 
 
-def _by_position(given: Mapping[str, Array], form: Form, causal: bool) -> Array | None:
+def _by_position(given: Mapping[str, Array], form: LayerForm, causal: bool) -> Array | None:
     """True where a key is seen for where it stands, [1|B, 1, 1|S, T]; None where all are."""
     lengths = given.get("lengths")
     if not causal and lengths is None:

@@ -21,11 +21,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..reference import Form, near, rounded, statistics, statistics_dtype, through_softcap, weigh
+from ..reference import AttentionNumbers, near, rounded, statistics, statistics_dtype, through_softcap, weigh
 from .blocks import (
     Broadcast,
     Corner,
-    Cut,
+    GroupOperands,
     add_keys,
     divisor,
     heads,
@@ -91,7 +91,7 @@ def forward(
     **attrs: Any,
 ) -> list[Array]:
     """[out], and the rows' statistics if asked for."""
-    form = Form.of(attrs)
+    form = AttentionNumbers.of(attrs)
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
     q, form = _scaled(query, form)
@@ -103,7 +103,7 @@ def forward(
 
     def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
         (q, k, v), entries = operands
-        cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
+        cut = GroupOperands(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
         kept = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in statistics(saves))
         results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *kept
@@ -145,7 +145,7 @@ def cotangent(
     **attrs: Any,
 ) -> list[Array]:
     """The gradients wanted, in order; each block of probabilities is recomputed from the rows' statistics."""
-    form = Form.of(attrs)
+    form = AttentionNumbers.of(attrs)
     query, key = saved["query"], saved["key"]
     t, s = query.shape[-3], key.shape[-3]
     wide = statistics_dtype(query.dtype)
@@ -164,7 +164,7 @@ def cotangent(
 
     def some_heads(shared: dict[str, Array], operands: tuple) -> tuple[dict[str, Array], dict[str, Array]]:
         rows_of, all_keys, entries = operands
-        cut = Cut(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
+        cut = GroupOperands(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
         sums = _zero_sums(wanted, rows_of, s, form.group) | shared
         for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
@@ -184,7 +184,7 @@ def cotangent(
 
 
 def _backward_step(
-    all_keys: dict[str, Array], rows: int, cut: Cut, wanted: tuple[str, ...], form: Form
+    all_keys: dict[str, Array], rows: int, cut: GroupOperands, wanted: tuple[str, ...], form: AttentionNumbers
 ) -> Callable[..., dict[str, Array]]:
     """A step over one block of rows: adds to the sums of the gradients (transposed for key and value), and puts dquery."""
 
@@ -223,7 +223,7 @@ def _backward_step(
     return step
 
 
-def _scaled(query: Array, form: Form) -> tuple[Array, Form]:
+def _scaled(query: Array, form: AttentionNumbers) -> tuple[Array, AttentionNumbers]:
     """The query with the scale where that rounds nothing, and a form with what is left of it for the scores.
 
     A GPU multiplies in TF32: operands that it would take as they are, it would round once scaled, and a score of 1e3 by 0.5.
@@ -270,7 +270,9 @@ def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, i
         yield start, stop, min(stop, s)
 
 
-def _seen_from(first: Array, rows: int, by_key: tuple[Array, ...], form: Form) -> tuple[Corner, tuple[Array, ...]]:
+def _seen_from(
+    first: Array, rows: int, by_key: tuple[Array, ...], form: AttentionNumbers
+) -> tuple[Corner, tuple[Array, ...]]:
     """The keys, of those in `by_key` (axis 1), that a block of up to `rows` rows from row `first` on sees; with the block's corner."""
     if form.window is None:
         return Corner(first, jnp.zeros_like(first)), by_key
@@ -280,7 +282,9 @@ def _seen_from(first: Array, rows: int, by_key: tuple[Array, ...], form: Form) -
     return Corner(first, at), tuple(keys_from(a, at, keys) for a in by_key)
 
 
-def _scores(q: Array, k: Array, corner: Corner, cut: Cut, form: Form) -> tuple[Array, Array | None]:
+def _scores(
+    q: Array, k: Array, corner: Corner, cut: GroupOperands, form: AttentionNumbers
+) -> tuple[Array, Array | None]:
     """Scores of a block, and the tanh of the softcap."""
     scores, tanh = _by_key(q, _t(k), form) * form.scale, None
     if form.softcap is not None:
@@ -332,7 +336,7 @@ def _probabilities(scores: Array, part: Mapping[str, Array], sink: Array | None)
     return p * by_total, None if of_sink is None else of_sink * by_total
 
 
-def _seen(ds: Array, corner: Corner, cut: Cut, form: Form) -> Array:
+def _seen(ds: Array, corner: Corner, cut: GroupOperands, form: AttentionNumbers) -> Array:
     """0 where a row does not see a key: not even a NaN of the row's reaches that key's gradient."""
     mask = cut("mask", corner, ds.shape)
     if mask is not None:
@@ -340,13 +344,13 @@ def _seen(ds: Array, corner: Corner, cut: Cut, form: Form) -> Array:
     return jnp.where(near(ds.shape, form, *corner), ds, 0.0) if form.is_local else ds
 
 
-def _by_key(rows: Array, keys: Array, form: Form) -> Array:
+def _by_key(rows: Array, keys: Array, form: AttentionNumbers) -> Array:
     """rows @ keys, where `form.group` heads of rows meet one of keys: they are more rows to it."""
     a = rows.reshape(keys.shape[0], form.group * rows.shape[1], rows.shape[2])
     return jnp.matmul(a, keys, precision=form.precision).reshape(*rows.shape[:-1], keys.shape[-1])
 
 
-def _over_rows(a: Array, b: Array, form: Form) -> Array:
+def _over_rows(a: Array, b: Array, form: AttentionNumbers) -> Array:
     """a^T @ b, summed over the rows of all heads that share one of keys."""
     a, b = (x.reshape(x.shape[0] // form.group, form.group * x.shape[1], x.shape[2]) for x in (a, b))
     return jnp.matmul(_t(a), b, precision=form.precision)

@@ -62,7 +62,7 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
-class Cut:
+class GroupOperands:
     """Those operands of a call that broadcast, seen from one group of heads; `entry` is that of the group's first head.
 
     The gradient of one is "d_<slot>": where a batch shares the operand, it has entries for each of the batch.

@@ -29,7 +29,7 @@ from jax import lax
 
 from .....device import Device
 from ....op.arrays import is_explicitly_sharded
-from ..layouts import Sizes
+from ..layouts import AttentionSizes
 from ..own import backend as cuda
 from ..reference import ROUNDED_OFF
 from . import call as cudnn_call
@@ -84,7 +84,7 @@ def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str,
             dtype = np.dtype(shapes[slot].dtype).name
             if dtype not in DTYPES:
                 return f"{slot} has dtype {dtype}, cuDNN's fused attention takes {' and '.join(DTYPES)}"
-            features.add(Sizes.of(shapes[slot].shape, layout).features)
+            features.add(AttentionSizes.of(shapes[slot].shape, layout).features)
             if math.prod(shapes[slot].shape) == 0:
                 return f"{slot} has shape {tuple(shapes[slot].shape)}: there is nothing to compute"
     return _refuses_features(features, device)
@@ -159,7 +159,7 @@ def _refuses_window(
     beside = next((slot for slot in ("bias", "mask") if slot in present), None)
     if beside is not None:
         return f"a local window and a {beside}"
-    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    t, s = (AttentionSizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
     return None if t == s else f"a local window of {t} queries over {s} keys: needed as many"
 
 
@@ -168,7 +168,7 @@ def _refuses_mask(
 ) -> str | None:
     if "mask" not in attrs.get("present", ()):
         return None
-    t, s = (Sizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
+    t, s = (AttentionSizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
     if not is_of_keys(shapes["mask"].shape) and (t % 2 or s % 2):
         return f"a mask of {t} x {s} scores: cuDNN takes a bias with statistics for even lengths alone"
     if mask_value > LEAST_SEEN:
@@ -191,7 +191,7 @@ def _refuses_bias(shapes: Mapping[str, Any], layout: str, present: tuple[str, ..
     bias, query = shapes["bias"], shapes["query"]
     if np.dtype(bias.dtype) != np.dtype(query.dtype):
         return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"
-    t, s = (Sizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    t, s = (AttentionSizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
     if tuple(bias.shape[-2:]) != (t, s):
         return f"a bias of shape {tuple(bias.shape)}: cuDNN takes one with all {t} x {s} scores of a head"
     if len(bias.shape) > 4 and math.prod(bias.shape[:-3]) not in (1, math.prod(query.shape[:-3])):
@@ -269,7 +269,7 @@ def _by_mask(
     """By cuDNN where there is no mask, where it is lengths of which none is 0, and where it leaves every query a key."""
     if mask is None:
         return by_cudnn(None, None)
-    q = Sizes.of(query.shape, layout)
+    q = AttentionSizes.of(query.shape, layout)
     if not is_of_keys(mask.shape):
         hidden = _as_bias(mask, q, query.dtype)
         return lax.cond(_all_see(mask, q.length, is_causal), lambda: by_cudnn(None, hidden), by_cuda)
@@ -287,7 +287,7 @@ def _all_see(mask: Array, queries: int, is_causal: bool) -> Array:
     return jnp.all(jnp.any(mask, axis=-1))
 
 
-def _as_bias(mask: Array, q: Sizes, dtype: Any) -> Array:
+def _as_bias(mask: Array, q: AttentionSizes, dtype: Any) -> Array:
     """(1 or B) x (1 or N) x T x S: 0 where a key is seen, else 0.7 of the least number of the dtype, as jax.nn.dot_product_attention
     takes it; less would be infinite once a score is added."""
     *batch, heads, _queries, keys = mask.shape

@@ -21,10 +21,10 @@ from .....device import Device
 from ....launch.compile import why_missing
 from ....launch.ffi_call import launch
 from ....op.arrays import refuses_shardings
-from ..layouts import Sizes
+from ..layouts import AttentionSizes
 from ..reference import residual_names, statistics
 from . import tiles
-from .tiles import Attention, Strides
+from .tiles import Strides, TiledAttention
 
 Array = Any
 
@@ -60,7 +60,7 @@ def _refuses_operands(shapes: Mapping[str, Any], *, layout: str, precision: Any 
 
 def _refuses_heads(slot: str, a: Any, layout: str) -> str | None:
     """Why the kernels cannot read an operand with heads, or None."""
-    dtype, size = np.dtype(a.dtype).name, Sizes.of(a.shape, layout)
+    dtype, size = np.dtype(a.dtype).name, AttentionSizes.of(a.shape, layout)
     if dtype not in tiles.CODES:
         return f"{slot} has dtype {dtype}, there are kernels for {', '.join(tiles.CODES)}"
     if math.prod(a.shape) == 0:
@@ -78,8 +78,8 @@ def _refuses_dropout(shapes: Mapping[str, Any], layout: str, drawn: tuple[int, .
     """Why the kernels cannot draw factors of this shape, or None."""
     if drawn is None or "query" not in shapes or "key" not in shapes:
         return None
-    q = Sizes.of(shapes["query"].shape, layout)
-    rows = q.length, Sizes.of(shapes["key"].shape, layout).length
+    q = AttentionSizes.of(shapes["query"].shape, layout)
+    rows = q.length, AttentionSizes.of(shapes["key"].shape, layout).length
     if drawn[-2:] != rows or (drawn[:-3] != q.batch and math.prod(drawn[:-3]) != 1):
         return f"a dropout mask of the shape {drawn}: needed one drawn for every query and key, and for all batch axes or none"
     return None
@@ -132,7 +132,7 @@ def forward(
     **attrs: Any,
 ) -> list[Array]:
     """[out], and the rows' statistics if asked for."""
-    sizes = Sizes.of(query.shape, layout)
+    sizes = AttentionSizes.of(query.shape, layout)
     optional = {"bias": bias, "mask": mask, "factors": factors, "dropout_key": dropout_key}
     call, operands = _described({"query": query, "key": key, "value": value, **optional}, layout, attrs)
     shape = sizes._replace(features=value.shape[-1]).shape(layout)
@@ -206,11 +206,11 @@ def _tf32(x: Array) -> Array:
 
 def _described(
     given: Mapping[str, Any], layout: str, attrs: Mapping[str, Any], value_shape: tuple[int, ...] | None = None
-) -> tuple[Attention, list[Array]]:
+) -> tuple[TiledAttention, list[Array]]:
     """The call as the kernels see it, and its operands."""
     query, key, value = (given[n] for n in ("query", "key", "value"))
-    q, k = Sizes.of(query.shape, layout), Sizes.of(key.shape, layout)
-    v = Sizes.of(value_shape or value.shape, layout)
+    q, k = AttentionSizes.of(query.shape, layout), AttentionSizes.of(key.shape, layout)
+    v = AttentionSizes.of(value_shape or value.shape, layout)
     arrays, scores = [query, key, value], {}
     for slot in ("bias", "mask", "factors"):
         if given[slot] is not None:
@@ -220,7 +220,7 @@ def _described(
     if by_key:
         arrays.append(given["dropout_key"])
         drawn = {"dropout": _score_strides(attrs["dropout_shape"]), "keep": attrs["keep"]}
-    call = Attention(
+    call = TiledAttention(
         dtype=np.dtype(query.dtype).name,
         batch=math.prod(q.batch),
         heads=q.heads,
@@ -246,7 +246,7 @@ def _described(
     return call, arrays
 
 
-def _strides(sizes: Sizes, layout: str) -> Strides:
+def _strides(sizes: AttentionSizes, layout: str) -> Strides:
     """(batch, head, row), in elements."""
     row = sizes.features * (sizes.heads if layout == "BTNH" else 1)
     head = sizes.features * (1 if layout == "BTNH" else sizes.length)

@@ -11,11 +11,11 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ....launch.compile import ARCHS, Source
+from ....launch.compile import ARCHS, CudaSource
 from ....launch.kernel_plan import KernelPlan, Launch
 from ..reference import ROUNDED_OFF, statistics
 
-SOURCE = Source(
+SOURCE = CudaSource(
     "dot_product_attention/own/attention.cu",
     ("attention_forward", "attention_query", "attention_keys"),
     tuple(a for a in ARCHS if a != "sm_75"),
@@ -31,7 +31,7 @@ Strides = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Attention:
+class TiledAttention:
     """A call, as the kernels see it.
 
     Attributes:
@@ -119,7 +119,7 @@ def keys_tiles(dtype: str, features: int, reads_scores: bool) -> Tiles:
     return Tiles(1, 4, 32)
 
 
-def forward_plan(call: Attention, saves: str | None) -> KernelPlan:
+def forward_plan(call: TiledAttention, saves: str | None) -> KernelPlan:
     """Operands query, key, value[, bias][, mask][, factors]; results out and what `saves` names ("logsumexp": one float32 array, batch x
     heads x queries; "max_and_log_sum": two of them; None: none; with what out was rounded by: an array like it)."""
     stats = _statistics(saves)
@@ -136,7 +136,7 @@ def forward_plan(call: Attention, saves: str | None) -> KernelPlan:
     return KernelPlan(SOURCE.path, _options(call, tiles, FORWARD=1, STATS=stats, ROUNDED=int(rounded)), (launch,))
 
 
-def query_plan(call: Attention, saves: str) -> KernelPlan:
+def query_plan(call: TiledAttention, saves: str) -> KernelPlan:
     """The gradient of the query, laid out as it is.
 
     Operands query, key, value[, bias][, mask][, factors], the statistics that `saves` names, delta (float32, batch x heads x queries: the
@@ -152,14 +152,14 @@ def query_plan(call: Attention, saves: str) -> KernelPlan:
     return KernelPlan(SOURCE.path, options, (launch,))
 
 
-def together(call: Attention, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
+def together(call: TiledAttention, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The gradients of key and value that one launch makes: for float32 of many features the sums of both would not fit in registers."""
     if call.dtype == "float32" and max(call.features, call.value_features) > 64:
         return [(one,) for one in wanted]
     return [wanted] if wanted else []
 
 
-def keys_plan(call: Attention, saves: str, *, key: bool = True, value: bool = True) -> KernelPlan:
+def keys_plan(call: TiledAttention, saves: str, *, key: bool = True, value: bool = True) -> KernelPlan:
     """The gradients of key and value, those wanted, laid out as they are. Operands as for `query_plan`."""
     tiles = keys_tiles(*_kind(call))
     shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
@@ -172,7 +172,7 @@ def keys_plan(call: Attention, saves: str, *, key: bool = True, value: bool = Tr
     return KernelPlan(SOURCE.path, options, (launch,))
 
 
-def _saved(call: Attention, saves: str) -> tuple[tuple[str, int], ...]:
+def _saved(call: TiledAttention, saves: str) -> tuple[tuple[str, int], ...]:
     first = 3 + sum(map(bool, (call.bias, call.mask, call.dropout or call.factors)))
     stats = _statistics(saves)
     saved = [("operand", first), ("operand", first + 1) if stats == 2 else ("null", 0)]
@@ -180,7 +180,7 @@ def _saved(call: Attention, saves: str) -> tuple[tuple[str, int], ...]:
     return (*(("operand", i) for i in range(3)), *_optional(call, 3), *saved)
 
 
-def _kind(call: Attention) -> tuple[str, int, bool]:
+def _kind(call: TiledAttention) -> tuple[str, int, bool]:
     """What tiles hang on."""
     reads = call.bias or call.mask or call.factors or call.dropout or call.softcap is not None
     return call.dtype, max(call.features, call.value_features), bool(reads)
@@ -190,7 +190,7 @@ def _statistics(saves: str | None) -> int:
     return 0 if saves is None else len(statistics(saves))
 
 
-def _optional(call: Attention, first: int) -> tuple[tuple[str, int], ...]:
+def _optional(call: TiledAttention, first: int) -> tuple[tuple[str, int], ...]:
     """Addresses of bias, mask and factors: operands from number `first` on, those that there are."""
     params = []
     for one in (call.bias, call.mask, call.dropout or call.factors):
@@ -199,7 +199,7 @@ def _optional(call: Attention, first: int) -> tuple[tuple[str, int], ...]:
     return tuple(params)
 
 
-def _geometry(call: Attention) -> tuple[tuple[str, int], ...]:
+def _geometry(call: TiledAttention) -> tuple[tuple[str, int], ...]:
     none = ("", (0, 0, 0, 0))
     sizes = (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))
     rows = (*call.query, *call.key, *call.value, *call.out)
@@ -217,7 +217,7 @@ def _bits(x: float) -> int:
     return int.from_bytes(struct.pack("<f", clipped), "little", signed=True)
 
 
-def _bytes(call: Attention, features: int, rows: int) -> int:
+def _bytes(call: TiledAttention, features: int, rows: int) -> int:
     """Of that many rows in shared memory: `Tile::bytes`."""
     per_word = 16 // _BYTES[call.dtype]
     words = _parts(features, 16) * 16 // per_word
@@ -225,7 +225,7 @@ def _bytes(call: Attention, features: int, rows: int) -> int:
     return rows * (words if swizzled else words + 1) * 16
 
 
-def _options(call: Attention, tiles: Tiles, **more: int) -> tuple[str, ...]:
+def _options(call: TiledAttention, tiles: Tiles, **more: int) -> tuple[str, ...]:
     values: dict[str, Any] = {
         "T": CODES[call.dtype],
         "D": call.features,

@@ -18,7 +18,7 @@ from ....launch.compile import refuses_device as refuses_compiled
 from ....launch.ffi_call import launch
 from ....op.arrays import names_algorithm, refuses_shardings
 from ...gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from ..layer import Form
+from ..layer import LayerForm
 from .persistent.plan import pays, persistent_plan, scratch_bytes, takes
 from .phased.plan import (
     CODES,
@@ -27,10 +27,10 @@ from .phased.plan import (
     SOURCE,
     STRIP,
     WORD,
-    Attention,
+    AttentionPhase,
     Param,
     Places,
-    Product,
+    ProductPhase,
     Row,
     decode_plan,
     fuses_norm,
@@ -58,11 +58,11 @@ def refuses_device(device: Device) -> str | None:
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
     """Why the kernels cannot run a call, or None."""
-    return refuses_device(device) or _refuses_call(shapes, attrs) or _refuses_sizes(shapes, Form.of(attrs))
+    return refuses_device(device) or _refuses_call(shapes, attrs) or _refuses_sizes(shapes, LayerForm.of(attrs))
 
 
 def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
-    form = Form.of(attrs)
+    form = LayerForm.of(attrs)
     if form.cache != "write" or form.part is not None or shapes["x"].shape[1] != 1:
         return f"its kernels decode: one token a text, cache='write', whole layers; {OTHERS}"
     if reason := refuses_shardings(shapes):
@@ -82,7 +82,7 @@ def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | 
     return _refuses_mask(shapes.get("mask"), form)
 
 
-def _refuses_mask(mask: Any, form: Form) -> str | None:
+def _refuses_mask(mask: Any, form: LayerForm) -> str | None:
     if mask is None:
         return None
     if mask.dtype != jnp.bool_ or mask.shape[1] != 1:
@@ -92,7 +92,7 @@ def _refuses_mask(mask: Any, form: Form) -> str | None:
     return None
 
 
-def _refuses_sizes(shapes: Mapping[str, Any], form: Form) -> str | None:
+def _refuses_sizes(shapes: Mapping[str, Any], form: LayerForm) -> str | None:
     rows, _, width = shapes["x"].shape
     if not 0 < rows <= MOST_ROWS:
         return f"{rows} texts, it takes 1 to {MOST_ROWS}; {OTHERS}"
@@ -124,7 +124,7 @@ def _refuses_uneven_layers(shapes: Mapping[str, Any], layers: int) -> str | None
     return None
 
 
-def _feed_forward_width(shapes: Mapping[str, Any], form: Form, layer: int) -> int:
+def _feed_forward_width(shapes: Mapping[str, Any], form: LayerForm, layer: int) -> int:
     return shapes[f"down.{layer}"].shape[1 if "down" in form.turned else 0]
 
 
@@ -136,14 +136,14 @@ def is_persistent(row: Row) -> bool:
 def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
     """[y, k_0, v_0, ...]: one launch plan."""
     given = {name: everything.pop(name) for name in present}
-    form = Form.of(everything)
+    form = LayerForm.of(everything)
     return _Call(given, form).run()
 
 
 class _Call:
     """The operands of a call as the kernels read them, and its plan."""
 
-    def __init__(self, given: Mapping[str, Array], form: Form) -> None:
+    def __init__(self, given: Mapping[str, Array], form: LayerForm) -> None:
         self.form, self.x = form, given["x"]
         self.dtype = self.x.dtype
         norms = {given[name].dtype for name in given if name.partition(".")[0] in _NORM_SLOTS}
@@ -222,19 +222,19 @@ class _Call:
             norms=(norms[0], norms[1]),
             epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
             activation=form.activation,
-            qkv=Product(rows, width, columns, turned, norm=norms[0] if fused else None, strips=in_strips[0]),
+            qkv=ProductPhase(rows, width, columns, turned, norm=norms[0] if fused else None, strips=in_strips[0]),
             attention=self.attention(),
-            out=Product(rows, heads * size, (width,), "out" in form.turned, strips=True),
-            up=Product(
+            out=ProductPhase(rows, heads * size, (width,), "out" in form.turned, strips=True),
+            up=ProductPhase(
                 rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None, in_strips[1]
             ),
-            down=Product(rows, hidden, (width,), "down" in form.turned, strips=True),
+            down=ProductPhase(rows, hidden, (width,), "down" in form.turned, strips=True),
         )
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionPhase:
         form, given = self.form, self.given
         cos = given.get("cos")
-        return Attention(
+        return AttentionPhase(
             rows=given["x"].shape[0],
             heads=form.heads,
             kv_heads=form.kv_heads,

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ......device import Device
-from .....launch.compile import Source
+from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from ..phased.plan import CODES, NORMS, NOTHING, Param, Places, Product, Row, number
+from ..phased.plan import CODES, NORMS, NOTHING, Param, Places, ProductPhase, Row, number
 
-SOURCE = Source("multi_transformer/decode/persistent/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
+SOURCE = CudaSource("multi_transformer/decode/persistent/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
 BLOCKS = 132  # at most: no more than the device has multiprocessors, or they would wait for each other for ever
 MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
 _PAIR = 2  # blocks that share the inner axis of a product
@@ -31,7 +31,7 @@ _LEAST_BYTES = 24 << 20  # of a layer's weights
 _SCRATCH = "counter", "qkv", "attended", "between", "hidden", "next", "statistics"  # as `Shared` of stream.cuh has them
 
 
-def tile_of(product: Product) -> int:
+def tile_of(product: ProductPhase) -> int:
     """Columns of a tile: those with which the busiest block has least to read; short pieces of rows cost more."""
     if product.gated:
         return 32 if product.turned else 64
@@ -39,7 +39,7 @@ def tile_of(product: Product) -> int:
     return min(costs, key=lambda n: (-(-_tiles(product, n) // (BLOCKS // _PAIR)) * n * costs[n], n))
 
 
-def _tiles(product: Product, tile: int) -> int:
+def _tiles(product: ProductPhase, tile: int) -> int:
     made = tile // 2 if product.gated else tile
     return sum(-(-n // made) for n in product.columns)
 
@@ -47,7 +47,7 @@ def _tiles(product: Product, tile: int) -> int:
 def blocks_of(row: Row) -> int:
     """How many blocks there are: those without which no phase takes longer, since fewer of them meet sooner and read less of x."""
     attention = row.attention
-    jobs = attention.rows * attention.heads // attention.group * parts_of(row)
+    jobs = attention.rows * attention.heads // attention.group * blocks_of_a_head(row)
 
     def rounds(blocks: int) -> list[int]:
         tiles = (_tiles(p, tile_of(p)) for p in _products(row).values())
@@ -57,7 +57,7 @@ def blocks_of(row: Row) -> int:
     return next(n for n in range(fewest - fewest % _PAIR, BLOCKS + 1, _PAIR) if rounds(n) == rounds(BLOCKS))
 
 
-def _held(product: Product, size: int) -> tuple[int, int]:
+def _held(product: ProductPhase, size: int) -> tuple[int, int]:
     """Entries of a row of x that a block keeps, with slices of `size` bytes, and how many such parts: 2 where not all are kept at once."""
     entries = _WARPS * size // 2 // tile_of(product)  # of a round: a slice of each warp
     rounds = -(-product.inner // (_PAIR * entries))
@@ -65,7 +65,7 @@ def _held(product: Product, size: int) -> tuple[int, int]:
     return (rounds * entries, 1) if whole <= _KEPT else (_KEPT // 2 // (2 * product.rows * entries) * entries, 2)
 
 
-def _is_kept(product: Product, size: int) -> bool:
+def _is_kept(product: ProductPhase, size: int) -> bool:
     """Whether all that a block needs of x is kept at once."""
     return _held(product, size)[1] == 1
 
@@ -79,7 +79,7 @@ def slice_of(row: Row) -> int:
     return _LARGE_SLICE if _weight_bytes(row) < _SMALL_LAYER else _SLICE
 
 
-def parts_of(row: Row) -> int:
+def blocks_of_a_head(row: Row) -> int:
     """Blocks that share the keys of a head: each warp has two slices of them at least."""
     attention = row.attention
     jobs = attention.rows * attention.heads // attention.group
@@ -98,8 +98,8 @@ def scratch_bytes(row: Row, layers: int) -> dict[str, int]:
     rows, flagged = row.qkv.rows, is_flagged(row)
     entries = {"qkv": sum(row.qkv.columns), "between": row.qkv.inner, "hidden": row.down.inner}
     made = {name: rows * n * (4 if flagged else 2) for name, n in entries.items()}
-    parts = row.attention.rows * row.attention.heads * parts_of(row)
-    if parts_of(row) > 1:
+    parts = row.attention.rows * row.attention.heads * blocks_of_a_head(row)
+    if blocks_of_a_head(row) > 1:
         made["attended"] = (-(-2 * parts // 4) * 4 + parts * row.attention.size) * (8 if flagged else 4)
     else:  # what was attended to, in the row's dtype
         made["attended"] = rows * row.out.inner * (4 if flagged else 2)
@@ -122,7 +122,7 @@ def _rows_bytes(row: Row) -> int:
     return max(*(2 * row.qkv.rows * parts * (entries + 8) for entries, parts in held), -(-block // 16) * 16)
 
 
-def _products(row: Row) -> dict[str, Product]:
+def _products(row: Row) -> dict[str, ProductPhase]:
     return {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}
 
 
@@ -137,7 +137,7 @@ def _beside(row: Row) -> int:
         -(-_rows_bytes(row) // 16) * 16
         + max(
             4 * sums * row.qkv.rows * (tile + 4),
-            4 * row.qkv.rows * row.attention.heads * parts_of(row) + 64,
+            4 * row.qkv.rows * row.attention.heads * blocks_of_a_head(row) + 64,
         )
         + (0 if is_flagged(row) else 2 * normed * (2 if row.parameters else 4))
         + 8 * row.qkv.rows * tile // 2
@@ -195,7 +195,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         columns = (*product.columns, 0, 0)[:3]
         flags = int(product.turned), int(product.gated), NORMS.get(norms.get(name) or "", 0)
         options[name] = ",".join(map(str, (product.inner, *columns, tile_of(product), *flags)))
-    options |= row.attention.options() | {"PARTS": parts_of(row)}
+    options |= row.attention.options() | {"PARTS": blocks_of_a_head(row)}
     shared = _WARPS * depth_of(row) * slice_of(row) + _beside(row)
     launches = []
     for chunk in chunks:

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .....launch.compile import Source
+from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 
-SOURCE = Source(
+SOURCE = CudaSource(
     "multi_transformer/decode/phased/decode.cu",
     ("decode_qkv", "decode_attend", "decode_out", "decode_up", "decode_down"),
     ("sm_90", "sm_100"),
@@ -40,7 +40,7 @@ NOTHING: Param = ("null", 0)
 
 
 @dataclass(frozen=True)
-class Tile:
+class ProductTile:
     """How a product is cut: columns of a block, blocks that share the inner axis, inner entries of a slice, slices of a warp's ring."""
 
     columns: int
@@ -50,7 +50,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductPhase:
     """One product of a layer: `columns` of up to three matrices side by side, or of the gate alone where there is one; `norm` of its x, a
     key of `NORMS`; `strips`: x lies in strips."""
 
@@ -62,32 +62,32 @@ class Product:
     norm: str | None = None
     strips: bool = False
 
-    def blocks(self, tile: Tile) -> int:
+    def blocks(self, tile: ProductTile) -> int:
         made = tile.columns // 2 if self.gated else tile.columns
         return sum(-(-n // made) for n in self.columns) * tile.split
 
-    def own(self, tile: Tile) -> int:
+    def own(self, tile: ProductTile) -> int:
         """Inner entries of a block."""
         whole = tile.split * tile.step
         return -(-self.inner // whole) * tile.step
 
-    def is_resident(self, tile: Tile) -> bool:
+    def is_resident(self, tile: ProductTile) -> bool:
         """Whether a block keeps its part of x whole."""
         return self.norm is not None or 2 * self.rows * self.own(tile) <= _RESIDENT
 
-    def slice_bytes(self, tile: Tile) -> int:
+    def slice_bytes(self, tile: ProductTile) -> int:
         matrix = tile.columns * (tile.step + WORD) if self.turned else tile.step * (tile.columns + WORD)
         return 2 * matrix + (0 if self.is_resident(tile) else 2 * self.rows * (tile.step + WORD))
 
-    def resident_bytes(self, tile: Tile) -> int:
+    def resident_bytes(self, tile: ProductTile) -> int:
         return 2 * self.rows * (self.own(tile) + WORD) if self.is_resident(tile) else 0
 
-    def shared(self, tile: Tile) -> int:
+    def shared(self, tile: ProductTile) -> int:
         """Bytes of shared memory of a block, as `Shape` of project.cuh has them."""
         sums = 4 * self.rows * (_WARPS * (tile.columns + 4) + tile.columns)
         return max(_WARPS * tile.depth * self.slice_bytes(tile), sums) + self.resident_bytes(tile) + _SCRATCH
 
-    def arguments(self, tile: Tile) -> str:
+    def arguments(self, tile: ProductTile) -> str:
         """The template arguments of `Shape`."""
         columns = (*self.columns, 0, 0)[:3]
         cut = (tile.columns, tile.split, tile.step, tile.depth)
@@ -100,17 +100,17 @@ class Product:
         )
         return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
 
-    def cut(self) -> Tile:
+    def cut(self) -> ProductTile:
         """The tile for which the busiest multiprocessor has least to read."""
         step = 32 if self.turned else 16
         made = 2 if self.gated else 1
-        tiles = [Tile(made * n, s, step, 1) for n in _COLUMNS[: 3 if made == 1 else 2] for s in _SPLITS]
+        tiles = [ProductTile(made * n, s, step, 1) for n in _COLUMNS[: 3 if made == 1 else 2] for s in _SPLITS]
         best = min(tiles, key=self._cost)
         own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
         fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
         return replace(best, depth=max(1, min(own, fit)))
 
-    def _cost(self, tile: Tile) -> float:
+    def _cost(self, tile: ProductTile) -> float:
         """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside: factors and terms that put
         the tiles tried on an H200, at widths of 1024 and 4096, in their order; there is no record of those trials."""
         own = self.own(tile)
@@ -121,7 +121,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionPhase:
     """The attention of a layer; strides in entries."""
 
     rows: int
@@ -205,11 +205,11 @@ class Row:
     norms: tuple[str | None, str | None]
     epsilons: tuple[float, float]
     activation: str
-    qkv: Product
-    attention: Attention
-    out: Product
-    up: Product
-    down: Product
+    qkv: ProductPhase
+    attention: AttentionPhase
+    out: ProductPhase
+    up: ProductPhase
+    down: ProductPhase
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _layer(row: Row, tiles: Mapping[str, Tile], at: Places) -> list[Launch]:
+def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launch]:
     none = NOTHING
     threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
     gated = ("gate", "up") if row.up.gated else ("up",)
