@@ -7,9 +7,9 @@ import pytest
 
 from .complexity import PACKAGE, Function, functions_of, functions_of_package
 
-MOST = 25  # of one function
+MOST = 21  # of one function
 OVER = 10
-SHARE_OVER = 0.03  # of functions over OVER; to be lowered whenever some are split, never raised
+SHARE_OVER = 0.018  # of functions over OVER; to be lowered whenever some are split, never raised
 
 counted = functools.cache(functions_of_package)
 

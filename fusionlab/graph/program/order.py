@@ -31,9 +31,8 @@ class BackwardReader(Protocol):
     def read(self) -> Sequence[Value]: ...
 
 
-Waiting = Mapping[
-    int, Iterable[tuple[int, BackwardReader]]
-]  # node id -> the (numbered) backward passes that run before it
+# Node id -> the (numbered) backward passes that run before it.
+Waiting = Mapping[int, Iterable[tuple[int, BackwardReader]]]
 
 
 class PairsWaitError(RewriteError):

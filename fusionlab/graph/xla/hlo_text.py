@@ -247,10 +247,8 @@ _NO_KERNEL = frozenset(
     }
 )
 CONTROL = "loop control"
-_TARGETED = {
-    "fusion": "fusion",
-    "custom-call": "custom",
-}  # what runs a target, which may be a library's -> its kind else
+# What runs a target, which may be a library's -> its kind else.
+_TARGETED = {"fusion": "fusion", "custom-call": "custom"}
 
 
 def instruction_kind(instruction: Instruction) -> str:
