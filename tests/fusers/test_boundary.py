@@ -57,7 +57,7 @@ PROGRAMS = {"forward": (layer, (X, P)), "a train step": (step, (P, X)), "a scan"
 
 # What fails -> where: something that every search of the programs above goes through, or of those named.
 PLACES = {
-    "interpretation": (views, "View"),
+    "interpretation": (views, "CanonicalView"),
     "interpretation of a norm": (norms.Surroundings, "__init__"),
     "interpretation of blends": (lerp, "blends"),
     "interpretation of products": (gemm_epilogue, "_Site"),
