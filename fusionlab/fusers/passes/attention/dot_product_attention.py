@@ -2,8 +2,8 @@
 `dot_product_attention` op. Keys and values whose heads are repeated for the queries are read as they were before (`repeated_heads`).
 
 The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
-How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`); `attention_plan` gives
-the op its operands.
+How it is written is read off the graph (`scores`, `forms`); what a mask means is told by its values (`masks`); `plan` gives the op its
+operands.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from .conditions import AttentionConditions
 from .dropout import NotDrawn, draw_of, kept_as_data
 from .forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
 from .masks import Masking, blind_rows, read_masks
-from .plan import NOT_REPEATED, attention_plan, attributes_of, factors_of, keyed_plan, moved_by
+from .plan import NOT_REPEATED, attention_attributes, attention_plan, keyed_plan, moved_by, present_changes
 from .regions import without
 from .repeated_heads import Repeated, without_repeats
-from .sinks import told_of_logits
+from .sinks import reason_of_logits
 from .weights import exponentials, needless_changes, tails_of, weighs_a_part
 
 MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
@@ -73,9 +73,11 @@ class DotProductAttentionPass:
         return attention, (q, q, q)
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        for node, made in self.anchors(search):
+        for node, (weights, exps) in self.anchors(search):
             site = _SoftmaxSite(self, search, node)
-            yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
+            yield from examined(
+                search, self.name, node, lambda s=site, w=weights, e=exps: s.own_rule(e) or s.examine(w, e)
+            )
 
     def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
         """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
@@ -84,10 +86,10 @@ class DotProductAttentionPass:
         for node in search.block.nodes:
             if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
-            made = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
-            if made is None or made[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
+            parts = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            if parts is None or parts[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
                 continue  # the products of a backward pass read the same exponentials as their forward
-            found[node.id] = made
+            found[node.id] = parts
             nodes.append(node)
         return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
@@ -102,8 +104,8 @@ class _SoftmaxSite(AttentionConditions):
             found = self.read(weights)
             if isinstance(found, Miss):
                 asked = nan_test_between(self.view, exponentials, self.anchor)
-                told = self.beside_the_keys(weights, exponentials) or self.missed(found)
-                return told if asked is None else self.asks_for_nan(asked)
+                rejection = self.beside_the_keys(weights, exponentials) or self.missed(found)
+                return rejection if asked is None else self.asks_for_nan(asked)
             return self.mixture(found) or self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
@@ -129,11 +131,11 @@ class _SoftmaxSite(AttentionConditions):
 
     def beside_the_keys(self, weights: int, exponentials: int) -> Rejection | None:
         """The rejection for a softmax over more than the keys."""
-        told = told_of_logits(self.view, exponentials, weights)
-        if told is None:
+        reason = reason_of_logits(self.view, exponentials, weights)
+        if reason is None:
             return None
-        sentence = f"{anchor_text(self.anchor)}: {told[0]}"
-        return self.rejection("structure", sentence, edit=told[1], concepts=("attention",))
+        sentence = f"{anchor_text(self.anchor)}: {reason[0]}"
+        return self.rejection("structure", sentence, edit=reason[1], concepts=("attention",))
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -377,7 +379,7 @@ class _SoftmaxSite(AttentionConditions):
 
         Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
         """
-        attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
+        attrs = attention_attributes(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
         if option(self.search, self.pass_, "deterministic"):
             attrs["deterministic"] = True
@@ -392,7 +394,9 @@ class _SoftmaxSite(AttentionConditions):
         try:
             outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
         except NotDrawn as reason:
-            return as_data(*kept_as_data(self.view, [region.leaves[c.leaf] for c in factors_of(read, region)], reason))
+            return as_data(
+                *kept_as_data(self.view, [region.leaves[c.leaf] for c in present_changes(read, region)], reason)
+            )
         return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
 
     def drawn_again(
@@ -405,7 +409,7 @@ class _SoftmaxSite(AttentionConditions):
         repeated: Mapping[str, Repeated],
     ) -> Candidate:
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
-        factors = factors_of(read, region)
+        factors = present_changes(read, region)
         if len(factors) != 1 or read.tail.of_some_keys:
             raise NotDrawn("there are other factors beside it" if factors else "no factors are read")
         draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)

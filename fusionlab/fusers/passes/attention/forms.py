@@ -20,7 +20,7 @@ from ....graph.canonical.nodes import ONE, Coef, Operand
 from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match, close
 from ....graph.matching.pattern import Example
-from .levels import is_dot, nearest
+from .levels import is_dot, nearest_below
 from .sinks import NO_MAXIMUM, Sink
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
@@ -62,7 +62,7 @@ SOFTMAXES: Mapping[str, Callable[[Any], Any]] = {
     "exp(z - logsumexp(z))": _by_logsumexp,
     "exp(log_softmax(z))": _by_log_softmax,
 }
-AFTER = "division after the product"
+DIVIDED_AFTER = "division after the product"
 _WORDS = {
     "factors": ", probabilities times factors",
     "kept": ", probabilities selected",
@@ -114,7 +114,7 @@ class Tail:
     def __call__(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
         if self.sink is not None and self.sink.after:
             return self.sink.result(z, v, given)
-        if self.softmax == AFTER:
+        if self.softmax == DIVIDED_AFTER:
             return _divided_after(z, v)
         changes = self.changes
         if self.of_some_keys:
@@ -357,11 +357,11 @@ def _step(kind: str, scores: Operand, outer: Steps) -> Step:
 
 
 def _chosen(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
-    _, one, other = view.nodes[scores.nid].operands
-    if one.nid == ONE:
-        yield _step("kept", scores, outer), other
-    if other.nid == ONE:
-        yield _step("hidden", scores, outer), one
+    _, first, second = view.nodes[scores.nid].operands
+    if first.nid == ONE:
+        yield _step("kept", scores, outer), second
+    if second.nid == ONE:
+        yield _step("hidden", scores, outer), first
 
 
 def _capped(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
@@ -404,20 +404,20 @@ def _blended(view: CanonicalView, kept: Operand, filled: Operand) -> Iterator[tu
     product, rest = view.nodes[kept.nid], view.nodes[filled.nid]
     if product.op != "prod" or product.params != (1, 1) or rest.op != "sum" or len(rest.operands) != 2:
         return
-    one, mask = sorted(rest.operands, key=lambda o: o.nid != ONE)
-    if one.nid != ONE or not _is_of_bools(view, mask.nid) or (one.coef, mask.coef) not in ((1, -1), (-1, 1)):
+    unit, mask = sorted(rest.operands, key=lambda o: o.nid != ONE)
+    if unit.nid != ONE or not _is_of_bools(view, mask.nid) or (unit.coef, mask.coef) not in ((1, -1), (-1, 1)):
         return
     for i in (0, 1):
         if product.operands[i].nid == mask.nid:
             z = product.operands[1 - i]
-            yield z._replace(coef=z.coef * kept.coef), one.coef == -1
+            yield z._replace(coef=z.coef * kept.coef), unit.coef == -1
 
 
 def _is_of_bools(view: CanonicalView, nid: int) -> bool:
     """Whether a canonical node is bools made floats."""
     cast = view.nodes[nid]
-    made = view.values_of.get(cast.operands[0].nid, ()) if cast.op == "cast" and cast.params == "float" else ()
-    return any(v.dtype == bool for v in made)
+    values = view.values_of.get(cast.operands[0].nid, ()) if cast.op == "cast" and cast.params == "float" else ()
+    return any(v.dtype == bool for v in values)
 
 
 def _by_rank(view: CanonicalView, operands: Sequence[Operand]) -> list[int]:
@@ -427,4 +427,4 @@ def _by_rank(view: CanonicalView, operands: Sequence[Operand]) -> list[int]:
 
 
 def _near_product(view: CanonicalView, nid: int) -> bool:
-    return nearest(view, nid, is_dot, _STEP_LIMIT - 1, _ON_SCORES) is not None
+    return nearest_below(view, nid, is_dot, _STEP_LIMIT - 1, _ON_SCORES) is not None
