@@ -15,7 +15,7 @@ from ....graph.matching.region import NotARegion, constant_array
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
 from ...engine.layout import BROADCAST, AxisClasses, told_beside
-from .forms import Step, Steps
+from .scores import Step, Steps
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
 _VANISHES = -103.0  # exp of less is 0 in float32

@@ -14,7 +14,7 @@ from ...engine.nearly import value_of
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
 from .forms import Reading
-from .softmaxes import clip_of
+from .scores import clip_of
 
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
 # What would make a site of a near miss, by its code.
