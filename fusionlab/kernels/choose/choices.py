@@ -100,8 +100,8 @@ class Measured:
         return {
             "device": self.device,
             "versions": dict(self.versions),
-            "cases": {text: one.to_dict() for text, one in sorted(self.cases.items())},
-            "algorithms": {plan: list(one) for plan, one in sorted(self.algorithms.items())},
+            "cases": {text: case.to_dict() for text, case in sorted(self.cases.items())},
+            "algorithms": {plan: list(algorithm) for plan, algorithm in sorted(self.algorithms.items())},
         }
 
 
@@ -139,10 +139,10 @@ def parse(text: str, source: str) -> dict[str, Measured]:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']}, needed {FORMAT}")
     found = {}
-    for arch, one in data["archs"].items():
-        cases = {text: _parse_case(text, c, source) for text, c in one["cases"].items()}
-        algorithms = {plan: (str(a), int(v)) for plan, (a, v) in one["algorithms"].items()}
-        found[arch] = Measured(cases, algorithms, one["device"], one["versions"])
+    for arch, content in data["archs"].items():
+        cases = {text: _parse_case(text, c, source) for text, c in content["cases"].items()}
+        algorithms = {plan: (str(a), int(v)) for plan, (a, v) in content["algorithms"].items()}
+        found[arch] = Measured(cases, algorithms, content["device"], content["versions"])
     return found
 
 

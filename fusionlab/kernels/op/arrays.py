@@ -59,8 +59,10 @@ def canonical_precision(precision: Any) -> Any:
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if precision is None and default is None:
         return None
-    one = jax.ShapeDtypeStruct((1, 1), np.float32)
-    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(one, one)
+    scalar = jax.ShapeDtypeStruct((1, 1), np.float32)
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(
+        scalar, scalar
+    )
     return traced.jaxpr.eqns[0].params["precision"]
 
 

@@ -118,12 +118,12 @@ def _not_faster(
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
         return ChoiceKind.CHOSEN, ""
-    what = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
+    subject = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
     takes = "(implementation='cuda' takes it)"
     if device.arch in MEASURED and (wide or "mask" in read):
-        with_what = what if wide else "a mask"
-        return ChoiceKind.SLOWER, f"with {with_what} it was measured slower than XLA's code {takes}"
-    return ChoiceKind.UNMEASURED, f"with {what} it was not measured on {device.arch} {takes}"
+        slow = subject if wide else "a mask"
+        return ChoiceKind.SLOWER, f"with {slow} it was measured slower than XLA's code {takes}"
+    return ChoiceKind.UNMEASURED, f"with {subject} it was not measured on {device.arch} {takes}"
 
 
 def left_to_xla(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> LeftToXLA | None:

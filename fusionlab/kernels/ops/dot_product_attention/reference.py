@@ -115,12 +115,12 @@ def _dot(a: Array, b: Array, axes: str, form: AttentionNumbers, dtype: Any, shar
     if form.group == 1:
         return _product(a, b, axes.replace("k", "n"), form.precision, dtype)
     product = functools.partial(jnp.einsum, precision=form.precision, preferred_element_type=dtype)
-    *sides, made = re.split(",|->", axes)
+    *sides, result = re.split(",|->", axes)
     a, b = (_by_key_head(x, side, form.group) if "n" in side else x for x, side in zip((a, b), sides, strict=True))
-    if "n" not in made:
+    if "n" not in result:
         return product(axes.replace("n", "kg"), a, b, out_sharding=sharding)
     out = product(axes.replace("n", "kg"), a, b)
-    at = made.index("n") - len(made)  # never the last axis
+    at = result.index("n") - len(result)  # never the last axis
     return out.reshape(*out.shape[: at - 1], out.shape[at - 1] * out.shape[at], *out.shape[at + 1 :])
 
 
@@ -128,10 +128,10 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     """What einsum makes of heads n and one axis each that is summed over, a's own and b's own, without its parsing, which takes as long to
     trace as all else in an attention. `axes` as "...tnh,...snh->...nts".
     """
-    sides, made = axes.replace(".", "").split("->")
+    sides, result = axes.replace(".", "").split("->")
     mine, theirs = sides.split(",")
     # Where the operands change places, the result needs no transpose.
-    if made != "n" + "".join(x for x in mine + theirs if x != "n" and x in made):
+    if result != "n" + "".join(x for x in mine + theirs if x != "n" and x in result):
         a, b, mine, theirs = b, a, theirs, mine
     free = a.ndim - len(mine)
     (summed,) = set(mine) & set(theirs) - {"n"}
@@ -141,9 +141,9 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     out = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     # `dot_general` puts the batch first, then what is left of its first operand, then of its second.
     found = "n" + "".join(x for x in mine + theirs if x not in ("n", summed))
-    if found == made:
+    if found == result:
         return out
-    return lax.transpose(out, (*range(free), *(free + found.index(x) for x in made)))
+    return lax.transpose(out, (*range(free), *(free + found.index(x) for x in result)))
 
 
 def _by_key_head(x: Array, axes: str, group: int) -> Array:

@@ -112,7 +112,7 @@ def cotangent(
     found = {}
     for slot in wanted:
         if slot == "x":
-            parts = (_of_x(along[one], saved[one], shardings.get("x"), **attrs) for one in ("w", "v"))
+            parts = (_of_x(along[w], saved[w], shardings.get("x"), **attrs) for w in ("w", "v"))
             found["x"] = functools.reduce(jnp.add, parts).astype(dtype)
         else:
             found[slot] = _of_weight(saved["x"], along[slot], shardings.get(slot), **attrs).astype(dtype)

@@ -59,7 +59,7 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
 def _refuses_precision(precision: Any) -> str | None:
     if lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
-    if any(not isinstance(one, lax.Precision) for one in precisions(precision)):
+    if any(not isinstance(p, lax.Precision) for p in precisions(precision)):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
     return None
 

@@ -168,10 +168,10 @@ def _pass(
     """A kernel that leaves `parts` partial sums, and their sum."""
     sums = tuple(slot for slot in grads if slot != "x")
     results = (*grads, *(f"parts_{slot}" for slot in sums))
-    made = ("parts_scale", "parts_bias", "parts_shift")
+    partials = ("parts_scale", "parts_bias", "parts_shift")
     params = (
         *_places("operand", names, reads),
-        *_places("result", made if entry == "norm_columns" else ("x", *made), results),
+        *_places("result", partials if entry == "norm_columns" else ("x", *partials), results),
         ("i64", norm.rows),
     )
     launches = [Launch(entry, grid, block, 0, params, early=True)]

@@ -268,8 +268,8 @@ def cost(tiling: Tiling) -> float:
         if tiling.passed_on(slot):
             time += PASSED_ON_SHARE * base
         if (parts := tiling.parts(slot)) > 1:
-            one = PartSum(parts, call.sizes[slot])
-            rounds.append(ceil_div(parts * one.width, THREADS * PARTS_OF_A_THREAD))
+            part_sum = PartSum(parts, call.sizes[slot])
+            rounds.append(ceil_div(parts * part_sum.width, THREADS * PARTS_OF_A_THREAD))
             time += 2 * ITEM_BYTES[accumulator(call.dtype)] * parts * call.sizes[slot]
     return time + SUM_BYTES * (len(rounds) > 1) + SUM_ROUND_BYTES * max(rounds)
 

@@ -33,6 +33,6 @@ def forward(
     keeps_h = saves == "preactivation"
     if keeps_h and vector is not None:
         h, vector = h + vector, None  # XLA's product adds it; the sum is what is kept
-    out, *made = beside.activate(h, vector, activation, "none" if keeps_h else saves)
-    made = [h] if keeps_h else made
-    return [one.reshape(shape) for one in (out, *made)]
+    out, *saved = beside.activate(h, vector, activation, "none" if keeps_h else saves)
+    saved = [h] if keeps_h else saved
+    return [array.reshape(shape) for array in (out, *saved)]

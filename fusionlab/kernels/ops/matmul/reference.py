@@ -48,8 +48,8 @@ def epilogue(
     if bias is not None:
         h = h + _scaled(bias.astype(h.dtype), beta)
     act = ACTIVATIONS[activation]
-    made = act.fn(h).astype(out)
-    return [made, act.save(h)] if residuals and act.save else [made]
+    result = act.fn(h).astype(out)
+    return [result, act.save(h)] if residuals and act.save else [result]
 
 
 def _scaled(a: Array, factor: float) -> Array:

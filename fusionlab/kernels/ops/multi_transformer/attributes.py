@@ -18,8 +18,8 @@ PARTS = ("attention", "feed_forward")
 TURNED = ("q", "k", "v", "qkv", "out", "up", "gate", "down")  # slots whose weights may be [out, in]
 
 
-def refused(what: str) -> ArgumentError:
-    return ArgumentError(f"multi_transformer: {what}")
+def refused(reason: str) -> ArgumentError:
+    return ArgumentError(f"multi_transformer: {reason}")
 
 
 def _check_choices(full: Mapping[str, Any]) -> None:

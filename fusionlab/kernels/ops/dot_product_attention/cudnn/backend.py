@@ -174,8 +174,8 @@ def _refuses_mask(
     if mask_value > LEAST_SEEN:
         return f"a mask value of {mask_value}, which leaves masked keys a weight"
     refusal = cuda.refuses(shapes, device, mask_value=mask_value, **attrs)
-    what = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
-    return f"the mask {what}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
+    fault = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
+    return f"the mask {fault}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
 
 
 def is_of_keys(shape: tuple[int, ...]) -> bool:
@@ -213,7 +213,7 @@ def forward(
     """[out], and its statistics if asked for."""
 
     def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
-        q, k, v = map(_one_batch, (query, key, value))
+        q, k, v = map(_flat_batch, (query, key, value))
         whole = hidden if bias is None else bias.reshape(-1, *bias.shape[-3:])
         out, logsumexp = cudnn_call.forward(q, k, v, whole, lengths, **_given(attrs))
         out = out.reshape(query.shape)
@@ -239,7 +239,7 @@ def cotangent(
     statistics = saved["logsumexp"] if "logsumexp" in saved else saved["row_max"] + saved["log_sum"]
 
     def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
-        q, k, v, out, d_out = map(_one_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
+        q, k, v, out, d_out = map(_flat_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
         kept = statistics.reshape(-1, *statistics.shape[-2:])
         grads = cudnn_call.backward(q, k, v, hidden, lengths, kept, out, d_out, **_given(attrs))
         known: dict[str, Array] = dict(zip(("query", "key", "value"), grads, strict=True))
@@ -297,6 +297,6 @@ def _as_bias(mask: Array, q: AttentionSizes, dtype: Any) -> Array:
     return jnp.where(shown, jnp.zeros((), dtype), jnp.asarray(0.7 * float(jnp.finfo(dtype).min), dtype))
 
 
-def _one_batch(a: Array) -> Array:
+def _flat_batch(a: Array) -> Array:
     """*B ... -> B ...; without a batch, B is 1."""
     return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])

@@ -155,7 +155,7 @@ def query_plan(call: TiledAttention, saves: str) -> KernelPlan:
 def together(call: TiledAttention, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The gradients of key and value that one launch makes: for float32 of many features the sums of both would not fit in registers."""
     if call.dtype == "float32" and max(call.features, call.value_features) > 64:
-        return [(one,) for one in wanted]
+        return [(slot,) for slot in wanted]
     return [wanted] if wanted else []
 
 
@@ -193,9 +193,9 @@ def _statistics(saves: str | None) -> int:
 def _optional(call: TiledAttention, first: int) -> tuple[tuple[str, int], ...]:
     """Addresses of bias, mask and factors: operands from number `first` on, those that there are."""
     params = []
-    for one in (call.bias, call.mask, call.dropout or call.factors):
-        params.append(("operand", first) if one else ("null", 0))
-        first += bool(one)
+    for form in (call.bias, call.mask, call.dropout or call.factors):
+        params.append(("operand", first) if form else ("null", 0))
+        first += bool(form)
     return tuple(params)
 
 
@@ -204,7 +204,7 @@ def _geometry(call: TiledAttention) -> tuple[tuple[str, int], ...]:
     sizes = (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))
     rows = (*call.query, *call.key, *call.value, *call.out)
     drawn = ("", call.dropout) if call.dropout else None
-    scores = [n for one in (call.bias, call.mask, call.factors or drawn) for n in (one or none)[1]]
+    scores = [n for form in (call.bias, call.mask, call.factors or drawn) for n in (form or none)[1]]
     numbers = (call.scale, call.softcap or 0.0, call.mask_value, call.factors_scale, call.keep)
     strides = (("i64", n) for n in (*rows, *scores))
     return (*(("i32", n) for n in sizes), *strides, *(("i32", _bits(x)) for x in numbers))

@@ -104,9 +104,9 @@ def _refuses_sizes(shapes: Mapping[str, Any], form: LayerForm) -> str | None:
         inner = _feed_forward_width(shapes, form, i)
         if inner != _feed_forward_width(shapes, form, 0):
             return f"layers of different feed-forward widths; {OTHERS}"
-        for what, n in (("tokens", width), ("heads", form.head_size), ("the feed-forward", inner)):
+        for part, n in (("tokens", width), ("heads", form.head_size), ("the feed-forward", inner)):
             if n % WORD or n == 0:
-                return f"{what} of {n} features, it takes multiples of {WORD}; {OTHERS}"
+                return f"{part} of {n} features, it takes multiples of {WORD}; {OTHERS}"
     return _refuses_uneven_layers(shapes, form.layers)
 
 
@@ -184,8 +184,8 @@ class _Call:
         places = self.places(results)
         plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
         aliases = {self.numbers[name]: results[name][1] for name in caches}
-        made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
-        return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
+        outs = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
+        return [outs[0].reshape(rows, 1, width), *outs[1 : 1 + len(caches)]]
 
     def places(self, results: Mapping[str, Param]) -> list[Places]:
         """Of each layer; the first reads the operand x, the last writes y."""

@@ -63,8 +63,8 @@ class ProductPhase:
     strips: bool = False
 
     def blocks(self, tile: ProductTile) -> int:
-        made = tile.columns // 2 if self.gated else tile.columns
-        return sum(-(-n // made) for n in self.columns) * tile.split
+        columns = tile.columns // 2 if self.gated else tile.columns
+        return sum(-(-n // columns) for n in self.columns) * tile.split
 
     def own(self, tile: ProductTile) -> int:
         """Inner entries of a block."""
@@ -103,8 +103,8 @@ class ProductPhase:
     def cut(self) -> ProductTile:
         """The tile for which the busiest multiprocessor has least to read."""
         step = 32 if self.turned else 16
-        made = 2 if self.gated else 1
-        tiles = [ProductTile(made * n, s, step, 1) for n in _COLUMNS[: 3 if made == 1 else 2] for s in _SPLITS]
+        matrices = 2 if self.gated else 1
+        tiles = [ProductTile(matrices * n, s, step, 1) for n in _COLUMNS[: 3 if matrices == 1 else 2] for s in _SPLITS]
         best = min(tiles, key=self._cost)
         own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
         fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
@@ -267,7 +267,7 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
-    launches = [one for at in layers for one in _layer(row, tiles, at)]
+    launches = [launch for at in layers for launch in _layer(row, tiles, at)]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
     launches[0] = replace(launches[0], early=False)
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
@@ -282,12 +282,12 @@ def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launc
         return [*(at.at(s) for s in slots), none, none, none][:3]
 
     def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
-        one, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
-        parameters = at.norm(number) if one.norm else (none, none)
+        phase, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
+        parameters = at.norm(number) if phase.norm else (none, none)
         biases = three([f"{s}_bias" for s in slots])
         params = (x, *parameters, *three(slots), *biases, residual, out)
         return Launch(
-            f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True
+            f"decode_{name}", (phase.blocks(tile), 1, 1), (_THREADS, 1, 1), phase.shared(tile), params, early=True
         )
 
     def norm(number: int, x: Param, out: Param) -> list[Launch]:
