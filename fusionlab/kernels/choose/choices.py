@@ -116,7 +116,7 @@ def plan_file() -> Path:
     return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "fusionlab" / "plans.json"
 
 
-def read(path: Path, source: str) -> dict[str, Measured]:
+def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
     """Architecture -> what is known of it, from a plan file or a table; nothing where there is no such file.
 
     Raises:
@@ -173,7 +173,7 @@ def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
 
 def _write(path: Path, arch: str, more: Measured, rebuild: bool) -> Path:
     try:
-        known = read(path, "")
+        known = read_plan_file(path, "")
     except ArgumentError:
         if not (rebuild and path.is_file()):
             raise
@@ -293,14 +293,14 @@ class Choices:
 
     def _table(self, arch: str) -> Measured:
         if arch not in self._tables:
-            self._tables[arch] = read(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
+            self._tables[arch] = read_plan_file(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
         return self._tables[arch]
 
 
 def _read_or_warn(path: Path) -> dict[str, Measured]:
     """A plan file as a cache: one that cannot be read is no reason for a program not to run."""
     try:
-        return read(path, f"plan file {path}")
+        return read_plan_file(path, f"plan file {path}")
     except ArgumentError as error:
         why = str(error).removeprefix(f"{path} ")
         warn_once(path, f"is passed over, and the shipped tables decide: it {why}")

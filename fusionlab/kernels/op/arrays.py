@@ -54,6 +54,16 @@ def batch_to_front(values: list[Array], dims: list[int | None], size: int | None
     ]
 
 
+def arithmetic_dtype(dtype: Any) -> Any:
+    """The dtype of arithmetic, statistics and sums for operands of `dtype`: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def wide(a: Array) -> Array:
+    """In the dtype of the arithmetic."""
+    return a.astype(arithmetic_dtype(a.dtype))
+
+
 def canonical_precision(precision: Any) -> Any:
     """The `precision` parameter `lax.dot_general` would carry here: a default set around the call is not lost."""
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....device import Device
-from ...op.arrays import summed_to
+from ...op.arrays import arithmetic_dtype, summed_to
 
 Array = Any
 
@@ -72,11 +72,6 @@ class AttentionNumbers:
     def of(cls, attrs: Mapping[str, Any]) -> AttentionNumbers:
         """From among the attributes of a call."""
         return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
-
-
-def statistics_dtype(dtype: Any) -> Any:
-    """The dtype of scores and statistics for operands of `dtype`."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 ROUNDED_OFF = "_and_rounded_off"
@@ -156,7 +151,7 @@ def _scores(
     query: Array, key: Array, bias: Array | None, mask: Array | None, form: AttentionNumbers
 ) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
-    dtype = statistics_dtype(query.dtype)
+    dtype = arithmetic_dtype(query.dtype)
     scores = _dot(query, key, "...tnh,...skh->...nts", form, dtype) * form.scale
     tanh = None
     if form.softcap is not None:
@@ -213,7 +208,7 @@ def forward(
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
-    out = _dot(weights, value, "...nts,...skh->...tnh", form, statistics_dtype(value.dtype))
+    out = _dot(weights, value, "...nts,...skh->...tnh", form, arithmetic_dtype(value.dtype))
     out, off = rounded(out, value.dtype, saves)
     if not residuals:
         return [out]
@@ -253,7 +248,7 @@ def _recomputed(saved: Mapping[str, Array], form: AttentionNumbers) -> tuple[Arr
     """Probabilities *B N T S in the statistics dtype, the weight *B N T 1 of a sink, and the tanh of the softcap where it is known."""
     if "probabilities" in saved:
         p, weight = saved["probabilities"], saved.get("sink_weight")
-        return p.astype(statistics_dtype(p.dtype)), None if weight is None else weight[..., None], saved.get("tanh")
+        return p.astype(arithmetic_dtype(p.dtype)), None if weight is None else weight[..., None], saved.get("tanh")
     scores, tanh = _scores(saved["query"], saved["key"], saved.get("bias"), saved.get("mask"), form)
     sink = saved["sink"].astype(scores.dtype) if "sink" in saved else None
 

@@ -17,9 +17,10 @@ import numpy as np
 from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
+from ..geometry import accumulator
 from . import reference
 from .activations import ACTIVATIONS
-from .elementwise import KERNEL_ACTIVATIONS, accumulator, backward_plan, forward_plan
+from .elementwise import KERNEL_ACTIVATIONS, backward_plan, forward_plan
 
 Array = Any
 

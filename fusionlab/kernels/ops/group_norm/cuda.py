@@ -13,7 +13,7 @@ from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import first_given, refuses_shardings
-from ..layer_norm.tiling import ITEM_BYTES
+from ..layer_norm.tiling import DTYPES
 from . import reference
 from .plan import GroupPass, Images, backward_pass, forward_pass
 from .tiling import MAX_BATCH, MAX_CHANNELS
@@ -33,8 +33,8 @@ def refuses(
     if whole is None:  # a tangent that reads neither, which is the reference's
         return None
     for slot, a in shapes.items():
-        if (name := jnp.dtype(a.dtype).name) not in ITEM_BYTES:
-            return f"{slot} is {name}, the kernels take {', '.join(ITEM_BYTES)}"
+        if (name := jnp.dtype(a.dtype).name) not in DTYPES:
+            return f"{slot} is {name}, the kernels take {', '.join(DTYPES)}"
     if (channels := whole.shape[-1]) > MAX_CHANNELS:
         return f"x has {channels} channels, the kernels take {MAX_CHANNELS} at most"
     if (batch := math.prod(whole.shape[:batch_axes])) > MAX_BATCH:

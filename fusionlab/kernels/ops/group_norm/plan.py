@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
-from ..layer_norm.tiling import WARP, ceil_div
+from ..geometry import WARP, ceil_div
 from . import tiling
 
 SOURCE = CudaSource(

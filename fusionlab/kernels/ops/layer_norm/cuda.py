@@ -14,9 +14,10 @@ from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import first_given, refuses_shardings
+from ..geometry import GRID_X
 from . import reference
 from .plan import COTANGENTS, NormLaunch, RowPass, adds_up, backward_passes, forward_plan
-from .tiling import GRID_X, ITEM_BYTES, MAX_COLUMNS
+from .tiling import DTYPES, MAX_COLUMNS
 
 Array = Any
 
@@ -36,8 +37,8 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, axis: int, role: str =
     if axis != len(whole.shape) - 1:
         return f"it normalises over axis {axis} of rank {len(whole.shape)}, the kernels over the last one"
     for slot, a in shapes.items():
-        if (name := jnp.dtype(a.dtype).name) not in ITEM_BYTES:
-            return f"{slot} is {name}, the kernels take {', '.join(ITEM_BYTES)}"
+        if (name := jnp.dtype(a.dtype).name) not in DTYPES:
+            return f"{slot} is {name}, the kernels take {', '.join(DTYPES)}"
     *rows, columns = whole.shape
     if columns > MAX_COLUMNS:
         return f"rows have {columns} entries, the kernels take {MAX_COLUMNS} at most"

@@ -12,7 +12,8 @@ from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import refuses_shardings
-from .axes import MAX_RANK, accumulator, result_shape
+from ..geometry import accumulator
+from .axes import MAX_RANK, result_shape
 from .plan import CotangentPass, backward_passes, forward_plan
 from .reference import operand_shapes
 
@@ -60,11 +61,11 @@ def cotangent(
     shapes = operand_shapes(broadcast, ct.shape)
     if not ct.size:
         return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
-    found = gradients(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
+    found = run_passes(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
     return [found[slot] for slot in wanted]
 
 
-def gradients(
+def run_passes(
     passes: Iterable[CotangentPass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
     """What the passes make, by slot; `shapes` are those of x, y and w."""

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from ....errors import ArgumentError, unknown_name
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
+from ..geometry import GRID_X, ITEM_BYTES, ceil_div, power_of_2, vector
 from . import tiling
-from .axes import ITEM_BYTES, SLOTS, BroadcastAxes, ceil_div, collapse, power_of_2, powers_of_2, result_shape, vector
-from .tiling import GRID_X, THREADS, LanedPass, PartSum, Rows, Tiling
+from .axes import SLOTS, BroadcastAxes, collapse, powers_of_2, result_shape
+from .tiling import THREADS, LanedPass, PartSum, Rows, Tiling
 
 SOURCE = CudaSource("lerp/lerp.cu", ("lerp_forward", "lerp_backward_flat", "lerp_backward", "lerp_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}

@@ -25,7 +25,7 @@ def forward(
     a: Array, b: Array, bias: Array | None = None, *, residuals: bool, activation: str, **attrs: Any
 ) -> list[Array]:
     """[out], and the activation's residual if asked for and if it has one."""
-    h = reference.product(a, b, **attrs)
+    h = reference.dot(a, b, **attrs)
     shape, (_, _, columns, _) = h.shape, ProductAxes.of(a.shape, b.shape, attrs["dimensions"]).sizes
     h = h.reshape(-1, columns)
     vector = None if bias is None else bias.reshape(-1)

@@ -16,6 +16,7 @@ import numpy as np
 from .....device import Device
 from ....launch.compile import refuses_device as refuses_compiled
 from ....launch.ffi_call import launch
+from ....launch.steps import Param
 from ....op.arrays import names_algorithm, refuses_shardings
 from ...gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..layer import LayerForm
@@ -28,7 +29,6 @@ from .phased.plan import (
     STRIP,
     WORD,
     AttentionPhase,
-    Param,
     Places,
     ProductPhase,
     Row,

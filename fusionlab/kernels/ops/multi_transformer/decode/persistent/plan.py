@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from ......device import Device
 from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
+from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from ..phased.plan import CODES, NORMS, NOTHING, Param, Places, ProductPhase, Row, number
+from ..phased.plan import CODES, NORMS, NOTHING, Places, ProductPhase, Row, float_literal
 
 SOURCE = CudaSource("multi_transformer/decode/persistent/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
 BLOCKS = 132  # at most: no more than the device has multiprocessors, or they would wait for each other for ever
@@ -189,7 +190,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         "DEPTH": depth_of(row),
         "FLIGHT": (_LARGE_FLIGHT if slice_of(row) == _LARGE_SLICE else _FLIGHT) // slice_of(row),
     }
-    options |= {f"EPSILON{i}": number(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
+    options |= {f"EPSILON{i}": float_literal(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
     norms = {"QKV": row.norms[0], "UP": row.norms[1]}
     for name, product in _products(row).items():
         columns = (*product.columns, 0, 0)[:3]

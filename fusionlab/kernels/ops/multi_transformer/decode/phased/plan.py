@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
+from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 
 SOURCE = CudaSource(
@@ -35,7 +36,6 @@ _SPLITS = (1, 2, 4, 8)  # of the inner axis, and of the keys: blocks of a cluste
 _COLUMNS = (16, 32, 64)  # of one matrix in a tile
 _LEAST_KEYS = 128  # of a block of the attention
 
-Param = tuple[str, int]
 NOTHING: Param = ("null", 0)
 
 
@@ -183,7 +183,7 @@ class AttentionPhase:
             "MASK_OF_EACH": int(self.mask_of_each),
             "TURN_OF_EACH": int(self.turn_of_each),
             "MASK_IS_FINITE": int(self.mask_is_finite),
-            "SCALE": number(self.scale * math.log2(math.e)),
+            "SCALE": float_literal(self.scale * math.log2(math.e)),
             "ROTARY": self.rotary or 0,
             "ROTARY_WIDTH": self.rotary_width,
         }
@@ -237,7 +237,7 @@ class Places:
         return self.at(f"norm{number}_scale"), self.at(f"norm{number}_bias")
 
 
-def number(value: float) -> str:
+def float_literal(value: float) -> str:
     """A float in C++."""
     return f"{value!r}f" if math.isfinite(value) else "0.0f"
 
@@ -263,7 +263,7 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
     }
     for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
-        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": number(epsilon)}
+        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": float_literal(epsilon)}
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
