@@ -185,6 +185,7 @@ def _normal(
             max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)
         )
     fits = {(a, size): a.per * size == sizes[a.label] and (a.per == 1 or size > 1) for a, size in pairs}
+    # A factor of a sharding rule has one size on all arrays: an axis of another size is None, which `Labels.rule` lets nobody split.
     by_name: dict[str, Tensor] = {name: (None,) * len(shape) for name, shape in shapes.items()}
     for name, axes in found.items():
         by_name[name] = tuple(a if fits[a, size] else None for a, size in zip(axes, shapes[name], strict=True))

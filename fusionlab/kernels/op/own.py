@@ -346,6 +346,7 @@ class _Kernel:
                     true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)
                     if wrong := _differs(true, now, got, dtype, size):
                         return f"{wrong}, at {at}"
+        # An error of the FFI call, as of a launch that CUDA refuses, reaches Python as a JaxRuntimeError.
         except (jax.errors.JaxRuntimeError, BackendError, CompileError, MissingDependencyError) as error:
             return f"the kernel does not run: {error}"
         except CannotEvaluate as error:

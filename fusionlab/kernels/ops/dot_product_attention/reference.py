@@ -214,6 +214,7 @@ def forward(
         return [out]
     if saves == "probabilities":
         return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
+    # `jax.nn.softmax` does not give the sum that it divides by.
     if total is None:
         total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
     return [out, *_kept_of_rows(top, total, blind, saves), *off]

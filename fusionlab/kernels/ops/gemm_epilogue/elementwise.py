@@ -121,8 +121,10 @@ def backward_plan(
     across = ceil_div(columns, vec * width)
     tile = height * _ROWS_IN_FLIGHT
     per_block = tile if not dbias else _rows_per_block(rows, across, tile, _traffic_rows(dtype, saves), sms)
+    # Blocks stand along y, where a grid has `GRID_Y` at most.
     per_block = max(per_block, round_up(ceil_div(rows, GRID_Y), tile))
     blocks = max(1, ceil_div(rows, per_block))
+    # Without an activation dh is ct: nothing is read beside it, and only the sum is written.
     results = 0 if saves == "none" else 1
     params = (
         ("operand", 0),
@@ -135,10 +137,12 @@ def backward_plan(
         ("i64", per_block),
     )
     launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params, early=True)]
+    # A second kernel adds the partial sums, in order: the bits are the same every time, which atomics do not promise.
     if dbias:
         summed = (("result", results + 1), ("result", results), ("i64", blocks), ("i64", columns))
         grid = (ceil_div(columns, _SUM_BLOCK[0]), 1, 1)
         launches.append(Launch("epilogue_sum", grid, _SUM_BLOCK, 0, summed, early=True))
+    # CUDA refuses a grid of no blocks.
     empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
     options = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
     return KernelPlan(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None

@@ -154,6 +154,7 @@ def cotangent(
     by_row = {"q": q, "ct": heads(ct, wide)}
     by_row |= {n: saved[n].reshape(-1, t) for n in statistics(saves)}
     by_key = {"k": heads(key, wide)}
+    # The gradient of the value is of the probabilities and the cotangent alone.
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
     kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors", "sink")})

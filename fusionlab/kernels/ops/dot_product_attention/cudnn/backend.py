@@ -91,6 +91,7 @@ def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str,
 
 
 def _refuses_features(features: Collection[int], device: Device) -> str | None:
+    # JAX's check_is_flash_attention: head sizes are multiples of 8, up to 128, and up to 256 from Hopper on.
     most = MOST_FEATURES_90 if device.capability >= 90 else MOST_FEATURES
     if len(features) > 1:
         return f"values have other features than keys ({', '.join(map(str, sorted(features)))})"
@@ -169,6 +170,7 @@ def _refuses_mask(
     if "mask" not in attrs.get("present", ()):
         return None
     t, s = (AttentionSizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
+    # JAX's check_is_flash_attention: a bias in training takes even lengths.
     if not is_of_keys(shapes["mask"].shape) and (t % 2 or s % 2):
         return f"a mask of {t} x {s} scores: cuDNN takes a bias with statistics for even lengths alone"
     if mask_value > LEAST_SEEN:

@@ -200,6 +200,7 @@ def _optional(call: TiledAttention, first: int) -> tuple[tuple[str, int], ...]:
 
 
 def _geometry(call: TiledAttention) -> tuple[tuple[str, int], ...]:
+    # Every call has these parameters: a kernel is compiled without the reads of what is not there (FL_BIAS, FL_MASK, FL_FACTORS).
     none = ("", (0, 0, 0, 0))
     sizes = (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))
     rows = (*call.query, *call.key, *call.value, *call.out)

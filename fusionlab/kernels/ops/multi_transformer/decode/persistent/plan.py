@@ -203,6 +203,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         places = [scratch.get(name, NOTHING) for name in _SCRATCH]
         params = _params(row, chunk, places)
         launches.append(Launch("decode_begin", (32, 1, 1), (256, 1, 1), 0, (chunk[0].x, *places)))
+        # Blocks wait for each other: a cooperative launch fails unless all are resident (CUDA C++ Programming Guide, cooperative groups).
         launches.append(
             Launch("decode_layers", (blocks_of(row), 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True)
         )

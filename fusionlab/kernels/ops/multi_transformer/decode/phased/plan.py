@@ -278,9 +278,11 @@ def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launc
     threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
     gated = ("gate", "up") if row.up.gated else ("up",)
 
+    # A product has places for three matrices and three biases (project.cuh); those of matrices that are not there are null.
     def three(slots: Sequence[str]) -> list[Param]:
         return [*(at.at(s) for s in slots), none, none, none][:3]
 
+    # All but the first kernel start early: they wait themselves for the one ahead (PTX, griddepcontrol).
     def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
         phase, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
         parameters = at.norm(number) if phase.norm else (none, none)
@@ -298,6 +300,7 @@ def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launc
     attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
     attention = row.attention
     first, second = (norm is not None for norm in row.norms)
+    # A product that norms its x itself has the norm in its phase (`fuses_norm`); other norms are kernels of their own.
     before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm
     behind_first, behind_second = not row.pre_norm and first, not row.pre_norm and second
     summed = at.normed if behind_first else at.between
