@@ -150,7 +150,7 @@ def program_of(case: Any, passes: tuple[CotangentPass, ...]) -> Callable[..., li
     shapes = shapes_of(case)
 
     def of(ct: Any, x: Any, y: Any, w: Any) -> list[Any]:
-        made = cuda.gradients(passes, {"w": w.reshape(shapes["w"])}, ct, shapes)
+        made = cuda.run_passes(passes, {"w": w.reshape(shapes["w"])}, ct, shapes)
         return [made["x"].reshape(x.shape), made["y"].reshape(y.shape)]
 
     return of

@@ -16,7 +16,7 @@ from ..device import Device
 from ..evidence.instruments.progress import Progress
 from ..fusers.strategy import select
 from ..graph.program.trace import bind_users
-from ..kernels.choose.choices import CHOICES, Measured, plan_file, read, write
+from ..kernels.choose.choices import CHOICES, Measured, plan_file, read_plan_file, write
 from ..output import check_file
 from . import lab
 
@@ -75,7 +75,8 @@ def tune(
     try:
         if jax.process_index() == 0:
             if path is not None:
-                read(target, "")  # what is wrong with a file of the user's is said before minutes of measuring
+                # What is wrong with a file of the user's is said before minutes of measuring.
+                read_plan_file(target, "")
             check_file(target, None, folders=True)
             found = tune_calls(calls, progress)
             if found.cases:

@@ -49,7 +49,7 @@ def test_row_52_the_option_changes_the_route_and_the_tag_is_visible():
         assert [row.tag for row in found.routes()] == [tag]
         assert tag in str(found.routes())
         assert (out == 3).all()
-        assert [plan.made for plan in plans] == ["float32"] * (tag == "evaluate")  # not rounded to half before
+        assert [plan.result_dtype for plan in plans] == ["float32"] * (tag == "evaluate")  # not rounded to half before
 
 
 M, N, K = 32, 64, 128

@@ -152,6 +152,6 @@ def test_the_shipped_table_is_what_the_record_holds_for_best(tmp_path):
     mine = tmp_path / "sm_90.json"
     results = Path(bench.__file__).parents[1] / "results" / "h200"
     assert bench.main(["--table", str(mine), "--of", str(max(results.glob("lerp_*.json")))]) == 0
-    made, known = (choices.read(path, "")["sm_90"].cases for path in (mine, shipped))
+    made, known = (choices.read_plan_file(path, "")["sm_90"].cases for path in (mine, shipped))
     assert len(made) == 2 * len(bench.CASES)
     assert made == {text: one for text, one in known.items() if json.loads(text)["op"] == "lerp"}

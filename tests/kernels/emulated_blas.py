@@ -49,7 +49,7 @@ def run(plan: MatmulPlan, operands: Sequence[int], results: Sequence[int]) -> No
     """As cublasLtMatmul is documented; arithmetic is float64."""
     assert plan.epilogue in FORWARD, plan.epilogue
     assert plan.compute == ("f64" if plan.dtype == "float64" else plan.compute)
-    given, made = _DTYPES[plan.dtype], _DTYPES[plan.made]
+    given, made = _DTYPES[plan.dtype], _DTYPES[plan.result_dtype]
     more = list(operands[2:])
     c = more.pop(0) if plan.beta else None
     bias = memory(more.pop(0), made, plan.m).astype(np.float64) if plan.epilogue in WITH_BIAS else None
@@ -82,7 +82,7 @@ def activated(epilogue: str, h: np.ndarray) -> np.ndarray:
 
 def keep(plan: MatmulPlan, h: np.ndarray, address: int) -> None:
     if plan.epilogue.startswith("GELU"):
-        matrix(address, _DTYPES[plan.made], plan.m, plan.n, plan.aux_pitch, 0)[...] = h
+        matrix(address, _DTYPES[plan.result_dtype], plan.m, plan.n, plan.aux_pitch, 0)[...] = h
         return
     assert plan.aux_pitch % 128 == 0
     assert plan.aux_pitch >= plan.m

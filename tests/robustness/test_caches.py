@@ -20,7 +20,7 @@ import fusionlab as fl
 from fusionlab import output
 from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.kernels.choose import choices
-from fusionlab.kernels.choose.choices import Choice, Choices, Measured, case_text, read, write
+from fusionlab.kernels.choose.choices import Choice, Choices, Measured, case_text, read_plan_file, write
 from fusionlab.kernels.launch import disk, native
 from fusionlab.kernels.launch.compile import CompileCache
 
@@ -40,7 +40,7 @@ GARBAGE = {
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch):
-    monkeypatch.setattr(disk, "_told", set())
+    monkeypatch.setattr(disk, "_warned", set())
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_tuning_builds_it_again_and_keeps_what_was_there_aside(plans, content):
         write(plans, "sm_90", Measured({CASE: FAST}), rebuild=True)
     (said,) = told(warned)
     assert said.startswith(f"{plans} was no plan file")
-    assert read(plans, "")["sm_90"].cases.keys() == {CASE}
+    assert read_plan_file(plans, "")["sm_90"].cases.keys() == {CASE}
     assert (plans.parent / "plans.json.damaged").read_bytes() == content
     assert sorted(p.name for p in plans.parent.iterdir()) == ["plans.json", "plans.json.damaged"]
 
@@ -110,7 +110,7 @@ def test_what_is_known_of_another_architecture_says_nothing_here_and_is_kept(pla
     write(plans, "sm_80", Measured({CASE: FAST}))
     assert Choices(plans).lookup("sm_90", CASE) is None
     write(plans, "sm_90", Measured({CASE: FAST}))
-    assert read(plans, "").keys() == {"sm_80", "sm_90"}
+    assert read_plan_file(plans, "").keys() == {"sm_80", "sm_90"}
 
 
 # Plan files: races.
@@ -144,7 +144,7 @@ def test_processes_that_add_to_one_plan_file_at_once_lose_nothing(plans, tmp_pat
     for one in made:
         one.stdout.close()
     expected = {case_text("op", "call", process=name, i=i) for name in names for i in range(count)}
-    assert read(plans, "")["sm_90"].cases.keys() == expected
+    assert read_plan_file(plans, "")["sm_90"].cases.keys() == expected
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plans.json", "start"]  # no lock is left
 
 
@@ -157,7 +157,7 @@ def test_threads_that_add_at_once_lose_nothing(plans):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(read(plans, "")["sm_90"].cases) == 16
+    assert len(read_plan_file(plans, "")["sm_90"].cases) == 16
 
 
 def test_a_lock_that_another_holds_for_too_long_is_passed_over_with_a_warning(plans, monkeypatch):
@@ -170,7 +170,7 @@ def test_a_lock_that_another_holds_for_too_long_is_passed_over_with_a_warning(pl
         assert (plans.parent / ".plans.json.lock").exists()  # still the other's
     (said,) = told(warned)
     assert said.startswith(f"{plans} is written without a lock (another process has held")
-    assert read(plans, "")["sm_90"].cases.keys() == {CASE}
+    assert read_plan_file(plans, "")["sm_90"].cases.keys() == {CASE}
 
 
 @pytest.mark.parametrize("missing", ["module", "file system"])
@@ -185,7 +185,7 @@ def test_where_there_are_no_locks_it_is_written_with_a_warning(plans, monkeypatc
         monkeypatch.setattr(disk.fcntl, "flock", flock)
     with pytest.warns(CacheWarning, match="is written without a lock"):
         write(plans, "sm_90", Measured({CASE: FAST}))
-    assert read(plans, "")["sm_90"].cases.keys() == {CASE}
+    assert read_plan_file(plans, "")["sm_90"].cases.keys() == {CASE}
 
 
 def test_a_process_that_died_with_the_lock_stops_nobody(plans):

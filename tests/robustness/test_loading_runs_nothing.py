@@ -147,7 +147,7 @@ def test_the_command_that_compares_two_records(file, capsys):
 
 def test_a_plan_file(file):
     with pytest.raises(ArgumentError, match=r"artefact\.json is no plan file"):
-        choices.read(file, "")
+        choices.read_plan_file(file, "")
 
 
 def test_a_strategy(file):

@@ -100,8 +100,8 @@ class Measured:
         return {
             "device": self.device,
             "versions": dict(self.versions),
-            "cases": {text: one.to_dict() for text, one in sorted(self.cases.items())},
-            "algorithms": {plan: list(one) for plan, one in sorted(self.algorithms.items())},
+            "cases": {text: case.to_dict() for text, case in sorted(self.cases.items())},
+            "algorithms": {plan: list(algorithm) for plan, algorithm in sorted(self.algorithms.items())},
         }
 
 
@@ -116,7 +116,7 @@ def plan_file() -> Path:
     return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "fusionlab" / "plans.json"
 
 
-def read(path: Path, source: str) -> dict[str, Measured]:
+def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
     """Architecture -> what is known of it, from a plan file or a table; nothing where there is no such file.
 
     Raises:
@@ -139,10 +139,10 @@ def parse(text: str, source: str) -> dict[str, Measured]:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']}, needed {FORMAT}")
     found = {}
-    for arch, one in data["archs"].items():
-        cases = {text: _parse_case(text, c, source) for text, c in one["cases"].items()}
-        algorithms = {plan: (str(a), int(v)) for plan, (a, v) in one["algorithms"].items()}
-        found[arch] = Measured(cases, algorithms, one["device"], one["versions"])
+    for arch, content in data["archs"].items():
+        cases = {text: _parse_case(text, c, source) for text, c in content["cases"].items()}
+        algorithms = {plan: (str(a), int(v)) for plan, (a, v) in content["algorithms"].items()}
+        found[arch] = Measured(cases, algorithms, content["device"], content["versions"])
     return found
 
 
@@ -173,7 +173,7 @@ def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
 
 def _write(path: Path, arch: str, more: Measured, rebuild: bool) -> Path:
     try:
-        known = read(path, "")
+        known = read_plan_file(path, "")
     except ArgumentError:
         if not (rebuild and path.is_file()):
             raise
@@ -293,14 +293,14 @@ class Choices:
 
     def _table(self, arch: str) -> Measured:
         if arch not in self._tables:
-            self._tables[arch] = read(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
+            self._tables[arch] = read_plan_file(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
         return self._tables[arch]
 
 
 def _read_or_warn(path: Path) -> dict[str, Measured]:
     """A plan file as a cache: one that cannot be read is no reason for a program not to run."""
     try:
-        return read(path, f"plan file {path}")
+        return read_plan_file(path, f"plan file {path}")
     except ArgumentError as error:
         why = str(error).removeprefix(f"{path} ")
         warn_once(path, f"is passed over, and the shipped tables decide: it {why}")

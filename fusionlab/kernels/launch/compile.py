@@ -129,10 +129,10 @@ class CompileCache:
             if found is not None:
                 self._count("hits")
                 return found
-            made = make()
+            data = make()
             self._count("misses")
-            self._write(key, made)
-            return made
+            self._write(key, data)
+            return data
 
     def _count(self, name: str) -> None:
         with self._lock:

@@ -106,7 +106,7 @@ class MatmulPlan:
         return cls(**given | pairs)
 
     @property
-    def made(self) -> str:
+    def result_dtype(self) -> str:
         """The dtype of D."""
         return self.out or self.dtype
 
@@ -114,8 +114,8 @@ class MatmulPlan:
         return replace(self, algorithm=algorithm, library=library)
 
     def prepare(self, device: int) -> Prepared:
-        made = _Matmul(self, device)
-        return Prepared(made.run, (made.step(),), made)
+        product = _Matmul(self, device)
+        return Prepared(product.run, (product.step(),), product)
 
 
 _RARE: dict[str, Any] = {
@@ -179,7 +179,7 @@ def algorithms(plan: MatmulPlan, device: int, count: int = 8) -> list[str]:
       BackendError: it proposes none.
     """
     found = _Matmul(plan, device, pick=False).heuristic(count)
-    return [bytes(one["algo"].tobytes()).hex() for one in found]
+    return [bytes(result["algo"].tobytes()).hex() for result in found]
 
 
 class _Handles:
@@ -221,13 +221,13 @@ class _Matmul:
         for shape, dtype, leading, stride in (
             (a, plan.dtype, plan.leading[0], plan.strides[0]),
             (b, plan.dtype, plan.leading[1], plan.strides[1]),
-            ((plan.m, plan.n), plan.made, 0, plan.m * plan.n),
+            ((plan.m, plan.n), plan.result_dtype, 0, plan.m * plan.n),
         ):
             self._add_layout(shape, dtype, leading or shape[0], stride)
         number = np.float64 if plan.compute == "f64" else np.float32
         self._alpha, self._beta = np.full(1, plan.alpha, number), np.full(1, plan.beta, number)
         self._algorithm = self._picked() if pick else np.zeros(8, np.uint64)
-        numbers = (one.ctypes.data for one in (self._alpha, self._beta, self._algorithm))
+        numbers = (array.ctypes.data for array in (self._alpha, self._beta, self._algorithm))
         self._pointers = (self._handle, self._desc, *self._layouts, *numbers)
         self._places = _places(plan)
 
@@ -294,7 +294,7 @@ class _Matmul:
             raise BackendError(f"cuBLASLt {version()} has no algorithm for {plan}: {error}") from error
         finally:
             lt.matmul_preference_destroy(preference)
-        usable = [one for one in found[: returned[0]] if one["state"] == 0]
+        usable = [result for result in found[: returned[0]] if result["state"] == 0]
         if not usable:
             raise BackendError(f"cuBLASLt {version()} has no algorithm for {plan}")
         return np.array(usable, lt.matmul_heuristic_result_dtype)
@@ -327,8 +327,8 @@ def _places(plan: MatmulPlan) -> tuple[Param, ...]:
     if plan.aux_pitch and plan.epilogue in WRITES_AUX:
         aux = ("result", next(results))
     if plan.epilogue in WITH_BIAS:
-        made = plan.epilogue in GRADIENT_OF_BIAS
-        bias = ("result", next(results)) if made else ("operand", next(operands))
+        gives = plan.epilogue in GRADIENT_OF_BIAS
+        bias = ("result", next(results)) if gives else ("operand", next(operands))
     if plan.aux_pitch and plan.epilogue in READS_AUX:
         aux = ("operand", next(operands))
     return ("operand", 0), ("operand", 1), bias, aux, c, ("result", 0), ("result", next(results))
@@ -346,6 +346,6 @@ def _set_attribute(lt: Any, kind: str, handle: int, attribute: str, value: int) 
         "preference": lt.MatmulPreferenceAttribute,
         "layout": lt.MatrixLayoutAttribute,
     }[kind]
-    what = f"{'matrix' if kind == 'layout' else 'matmul'}_{kind}"
-    data = np.array([value], getattr(lt, f"get_{what}_attribute_dtype")(names[attribute]))
-    getattr(lt, f"{what}_set_attribute")(handle, names[attribute], data.ctypes.data, data.nbytes)
+    structure = f"{'matrix' if kind == 'layout' else 'matmul'}_{kind}"
+    data = np.array([value], getattr(lt, f"get_{structure}_attribute_dtype")(names[attribute]))
+    getattr(lt, f"{structure}_set_attribute")(handle, names[attribute], data.ctypes.data, data.nbytes)

@@ -18,15 +18,15 @@ except ImportError:  # Windows has none
     fcntl = None
 
 LOCK_S = 10.0  # seconds until another process's lock is passed over
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
-def warn_once(path: Path, what: str) -> None:
-    """A `CacheWarning` "<path> <what>", once in a process."""
-    said = f"{path} {what}"
-    if said not in _told:
-        _told.add(said)
-        warnings.warn(said, CacheWarning, stacklevel=3)
+def warn_once(path: Path, reason: str) -> None:
+    """A `CacheWarning` "<path> <reason>", once in a process."""
+    warning = f"{path} {reason}"
+    if warning not in _warned:
+        _warned.add(warning)
+        warnings.warn(warning, CacheWarning, stacklevel=3)
 
 
 def why_not_trusted(path: Path) -> str:
@@ -37,13 +37,13 @@ def why_not_trusted(path: Path) -> str:
     user = getattr(os, "geteuid", None)
     if user is None:  # Windows, where folders of a user are that user's
         return ""
-    for one in (path, *([] if path.is_dir() else [path.parent])):
-        found = one.stat()
+    for place in (path, *([] if path.is_dir() else [path.parent])):
+        found = place.stat()
         if found.st_uid not in (0, user()):
-            return f"{one} belongs to another user"
+            return f"{place} belongs to another user"
         # In a sticky folder (/tmp) nobody can replace another's file.
         if found.st_mode & stat.S_IWOTH and not (stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX):
-            return f"every user can write to {one}"
+            return f"every user can write to {place}"
     return ""
 
 

@@ -73,15 +73,15 @@ class KernelPlan:
             raise LookupError(f"{source} is another version here")
         launches = tuple(
             Launch(
-                one["entry"],
-                tuple(one["grid"]),
-                tuple(one["block"]),
-                one["shared"],
-                tuple((kind, value) for kind, value in one["params"]),
-                one["early"],
-                one["cooperative"],
+                data["entry"],
+                tuple(data["grid"]),
+                tuple(data["block"]),
+                data["shared"],
+                tuple((kind, value) for kind, value in data["params"]),
+                data["early"],
+                data["cooperative"],
             )
-            for one in content["launches"]
+            for data in content["launches"]
         )
         return cls(source, tuple(content["options"]), launches, text)
 
@@ -91,25 +91,27 @@ class KernelPlan:
         if not self.launches:
             return Prepared(lambda stream, operands, results: None, ())
         arch = f"sm_{cuda.Device(device).compute_capability}"
-        source = CudaSource(self.source, tuple(one.entry for one in self.launches), text=self.text)
+        source = CudaSource(self.source, tuple(launch.entry for launch in self.launches), text=self.text)
         image = cubin(source, self.options, arch)
         module = cuda.function.Module()
         module.load(image)
         steps = []
-        for one in self.launches:
-            entry = module.get_function(one.entry)
-            if one.shared > _SHARED_WITHOUT_ASKING:
-                driver.funcSetAttribute(entry.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, one.shared)
-            geometry = one.grid, one.block, one.shared
+        for launch in self.launches:
+            entry = module.get_function(launch.entry)
+            if launch.shared > _SHARED_WITHOUT_ASKING:
+                driver.funcSetAttribute(
+                    entry.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared
+                )
+            geometry = launch.grid, launch.block, launch.shared
             steps.append(
                 KernelStep(
                     entry.ptr,
-                    one.entry,
+                    launch.entry,
                     image,
                     *geometry,
-                    one.params,
-                    one.early and int(arch[3:]) >= _EARLY_SINCE,
-                    one.cooperative,
+                    launch.params,
+                    launch.early and int(arch[3:]) >= _EARLY_SINCE,
+                    launch.cooperative,
                 )
             )
         ready = [_launcher(_launching(driver, step.cooperative), step) for step in steps]
@@ -146,15 +148,15 @@ def _launching(driver: Any, cooperative: bool) -> Callable[..., None]:
 
 
 def _launcher(
-    launch_kernel: Callable[..., None], one: KernelStep
+    launch_kernel: Callable[..., None], step: KernelStep
 ) -> Callable[[int, Sequence[int], Sequence[int]], None]:
     """A parameter takes eight bytes here, of which a kernel reads as many as it has (x86-64 and Arm are little-endian)."""
-    count = len(one.params)
+    count = len(step.params)
     values, pointers = ctypes.c_uint64 * count, ctypes.c_void_p * count
-    fixed = [0 if kind in ("operand", "result") else value & 0xFFFF_FFFF_FFFF_FFFF for kind, value in one.params]
-    from_operands = [(i, number) for i, (kind, number) in enumerate(one.params) if kind == "operand"]
-    from_results = [(i, number) for i, (kind, number) in enumerate(one.params) if kind == "result"]
-    geometry = (*one.grid, *one.block, one.shared)
+    fixed = [0 if kind in ("operand", "result") else value & 0xFFFF_FFFF_FFFF_FFFF for kind, value in step.params]
+    from_operands = [(i, number) for i, (kind, number) in enumerate(step.params) if kind == "operand"]
+    from_results = [(i, number) for i, (kind, number) in enumerate(step.params) if kind == "result"]
+    geometry = (*step.grid, *step.block, step.shared)
 
     # Blocks of parameters that no launch uses just now: several threads may be here at once, and XLA's own threads are new to Python each
     # time, so that a block of each thread's own would never be found again.
@@ -173,7 +175,7 @@ def _launcher(
             given[i] = operands[number]
         for i, number in from_results:
             given[i] = results[number]
-        launch_kernel(one.function, *geometry, stream, block[2], 0)
+        launch_kernel(step.function, *geometry, stream, block[2], 0)
         free.append(block)
 
     return start

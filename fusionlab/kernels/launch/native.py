@@ -130,7 +130,7 @@ class Launcher:
         entry = ctypes.create_string_buffer(step.entry.encode())
         image = ctypes.create_string_buffer(step.image, len(step.image))
         self._kept += [entry, image]
-        held = (ctypes.addressof(one) for one in (geometry, kinds, values, entry, image))
+        held = (ctypes.addressof(array) for array in (geometry, kinds, values, entry, image))
         at, kinds_at, values_at, entry_at, image_at = held
         early, cooperative, size = int(step.early), int(step.cooperative), len(step.image)
         return bool(
@@ -270,8 +270,8 @@ def build(folder: Path | None = None) -> Path:
 
 
 def _compile(command: Sequence[str], include: Path, scratch: Path, stem: Path) -> Path:
-    made = scratch / "launcher.so"
-    whole = [*command, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(made)]
+    library = scratch / "launcher.so"
+    whole = [*command, *FLAGS, f"-I{include}", str(SOURCE), "-o", str(library)]
     try:
         # What a compiler says may be in any encoding.
         done = subprocess.run(whole, capture_output=True, text=True, errors="replace", timeout=COMPILE_S, check=False)
@@ -279,9 +279,9 @@ def _compile(command: Sequence[str], include: Path, scratch: Path, stem: Path) -
         raise CompileError(f"{shlex.join(whole)} had not ended after {COMPILE_S} s; set CC to another compiler") from e
     if done.returncode:
         raise CompileError(f"{shlex.join(whole)} failed with status {done.returncode}:\n{done.stderr.strip()}")
-    made.chmod(0o700)
-    place = stem.with_name(f"{stem.name}-{_digest(made.read_bytes())}.so")
-    os.replace(made, place)  # whole, or not there
+    library.chmod(0o700)
+    place = stem.with_name(f"{stem.name}-{_digest(library.read_bytes())}.so")
+    os.replace(library, place)  # whole, or not there
     return place
 
 

@@ -54,13 +54,25 @@ def batch_to_front(values: list[Array], dims: list[int | None], size: int | None
     ]
 
 
+def arithmetic_dtype(dtype: Any) -> Any:
+    """The dtype of arithmetic, statistics and sums for operands of `dtype`: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def wide(a: Array) -> Array:
+    """In the dtype of the arithmetic."""
+    return a.astype(arithmetic_dtype(a.dtype))
+
+
 def canonical_precision(precision: Any) -> Any:
     """The `precision` parameter `lax.dot_general` would carry here: a default set around the call is not lost."""
     default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
     if precision is None and default is None:
         return None
-    one = jax.ShapeDtypeStruct((1, 1), np.float32)
-    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(one, one)
+    scalar = jax.ShapeDtypeStruct((1, 1), np.float32)
+    traced = jax.make_jaxpr(lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), precision=precision))(
+        scalar, scalar
+    )
     return traced.jaxpr.eqns[0].params["precision"]
 
 

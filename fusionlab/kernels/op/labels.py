@@ -128,8 +128,8 @@ def labels_of(
     named = [*zip(reads, operands, strict=True), *zip(gives, results, strict=False)]
     shapes = {name: tuple(value.shape) for name, value in named}
     shapes.setdefault("out", tuple(params.get("shape", ())))
-    said = op.axes(shapes, **attrs)
-    by_name, sizes, broken = _normal(shapes, said)
+    axes = op.axes(shapes, **attrs)
+    by_name, sizes, broken = _normal(shapes, axes)
     summed = {slot: _summed_for(primitive, slot, by_name, attrs) for slot in wanted}
     contracted = frozenset(_labels(by_name, *reads)) - set(_labels(by_name, "out")) if role == "call" else frozenset()
     unsplit = contracted if contracted and op.summed_call(params) is None else frozenset()
@@ -140,7 +140,7 @@ def labels_of(
         sizes,
         summed,
         contracted,
-        said.whole | unsplit | broken,
+        axes.whole | unsplit | broken,
     )
 
 
@@ -170,13 +170,13 @@ def _labels(by_name: Mapping[str, Tensor], *names: str) -> dict[str, None]:
 
 
 def _normal(
-    shapes: Mapping[str, tuple[int, ...]], said: Axes
+    shapes: Mapping[str, tuple[int, ...]], named: Axes
 ) -> tuple[dict[str, Tensor], dict[str, int], frozenset[str]]:
     """Axes of everything named, the length of each label, and the labels that no split of a packed axis can follow.
 
     An axis of another length than its label's (1 where it broadcasts) is not split.
     """
-    found = {name: [_axis(x) for x in said.labels[name]] for name in shapes if name in said.labels}
+    found = {name: [_axis(x) for x in named.labels[name]] for name in shapes if name in named.labels}
     pairs = [pair for name, axes in found.items() for pair in zip(axes, shapes[name], strict=True)]
     sizes: dict[str, int] = {}
     # A label is as long as its longest axis with an entry for each index; only where there is none does a packed axis tell.
@@ -185,6 +185,7 @@ def _normal(
             max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)
         )
     fits = {(a, size): a.per * size == sizes[a.label] and (a.per == 1 or size > 1) for a, size in pairs}
+    # A factor of a sharding rule has one size on all arrays: an axis of another size is None, which `Labels.rule` lets nobody split.
     by_name: dict[str, Tensor] = {name: (None,) * len(shape) for name, shape in shapes.items()}
     for name, axes in found.items():
         by_name[name] = tuple(a if fits[a, size] else None for a, size in zip(axes, shapes[name], strict=True))

@@ -43,8 +43,8 @@ Body = Callable[..., list[Array]]  # (params, *operands) -> results
 
 def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> dict[str, Any]:
     """The marker as a parameter, where this call may come to run opaque code on one of several devices."""
-    opaque = (one for one in op.implementations.values() if one.opaque)
-    runs = any(one.refuses(shapes, device, **attrs) is None for one in opaque)
+    opaque = (impl for impl in op.implementations.values() if impl.opaque)
+    runs = any(impl.refuses(shapes, device, **attrs) is None for impl in opaque)
     # The devices are counted last: that starts JAX's backend, which takes longer than a small search.
     return {"partitioned": Marker()} if runs and jax.device_count() > 1 else {}
 
@@ -74,9 +74,9 @@ def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: An
     shapes = dict(zip(primitive.operand_names(params), operands, strict=True))
     name = op.chosen(primitive.role, shapes, device, params)
     mesh = next((s.mesh for s in map(explicit_sharding, operands) if s is not None), get_abstract_mesh())
-    one = op.implementations[name]
-    plain = primitive.role == "tangent" and one.tangent is op.implementations["xla"].tangent
-    if plain or not one.opaque or "partitioned" not in params:
+    impl = op.implementations[name]
+    plain = primitive.role == "tangent" and impl.tangent is op.implementations["xla"].tangent
+    if plain or not impl.opaque or "partitioned" not in params:
         return body(params, *operands)
     if mesh.manual_axes:
         return _on_manual_axes(primitive, params, name, mesh, device)(*operands)
@@ -147,7 +147,7 @@ class _Parts:
         where = self._where(mesh, [*args, *results])
         count = len(self.labels.operands)
         placed = [NamedSharding(mesh, _spec(axes, where)) for axes in self.labels.tensors]
-        return mesh, self._on_one(where, mesh), placed[count:], tuple(placed[:count])
+        return mesh, self._on_device(where, mesh), placed[count:], tuple(placed[:count])
 
     def infer(self, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
         mesh = self._mesh(mesh, args)
@@ -175,7 +175,7 @@ class _Parts:
                 taken.update(free)
         return where
 
-    def _on_one(self, where: Where, mesh: Mesh) -> Meaning:
+    def _on_device(self, where: Where, mesh: Mesh) -> Meaning:
         """What one device does with its shards."""
         if self.primitive.role == "call":
             inner = self._call(where)

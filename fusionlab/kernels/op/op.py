@@ -186,7 +186,7 @@ class Op(abc.ABC):
 
         Returns its result; a tuple of them, where it gives several.
         """
-        return _one_or_all(self._bind_call(operands, attrs, residuals=False))
+        return _single_or_tuple(self._bind_call(operands, attrs, residuals=False))
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
         """`(*results, *residuals)`: what the differentiated forward returns."""
@@ -196,7 +196,7 @@ class Op(abc.ABC):
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
         present, full = self._prepared(as_arrays(self.slots, operands), attrs)
         with jax_defaults(WHERE_IT_RUNS):
-            return _one_or_all(self.implementations["xla"].forward(**present, residuals=False, **full))
+            return _single_or_tuple(self.implementations["xla"].forward(**present, residuals=False, **full))
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """What the forward saves for backward when every operand's gradient is wanted."""
@@ -236,16 +236,16 @@ class Op(abc.ABC):
         rule, why = self.preferred("call", shapes, device, **full)
         chosen, why = (implementation, "named by the caller") if implementation else (rule, why)
         verdicts = []
-        for one in self.implementations.values():
-            if refusal := one.refuses(shapes, device, **full):
-                verdicts.append(BackendVerdict(one.name, "unavailable", refusal))
-            elif one.name != chosen:
-                verdicts.append(BackendVerdict(one.name, "possible", one.summary))
-            elif self.is_what_xla_runs(one.name, **full):
+        for impl in self.implementations.values():
+            if refusal := impl.refuses(shapes, device, **full):
+                verdicts.append(BackendVerdict(impl.name, "unavailable", refusal))
+            elif impl.name != chosen:
+                verdicts.append(BackendVerdict(impl.name, "possible", impl.summary))
+            elif self.is_what_xla_runs(impl.name, **full):
                 reason = ": ".join(filter(None, (WHAT_XLA_RUNS, "" if implementation else why)))
-                verdicts.append(BackendVerdict(one.name, ChoiceKind.SAME_CODE.value, reason))
+                verdicts.append(BackendVerdict(impl.name, ChoiceKind.SAME_CODE.value, reason))
             else:
-                verdicts.append(BackendVerdict(one.name, ChoiceKind.CHOSEN.value, why))
+                verdicts.append(BackendVerdict(impl.name, ChoiceKind.CHOSEN.value, why))
         return tuple(verdicts)
 
     def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
@@ -335,7 +335,7 @@ class Op(abc.ABC):
         if len(results) > 1:
             linear["given"] = (True,) * len(results)
         operands, linear = (*(known[n] for n in saved), *moving), linear | attrs
-        self._tangent.tell(list(map(jax.typeof, operands)), linear, [jax.typeof(x) for x in outs[: len(results)]])
+        self._tangent.set_types(list(map(jax.typeof, operands)), linear, [jax.typeof(x) for x in outs[: len(results)]])
         moved = self._tangent.bind(*operands, **linear)
         if not residuals:
             return outs[: len(results)], moved
@@ -368,8 +368,8 @@ class Op(abc.ABC):
             fresh = iter(moved)
             slots = zip(attrs["present"], primals, live, strict=True)
             full = {slot: next(fresh) if moves else p for slot, p, moves in slots}
-            made = self.implementations["xla"].forward(**full, residuals=True, **attrs)
-            all_saved = made[len(self.results(**attrs)) :]
+            given = self.implementations["xla"].forward(**full, residuals=True, **attrs)
+            all_saved = given[len(self.results(**attrs)) :]
             return [r for r, floats in zip(all_saved, floating, strict=True) if floats]
 
         start = [p for p, moves in zip(primals, live, strict=True) if moves]
@@ -473,7 +473,7 @@ def rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     return jax_defaults(WHERE_IT_RUNS | {"jax_default_matmul_precision"})(types_of_operands(rule))
 
 
-def _one_or_all(results: Sequence[Array]) -> Any:
+def _single_or_tuple(results: Sequence[Array]) -> Any:
     return results[0] if len(results) == 1 else tuple(results)
 
 

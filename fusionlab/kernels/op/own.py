@@ -108,10 +108,12 @@ class PatternOp(Op):
         self.meaning_fn = reference
         self.functions = {key: fn for key, fn in others.items() if not isinstance(fn, CudaKernel)}
         plain = "the meaning, as plain JAX code"
-        made = {"xla": Implementation("xla", plain, self._forward(reference), self._tangent, self._cotangent)}
-        for key, one in others.items():
-            made[key] = self._kernel(key, one) if isinstance(one, CudaKernel) else self._function(key, one)
-        self.implementations = made  # pyright: ignore[reportAttributeAccessIssue]
+        implementations = {
+            "xla": Implementation("xla", plain, self._forward(reference), self._tangent, self._cotangent)
+        }
+        for key, run in others.items():
+            implementations[key] = self._kernel(key, run) if isinstance(run, CudaKernel) else self._function(key, run)
+        self.implementations = implementations  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__()
 
     def _function(self, name: str, fn: Callable[..., Any]) -> Implementation:
@@ -136,9 +138,11 @@ class PatternOp(Op):
         return None
 
     def _kernel(self, name: str, kernel: CudaKernel) -> Implementation:
-        one = _Kernel(self, kernel)
+        runner = _Kernel(self, kernel)
         summary = "a CUDA kernel of the user's own"
-        return Implementation(name, summary, one.forward, self._tangent, self._cotangent, one.refuses, opaque=True)
+        return Implementation(
+            name, summary, runner.forward, self._tangent, self._cotangent, runner.refuses, opaque=True
+        )
 
     @property
     def has_backward(self) -> bool:
@@ -218,9 +222,9 @@ class PatternOp(Op):
         for slot, letters in self.letters.items():
             fits = len(shapes[slot]) == len(letters)
             if not fits or any(sizes.setdefault(x, int(n)) != n for x, n in zip(letters, shapes[slot], strict=True)):
-                told = ", ".join(f"{s} {list(shapes[s])}" for s in self.slots)
+                got = ", ".join(f"{s} {list(shapes[s])}" for s in self.slots)
                 needed = ", ".join(f"{s} [{', '.join(axes)}]" for s, axes in self.letters.items())
-                raise ArgumentError(f"{self.name}: got {told}; needed {needed}, equal letters being equal lengths")
+                raise ArgumentError(f"{self.name}: got {got}; needed {needed}, equal letters being equal lengths")
         return sizes
 
     def shortened(self, shapes: Mapping[str, Sequence[int]], most: int) -> dict[str, tuple[int, ...]]:
@@ -241,8 +245,8 @@ class PatternOp(Op):
         """No way to tell which axes may be more of the same: a batch is computed by the meaning."""
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        for name, one in self.implementations.items() if role == "call" else ():
-            if name != "xla" and one.refuses(shapes, device, role=role, **attrs) is None:
+        for name, impl in self.implementations.items() if role == "call" else ():
+            if name != "xla" and impl.refuses(shapes, device, role=role, **attrs) is None:
                 return name, "of the pass's own, the first that can run here"
         return "xla", "what XLA makes of the op's meaning"
 
@@ -280,8 +284,8 @@ class _Kernel:
         params += [_scalar(x, dtype) for x in op.numbers(attrs)]
         entry = kernel.entry or op.name
         blocks = (self.blocks(sizes), 1, 1)
-        one = Launch(entry, blocks, (kernel.threads, 1, 1), kernel.shared, tuple(params))
-        return KernelPlan(f"{op.name}.cu", (), (one,), _HEADERS.format(_STORAGE[dtype]) + kernel.source)
+        start = Launch(entry, blocks, (kernel.threads, 1, 1), kernel.shared, tuple(params))
+        return KernelPlan(f"{op.name}.cu", (), (start,), _HEADERS.format(_STORAGE[dtype]) + kernel.source)
 
     def blocks(self, sizes: Mapping[str, int]) -> int:
         if self.kernel.blocks is not None:
@@ -342,6 +346,7 @@ class _Kernel:
                     true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)
                     if wrong := _differs(true, now, got, dtype, size):
                         return f"{wrong}, at {at}"
+        # An error of the FFI call, as of a launch that CUDA refuses, reaches Python as a JaxRuntimeError.
         except (jax.errors.JaxRuntimeError, BackendError, CompileError, MissingDependencyError) as error:
             return f"the kernel does not run: {error}"
         except CannotEvaluate as error:
@@ -351,16 +356,16 @@ class _Kernel:
 
 def _differs(true: np.ndarray, now: np.ndarray, got: np.ndarray, dtype: str, size: float) -> str | None:
     """What is wrong with a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
-    told, held = f"of numbers as large as {size:g}", np.isfinite(now) & np.isfinite(true)
+    scale, held = f"of numbers as large as {size:g}", np.isfinite(now) & np.isfinite(true)
     if (bad := held & ~np.isfinite(got)).any():
-        return f"it gives {got[bad][0]} {told}, where the op's meaning gives a number"
+        return f"it gives {got[bad][0]} {scale}, where the op's meaning gives a number"
     true, now, got = (np.where(held, a, 0.0) for a in (true, now, got))
     # What the meaning itself loses in this dtype a kernel may lose as well.
     allowed = _TOLERANCE[dtype] + (0.0 if size == 1 else _WORSE * relative_error(true, now))
     error = relative_error(true, got)
     if error <= allowed:
         return None
-    return f"its values differ from the op's meaning by {error:.2g} relative {told} (allowed {allowed:.0e})"
+    return f"its values differ from the op's meaning by {error:.2g} relative {scale} (allowed {allowed:.0e})"
 
 
 def _scalar(value: float, dtype: str) -> tuple[str, int]:

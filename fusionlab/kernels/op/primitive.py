@@ -79,29 +79,31 @@ class FusedPrimitive(Primitive):
         self.role = role
         # A search asks for the types of the same ones again and again, and a proof for what they mean.
         self._traced = functools.lru_cache(maxsize=_MOST)(self._trace)
-        self._told: dict[Any, list[Any]] = {}
+        self._types: dict[Any, list[Any]] = {}
 
-    def tell(self, avals: Sequence[Any], params: Mapping[str, Any], types: Sequence[Any]) -> None:
-        """Says of what types the results are, for operands of types `avals`, so that nothing is traced to learn it.
+    def set_types(self, avals: Sequence[Any], params: Mapping[str, Any], types: Sequence[Any]) -> None:
+        """Keeps of what types the results are, for operands of types `avals`, so that nothing is traced to learn it.
 
         On explicit mesh axes, and along those of a shard_map, they depend on more than these: there the meaning is traced. And inside a
         shard_map that checks no types they name its mesh, whatever those of the operands name.
         """
         if any(varies(a) or sharding_in_type(a) is not None for a in (*avals, *types)):
             return
-        if len(self._told) >= _MOST:
-            self._told.clear()
-        self._told[_key(avals, params), get_abstract_mesh()] = list(types)
+        if len(self._types) >= _MOST:
+            self._types.clear()
+        self._types[_key(avals, params), get_abstract_mesh()] = list(types)
 
     def types(self, avals: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
         """The types of the results, for operands of types `avals`."""
-        told = self._told.get((_key(avals, params), get_abstract_mesh()))
-        if told is not None:
-            return told
-        made = [v.aval for v in self.traced(avals, params).jaxpr.outvars]
+        known = self._types.get((_key(avals, params), get_abstract_mesh()))
+        if known is not None:
+            return known
+        found = [v.aval for v in self.traced(avals, params).jaxpr.outvars]
         if params.get("residuals"):
-            self.tell(avals, {**params, "residuals": False}, made[: len(self.op.results(**attributes_in(params)))])
-        return made
+            self.set_types(
+                avals, {**params, "residuals": False}, found[: len(self.op.results(**attributes_in(params)))]
+            )
+        return found
 
     def bind(self, *operands: Any, **params: Any) -> Any:
         # A new one for each equation: a jaxpr that two equations hold JAX prints, in full.
@@ -208,9 +210,9 @@ class FusedPrimitive(Primitive):
             return jax.make_jaxpr(self.function(dict(params), "xla"))(*avals)
 
     def _function(self, params: Mapping[str, Any], implementation: str, device: Device | None) -> Meaning:
-        one, attrs = self.op.implementations[implementation], attributes_in(params) | {"device": device}
+        impl, attrs = self.op.implementations[implementation], attributes_in(params) | {"device": device}
         if self.role == "call":
-            forward = functools.partial(one.forward, residuals=params["residuals"], **attrs)
+            forward = functools.partial(impl.forward, residuals=params["residuals"], **attrs)
             return lambda *operands: forward(**dict(zip(params["present"], operands, strict=True)))
         wanted = wanted_of(params)
         saved = self.op.saved_names(wanted, attributes_in(params))
@@ -223,15 +225,15 @@ class FusedPrimitive(Primitive):
             kept, moving = operands[: len(saved)], operands[len(saved) :]
             by_slot = dict(zip(wanted, moving, strict=True))
             known = dict(zip(saved, kept, strict=True))
-            made = one.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)
-            return [made[result] for result in results] if several else [made]
+            terms = impl.tangent(known, by_slot, params["shape"], shardings=shardings, **attrs)
+            return [terms[result] for result in results] if several else [terms]
 
         def cotangent(*operands: Array) -> list[Array]:
             known, left = dict(zip(saved, operands, strict=False)), iter(operands[len(saved) :])
             groups = (tuple(itertools.islice(left, n)) for n in counts)
-            cts = [g if len(g) > 1 and one.adds else functools.reduce(jax.lax.add, g) for g in groups]
+            cts = [g if len(g) > 1 and impl.adds else functools.reduce(jax.lax.add, g) for g in groups]
             ct = dict(zip(results, cts, strict=True)) if several else cts[0]
-            return one.cotangent(known, ct, wanted, shardings, **attrs)
+            return impl.cotangent(known, ct, wanted, shardings, **attrs)
 
         return tangent if self.role == "tangent" else cotangent
 

@@ -111,7 +111,7 @@ def test_the_switch_changes_the_route_and_the_tag_says_it(fn, arch):
     assert len(plans) == able  # one call, with all of it
     if able:
         (plan,) = plans
-        assert (plan.dtype, plan.made) == ("float16", got.dtype.name)  # no round trip through half precision
+        assert (plan.dtype, plan.result_dtype) == ("float16", got.dtype.name)  # no round trip through half precision
 
 
 def test_the_compiled_program_holds_one_call_a_product():

@@ -19,7 +19,7 @@ import fusionlab
 from fusionlab import output
 from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.kernels.choose import choices
-from fusionlab.kernels.choose.choices import Choice, Choices, Measured, case_text, plan_file, read, write
+from fusionlab.kernels.choose.choices import Choice, Choices, Measured, case_text, plan_file, read_plan_file, write
 
 CASE = case_text("gemm_epilogue", "call", rows=8, columns=16)
 OTHER = case_text("gemm_epilogue", "call", rows=8, columns=24)
@@ -73,7 +73,7 @@ def test_two_cases_have_one_text_exactly_where_they_are_equal(a, b):
 def test_what_is_written_is_read(file):
     measured = Measured({CASE: FAST, OTHER: SLOW}, {"plan": ("00ff", 130100)}, "NVIDIA H200", VERSIONS)
     assert write(file, "sm_90", measured) == file
-    found = read(file, "somewhere")
+    found = read_plan_file(file, "somewhere")
     assert list(found) == ["sm_90"]
     assert same_content(found["sm_90"], measured)
     assert found["sm_90"].algorithms == {"plan": ("00ff", 130100)}
@@ -90,7 +90,7 @@ def test_more_is_added_and_what_is_new_wins(file):
     )
     write(file, "sm_80", Measured({CASE: SLOW}))
     write(file, "sm_90", Measured({CASE: SLOW}, {"p": ("02", 2)}, "", {"a": "2"}))
-    found = read(file, "")
+    found = read_plan_file(file, "")
     assert sorted(found) == ["sm_80", "sm_90"]
     assert found["sm_90"].cases[CASE].implementation == "xla"
     assert found["sm_90"].cases[OTHER].implementation == "cublaslt"
@@ -155,7 +155,9 @@ def test_counters(file):
 
 def test_a_plan_file_is_read_again_when_it_changes_and_not_otherwise(file, monkeypatch):
     reads = []
-    monkeypatch.setattr(choices, "read", lambda path, source, real=read: reads.append(path) or real(path, source))
+    monkeypatch.setattr(
+        choices, "read_plan_file", lambda path, source, real=read_plan_file: reads.append(path) or real(path, source)
+    )
     known = Choices(file)
     assert known.lookup("sm_90", CASE) is None
     write(file, "sm_90", Measured({CASE: FAST}))

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
+from fusionlab.kernels.ops.geometry import accumulator
 from fusionlab.kernels.ops.lerp import cuda, plan, tiling
-from fusionlab.kernels.ops.lerp.axes import SLOTS, BroadcastAxes, accumulator, collapse, result_shape
+from fusionlab.kernels.ops.lerp.axes import SLOTS, BroadcastAxes, collapse, result_shape
 from fusionlab.kernels.ops.lerp.plan import backward_passes, forward_plan
 from tests.kernels.emulated import kernels_on_the_cpu
 from tests.kernels.lerp import lerp_suite

@@ -14,8 +14,8 @@ from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import Miss
 from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Node
+from ....kernels.op.arrays import arithmetic_dtype
 from ....kernels.ops.layer_norm.op import DTYPES
-from ....kernels.ops.layer_norm.reference import statistics_dtype
 from ...engine.base import anchor_text
 from ...engine.nearly import shown
 from ...engine.outcomes import Rejection
@@ -105,8 +105,8 @@ class NormSite(Site):
         edit = None
         if not given <= set(DTYPES):
             what = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
-        elif any(narrows(statistics_dtype(made), v.dtype) for v in region.leaves.values()):
-            what = f"takes parameters wider than the {np.dtype(statistics_dtype(made)).name} it would be computed in"
+        elif any(narrows(arithmetic_dtype(made), v.dtype) for v in region.leaves.values()):
+            what = f"takes parameters wider than the {np.dtype(arithmetic_dtype(made)).name} it would be computed in"
         else:
             rounding = _rounding(region, x)
             if rounding is None:

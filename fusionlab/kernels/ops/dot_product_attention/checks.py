@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import ArgumentError
-from . import reference
+from ...op.arrays import arithmetic_dtype
 from .layouts import AttentionSizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -103,7 +103,7 @@ def _takes(slot: str, own: np.dtype) -> bool:
 def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
     """A mask is bool, factors float or bool, a bias or a sink float; a float no wider than the scores; the shape broadcasts to them, that
     of a sink to their rows."""
-    shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(reference.statistics_dtype(dtype))
+    shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(arithmetic_dtype(dtype))
     if not _takes(slot, own):
         needed = {
             "mask": "bool",

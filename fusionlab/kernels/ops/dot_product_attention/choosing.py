@@ -66,8 +66,10 @@ def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappi
     keeps = attrs["saves"] == "probabilities" and (role != "call" or attrs.get("residuals", False))
     if device.platform == "cpu":
         return _on_cpu(role, shapes, device, attrs)
+    # Neither cuDNN nor our kernels write or read probabilities.
     if keeps:
         return "xla", "the probabilities are what is kept"
+    # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode, and our kernels have none.
     if role == "tangent":
         return "xla", "forward mode has no implementation of its own"
     if device.platform != "cuda" or not device.arch:
@@ -85,6 +87,7 @@ def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mappin
     size = f"{t} x {s} scores a head"
     forward = role == "call"
     refused = {name: refuses(shapes, device, role=role, **attrs) for name, refuses in FUSED.items()}
+    # Where nothing can run it, the refusals say more than its size.
     if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
         return (
             "xla",
@@ -115,15 +118,16 @@ def _not_faster(
         few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
         return (ChoiceKind.UNMEASURED, few) if t * s < FEW_MASKED_ON_CUDA else (ChoiceKind.CHOSEN, "")
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
+    # cuDNN's fused attention takes no operands wider than 16 bits: those are left to our kernels, or to XLA.
     wide = np.dtype(shapes["query"].dtype).itemsize > 2
     if name != "cuda" or not (wide or read):
         return ChoiceKind.CHOSEN, ""
-    what = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
+    subject = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
     takes = "(implementation='cuda' takes it)"
     if device.arch in MEASURED and (wide or "mask" in read):
-        with_what = what if wide else "a mask"
-        return ChoiceKind.SLOWER, f"with {with_what} it was measured slower than XLA's code {takes}"
-    return ChoiceKind.UNMEASURED, f"with {what} it was not measured on {device.arch} {takes}"
+        slow = subject if wide else "a mask"
+        return ChoiceKind.SLOWER, f"with {slow} it was measured slower than XLA's code {takes}"
+    return ChoiceKind.UNMEASURED, f"with {subject} it was not measured on {device.arch} {takes}"
 
 
 def left_to_xla(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> LeftToXLA | None:
@@ -180,6 +184,7 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
     """The call as text: all that its speed hangs on."""
     query, key = shapes["query"], shapes["key"]
     q, k = (AttentionSizes.of(a.shape, attrs["layout"]) for a in (query, key))
+    # A backward need not read the value: its cotangent has as many features.
     value = shapes.get("value", shapes.get("ct", key))
     content: dict[str, Any] = {
         "dtype": np.dtype(query.dtype).name,
@@ -207,8 +212,10 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         shared = attrs["dropout_shape"][-3] != q.heads or math.prod(attrs["dropout_shape"][:-3]) != math.prod(q.batch)
         content["factors"] = "shared key" if shared else "key"
     if role == "call":
+        # Forward alone writes no statistics.
         content["residuals"] = bool(attrs.get("residuals"))
     else:
+        # cuDNN's backward adds to the gradient of the query by atomics: it does not give the same bits every time.
         if attrs["deterministic"]:
             content["deterministic"] = True
         content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]

@@ -242,8 +242,8 @@ class DotProductAttention(Op):
         local = "" if window is None else f", local window of {sum(window) + 1} keys"
         text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local}{', sink' * sink})"
         if factors or dropout_key:
-            what = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
-            text = f"({text} * {what}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
+            drawn = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
+            text = f"({text} * {drawn}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
         return f"{text} @ v" if group == 1 else f"{text} @ v, {group} query heads a key head"
 
 
@@ -263,7 +263,7 @@ def _keeps_axes(name: str, dim: int | None) -> bool:
 
 def _with_batch_axis(names: tuple[str, ...], values: list[Array], dims: list[int | None], size: int) -> list[Array]:
     """The operands, the batch as axis 0: of size 1 where an operand broadcasts; none of a key."""
-    whole = [i for i, one in enumerate(zip(names, dims, strict=True)) if not _keeps_axes(*one)]
+    whole = [i for i, entry in enumerate(zip(names, dims, strict=True)) if not _keeps_axes(*entry)]
     moved = dict(zip(whole, batch_to_front([values[i] for i in whole], [dims[i] for i in whole], size), strict=True))
     return [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
 

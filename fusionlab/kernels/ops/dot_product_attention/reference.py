@@ -40,7 +40,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....device import Device
-from ...op.arrays import summed_to
+from ...op.arrays import arithmetic_dtype, summed_to
 
 Array = Any
 
@@ -72,11 +72,6 @@ class AttentionNumbers:
     def of(cls, attrs: Mapping[str, Any]) -> AttentionNumbers:
         """From among the attributes of a call."""
         return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
-
-
-def statistics_dtype(dtype: Any) -> Any:
-    """The dtype of scores and statistics for operands of `dtype`."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 ROUNDED_OFF = "_and_rounded_off"
@@ -115,12 +110,12 @@ def _dot(a: Array, b: Array, axes: str, form: AttentionNumbers, dtype: Any, shar
     if form.group == 1:
         return _product(a, b, axes.replace("k", "n"), form.precision, dtype)
     product = functools.partial(jnp.einsum, precision=form.precision, preferred_element_type=dtype)
-    *sides, made = re.split(",|->", axes)
+    *sides, result = re.split(",|->", axes)
     a, b = (_by_key_head(x, side, form.group) if "n" in side else x for x, side in zip((a, b), sides, strict=True))
-    if "n" not in made:
+    if "n" not in result:
         return product(axes.replace("n", "kg"), a, b, out_sharding=sharding)
     out = product(axes.replace("n", "kg"), a, b)
-    at = made.index("n") - len(made)  # never the last axis
+    at = result.index("n") - len(result)  # never the last axis
     return out.reshape(*out.shape[: at - 1], out.shape[at - 1] * out.shape[at], *out.shape[at + 1 :])
 
 
@@ -128,10 +123,10 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     """What einsum makes of heads n and one axis each that is summed over, a's own and b's own, without its parsing, which takes as long to
     trace as all else in an attention. `axes` as "...tnh,...snh->...nts".
     """
-    sides, made = axes.replace(".", "").split("->")
+    sides, result = axes.replace(".", "").split("->")
     mine, theirs = sides.split(",")
     # Where the operands change places, the result needs no transpose.
-    if made != "n" + "".join(x for x in mine + theirs if x != "n" and x in made):
+    if result != "n" + "".join(x for x in mine + theirs if x != "n" and x in result):
         a, b, mine, theirs = b, a, theirs, mine
     free = a.ndim - len(mine)
     (summed,) = set(mine) & set(theirs) - {"n"}
@@ -141,9 +136,9 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     out = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     # `dot_general` puts the batch first, then what is left of its first operand, then of its second.
     found = "n" + "".join(x for x in mine + theirs if x not in ("n", summed))
-    if found == made:
+    if found == result:
         return out
-    return lax.transpose(out, (*range(free), *(free + found.index(x) for x in made)))
+    return lax.transpose(out, (*range(free), *(free + found.index(x) for x in result)))
 
 
 def _by_key_head(x: Array, axes: str, group: int) -> Array:
@@ -156,7 +151,7 @@ def _scores(
     query: Array, key: Array, bias: Array | None, mask: Array | None, form: AttentionNumbers
 ) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
-    dtype = statistics_dtype(query.dtype)
+    dtype = arithmetic_dtype(query.dtype)
     scores = _dot(query, key, "...tnh,...skh->...nts", form, dtype) * form.scale
     tanh = None
     if form.softcap is not None:
@@ -213,12 +208,13 @@ def forward(
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
-    out = _dot(weights, value, "...nts,...skh->...tnh", form, statistics_dtype(value.dtype))
+    out = _dot(weights, value, "...nts,...skh->...tnh", form, arithmetic_dtype(value.dtype))
     out, off = rounded(out, value.dtype, saves)
     if not residuals:
         return [out]
     if saves == "probabilities":
         return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
+    # `jax.nn.softmax` does not give the sum that it divides by.
     if total is None:
         total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
     return [out, *_kept_of_rows(top, total, blind, saves), *off]
@@ -253,7 +249,7 @@ def _recomputed(saved: Mapping[str, Array], form: AttentionNumbers) -> tuple[Arr
     """Probabilities *B N T S in the statistics dtype, the weight *B N T 1 of a sink, and the tanh of the softcap where it is known."""
     if "probabilities" in saved:
         p, weight = saved["probabilities"], saved.get("sink_weight")
-        return p.astype(statistics_dtype(p.dtype)), None if weight is None else weight[..., None], saved.get("tanh")
+        return p.astype(arithmetic_dtype(p.dtype)), None if weight is None else weight[..., None], saved.get("tanh")
     scores, tanh = _scores(saved["query"], saved["key"], saved.get("bias"), saved.get("mask"), form)
     sink = saved["sink"].astype(scores.dtype) if "sink" in saved else None
 

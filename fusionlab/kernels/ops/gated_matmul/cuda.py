@@ -66,4 +66,4 @@ def forward(
     rows = math.prod(lead)
     plan = forward_plan(rows, columns, inner, x.dtype.name, activation, transposed=bool(w_contract), saves=residuals)
     results = [jax.ShapeDtypeStruct((rows, columns), x.dtype)] * (3 if residuals else 1)
-    return [one.reshape(*lead, columns) for one in launch(plan, [x.reshape(rows, inner), w, v], results)]
+    return [a.reshape(*lead, columns) for a in launch(plan, [x.reshape(rows, inner), w, v], results)]

@@ -13,7 +13,7 @@ from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
-from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
+from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, wide
 from ...op.implementation import Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
@@ -137,10 +137,10 @@ class GatedMatmul(Op):
 
         def part(operands: Mapping[str, Array]) -> Array:
             x = operands["x"]
-            return jnp.stack([reference.product(x, operands[slot], **how).astype(x.dtype) for slot in ("w", "v")])
+            return jnp.stack([reference.wide_product(x, operands[slot], **how).astype(x.dtype) for slot in ("w", "v")])
 
         def finish(both: Array, operands: Mapping[str, Array]) -> list[Array]:
-            gate, up = map(reference.wide, both)
+            gate, up = map(wide, both)
             return reference.gated(gate, up, operands["x"].dtype, params["activation"], params["residuals"])
 
         return SummedCall(params, finish, part)

@@ -17,23 +17,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...op.arrays import arithmetic_dtype, wide
 from ..gemm_epilogue.activations import ACTIVATIONS
 
 Array = Any
 
 
-def wide(a: Array) -> Array:
-    """In the dtype of the arithmetic."""
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
-
-
-def product(x: Array, w: Array, *, w_contract: int, precision: Any, out_sharding: Any = None, **_: Any) -> Array:
+def wide_product(x: Array, w: Array, *, w_contract: int, precision: Any, out_sharding: Any = None, **_: Any) -> Array:
     """x (*M x K) . w (K x N, or N x K with `w_contract` 1), in the dtype of the arithmetic."""
     return _product(x, w, (((x.ndim - 1,), (w_contract,)), ((), ())), precision, out_sharding)
 
 
 def _product(a: Array, b: Array, dimensions: Any, precision: Any, out_sharding: Any) -> Array:
-    dtype = jnp.promote_types(a.dtype, jnp.float32)
+    dtype = arithmetic_dtype(a.dtype)
     return lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
     )
@@ -41,14 +37,14 @@ def _product(a: Array, b: Array, dimensions: Any, precision: Any, out_sharding: 
 
 def forward(x: Array, w: Array, v: Array, *, residuals: bool, activation: str, **attrs: Any) -> list[Array]:
     """[out], and gate and up if asked for: two products."""
-    return gated(product(x, w, **attrs), product(x, v, **attrs), x.dtype, activation, residuals)
+    return gated(wide_product(x, w, **attrs), wide_product(x, v, **attrs), x.dtype, activation, residuals)
 
 
 def forward_concatenated(
     x: Array, w: Array, v: Array, *, residuals: bool, activation: str, w_contract: int, **attrs: Any
 ) -> list[Array]:
     """The same by one product, the weights side by side."""
-    both = product(x, jnp.concatenate([w, v], axis=1 - w_contract), w_contract=w_contract, **attrs)
+    both = wide_product(x, jnp.concatenate([w, v], axis=1 - w_contract), w_contract=w_contract, **attrs)
     gate, up = jnp.split(both, [w.shape[1 - w_contract]], axis=-1)
     return gated(gate, up, x.dtype, activation, residuals)
 
@@ -84,9 +80,9 @@ def _sum_of(saved: Mapping[str, Array], tangents: Mapping[str, Array], slot: str
     """The tangent of x . w (or of x . v), of the tangents given; None where neither x nor the weight moves."""
     parts = []
     if "x" in tangents:
-        parts.append(product(tangents["x"], saved[slot], **attrs))
+        parts.append(wide_product(tangents["x"], saved[slot], **attrs))
     if slot in tangents:
-        parts.append(product(saved["x"], tangents[slot], **attrs))
+        parts.append(wide_product(saved["x"], tangents[slot], **attrs))
     return functools.reduce(jnp.add, parts) if parts else None
 
 
@@ -112,7 +108,7 @@ def cotangent(
     found = {}
     for slot in wanted:
         if slot == "x":
-            parts = (_of_x(along[one], saved[one], shardings.get("x"), **attrs) for one in ("w", "v"))
+            parts = (_of_x(along[w], saved[w], shardings.get("x"), **attrs) for w in ("w", "v"))
             found["x"] = functools.reduce(jnp.add, parts).astype(dtype)
         else:
             found[slot] = _of_weight(saved["x"], along[slot], shardings.get(slot), **attrs).astype(dtype)

@@ -44,6 +44,7 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **
 
 
 def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: Any) -> str | None:
+    # cuBLASLt's activations are RELU and GELU (cuBLAS documentation, cublasLtEpilogue_t); GELU is the tanh form.
     if role == "call" and activation not in EPILOGUES:
         return f"cuBLASLt has no epilogue for {activation}, only for relu and gelu_tanh"
     if role == "cotangent" and activation != "none" and activation not in cuda.KERNEL_ACTIVATIONS:
@@ -59,7 +60,7 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
 def _refuses_precision(precision: Any) -> str | None:
     if lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
-    if any(not isinstance(one, lax.Precision) for one in precisions(precision)):
+    if any(not isinstance(p, lax.Precision) for p in precisions(precision)):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
     return None
 

@@ -17,9 +17,10 @@ import numpy as np
 from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
+from ..geometry import accumulator
 from . import reference
 from .activations import ACTIVATIONS
-from .elementwise import KERNEL_ACTIVATIONS, accumulator, backward_plan, forward_plan
+from .elementwise import KERNEL_ACTIVATIONS, backward_plan, forward_plan
 
 Array = Any
 
@@ -81,8 +82,8 @@ def forward(
     keeps_h = saves == "preactivation"
     if keeps_h and bias is not None:
         h, bias = h + bias, None  # XLA's product adds it; the sum is what is kept
-    out, *made = activate(h, bias, activation, "none" if keeps_h else saves)
-    return [out, h] if keeps_h else [out, *made]
+    out, *saved = activate(h, bias, activation, "none" if keeps_h else saves)
+    return [out, h] if keeps_h else [out, *saved]
 
 
 def activate(h: Array, bias: Array | None, activation: str, saves: str) -> list[Array]:
@@ -95,8 +96,8 @@ def activate(h: Array, bias: Array | None, activation: str, saves: str) -> list[
         results.append(_saved_shape(activation, saves, rows, columns))
     flat = h.reshape(rows, columns)
     # Written over h where nothing else reads it; XLA copies it first where something does.
-    made = launch(plan, [flat] if bias is None else [flat, bias], results, aliases={0: 0})
-    return [a.reshape(*shape[:-1], a.shape[-1]) for a in made]
+    outs = launch(plan, [flat] if bias is None else [flat, bias], results, aliases={0: 0})
+    return [a.reshape(*shape[:-1], a.shape[-1]) for a in outs]
 
 
 def cotangent(

@@ -11,6 +11,7 @@ from typing import Any
 from ....errors import ArgumentError, unknown_name
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
+from ..geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, accumulator, ceil_div, power_of_2, round_up
 from .reference import mask_pitch
 
 SOURCE = CudaSource("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
@@ -28,12 +29,10 @@ KERNEL_ACTIVATIONS = (
 )
 SAVES = ("none", "bits", "bytes", "preactivation")  # in the order of FL_SAVES
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _THREADS = 256
 _SUM_WIDTH = 16  # threads of a block along a row where rows are summed: 256 bytes side by side
 _ROWS_IN_FLIGHT = 4  # kRows
 _SUM_BLOCK = (32, 32, 1)  # kSumColumns, kSumRows
-_GRID_Y = 65535  # CUDA's limit
 
 
 def saves_for_backward(activation: str) -> tuple[str, ...]:
@@ -43,11 +42,6 @@ def saves_for_backward(activation: str) -> tuple[str, ...]:
     if activation in ("relu", "relu_where"):
         return ("bits", "bytes", "preactivation")
     return ("bytes", "preactivation") if activation == "relu_tie" else ("preactivation",)
-
-
-def accumulator(dtype: str) -> str:
-    """The dtype of arithmetic and of partial sums: float32, for float64 itself."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: bool, saves: str) -> KernelPlan:
@@ -78,7 +72,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
     width = _width(covered, vec, least, _THREADS)
     height = _THREADS // width
     # One tile of rows a block: thousands of blocks for anything large, and 4 rows share the bias that a thread holds.
-    grid = (_parts(covered, vec * width), min(_parts(rows, height * _ROWS_IN_FLIGHT), _GRID_Y), 1)
+    grid = (ceil_div(covered, vec * width), min(ceil_div(rows, height * _ROWS_IN_FLIGHT), GRID_Y), 1)
     params = (
         ("operand", 0),
         ("operand", 1) if bias else ("null", 0),
@@ -124,11 +118,13 @@ def backward_plan(
     # With a sum, a block is half a warp wide, so that it has 16 rows or more at once and few partial sums are left.
     width = _width(columns, vec, 1, _SUM_WIDTH if dbias else _THREADS)
     height = _THREADS // width
-    across = _parts(columns, vec * width)
+    across = ceil_div(columns, vec * width)
     tile = height * _ROWS_IN_FLIGHT
     per_block = tile if not dbias else _rows_per_block(rows, across, tile, _traffic_rows(dtype, saves), sms)
-    per_block = max(per_block, _round_up(-(-rows // _GRID_Y), tile))
-    blocks = max(1, _parts(rows, per_block))
+    # Blocks stand along y, where a grid has `GRID_Y` at most.
+    per_block = max(per_block, round_up(ceil_div(rows, GRID_Y), tile))
+    blocks = max(1, ceil_div(rows, per_block))
+    # Without an activation dh is ct: nothing is read beside it, and only the sum is written.
     results = 0 if saves == "none" else 1
     params = (
         ("operand", 0),
@@ -141,10 +137,12 @@ def backward_plan(
         ("i64", per_block),
     )
     launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params, early=True)]
+    # A second kernel adds the partial sums, in order: the bits are the same every time, which atomics do not promise.
     if dbias:
         summed = (("result", results + 1), ("result", results), ("i64", blocks), ("i64", columns))
-        grid = (_parts(columns, _SUM_BLOCK[0]), 1, 1)
+        grid = (ceil_div(columns, _SUM_BLOCK[0]), 1, 1)
         launches.append(Launch("epilogue_sum", grid, _SUM_BLOCK, 0, summed, early=True))
+    # CUDA refuses a grid of no blocks.
     empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
     options = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
     return KernelPlan(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None
@@ -157,14 +155,14 @@ def _rows_per_block(rows: int, across: int, tile: int, traffic: int, sms: int) -
     multiprocessor (about ten waves, so that the last, partial one costs little), fewer where there would not be 6 (two waves).
     """
     most, least = rows * across // (6 * sms), rows * across // (32 * sms)
-    return _round_up(max(tile, min(max(traffic, least), most)), tile)
+    return round_up(max(tile, min(max(traffic, least), most)), tile)
 
 
 def _traffic_rows(dtype: str, saves: str) -> int:
     """Rows of which reading ct and what was saved and writing dh is 100 times the writing and reading of their partial sum."""
-    size = _BYTES[dtype]
+    size = ITEM_BYTES[dtype]
     moved = {"none": size, "bits": 2 * size + 0.125, "bytes": 2 * size + 1, "preactivation": 3 * size}[saves]
-    return int(100 * 2 * _BYTES[accumulator(dtype)] / moved) + 1
+    return int(100 * 2 * ITEM_BYTES[accumulator(dtype)] / moved) + 1
 
 
 def _options(dtype: str, activation: str, vec: int, *, bias: bool, saves: str, dbias: bool) -> tuple[str, ...]:
@@ -181,22 +179,13 @@ def _options(dtype: str, activation: str, vec: int, *, bias: bool, saves: str, d
 
 def _vector(columns: int, dtype: str) -> int:
     """Columns of a thread: 16 bytes of them, or 1 where rows would not start on 16 bytes."""
-    whole = 16 // _BYTES[dtype]
+    whole = VECTOR_BYTES // ITEM_BYTES[dtype]
     return 1 if columns % whole else whole
 
 
 def _width(columns: int, vec: int, least: int, most: int) -> int:
     """Threads of a block along a row: the power of 2 that covers it, between bounds."""
-    threads = max(1, _parts(columns, vec))
-    return min(most, max(least, 1 << (threads - 1).bit_length()))
-
-
-def _parts(total: int, size: int) -> int:
-    return -(-total // size)
-
-
-def _round_up(value: int, step: int) -> int:
-    return _parts(value, step) * step
+    return min(most, max(least, power_of_2(ceil_div(columns, vec))))
 
 
 def _check(rows: int, columns: int, dtype: str, activation: str) -> None:

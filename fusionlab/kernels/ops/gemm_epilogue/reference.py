@@ -27,8 +27,8 @@ def product(
     x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None, wide: str | None = None
 ) -> Array:
     contract = (((x_axis,), (w_axis,)), ((), ()))
-    made = jnp.float32 if wide == "product" else x.dtype
-    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=made, out_sharding=sharding)
+    result = jnp.float32 if wide == "product" else x.dtype
+    return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=result, out_sharding=sharding)
 
 
 def widened(a: Any, wide: str | None) -> Any:
@@ -74,12 +74,12 @@ def epilogue(
     act, dtype = ACTIVATIONS[activation], dtype or summed.dtype
     summed, bias = widened(summed, wide), widened(bias, wide)
     h = summed if bias is None else summed + bias
-    made = [act.fn(h).astype(out or dtype)]
+    outs = [act.fn(h).astype(out or dtype)]
     if not (residuals and act.save):
-        return made
+        return outs
     saved = act.save(h)
     saved = saved.astype(dtype) if wide == "epilogue" and act.residual == "preactivation" else saved
-    return [*made, pack(saved) if packed else saved]
+    return [*outs, pack(saved) if packed else saved]
 
 
 def mask_pitch(columns: int) -> int:

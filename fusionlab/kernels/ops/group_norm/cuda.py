@@ -13,7 +13,7 @@ from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import first_given, refuses_shardings
-from ..layer_norm.tiling import ITEM_BYTES
+from ..layer_norm.tiling import DTYPES
 from . import reference
 from .plan import GroupPass, Images, backward_pass, forward_pass
 from .tiling import MAX_BATCH, MAX_CHANNELS
@@ -33,8 +33,8 @@ def refuses(
     if whole is None:  # a tangent that reads neither, which is the reference's
         return None
     for slot, a in shapes.items():
-        if (name := jnp.dtype(a.dtype).name) not in ITEM_BYTES:
-            return f"{slot} is {name}, the kernels take {', '.join(ITEM_BYTES)}"
+        if (name := jnp.dtype(a.dtype).name) not in DTYPES:
+            return f"{slot} is {name}, the kernels take {', '.join(DTYPES)}"
     if (channels := whole.shape[-1]) > MAX_CHANNELS:
         return f"x has {channels} channels, the kernels take {MAX_CHANNELS} at most"
     if (batch := math.prod(whole.shape[:batch_axes])) > MAX_BATCH:
@@ -60,9 +60,11 @@ def forward(
         numbers = {"groups": groups, "epsilon": epsilon, "activation": activation, "batch_axes": batch_axes}
         return reference.forward(**given, residuals=residuals, **numbers, **attrs)
     vectors = {n: a.dtype.name for n, a in given.items() if n != "x"}
-    made = forward_pass(_images(x, groups, activation, batch_axes, vectors), epsilon, residuals)
+    group_pass = forward_pass(_images(x, groups, activation, batch_axes, vectors), epsilon, residuals)
     statistic = jax.ShapeDtypeStruct((*x.shape[:batch_axes], groups), jnp.float32)
-    return _run(made, given, {"out": jax.ShapeDtypeStruct(x.shape, x.dtype), "mean": statistic, "rstd": statistic})
+    return _run(
+        group_pass, given, {"out": jax.ShapeDtypeStruct(x.shape, x.dtype), "mean": statistic, "rstd": statistic}
+    )
 
 
 def cotangent(
@@ -88,9 +90,9 @@ def cotangent(
         return reference.cotangent(saved, ct, wanted, shardings, **given)
     as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
     vectors = {n: dtype for n, dtype in as_given.items() if n != "x"}
-    made = backward_pass(_images(ct, groups, activation, batch_axes, vectors), wanted)
+    group_pass = backward_pass(_images(ct, groups, activation, batch_axes, vectors), wanted)
     types = {n: jax.ShapeDtypeStruct(ct.shape if n == "x" else ct.shape[-1:], as_given[n]) for n in wanted}
-    grads = dict(zip(made.gives, _run(made, {**saved, "ct": ct}, types), strict=True))
+    grads = dict(zip(group_pass.gives, _run(group_pass, {**saved, "ct": ct}, types), strict=True))
     return [grads[slot] for slot in wanted]
 
 
@@ -101,7 +103,10 @@ def _images(x: Array, groups: int, activation: str, batch_axes: int, vectors: Ma
     return Images(batch, positions, channels, groups, x.dtype.name, activation, given)
 
 
-def _run(made: GroupPass, known: Mapping[str, Array], types: Mapping[str, Any]) -> list[Array]:
+def _run(group_pass: GroupPass, known: Mapping[str, Array], types: Mapping[str, Any]) -> list[Array]:
     """What a pass gives, without its scratch."""
-    results = [*(types[n] for n in made.gives), *(jax.ShapeDtypeStruct(s, jnp.float32) for s in made.scratch)]
-    return launch(made.plan, [known[n] for n in made.reads], results)[: len(made.gives)]
+    results = [
+        *(types[n] for n in group_pass.gives),
+        *(jax.ShapeDtypeStruct(s, jnp.float32) for s in group_pass.scratch),
+    ]
+    return launch(group_pass.plan, [known[n] for n in group_pass.reads], results)[: len(group_pass.gives)]

@@ -11,11 +11,10 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
+from ...op.arrays import arithmetic_dtype, batch_of_rows, check_dtypes, check_vectors
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
-from ..layer_norm.reference import statistics_dtype
 from . import choosing, cuda, reference
 
 Array = Any
@@ -53,8 +52,8 @@ class GroupNorm(Op):
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        if not isinstance(full["activation"], str) or full["activation"] not in reference.ACTIVATIONS:
-            raise unknown_name("group_norm activation", full["activation"], reference.ACTIVATIONS)
+        if not isinstance(full["activation"], str) or full["activation"] not in reference.GROUP_ACTIVATIONS:
+            raise unknown_name("group_norm activation", full["activation"], reference.GROUP_ACTIVATIONS)
         full["batch_axes"] = _whole_number("batch_axes", full["batch_axes"])
         full["groups"] = _whole_number("groups", full["groups"])
         full["epsilon"] = _epsilon(full["epsilon"])
@@ -150,7 +149,7 @@ def _check_dtypes(shapes: Mapping[str, Any]) -> None:
     """Each is a float of DTYPES, and no vector is wider than the arithmetic."""
     for slot, v in shapes.items():
         check_dtypes("group_norm", {slot: v}, DTYPES)
-    wide = np.dtype(statistics_dtype(shapes["x"].dtype))
+    wide = np.dtype(arithmetic_dtype(shapes["x"].dtype))
     for slot, v in shapes.items():
         if np.dtype(v.dtype).itemsize > wide.itemsize:
             raise ArgumentError(

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
-from ..layer_norm.tiling import WARP, ceil_div
+from ..geometry import WARP, ceil_div
 from . import tiling
 
 SOURCE = CudaSource(
@@ -80,12 +80,12 @@ def forward_pass(images: Images, epsilon: float, saves: bool) -> GroupPass:
     given = dict(images.vectors)
     reads = ("x", *(slot for slot in ("scale", "bias") if slot in given))
     gives = ("out", "mean", "rstd") if saves else ("out",)
-    made = (*gives, "parts")
+    results = (*gives, "parts")
     positions = ("i64", images.positions)
-    stats = (*_places("operand", ("x",), reads), *_places("result", ("parts",), made), positions)
+    stats = (*_places("operand", ("x",), reads), *_places("result", ("parts",), results), positions)
     apply = (
         *_places("operand", ("x", "scale", "bias"), reads),
-        *_places("result", ("parts", "out", "mean", "rstd"), made),
+        *_places("result", ("parts", "out", "mean", "rstd"), results),
         positions,
         ("i32", struct.unpack("=i", struct.pack("=f", epsilon))[0]),
     )
@@ -102,17 +102,17 @@ def backward_pass(images: Images, wanted: tuple[str, ...]) -> GroupPass:
     of_channels = (images.batch * images.splits, images.channels)
     scratch: dict[str, tuple[int, ...]] = {"parts": images.parts} if "x" in grads else {}
     scratch |= {f"parts_{slot}": of_channels for slot in sums}
-    made = (*grads, *scratch)
+    results = (*grads, *scratch)
     operands = _places("operand", _BACKWARD_OPERANDS, reads)
     positions = ("i64", images.positions)
-    summed = (*operands, *_places("result", ("parts", "parts_scale", "parts_bias"), made), positions)
+    summed = (*operands, *_places("result", ("parts", "parts_scale", "parts_bias"), results), positions)
     launches = [images.over_chunks("gn_grad_sums", summed)]
     if "x" in grads:
-        of_x = (*operands, *_places("result", ("parts", "x"), made), positions)
+        of_x = (*operands, *_places("result", ("parts", "x"), results), positions)
         launches.append(images.over_chunks("gn_grad_x", of_x))
     if sums:
         each = ("parts_scale", "scale", "parts_bias", "bias")
-        params = (*_places("result", each, made), ("i32", images.batch * images.splits))
+        params = (*_places("result", each, results), ("i32", images.batch * images.splits))
         grid = ceil_div(images.channels, WARP), len(sums), 1
         launches.append(Launch("gn_grad_vectors", grid, (WARP, SUM_HEIGHT, 1), 0, params, early=True))
     wants = sum(1 << _GRADIENTS.index(slot) for slot in grads)

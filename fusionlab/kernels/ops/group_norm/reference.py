@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..layer_norm.reference import statistics_dtype
+from ...op.arrays import arithmetic_dtype
 
 Array = Any
 
-ACTIVATIONS = ("none", "silu")
+GROUP_ACTIVATIONS = ("none", "silu")
 
 
 def _grouped(x: Array, groups: int) -> Array:
@@ -68,7 +68,7 @@ def forward(
     **_: Any,
 ) -> list[Array]:
     """[out], and mean and rstd if residuals are asked for."""
-    wide = _grouped(x.astype(statistics_dtype(x.dtype)), groups)
+    wide = _grouped(x.astype(arithmetic_dtype(x.dtype)), groups)
     mean = _means(wide, batch_axes)
     centred = wide - mean
     rstd = lax.rsqrt(_means(jnp.square(centred), batch_axes) + epsilon)
@@ -115,7 +115,7 @@ def tangent(
     **_: Any,
 ) -> Array:
     """act'(h) * (scale * rstd * P(dx) + xhat * dscale + dbias), of the tangents given."""
-    wide = statistics_dtype(dtypes[0])
+    wide = arithmetic_dtype(dtypes[0])
     moving = {slot: t.astype(wide) for slot, t in tangents.items()}
     parts = []
     xhat = _saved_xhat(saved, groups, batch_axes) if "x" in saved else None
@@ -149,7 +149,7 @@ def cotangent(
 ) -> list[Array]:
     """The gradients wanted, in order, of u = ct * act'(h): dx = rstd * P(u * scale); summed over all but channels, dscale = u * xhat and
     dbias = u."""
-    u = ct.astype(statistics_dtype(dtypes[0]))
+    u = ct.astype(arithmetic_dtype(dtypes[0]))
     xhat = _saved_xhat(saved, groups, batch_axes) if "x" in saved else None
     if activation != "none":
         assert xhat is not None

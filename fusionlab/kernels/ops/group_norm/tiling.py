@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..layer_norm.tiling import ITEM_BYTES, MULTIPROCESSORS, WARP, ceil_div, vector
+from ..geometry import GRID_Y, ITEM_BYTES, WARP, ceil_div, vector
+from ..layer_norm.tiling import MULTIPROCESSORS
 
 MAX_CHANNELS = 4096  # what is merged of them lies in 32 KiB of shared memory
-MAX_BATCH = 65535  # CUDA's limit of a grid along y
+MAX_BATCH = GRID_Y
 THREADS = 256  # of a block, where a position has no more vectors
 MOST_LANES = 512
 RESIDENT_THREADS = 768  # of a multiprocessor: 80 registers for each

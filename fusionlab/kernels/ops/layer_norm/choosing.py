@@ -11,7 +11,8 @@ from typing import Any
 from ....device import Device
 from ...op.arrays import first_given
 from ...op.implementation import ChoiceKind
-from . import cuda, tiling
+from ..geometry import ITEM_BYTES, vector
+from . import cuda
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x below which both take the same time, as launches are most of it
@@ -42,6 +43,6 @@ def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residu
     if columns > WIDEST[role]:
         way = "forward" if role == "call" else "backward"
         return f"for rows of more than {WIDEST[role]} entries ({columns}) XLA's code was measured faster {way}"
-    if role == "call" and not residuals and tiling.vector(columns, dtype) * tiling.ITEM_BYTES[dtype] < 4:
+    if role == "call" and not residuals and vector(columns, dtype) * ITEM_BYTES[dtype] < 4:
         return f"rows of {columns} entries are read one by one, and forward alone XLA's code was measured faster"
     return ""

@@ -14,9 +14,10 @@ from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import first_given, refuses_shardings
+from ..geometry import GRID_X
 from . import reference
 from .plan import COTANGENTS, NormLaunch, RowPass, adds_up, backward_passes, forward_plan
-from .tiling import GRID_X, ITEM_BYTES, MAX_COLUMNS
+from .tiling import DTYPES, MAX_COLUMNS
 
 Array = Any
 
@@ -36,8 +37,8 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, axis: int, role: str =
     if axis != len(whole.shape) - 1:
         return f"it normalises over axis {axis} of rank {len(whole.shape)}, the kernels over the last one"
     for slot, a in shapes.items():
-        if (name := jnp.dtype(a.dtype).name) not in ITEM_BYTES:
-            return f"{slot} is {name}, the kernels take {', '.join(ITEM_BYTES)}"
+        if (name := jnp.dtype(a.dtype).name) not in DTYPES:
+            return f"{slot} is {name}, the kernels take {', '.join(DTYPES)}"
     *rows, columns = whole.shape
     if columns > MAX_COLUMNS:
         return f"rows have {columns} entries, the kernels take {MAX_COLUMNS} at most"
@@ -99,13 +100,13 @@ def cotangent(
         return reference.cotangent(saved, whole, wanted, shardings, **given)
     as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
     norm = _norm(terms[0], kind, as_given)
-    slots = tuple(dict.fromkeys(map(_made_as, wanted)))
+    slots = tuple(dict.fromkeys(map(_gradient_slot, wanted)))
     if not adds_up(norm, slots, "sum" in cts, len(terms)):
         terms = (functools.reduce(jax.lax.add, terms),)
     operands = _backward_operands(norm, saved, cts, terms)
     passes = backward_passes(norm, slots, "sum" in cts, "shift" in operands, len(terms))
-    made = _run(passes, operands, as_given)
-    return [made[_made_as(slot)] for slot in wanted]
+    gradients = _run(passes, operands, as_given)
+    return [gradients[_gradient_slot(slot)] for slot in wanted]
 
 
 def _terms(cts: Mapping[str, Any]) -> tuple[Array, ...]:
@@ -115,7 +116,7 @@ def _terms(cts: Mapping[str, Any]) -> tuple[Array, ...]:
     return cts["out"] if isinstance(cts["out"], tuple) else (cts["out"],)
 
 
-def _made_as(slot: str) -> str:
+def _gradient_slot(slot: str) -> str:
     """The slot whose gradient is this one's too."""
     return "x" if slot == "residual" else slot
 
@@ -139,14 +140,16 @@ def _backward_operands(
 def _run(passes: Sequence[RowPass], operands: Mapping[str, Array], dtypes: Mapping[str, str]) -> dict[str, Array]:
     """The gradients that passes make, one after another: a later one may read the gradient of x."""
     found, x = dict(operands), operands["x"]
-    made: dict[str, Array] = {}
-    for one in passes:
-        types = [jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], dtypes.get(s, x.dtype)) for s in one.grads]
-        types += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in one.scratch]
-        results = launch(one.plan, [found[name] for name in one.reads], types)
-        made |= zip(one.grads, results, strict=False)
-        found |= {"dx": made["x"]} if "x" in made else {}
-    return made
+    gradients: dict[str, Array] = {}
+    for row_pass in passes:
+        types = [
+            jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], dtypes.get(s, x.dtype)) for s in row_pass.grads
+        ]
+        types += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in row_pass.scratch]
+        results = launch(row_pass.plan, [found[name] for name in row_pass.reads], types)
+        gradients |= zip(row_pass.grads, results, strict=False)
+        found |= {"dx": gradients["x"]} if "x" in gradients else {}
+    return gradients
 
 
 def _norm(x: Array, kind: str, dtypes: Mapping[str, str]) -> NormLaunch:

@@ -12,7 +12,7 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
-from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
+from ...op.arrays import arithmetic_dtype, batch_of_rows, check_dtypes, check_vectors
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op
@@ -98,7 +98,7 @@ class LayerNorm(Op):
         present, last = params["present"], len(params["shape"]) - 1
         if slot not in ("x", "residual") or "shift" in present or params["axis"] != last or dtype not in DTYPES:
             return None
-        wide = np.dtype(reference.statistics_dtype(params["dtypes"][0]))
+        wide = np.dtype(arithmetic_dtype(params["dtypes"][0]))
         if np.dtype(dtype).itemsize > wide.itemsize:
             return None
         place = sum(present.count(s) for s in self.slots[: self.slots.index("shift")])
@@ -197,7 +197,7 @@ def _check_dtypes(shapes: Mapping[str, Any]) -> None:
         check_dtypes("layer_norm", {slot: v}, DTYPES)
     if "residual" in shapes:
         check_dtypes("layer_norm", {slot: shapes[slot] for slot in ("x", "residual")}, DTYPES)
-    wide = np.dtype(reference.statistics_dtype(shapes["x"].dtype))
+    wide = np.dtype(arithmetic_dtype(shapes["x"].dtype))
     for slot, v in shapes.items():
         if np.dtype(v.dtype).itemsize > wide.itemsize:
             raise ArgumentError(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
+from ..geometry import WARP, ceil_div, vector
 from . import tiling
-from .tiling import RowTile, ceil_div
+from .tiling import RowTile
 
 SOURCE = CudaSource("layer_norm/layer_norm.cu", ("norm_forward", "norm_backward", "norm_columns", "norm_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -145,12 +146,12 @@ def _columns_pass(norm: NormLaunch, grads: tuple[str, ...], shifted: bool) -> Ro
     there = set(_if("scale" in grads or "bias" in grads, "ct")) | set(_if("shift" in grads, "dx"))
     there |= of_scale if "scale" in grads else set()
     reads = tuple(n for n in names if n in there)
-    vec = tiling.vector(norm.columns, norm.dtype)
-    across = ceil_div(norm.columns // vec, tiling.WARP)
+    vec = vector(norm.columns, norm.dtype)
+    across = ceil_div(norm.columns // vec, WARP)
     parts = min(ceil_div(norm.rows, COLUMNS_HEIGHT), ceil_div(tiling.MULTIPROCESSORS * COLUMNS_BLOCKS, across))
-    tile = RowTile(vec, tiling.WARP, 1, 1, 1)
+    tile = RowTile(vec, WARP, 1, 1, 1)
     values = {**_common(2, norm, tile, reads), "CT_SUM": 0, "CTS": 1, "HEIGHT": COLUMNS_HEIGHT}
-    block = (tiling.WARP, COLUMNS_HEIGHT, 1)
+    block = (WARP, COLUMNS_HEIGHT, 1)
     return _pass(norm, "norm_columns", names, reads, grads, values, (across, parts, 1), block, parts)
 
 
@@ -168,18 +169,18 @@ def _pass(
     """A kernel that leaves `parts` partial sums, and their sum."""
     sums = tuple(slot for slot in grads if slot != "x")
     results = (*grads, *(f"parts_{slot}" for slot in sums))
-    made = ("parts_scale", "parts_bias", "parts_shift")
+    partials = ("parts_scale", "parts_bias", "parts_shift")
     params = (
         *_places("operand", names, reads),
-        *_places("result", made if entry == "norm_columns" else ("x", *made), results),
+        *_places("result", partials if entry == "norm_columns" else ("x", *partials), results),
         ("i64", norm.rows),
     )
     launches = [Launch(entry, grid, block, 0, params, early=True)]
     if sums:
         each = tuple(n for slot in ("scale", "bias", "shift") for n in (f"parts_{slot}", slot))
-        across = ceil_div(norm.columns, tiling.WARP), len(sums), 1
+        across = ceil_div(norm.columns, WARP), len(sums), 1
         added = (*_places("result", each, results), ("i32", parts))
-        launches.append(Launch("norm_sum", across, (tiling.WARP, SUM_HEIGHT, 1), 0, added, early=True))
+        launches.append(Launch("norm_sum", across, (WARP, SUM_HEIGHT, 1), 0, added, early=True))
     options = {
         **values,
         "WANT": sum(1 << _GRADIENTS.index(slot) for slot in grads),

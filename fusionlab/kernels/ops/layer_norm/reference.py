@@ -23,14 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ...op.arrays import arithmetic_dtype
+
 Array = Any
 
 SUMMANDS = ("x", "shift", "residual")  # of what is normalised
-
-
-def statistics_dtype(dtype: Any) -> Any:
-    """The dtype of statistics and arithmetic for x of `dtype`."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _mean(u: Array, axis: int) -> Array:
@@ -51,7 +48,7 @@ def summed(x: Array, shift: Array | None, residual: Array | None, axis: int) -> 
     """x + shift + residual, rounded once, to the dtype of x; x itself where there are neither."""
     if shift is None and residual is None:
         return x
-    total = x.astype(statistics_dtype(x.dtype))
+    total = x.astype(arithmetic_dtype(x.dtype))
     if shift is not None:
         total = total + _along(shift.astype(total.dtype), x.ndim, axis)
     if residual is not None:
@@ -84,7 +81,7 @@ def forward(
     """[out], the sum if the call gives it or if it is saved, and mean (LayerNorm alone) and rstd if residuals are asked for."""
     x = summed(x, shift, residual, axis)
     sums = [x] if gives_sum or (residuals and residual is not None) else []
-    wide = x.astype(statistics_dtype(x.dtype))
+    wide = x.astype(arithmetic_dtype(x.dtype))
     mean = _mean(wide, axis) if kind == "layer" else None
     centred = wide if mean is None else wide - mean
     rstd = lax.rsqrt(_mean(jnp.square(centred), axis) + epsilon)
@@ -129,7 +126,7 @@ def tangent(
 
     Of a call that gives the sum a dict, with ds too.
     """
-    wide = statistics_dtype(dtypes[0])
+    wide = arithmetic_dtype(dtypes[0])
     moving = {slot: t.astype(wide) for slot, t in tangents.items()}
 
     def whole(vector: Array) -> Array:
@@ -176,7 +173,7 @@ def cotangent(
     `ct` is a dict with "out", "sum" or both where the call gives the sum.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
-    cts = {name: c.astype(statistics_dtype(dtypes[0])) for name, c in cts.items()}
+    cts = {name: c.astype(arithmetic_dtype(dtypes[0])) for name, c in cts.items()}
     grads = _gradients(saved, cts, wanted, kind, axis)
     for slot in wanted:
         if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-VECTOR_BYTES = 16  # the widest load
-WARP = 32
+from ..geometry import GRID_X, ITEM_BYTES, WARP, ceil_div, power_of_2, vector
+
+DTYPES = ("float32", "bfloat16", "float16")
 MAX_COLUMNS = 1 << 16
 MAX_THREADS = 1024  # of a block (CUDA C++ Programming Guide, technical specifications)
 REGISTERS = 1 << 16  # of a multiprocessor, and of a block at most
-GRID_X = 2**31 - 1  # CUDA's limit
 # Tuned on an H200, of 132 multiprocessors, at 32768 x 1024 and 8192 x 4096 in bfloat16.
 MULTIPROCESSORS = 132
 FORWARD_LANES = 256  # threads of a row before each takes more than two vectors
@@ -55,20 +53,6 @@ class RowTile:
 
     def grid(self, rows: int) -> int:
         return min(self.blocks, ceil_div(rows, self.groups))
-
-
-def ceil_div(total: int, size: int) -> int:
-    return -(-total // size)
-
-
-def power_of_2(number: int) -> int:
-    """The smallest power of 2 that is no less."""
-    return 1 << max(number - 1, 0).bit_length()
-
-
-def vector(columns: int, dtype: str) -> int:
-    """Neighbours of one load, aligned in every row."""
-    return math.gcd(columns, VECTOR_BYTES // ITEM_BYTES[dtype])
 
 
 def forward_tile(columns: int, dtype: str) -> RowTile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,6 @@ from ....errors import ArgumentError
 
 SLOTS: tuple[str, ...] = ("x", "y", "w")
 MAX_RANK = 8
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
@@ -24,11 +22,6 @@ class BroadcastAxes:
 
     size: int
     slots: frozenset[str]
-
-
-def accumulator(dtype: str) -> str:
-    """The dtype of arithmetic and of partial sums: float32, for float64 itself."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def result_shape(shapes: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
@@ -63,24 +56,6 @@ def collapse(shapes: Mapping[str, Sequence[int]], slots: Sequence[str]) -> tuple
             axis = BroadcastAxes(found.pop().size * size, axis.slots)
         found.append(axis)
     return tuple(found) or (BroadcastAxes(1, frozenset(slots)),)
-
-
-def vector(columns: int, dtype: str) -> int:
-    """Neighbours that a thread takes: a power of 2, up to 16 bytes, of which rows hold a whole number and so start on one."""
-    return math.gcd(columns, 16 // ITEM_BYTES[dtype])
-
-
-def ceil_div(total: int, size: int) -> int:
-    return -(-total // size)
-
-
-def round_up(value: int, step: int) -> int:
-    return ceil_div(value, step) * step
-
-
-def power_of_2(value: int) -> int:
-    """The least that is not below `value`."""
-    return 1 << (max(1, value) - 1).bit_length()
 
 
 def powers_of_2(most: int) -> Iterator[int]:

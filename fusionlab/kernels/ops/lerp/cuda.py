@@ -12,7 +12,8 @@ from ....device import Device
 from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ...op.arrays import refuses_shardings
-from .axes import MAX_RANK, accumulator, result_shape
+from ..geometry import accumulator
+from .axes import MAX_RANK, result_shape
 from .plan import CotangentPass, backward_passes, forward_plan
 from .reference import operand_shapes
 
@@ -60,18 +61,18 @@ def cotangent(
     shapes = operand_shapes(broadcast, ct.shape)
     if not ct.size:
         return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
-    made = gradients(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
-    return [made[slot] for slot in wanted]
+    found = run_passes(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
+    return [found[slot] for slot in wanted]
 
 
-def gradients(
+def run_passes(
     passes: Iterable[CotangentPass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
     """What the passes make, by slot; `shapes` are those of x, y and w."""
-    made: dict[str, Array] = {}
-    for one in passes:
-        results = [jax.ShapeDtypeStruct(shapes[slot], ct.dtype) for slot in one.grads]
-        results += [jax.ShapeDtypeStruct(shape, accumulator(ct.dtype.name)) for shape in one.scratch]
-        found = launch(one.plan, [ct, *(saved[slot] for slot in one.reads)], results)
-        made.update(zip(one.grads, found, strict=False))
-    return made
+    sums: dict[str, Array] = {}
+    for cotangent_pass in passes:
+        results = [jax.ShapeDtypeStruct(shapes[slot], ct.dtype) for slot in cotangent_pass.grads]
+        results += [jax.ShapeDtypeStruct(shape, accumulator(ct.dtype.name)) for shape in cotangent_pass.scratch]
+        found = launch(cotangent_pass.plan, [ct, *(saved[slot] for slot in cotangent_pass.reads)], results)
+        sums.update(zip(cotangent_pass.grads, found, strict=False))
+    return sums

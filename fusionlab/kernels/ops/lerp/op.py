@@ -79,9 +79,9 @@ class Lerp(Op):
             moves |= {"ct", *wanted_of(params)}
         result = []
         for name, a, d in zip(names, values, dims, strict=True):
-            one = a[None] if d is None else jnp.moveaxis(a, d, 0)
+            moved = a[None] if d is None else jnp.moveaxis(a, d, 0)
             whole = name.removeprefix("d_") in moves
-            result.append(jnp.broadcast_to(one, (size, *one.shape[1:])) if whole else one)
+            result.append(jnp.broadcast_to(moved, (size, *moved.shape[1:])) if whole else moved)
         broadcast = tuple((s, (size if s in moves else 1, *shape), dtype) for s, shape, dtype in params["broadcast"])
         return result, params | {"broadcast": broadcast}
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from ....errors import ArgumentError, unknown_name
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
+from ..geometry import GRID_X, ITEM_BYTES, ceil_div, power_of_2, vector
 from . import tiling
-from .axes import ITEM_BYTES, SLOTS, BroadcastAxes, ceil_div, collapse, power_of_2, powers_of_2, result_shape, vector
-from .tiling import GRID_X, THREADS, LanedPass, PartSum, Rows, Tiling
+from .axes import SLOTS, BroadcastAxes, collapse, powers_of_2, result_shape
+from .tiling import THREADS, LanedPass, PartSum, Rows, Tiling
 
 SOURCE = CudaSource("lerp/lerp.cu", ("lerp_forward", "lerp_backward_flat", "lerp_backward", "lerp_sum"))
 _CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
@@ -94,12 +95,12 @@ def _passes(
     shapes = dict(given)
 
     @functools.cache
-    def one(grads: tuple[str, ...]) -> tuple[float, CotangentPass]:
-        return _one_pass(shapes, grads, dtype)
+    def pass_of(grads: tuple[str, ...]) -> tuple[float, CotangentPass]:
+        return _pass_of(shapes, grads, dtype)
 
-    choices = [[one(group) for group in groups] for groups in _groupings(wanted)]
+    choices = [[pass_of(group) for group in groups] for groups in _groupings(wanted)]
     best = min(choices, key=lambda c: sum(cost for cost, _ in c) + PASS_BYTES * len(c))
-    return tuple(made for _, made in best)
+    return tuple(cotangent for _, cotangent in best)
 
 
 def _groupings(items: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -128,7 +129,7 @@ def all_tilings(call: LanedPass) -> Iterator[Tiling]:
     return itertools.chain.from_iterable(tiling.tilings(replace(call, lanes=n)) for n in lanes)
 
 
-def _one_pass(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, CotangentPass]:
+def _pass_of(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, CotangentPass]:
     call = call_of(shapes, grads, dtype)
     if all(slot in axis.slots for axis in call.axes for slot in grads):
         addresses = tuple(("result", grads.index(s)) if s in grads else ("null", 0) for s in SLOTS)
@@ -251,8 +252,8 @@ def _flat(
     columns = axes[-1].size
     vec = vector(columns, dtype) if elements else 1
     units = elements // vec
-    w_one = not any("w" in axis.slots for axis in axes)
-    loads = len(reads) + bool(grads) - (w_one and "w" in reads)
+    w_is_scalar = not any("w" in axis.slots for axis in axes)
+    loads = len(reads) + bool(grads) - (w_is_scalar and "w" in reads)
     most = FLAT_ITEMS if elements * ITEM_BYTES[dtype] <= FLAT_BYTES else 1
     items = max(1, min(most, tiling.IN_FLIGHT // power_of_2(loads)))
     values = {
@@ -260,7 +261,7 @@ def _flat(
         "AXES": _axes_of_vectors(axes, reads, vec),
         "UNITS": units,
         "ITEMS": items,
-        "W_ONE": int(w_one),
+        "W_ONE": int(w_is_scalar),
     }
     blocks = ceil_div(units, THREADS * items)
     if blocks > GRID_X:

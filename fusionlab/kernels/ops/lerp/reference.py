@@ -15,14 +15,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ...op.arrays import summed_to
+from ...op.arrays import summed_to, wide
 
 Array = Any
-
-
-def wide(a: Array) -> Array:
-    """In the dtype of the arithmetic."""
-    return a.astype(jnp.promote_types(a.dtype, jnp.float32))
 
 
 def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[Array]:

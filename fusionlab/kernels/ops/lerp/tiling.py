@@ -11,11 +11,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from .axes import ITEM_BYTES, SLOTS, BroadcastAxes, accumulator, ceil_div, power_of_2, powers_of_2, round_up, vector
+from ..geometry import GRID_X, ITEM_BYTES, WARP, accumulator, ceil_div, power_of_2, round_up, vector
+from .axes import SLOTS, BroadcastAxes, powers_of_2
 
-WARP = 32
 THREADS = 256  # at most, of a block: a few blocks a multiprocessor, so that one works while another waits at a barrier
-GRID_X = 2**31 - 1  # CUDA's limit
 
 # Tuned on an H200 by `python -m benchmarks lerp --tune`.
 # Vectors that a thread loads before it uses the first: 8 of 16 bytes in 1,024 threads of a multiprocessor
@@ -268,8 +267,8 @@ def cost(tiling: Tiling) -> float:
         if tiling.passed_on(slot):
             time += PASSED_ON_SHARE * base
         if (parts := tiling.parts(slot)) > 1:
-            one = PartSum(parts, call.sizes[slot])
-            rounds.append(ceil_div(parts * one.width, THREADS * PARTS_OF_A_THREAD))
+            part_sum = PartSum(parts, call.sizes[slot])
+            rounds.append(ceil_div(parts * part_sum.width, THREADS * PARTS_OF_A_THREAD))
             time += 2 * ITEM_BYTES[accumulator(call.dtype)] * parts * call.sizes[slot]
     return time + SUM_BYTES * (len(rounds) > 1) + SUM_ROUND_BYTES * max(rounds)
 

@@ -107,6 +107,7 @@ def stored(
     if not real:
         return Stored(False, 1, step["batch"] if count["batch"] > 1 else 0)
     inner = min(real, key=step.__getitem__)
+    # A layout of cuBLASLt has a leading dimension, and no step within a row (cuBLAS documentation, cublasLtMatrixLayoutAttribute_t).
     if step[inner] != 1:
         return None  # entries of one row stand apart
     other = "free" if inner == "contracted" else "contracted"

@@ -97,10 +97,10 @@ def _called(
     if saves:
         results.append(saved_array(activation, rows, columns, np.dtype(out)))
     scratch = jax.ShapeDtypeStruct((plan.workspace,), np.uint8)
-    made = launch(plan, [b, a, *more], [*results, scratch])[:-1]
+    outs = launch(plan, [b, a, *more], [*results, scratch])[:-1]
     if saves and activation == "relu":
-        made[1] = unbatched.unpacked(made[1], (rows, columns))
-    return [made[0], *(one.reshape(sizes.result) for one in made[1:])]
+        outs[1] = unbatched.unpacked(outs[1], (rows, columns))
+    return [outs[0], *(saved.reshape(sizes.result) for saved in outs[1:])]
 
 
 def _bias(bias: Array, sizes: ProductAxes, out: str, in_epilogue: bool) -> Array:
@@ -144,6 +144,6 @@ def product_plan(
     )
 
 
-def _leading(one: Stored, outer: int, inner: int) -> int:
+def _leading(operand: Stored, outer: int, inner: int) -> int:
     """As a plan has it: 0 where rows stand behind one another."""
-    return 0 if one.leading == (outer if one.transposed else inner) else one.leading
+    return 0 if operand.leading == (outer if operand.transposed else inner) else operand.leading

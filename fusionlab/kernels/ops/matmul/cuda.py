@@ -25,7 +25,7 @@ def forward(
     a: Array, b: Array, bias: Array | None = None, *, residuals: bool, activation: str, **attrs: Any
 ) -> list[Array]:
     """[out], and the activation's residual if asked for and if it has one."""
-    h = reference.product(a, b, **attrs)
+    h = reference.dot(a, b, **attrs)
     shape, (_, _, columns, _) = h.shape, ProductAxes.of(a.shape, b.shape, attrs["dimensions"]).sizes
     h = h.reshape(-1, columns)
     vector = None if bias is None else bias.reshape(-1)
@@ -33,6 +33,6 @@ def forward(
     keeps_h = saves == "preactivation"
     if keeps_h and vector is not None:
         h, vector = h + vector, None  # XLA's product adds it; the sum is what is kept
-    out, *made = beside.activate(h, vector, activation, "none" if keeps_h else saves)
-    made = [h] if keeps_h else made
-    return [one.reshape(shape) for one in (out, *made)]
+    out, *saved = beside.activate(h, vector, activation, "none" if keeps_h else saves)
+    saved = [h] if keeps_h else saved
+    return [array.reshape(shape) for array in (out, *saved)]

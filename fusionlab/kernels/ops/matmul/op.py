@@ -91,7 +91,7 @@ class Matmul(Op):
             result = ProductAxes.of(a.shape, b.shape, full["dimensions"]).result
             present["bias"] = _bias(given["bias"], result)
             full["bias_axes"] = tuple(n == m for n, m in zip(present["bias"].shape, result, strict=True))
-        full["dtypes"] = tuple((slot, np.dtype(one.dtype).name) for slot, one in present.items())
+        full["dtypes"] = tuple((slot, np.dtype(operand.dtype).name) for slot, operand in present.items())
         return present, full
 
     def residual_names(self, *, activation: str, **_: Any) -> tuple[str, ...]:
@@ -109,14 +109,14 @@ class Matmul(Op):
         """Over both operands: one more axis of the batch. Over a alone, of a product without a batch: more rows."""
         by_name = dict(zip(names, dims, strict=True))
         ((lc, rc), (lb, rb)) = params["dimensions"]
-        lc, lb = map(_behind_one_more, (lc, lb))
+        lc, lb = map(_shifted, (lc, lb))
         if _is_more_rows(role, by_name, params):
             copied = [n for n in names if n in _ROWS]
             dimensions = ((lc, rc), (lb, rb))
         else:
             if any(d is None for n, d in by_name.items() if n not in _BIASES):
                 return None  # an operand that all of the batch share would be copied
-            rc, rb = map(_behind_one_more, (rc, rb))
+            rc, rb = map(_shifted, (rc, rb))
             copied, dimensions = [], ((lc, rc), ((0, *lb), (0, *rb)))
         size = batch_size(values, dims)
 
@@ -126,17 +126,17 @@ class Matmul(Op):
             front = value[None] if name in (*copied, *_BIASES) else value
             return jnp.broadcast_to(front, (size, *value.shape)) if name in copied else front
 
-        values = [moved(*one) for one in zip(names, values, dims, strict=True)]
+        values = [moved(*operand) for operand in zip(names, values, dims, strict=True)]
         return values, params | {"dimensions": dimensions, "bias_axes": _batched_bias_axes(role, by_name, params)}
 
     def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
         if role != "call":
             return "xla", "the products of a backward, and forward mode"
-        told = self.routes(shapes, device, **attrs)
-        refused = "; ".join(f"not {one.route.name}: {one.sentence}" for one in told[:-1])
-        if told[-1].route.name == "xla":
+        answered = self.routes(shapes, device, **attrs)
+        refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in answered[:-1])
+        if answered[-1].route.name == "xla":
             return "xla", f"{refused}"
-        return told[-1].route.implementation, "; ".join(filter(None, (told[-1].sentence, refused)))
+        return answered[-1].route.implementation, "; ".join(filter(None, (answered[-1].sentence, refused)))
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
         """What each route says of a call with these operands and attributes, as `prepare` gives them."""
@@ -242,7 +242,7 @@ def _check_switch(library: Any) -> None:
         raise ArgumentError(f"matmul: library is {library!r}, needed True, False or None")
 
 
-def _behind_one_more(axes: tuple[int, ...]) -> tuple[int, ...]:
+def _shifted(axes: tuple[int, ...]) -> tuple[int, ...]:
     """The numbers of axes once there is one more before them."""
     return tuple(i + 1 for i in axes)
 
@@ -283,11 +283,11 @@ def _dimensions(a: Any, b: Any, given: Any) -> Dimensions:
         raise ArgumentError(
             f"matmul: dimensions is {given!r}, needed ((contracted of a, of b), (batch of a, of b)) as jax.lax.dot_general has them"
         ) from e
-    for (left, right), what in zip(found, ("contracted", "batch"), strict=True):
+    for (left, right), kind in zip(found, ("contracted", "batch"), strict=True):
         sizes = [[s[i] for i in axes if i < len(s)] for s, axes in ((a.shape, left), (b.shape, right))]
         if sizes[0] != sizes[1] or len(sizes[0]) != len(left) or len(left) != len(right):
             raise ArgumentError(
-                f"matmul: a {tuple(a.shape)} and b {tuple(b.shape)} differ along their {what} axes {left} and {right}; needed equal sizes"
+                f"matmul: a {tuple(a.shape)} and b {tuple(b.shape)} differ along their {kind} axes {left} and {right}; needed equal sizes"
             )
     return found
 

@@ -23,13 +23,13 @@ from .axes import Dimensions, free
 Array = Any
 
 
-def product(a: Array, b: Array, *, dimensions: Dimensions, precision: Any, product: str, **_: Any) -> Array:
+def dot(a: Array, b: Array, *, dimensions: Dimensions, precision: Any, product: str, **_: Any) -> Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.dtype(product))
 
 
 def forward(a: Array, b: Array, bias: Array | None = None, *, residuals: bool, **attrs: Any) -> list[Array]:
     """[out], and the activation's residual if asked for and if it has one."""
-    return epilogue(product(a, b, **attrs), bias, residuals, **attrs)
+    return epilogue(dot(a, b, **attrs), bias, residuals, **attrs)
 
 
 def epilogue(
@@ -48,8 +48,8 @@ def epilogue(
     if bias is not None:
         h = h + _scaled(bias.astype(h.dtype), beta)
     act = ACTIVATIONS[activation]
-    made = act.fn(h).astype(out)
-    return [made, act.save(h)] if residuals and act.save else [made]
+    result = act.fn(h).astype(out)
+    return [result, act.save(h)] if residuals and act.save else [result]
 
 
 def _scaled(a: Array, factor: float) -> Array:
@@ -66,9 +66,9 @@ def tangent(
     """act'(h) * (alpha * (da . b + a . db) + beta * dbias), of the tangents given."""
     parts = []
     if "a" in tangents:
-        parts.append(_scaled(product(tangents["a"], saved["b"], **attrs), attrs["alpha"]))
+        parts.append(_scaled(dot(tangents["a"], saved["b"], **attrs), attrs["alpha"]))
     if "b" in tangents:
-        parts.append(_scaled(product(saved["a"], tangents["b"], **attrs), attrs["alpha"]))
+        parts.append(_scaled(dot(saved["a"], tangents["b"], **attrs), attrs["alpha"]))
     if "bias" in tangents:
         moved = _scaled(tangents["bias"].astype(attrs["product"]), attrs["beta"])
         parts.append(jnp.broadcast_to(moved, shape, out_sharding=shardings.get("out")))

@@ -72,13 +72,13 @@ def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **a
       library: True: the library takes what it can; False: it takes nothing; None: it takes what it was measured fastest for.
       attrs: of the primitive.
     """
-    told = []
+    answered = []
     for route in ROUTES:
-        told.append(_answer(route, shapes, device, library, attrs))
-        if told[-1].takes:
-            return tuple(told)
+        answered.append(_answer(route, shapes, device, library, attrs))
+        if answered[-1].takes:
+            return tuple(answered)
     # A named one that cannot run it: the product stays as it is written, and that is XLA's.
-    return (*told[:-1], Answer(ROUTES[-1], True, "", "the product as it is written"))
+    return (*answered[:-1], Answer(ROUTES[-1], True, "", "the product as it is written"))
 
 
 def _answer(
@@ -140,7 +140,7 @@ def case(
     """The product as text: all that its speed hangs on."""
     sizes = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, dimensions)
     dtype = np.dtype(shapes["a"].dtype).name
-    sides = [None if one is None else one.transposed for one in support.layouts(shapes, dimensions)]
+    sides = [None if operand is None else operand.transposed for operand in support.layouts(shapes, dimensions)]
     content: dict[str, Any] = {
         "dtype": dtype,
         "product": product,

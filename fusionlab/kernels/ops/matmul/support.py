@@ -74,7 +74,7 @@ def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any,
 def _factors(shapes: Mapping[str, Any], *, alpha: float, beta: float, product: str, **_: Any) -> Reason | None:
     kind = np.float64 if product == "float64" else np.float32  # what it holds them in
     used = (alpha, beta) if "bias" in shapes else (alpha,)
-    held = [float(np.asarray(one).astype(kind)) for one in used]
+    held = [float(np.asarray(factor).astype(kind)) for factor in used]
     if 0.0 in held:
         return Reason("scale", "what it multiplies by a factor of 0 it does not read: NaN and infinities would be lost")
     return None

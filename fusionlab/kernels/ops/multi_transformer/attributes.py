@@ -14,12 +14,12 @@ from ..layer_norm.op import KINDS
 LAYOUTS = ("separate", "concatenated", "interleaved", "packed")
 CACHES = ("append", "write", "prefill")
 CACHE_LAYOUTS = ("BSHD", "BHSD")
-PARTS = ("attention", "feed_forward")
+LAYER_PARTS = ("attention", "feed_forward")
 TURNED = ("q", "k", "v", "qkv", "out", "up", "gate", "down")  # slots whose weights may be [out, in]
 
 
-def refused(what: str) -> ArgumentError:
-    return ArgumentError(f"multi_transformer: {what}")
+def refused(reason: str) -> ArgumentError:
+    return ArgumentError(f"multi_transformer: {reason}")
 
 
 def _check_choices(full: Mapping[str, Any]) -> None:
@@ -67,8 +67,8 @@ def _check_part(full: Mapping[str, Any]) -> None:
     part = full["part"]
     if part is None:
         return
-    if part not in PARTS:
-        raise unknown_name("multi_transformer part", part, PARTS)
+    if part not in LAYER_PARTS:
+        raise unknown_name("multi_transformer part", part, LAYER_PARTS)
     if full["layers"] != 1:
         raise refused(
             f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"

@@ -88,6 +88,7 @@ def _apart(slot: str, shape: tuple[int, ...], heads: int, qkv: str) -> tuple[int
         return shape
     merged = shape[0] if bias or slot == "out" else shape[1]
     parts = heads * (3 if fused else 1)
+    # Packed weights are [3 H D, E], and interleaved ones [E, H 3 D]: the three of a head are side by side.
     if fused and qkv == "packed":
         rows = shape[0]
         return (3, heads, rows // parts, *shape[1:]) if rows % parts == 0 else shape

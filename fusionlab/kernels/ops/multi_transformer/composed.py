@@ -6,6 +6,6 @@ from ..dot_product_attention.op import DOT_PRODUCT_ATTENTION
 from ..gated_matmul.op import GATED_MATMUL
 from ..gemm_epilogue.op import GEMM_EPILOGUE
 from ..layer_norm.op import LAYER_NORM
-from .layer import Pieces, forward_by
+from .layer import LayerOps, forward_by
 
-forward = forward_by(Pieces(GEMM_EPILOGUE.call, GATED_MATMUL.call, DOT_PRODUCT_ATTENTION.call, LAYER_NORM.call))
+forward = forward_by(LayerOps(GEMM_EPILOGUE.call, GATED_MATMUL.call, DOT_PRODUCT_ATTENTION.call, LAYER_NORM.call))

@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..layer_norm.reference import statistics_dtype
+from ...op.arrays import arithmetic_dtype
 
 Array = Any
 Weights = Mapping[str, Array]  # slot, without the layer's number -> array; absent ones are not there
 
 
 @dataclass(frozen=True)
-class Pieces:
+class LayerOps:
     """How the parts of a layer are computed: each takes what the op of that name does.
 
     Attributes: `linear` (gemm_epilogue), `gated` (gated_matmul), `attention` (dot_product_attention), `norm` (layer_norm).
@@ -80,17 +80,17 @@ class Sight:
     is_causal: bool
 
 
-def forward_by(pieces: Pieces) -> Callable[..., list[Array]]:
+def forward_by(ops: LayerOps) -> Callable[..., list[Array]]:
     """The forward of an implementation: (**operands by name, **attributes) -> [y, k_0, v_0, k_1, ...]."""
 
     def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
         given = {name: everything.pop(name) for name in present}
-        return row_of_layers(pieces, given, LayerForm.of(everything))
+        return row_of_layers(ops, given, LayerForm.of(everything))
 
     return forward
 
 
-def row_of_layers(pieces: Pieces, given: Mapping[str, Array], form: LayerForm) -> list[Array]:
+def row_of_layers(ops: LayerOps, given: Mapping[str, Array], form: LayerForm) -> list[Array]:
     """[y], and the keys and values of each layer where they are given back."""
     x = given["x"]
     sight = _sight(given, form)
@@ -99,46 +99,46 @@ def row_of_layers(pieces: Pieces, given: Mapping[str, Array], form: LayerForm) -
     for i in range(form.layers):
         suffix = f".{i}"
         weights = {name.removesuffix(suffix): a for name, a in given.items() if name.endswith(suffix)}
-        x, keys = (_layer if form.part is None else _part)(pieces, x, shared | weights, sight, form)
+        x, keys = (_layer if form.part is None else _part)(ops, x, shared | weights, sight, form)
         results += keys
     return [x, *(results if form.cache is not None or form.gives_keys else ())]
 
 
-def _layer(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
-    norm1, norm2 = (functools.partial(_norm, pieces, w=w, form=form, number=n) for n in (1, 2))
-    attended, keys = _attend(pieces, norm1(x) if form.pre_norm else x, w, sight, form)
+def _layer(ops: LayerOps, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
+    norm1, norm2 = (functools.partial(_norm, ops, w=w, form=form, number=n) for n in (1, 2))
+    attended, keys = _attend(ops, norm1(x) if form.pre_norm else x, w, sight, form)
     if form.pre_norm:
         a = x + attended
-        return a + _feed_forward(pieces, norm2(a), w, form), keys
+        return a + _feed_forward(ops, norm2(a), w, form), keys
     a = norm1(x + attended)
-    return norm2(a + _feed_forward(pieces, a, w, form)), keys
+    return norm2(a + _feed_forward(ops, a, w, form)), keys
 
 
-def _part(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
+def _part(ops: LayerOps, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
     """The attention or the feed-forward, behind its norm where that comes first."""
     number = 1 if form.part == "attention" else 2
-    h = _norm(pieces, x, w, form, number) if form.pre_norm else x
-    return _attend(pieces, h, w, sight, form) if number == 1 else (_feed_forward(pieces, h, w, form), [])
+    h = _norm(ops, x, w, form, number) if form.pre_norm else x
+    return _attend(ops, h, w, sight, form) if number == 1 else (_feed_forward(ops, h, w, form), [])
 
 
-def _norm(pieces: Pieces, x: Array, w: Weights, form: LayerForm, number: int) -> Array:
+def _norm(ops: LayerOps, x: Array, w: Weights, form: LayerForm, number: int) -> Array:
     epsilon = form.epsilons[number - 1]
     if epsilon is None:
         return x
     scale, bias = (_narrow(w.get(f"norm{number}_{part}"), x.dtype) for part in ("scale", "bias"))
-    return pieces.norm(x, scale, bias, kind=form.norm, epsilon=epsilon)
+    return ops.norm(x, scale, bias, kind=form.norm, epsilon=epsilon)
 
 
 def _narrow(parameter: Array | None, dtype: Any) -> Array | None:
     """A norm's parameter, no wider than the norm's arithmetic."""
     if parameter is None:
         return None
-    wide = jnp.dtype(statistics_dtype(dtype))
+    wide = jnp.dtype(arithmetic_dtype(dtype))
     return parameter.astype(wide) if parameter.dtype.itemsize > wide.itemsize else parameter
 
 
 def _linear(
-    pieces: Pieces,
+    ops: LayerOps,
     x: Array,
     w: Weights,
     slot: str,
@@ -151,7 +151,7 @@ def _linear(
     bias = None if bias is None else bias.reshape(-1).astype(x.dtype)
     contract = int(slot in form.turned) if contract is None else contract
     weight = _matrix(w[slot], x.shape[-1], contract).astype(x.dtype)
-    return pieces.linear(x, weight, bias, activation=activation, w_contract=contract, precision=form.precision)
+    return ops.linear(x, weight, bias, activation=activation, w_contract=contract, precision=form.precision)
 
 
 def _matrix(weight: Array, summed: int, contract: int) -> Array:
@@ -159,8 +159,8 @@ def _matrix(weight: Array, summed: int, contract: int) -> Array:
     return weight.reshape((-1, summed) if contract else (summed, -1))
 
 
-def _feed_forward(pieces: Pieces, x: Array, w: Weights, form: LayerForm) -> Array:
-    linear = functools.partial(_linear, pieces, x, w, form=form)
+def _feed_forward(ops: LayerOps, x: Array, w: Weights, form: LayerForm) -> Array:
+    linear = functools.partial(_linear, ops, x, w, form=form)
     alike = ("gate" in form.turned) == ("up" in form.turned)
     if not form.gated:
         hidden = linear("up", activation=form.activation)
@@ -169,16 +169,16 @@ def _feed_forward(pieces: Pieces, x: Array, w: Weights, form: LayerForm) -> Arra
     else:
         gate, up = w["gate"].astype(x.dtype), w["up"].astype(x.dtype)
         turned = int("up" in form.turned)
-        hidden = pieces.gated(x, gate, up, activation=form.activation, w_contract=turned, precision=form.precision)
-    return _linear(pieces, hidden, w, "down", form)
+        hidden = ops.gated(x, gate, up, activation=form.activation, w_contract=turned, precision=form.precision)
+    return _linear(ops, hidden, w, "down", form)
 
 
 # Attention.
 
 
-def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
+def _attend(ops: LayerOps, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
     """What the attention adds to x, and the layer's keys and values as they are given back."""
-    q, k, v = _queries_keys_values(pieces, x, w, form)
+    q, k, v = _queries_keys_values(ops, x, w, form)
     if form.rotary is not None:
         q, k = (rotated(a, w["cos"], w["sin"], form.rotary) for a in (q, k))
     swapped = form.cache_layout == "BHSD"
@@ -187,7 +187,7 @@ def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm)
     (all_k, kept_k), (all_v, kept_v) = (
         _with_cache(a, w.get(slot), w.get("step"), form) for a, slot in ((k, "cache_k"), (v, "cache_v"))
     )
-    out = pieces.attention(
+    out = ops.attention(
         q,
         all_k.astype(x.dtype),
         all_v.astype(x.dtype),
@@ -202,12 +202,12 @@ def _attend(pieces: Pieces, x: Array, w: Weights, sight: Sight, form: LayerForm)
     if swapped:
         out = jnp.swapaxes(out, 1, 2)
     merged = out.reshape(*out.shape[:2], -1)
-    return _linear(pieces, merged, w, "out", form), [kept_k, kept_v]
+    return _linear(ops, merged, w, "out", form), [kept_k, kept_v]
 
 
-def _queries_keys_values(pieces: Pieces, x: Array, w: Weights, form: LayerForm) -> tuple[Array, Array, Array]:
+def _queries_keys_values(ops: LayerOps, x: Array, w: Weights, form: LayerForm) -> tuple[Array, Array, Array]:
     """Each [B, S, its heads, D]. Weights are read as they lie: what reshapes there are move nothing."""
-    linear, lead, size = functools.partial(_linear, pieces, x, w, form=form), x.shape[:2], form.head_size
+    linear, lead, size = functools.partial(_linear, ops, x, w, form=form), x.shape[:2], form.head_size
     if form.qkv == "separate":
         q, k, v = (linear(slot).reshape(*lead, -1, size) for slot in "qkv")
         return q, k, v

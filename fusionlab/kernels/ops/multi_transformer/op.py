@@ -143,20 +143,22 @@ class MultiTransformer(CompositeOp):
         """ "2 layers: a = x + attend(layer_norm(x)), y = a + mlp(layer_norm(a)), mlp gelu_tanh, causal, cache write"."""
         first, second = (f"{norm}_norm" if e is not None else "" for e in epsilons)
         if part is not None:
-            one = f"attend({_normed(first, 'x')})" if part == "attention" else f"mlp({_normed(second, 'x')})"
+            text = f"attend({_normed(first, 'x')})" if part == "attention" else f"mlp({_normed(second, 'x')})"
         elif pre_norm:
-            one = f"a = x + attend({_normed(first, 'x')}), y = a + mlp({_normed(second, 'a')})"
+            text = f"a = x + attend({_normed(first, 'x')}), y = a + mlp({_normed(second, 'a')})"
         else:
-            one = f"a = {_normed(first, 'x + attend(x)')}, y = {_normed(second, 'a + mlp(a)')}"
-        told = [one if part == "attention" else f"{one}, mlp {activation}{' gated' * gated}"]
-        told += ["causal"] * is_causal + [f"cache {cache}"] * (cache is not None) + [f"qkv {qkv}"] * (qkv != "separate")
+            text = f"a = {_normed(first, 'x + attend(x)')}, y = {_normed(second, 'a + mlp(a)')}"
+        parts = [text if part == "attention" else f"{text}, mlp {activation}{' gated' * gated}"]
+        parts += (
+            ["causal"] * is_causal + [f"cache {cache}"] * (cache is not None) + [f"qkv {qkv}"] * (qkv != "separate")
+        )
         if part is not None:
-            return f"part of a layer: {', '.join(told)}"
-        return f"{'layer' if layers == 1 else f'{layers} layers'}: {', '.join(told)}"
+            return f"part of a layer: {', '.join(parts)}"
+        return f"{'layer' if layers == 1 else f'{layers} layers'}: {', '.join(parts)}"
 
 
-def _normed(norm: str, what: str) -> str:
-    return f"{norm}({what})" if norm else what
+def _normed(norm: str, x: str) -> str:
+    return f"{norm}({x})" if norm else x
 
 
 def _has_rows(name: str) -> bool:

@@ -113,12 +113,12 @@ def multi_transformer(
         "cache_layout": cache_layout,
         "implementation": implementation,
     }
-    y, *made = MULTI_TRANSFORMER.call(*given.values(), present=tuple(given), **attrs)
+    y, *caches = MULTI_TRANSFORMER.call(*given.values(), present=tuple(given), **attrs)
     if kept is None:
         return y
     if prefix is not None:
-        made = _filled(kept, made)
-    return y, tuple(zip(made[::2], made[1::2], strict=True))
+        caches = _filled(kept, caches)
+    return y, tuple(zip(caches[::2], caches[1::2], strict=True))
 
 
 def _attributes_of(row: list[TransformerLayer]) -> dict[str, Any]:
@@ -185,11 +185,11 @@ def _slots(row: Sequence[TransformerLayer]) -> dict[str, Any]:
     return {f"{slot}.{i}": a for i, layer in enumerate(row) for slot, a in layer.slots().items()}
 
 
-def _filled(caches: Caches, made: Sequence[Array]) -> list[Array]:
+def _filled(caches: Caches, arrays: Sequence[Array]) -> list[Array]:
     """The caches, with the prefix' and their own keys and values, as they were attended to, from the start on."""
     flat = [c for pair in caches for c in pair]
     starts = (0, 0, 0, 0)
-    return [lax.dynamic_update_slice(c, a.astype(c.dtype), starts) for c, a in zip(flat, made, strict=True)]
+    return [lax.dynamic_update_slice(c, a.astype(c.dtype), starts) for c, a in zip(flat, arrays, strict=True)]
 
 
 def _check_prefix(

@@ -21,7 +21,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..reference import AttentionNumbers, near, rounded, statistics, statistics_dtype, through_softcap, weigh
+from ....op.arrays import arithmetic_dtype
+from ..reference import AttentionNumbers, near, rounded, statistics, through_softcap, weigh
 from .blocks import (
     Broadcast,
     Corner,
@@ -93,7 +94,7 @@ def forward(
     """[out], and the rows' statistics if asked for."""
     form = AttentionNumbers.of(attrs)
     t, s = query.shape[-3], key.shape[-3]
-    wide = statistics_dtype(query.dtype)
+    wide = arithmetic_dtype(query.dtype)
     q, form = _scaled(query, form)
     kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors, "sink": sink})
     size, rows = block_shape(
@@ -148,11 +149,12 @@ def cotangent(
     form = AttentionNumbers.of(attrs)
     query, key = saved["query"], saved["key"]
     t, s = query.shape[-3], key.shape[-3]
-    wide = statistics_dtype(query.dtype)
+    wide = arithmetic_dtype(query.dtype)
     q, form = _scaled(query, form)
     by_row = {"q": q, "ct": heads(ct, wide)}
     by_row |= {n: saved[n].reshape(-1, t) for n in statistics(saves)}
     by_key = {"k": heads(key, wide)}
+    # The gradient of the value is of the probabilities and the cotangent alone.
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
     kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors", "sink")})
@@ -228,7 +230,7 @@ def _scaled(query: Array, form: AttentionNumbers) -> tuple[Array, AttentionNumbe
 
     A GPU multiplies in TF32: operands that it would take as they are, it would round once scaled, and a score of 1e3 by 0.5.
     """
-    q = heads(query, statistics_dtype(query.dtype))
+    q = heads(query, arithmetic_dtype(query.dtype))
     if abs(math.frexp(form.scale)[0]) == 0.5:  # a power of two
         return q * form.scale, replace(form, scale=1.0)
     return q, form

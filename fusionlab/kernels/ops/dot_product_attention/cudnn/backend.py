@@ -91,6 +91,7 @@ def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str,
 
 
 def _refuses_features(features: Collection[int], device: Device) -> str | None:
+    # JAX's check_is_flash_attention: head sizes are multiples of 8, up to 128, and up to 256 from Hopper on.
     most = MOST_FEATURES_90 if device.capability >= 90 else MOST_FEATURES
     if len(features) > 1:
         return f"values have other features than keys ({', '.join(map(str, sorted(features)))})"
@@ -169,13 +170,14 @@ def _refuses_mask(
     if "mask" not in attrs.get("present", ()):
         return None
     t, s = (AttentionSizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
+    # JAX's check_is_flash_attention: a bias in training takes even lengths.
     if not is_of_keys(shapes["mask"].shape) and (t % 2 or s % 2):
         return f"a mask of {t} x {s} scores: cuDNN takes a bias with statistics for even lengths alone"
     if mask_value > LEAST_SEEN:
         return f"a mask value of {mask_value}, which leaves masked keys a weight"
     refusal = cuda.refuses(shapes, device, mask_value=mask_value, **attrs)
-    what = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
-    return f"the mask {what}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
+    fault = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
+    return f"the mask {fault}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
 
 
 def is_of_keys(shape: tuple[int, ...]) -> bool:
@@ -213,7 +215,7 @@ def forward(
     """[out], and its statistics if asked for."""
 
     def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
-        q, k, v = map(_one_batch, (query, key, value))
+        q, k, v = map(_flat_batch, (query, key, value))
         whole = hidden if bias is None else bias.reshape(-1, *bias.shape[-3:])
         out, logsumexp = cudnn_call.forward(q, k, v, whole, lengths, **_given(attrs))
         out = out.reshape(query.shape)
@@ -239,7 +241,7 @@ def cotangent(
     statistics = saved["logsumexp"] if "logsumexp" in saved else saved["row_max"] + saved["log_sum"]
 
     def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
-        q, k, v, out, d_out = map(_one_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
+        q, k, v, out, d_out = map(_flat_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
         kept = statistics.reshape(-1, *statistics.shape[-2:])
         grads = cudnn_call.backward(q, k, v, hidden, lengths, kept, out, d_out, **_given(attrs))
         known: dict[str, Array] = dict(zip(("query", "key", "value"), grads, strict=True))
@@ -297,6 +299,6 @@ def _as_bias(mask: Array, q: AttentionSizes, dtype: Any) -> Array:
     return jnp.where(shown, jnp.zeros((), dtype), jnp.asarray(0.7 * float(jnp.finfo(dtype).min), dtype))
 
 
-def _one_batch(a: Array) -> Array:
+def _flat_batch(a: Array) -> Array:
     """*B ... -> B ...; without a batch, B is 1."""
     return a.reshape(math.prod(a.shape[:-3]), *a.shape[-3:])

@@ -112,9 +112,9 @@ def _terms(precision: Any) -> int:
     if precision is None:
         return 1
     pair = precision if isinstance(precision, tuple) else (precision, precision)
-    if not all(isinstance(one, lax.Precision) for one in pair):
+    if not all(isinstance(p, lax.Precision) for p in pair):
         return 0
-    return 1 if all(one == lax.Precision.DEFAULT for one in pair) else 3
+    return 1 if all(p == lax.Precision.DEFAULT for p in pair) else 3
 
 
 def forward(
@@ -170,8 +170,8 @@ def cotangent(
     asked = {n: shape for n, shape in asked.items() if n in wanted}
     for some in tiles.together(call, tuple(asked)):
         plan = tiles.keys_plan(call, saves, key="key" in some, value="value" in some)
-        made = launch(plan, operands, [_like(asked[n], ct) for n in some])
-        found |= dict(zip(some, made, strict=True))
+        grads = launch(plan, operands, [_like(asked[n], ct) for n in some])
+        found |= dict(zip(some, grads, strict=True))
     return [found[n] for n in wanted]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ....launch.compile import ARCHS, CudaSource
 from ....launch.kernel_plan import KernelPlan, Launch
+from ...geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, ceil_div, round_up
 from ..reference import ROUNDED_OFF, statistics
 
 SOURCE = CudaSource(
@@ -23,8 +24,7 @@ SOURCE = CudaSource(
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 OPERANDS = {"bool": 1, "float32": 2, "bfloat16": 3, "float16": 4}  # FL_FACTORS; FL_BIAS is one less
 MOST_FEATURES = 128
-MOST_BLOCKS = 65535  # along y and z, which are heads and batch: CUDA's limit
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOST_BLOCKS = GRID_Y  # along y and z, which are heads and batch: CUDA's limit of both
 SHARED = 99 << 10
 
 Strides = tuple[int, ...]
@@ -131,7 +131,7 @@ def forward_plan(call: TiledAttention, saves: str | None) -> KernelPlan:
     shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns) + _bytes(
         call, call.value_features, 2 * tiles.columns
     )
-    grid = (_parts(call.queries, tiles.rows), call.heads, call.batch)
+    grid = (ceil_div(call.queries, tiles.rows), call.heads, call.batch)
     launch = Launch("attention_forward", grid, (32 * tiles.warps, 1, 1), shared, params)
     return KernelPlan(SOURCE.path, _options(call, tiles, FORWARD=1, STATS=stats, ROUNDED=int(rounded)), (launch,))
 
@@ -146,7 +146,7 @@ def query_plan(call: TiledAttention, saves: str) -> KernelPlan:
     shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
     shared += _bytes(call, call.value_features, tiles.rows + 2 * tiles.columns)
     params = (*_saved(call, saves), ("result", 0), *_geometry(call))
-    grid = (_parts(call.queries, tiles.rows), call.heads, call.batch)
+    grid = (ceil_div(call.queries, tiles.rows), call.heads, call.batch)
     launch = Launch("attention_query", grid, (32 * tiles.warps, 1, 1), shared, params)
     options = _options(call, tiles, BACKWARD_QUERY=1, STATS=_statistics(saves))
     return KernelPlan(SOURCE.path, options, (launch,))
@@ -155,7 +155,7 @@ def query_plan(call: TiledAttention, saves: str) -> KernelPlan:
 def together(call: TiledAttention, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The gradients of key and value that one launch makes: for float32 of many features the sums of both would not fit in registers."""
     if call.dtype == "float32" and max(call.features, call.value_features) > 64:
-        return [(one,) for one in wanted]
+        return [(slot,) for slot in wanted]
     return [wanted] if wanted else []
 
 
@@ -166,7 +166,7 @@ def keys_plan(call: TiledAttention, saves: str, *, key: bool = True, value: bool
     shared += _bytes(call, call.value_features, tiles.rows + 2 * tiles.columns) + 2 * 3 * 4 * tiles.columns
     results = (("result", 0) if key else ("null", 0), ("result", int(key)) if value else ("null", 0))
     params = (*_saved(call, saves), *results, *_geometry(call))
-    grid = (_parts(call.keys, tiles.rows), call.heads // call.group, call.batch)
+    grid = (ceil_div(call.keys, tiles.rows), call.heads // call.group, call.batch)
     launch = Launch("attention_keys", grid, (32 * tiles.warps, 1, 1), shared, params)
     options = _options(call, tiles, BACKWARD_KEYS=1, STATS=_statistics(saves), GRADS=int(key) + 2 * int(value))
     return KernelPlan(SOURCE.path, options, (launch,))
@@ -193,18 +193,19 @@ def _statistics(saves: str | None) -> int:
 def _optional(call: TiledAttention, first: int) -> tuple[tuple[str, int], ...]:
     """Addresses of bias, mask and factors: operands from number `first` on, those that there are."""
     params = []
-    for one in (call.bias, call.mask, call.dropout or call.factors):
-        params.append(("operand", first) if one else ("null", 0))
-        first += bool(one)
+    for form in (call.bias, call.mask, call.dropout or call.factors):
+        params.append(("operand", first) if form else ("null", 0))
+        first += bool(form)
     return tuple(params)
 
 
 def _geometry(call: TiledAttention) -> tuple[tuple[str, int], ...]:
+    # Every call has these parameters: a kernel is compiled without the reads of what is not there (FL_BIAS, FL_MASK, FL_FACTORS).
     none = ("", (0, 0, 0, 0))
     sizes = (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))
     rows = (*call.query, *call.key, *call.value, *call.out)
     drawn = ("", call.dropout) if call.dropout else None
-    scores = [n for one in (call.bias, call.mask, call.factors or drawn) for n in (one or none)[1]]
+    scores = [n for form in (call.bias, call.mask, call.factors or drawn) for n in (form or none)[1]]
     numbers = (call.scale, call.softcap or 0.0, call.mask_value, call.factors_scale, call.keep)
     strides = (("i64", n) for n in (*rows, *scores))
     return (*(("i32", n) for n in sizes), *strides, *(("i32", _bits(x)) for x in numbers))
@@ -219,8 +220,8 @@ def _bits(x: float) -> int:
 
 def _bytes(call: TiledAttention, features: int, rows: int) -> int:
     """Of that many rows in shared memory: `Tile::bytes`."""
-    per_word = 16 // _BYTES[call.dtype]
-    words = _parts(features, 16) * 16 // per_word
+    per_word = VECTOR_BYTES // ITEM_BYTES[call.dtype]
+    words = round_up(features, 16) // per_word
     swizzled = call.dtype != "float32" and words % 8 == 0
     return rows * (words if swizzled else words + 1) * 16
 
@@ -244,7 +245,3 @@ def _options(call: TiledAttention, tiles: Tiles, **more: int) -> tuple[str, ...]
         **more,
     }
     return tuple(f"-DFL_{name}={value}" for name, value in values.items())
-
-
-def _parts(total: int, size: int) -> int:
-    return -(-total // size)

@@ -16,6 +16,7 @@ import numpy as np
 from .....device import Device
 from ....launch.compile import refuses_device as refuses_compiled
 from ....launch.ffi_call import launch
+from ....launch.steps import Param
 from ....op.arrays import names_algorithm, refuses_shardings
 from ...gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..layer import LayerForm
@@ -28,7 +29,6 @@ from .phased.plan import (
     STRIP,
     WORD,
     AttentionPhase,
-    Param,
     Places,
     ProductPhase,
     Row,
@@ -68,14 +68,17 @@ def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | 
     if reason := refuses_shardings(shapes):
         return reason
     dtype = np.dtype(shapes["x"].dtype).name
+    # Products are mma.sync of 16-bit operands (project.cuh).
     if dtype not in CODES:
         return f"tokens of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
     if reason := _refuses_other_dtypes(shapes, dtype):
         return reason
     if form.activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {form.activation}, only for {', '.join(KERNEL_ACTIVATIONS)}; {OTHERS}"
+    # An algorithm says what a product is accumulated in; the kernels accumulate in float32 alone.
     if names_algorithm(form.precision) or names_algorithm(form.attention_precision):
         return f"a precision names an algorithm; {OTHERS}"
+    # A product takes matrices side by side that all lie one way (`Shape::kTurned` of project.cuh).
     for some in (("q", "k", "v"), ("gate", "up")):
         if len({slot in form.turned for slot in some if f"{slot}.0" in shapes}) > 1:
             return f"some of {', '.join(some)} are [in, out] and some [out, in]; {OTHERS}"
@@ -104,9 +107,9 @@ def _refuses_sizes(shapes: Mapping[str, Any], form: LayerForm) -> str | None:
         inner = _feed_forward_width(shapes, form, i)
         if inner != _feed_forward_width(shapes, form, 0):
             return f"layers of different feed-forward widths; {OTHERS}"
-        for what, n in (("tokens", width), ("heads", form.head_size), ("the feed-forward", inner)):
+        for part, n in (("tokens", width), ("heads", form.head_size), ("the feed-forward", inner)):
             if n % WORD or n == 0:
-                return f"{what} of {n} features, it takes multiples of {WORD}; {OTHERS}"
+                return f"{part} of {n} features, it takes multiples of {WORD}; {OTHERS}"
     return _refuses_uneven_layers(shapes, form.layers)
 
 
@@ -171,21 +174,25 @@ class _Call:
         row = self.row()
         strips = {"attended": row.out.inner, "hidden": row.down.inner, "normed": width}
         widths = {"y": width, "qkv": sum(row.qkv.columns), "between": width}
+        # Strips are whole: each has `STRIP` entries of every row (project.cuh).
         widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
+        # What one layer gives and the next reads, `x`, lies in a result of the custom call that is not returned.
         widths |= {"x": width} if form.layers > 1 else {}
         shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
         if whole := is_persistent(row):
             del shapes["normed"]
             sizes = scratch_bytes(row, form.layers)
+            # XLA allocates results by dtype: scratch is counted in words of four bytes.
             shapes |= {name: jax.ShapeDtypeStruct((size // 4,), jnp.int32) for name, size in sizes.items()}
         kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
         names = ["y", *caches, *(name for name in shapes if name != "y")]
         results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
         places = self.places(results)
         plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
+        # XLA gives a result the memory of its operand, and copies the operand first where it is read later.
         aliases = {self.numbers[name]: results[name][1] for name in caches}
-        made = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
-        return [made[0].reshape(rows, 1, width), *made[1 : 1 + len(caches)]]
+        outs = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
+        return [outs[0].reshape(rows, 1, width), *outs[1 : 1 + len(caches)]]
 
     def places(self, results: Mapping[str, Param]) -> list[Places]:
         """Of each layer; the first reads the operand x, the last writes y."""
@@ -214,6 +221,7 @@ class _Call:
             columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
         norms = tuple(None if e is None else form.norm for e in form.epsilons)
         fused = form.pre_norm and fuses_norm(rows, width)
+        # A norm kernel of its own leaves x in strips, for the product that reads it (project.cuh).
         in_strips = [form.pre_norm and norm is not None and not fused for norm in norms]
         return Row(
             dtype=np.dtype(self.dtype).name,

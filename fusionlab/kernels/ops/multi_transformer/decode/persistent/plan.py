@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from ......device import Device
 from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
+from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from ..phased.plan import CODES, NORMS, NOTHING, Param, Places, ProductPhase, Row, number
+from ..phased.plan import CODES, NORMS, NOTHING, Places, ProductPhase, Row, float_literal
 
 SOURCE = CudaSource("multi_transformer/decode/persistent/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
 BLOCKS = 132  # at most: no more than the device has multiprocessors, or they would wait for each other for ever
@@ -40,8 +41,8 @@ def tile_of(product: ProductPhase) -> int:
 
 
 def _tiles(product: ProductPhase, tile: int) -> int:
-    made = tile // 2 if product.gated else tile
-    return sum(-(-n // made) for n in product.columns)
+    columns = tile // 2 if product.gated else tile
+    return sum(-(-n // columns) for n in product.columns)
 
 
 def blocks_of(row: Row) -> int:
@@ -97,17 +98,17 @@ def scratch_bytes(row: Row, layers: int) -> dict[str, int]:
     """
     rows, flagged = row.qkv.rows, is_flagged(row)
     entries = {"qkv": sum(row.qkv.columns), "between": row.qkv.inner, "hidden": row.down.inner}
-    made = {name: rows * n * (4 if flagged else 2) for name, n in entries.items()}
+    sizes = {name: rows * n * (4 if flagged else 2) for name, n in entries.items()}
     parts = row.attention.rows * row.attention.heads * blocks_of_a_head(row)
     if blocks_of_a_head(row) > 1:
-        made["attended"] = (-(-2 * parts // 4) * 4 + parts * row.attention.size) * (8 if flagged else 4)
+        sizes["attended"] = (-(-2 * parts // 4) * 4 + parts * row.attention.size) * (8 if flagged else 4)
     else:  # what was attended to, in the row's dtype
-        made["attended"] = rows * row.out.inner * (4 if flagged else 2)
+        sizes["attended"] = rows * row.out.inner * (4 if flagged else 2)
     if flagged and layers > 1:
-        made["next"] = rows * row.qkv.inner * 4
+        sizes["next"] = rows * row.qkv.inner * 4
     if not flagged:  # two floats of each piece of x, and of what is between
-        made["statistics"] = 8 * rows * _PAIR * sum(_tiles(p, tile_of(p)) for p in (row.down, row.out))
-    return made | {"counter": 4}
+        sizes["statistics"] = 8 * rows * _PAIR * sum(_tiles(p, tile_of(p)) for p in (row.down, row.out))
+    return sizes | {"counter": 4}
 
 
 def is_flagged(row: Row) -> bool:
@@ -189,7 +190,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         "DEPTH": depth_of(row),
         "FLIGHT": (_LARGE_FLIGHT if slice_of(row) == _LARGE_SLICE else _FLIGHT) // slice_of(row),
     }
-    options |= {f"EPSILON{i}": number(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
+    options |= {f"EPSILON{i}": float_literal(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
     norms = {"QKV": row.norms[0], "UP": row.norms[1]}
     for name, product in _products(row).items():
         columns = (*product.columns, 0, 0)[:3]
@@ -199,24 +200,25 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
     shared = _WARPS * depth_of(row) * slice_of(row) + _beside(row)
     launches = []
     for chunk in chunks:
-        made = [scratch.get(name, NOTHING) for name in _SCRATCH]
-        params = _params(row, chunk, made)
-        launches.append(Launch("decode_begin", (32, 1, 1), (256, 1, 1), 0, (chunk[0].x, *made)))
+        places = [scratch.get(name, NOTHING) for name in _SCRATCH]
+        params = _params(row, chunk, places)
+        launches.append(Launch("decode_begin", (32, 1, 1), (256, 1, 1), 0, (chunk[0].x, *places)))
+        # Blocks wait for each other: a cooperative launch fails unless all are resident (CUDA C++ Programming Guide, cooperative groups).
         launches.append(
             Launch("decode_layers", (blocks_of(row), 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True)
         )
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
 
 
-def _params(row: Row, layers: Sequence[Places], made: Sequence[Param]) -> tuple[Param, ...]:
+def _params(row: Row, layers: Sequence[Places], scratch: Sequence[Param]) -> tuple[Param, ...]:
     """As `Shared` and `Own` of stream.cuh have them."""
     first, last = layers[0], layers[-1]
     shared = ("cos", "sin", "step", "lengths", "mask")
     following = _SCRATCH.index("next")
     # x lies where a product between layers would: it is read and written in turns.
     if not is_flagged(row) and len(layers) > 1:
-        made = [*made[:following], last.x, *made[following + 1 :]]
-    found = [first.x, *(first.at(s) for s in shared), *made, last.y]
+        scratch = [*scratch[:following], last.x, *scratch[following + 1 :]]
+    found = [first.x, *(first.at(s) for s in shared), *scratch, last.y]
     threes = ("q", "k", "v") if "q" in first.slots else ("qkv", "", "")
     pair = ("gate", "up") if row.up.gated else ("up", "")
     for at in layers:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
+from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 
 SOURCE = CudaSource(
@@ -35,7 +36,6 @@ _SPLITS = (1, 2, 4, 8)  # of the inner axis, and of the keys: blocks of a cluste
 _COLUMNS = (16, 32, 64)  # of one matrix in a tile
 _LEAST_KEYS = 128  # of a block of the attention
 
-Param = tuple[str, int]
 NOTHING: Param = ("null", 0)
 
 
@@ -63,8 +63,8 @@ class ProductPhase:
     strips: bool = False
 
     def blocks(self, tile: ProductTile) -> int:
-        made = tile.columns // 2 if self.gated else tile.columns
-        return sum(-(-n // made) for n in self.columns) * tile.split
+        columns = tile.columns // 2 if self.gated else tile.columns
+        return sum(-(-n // columns) for n in self.columns) * tile.split
 
     def own(self, tile: ProductTile) -> int:
         """Inner entries of a block."""
@@ -103,8 +103,8 @@ class ProductPhase:
     def cut(self) -> ProductTile:
         """The tile for which the busiest multiprocessor has least to read."""
         step = 32 if self.turned else 16
-        made = 2 if self.gated else 1
-        tiles = [ProductTile(made * n, s, step, 1) for n in _COLUMNS[: 3 if made == 1 else 2] for s in _SPLITS]
+        matrices = 2 if self.gated else 1
+        tiles = [ProductTile(matrices * n, s, step, 1) for n in _COLUMNS[: 3 if matrices == 1 else 2] for s in _SPLITS]
         best = min(tiles, key=self._cost)
         own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
         fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
@@ -183,7 +183,7 @@ class AttentionPhase:
             "MASK_OF_EACH": int(self.mask_of_each),
             "TURN_OF_EACH": int(self.turn_of_each),
             "MASK_IS_FINITE": int(self.mask_is_finite),
-            "SCALE": number(self.scale * math.log2(math.e)),
+            "SCALE": float_literal(self.scale * math.log2(math.e)),
             "ROTARY": self.rotary or 0,
             "ROTARY_WIDTH": self.rotary_width,
         }
@@ -237,7 +237,7 @@ class Places:
         return self.at(f"norm{number}_scale"), self.at(f"norm{number}_bias")
 
 
-def number(value: float) -> str:
+def float_literal(value: float) -> str:
     """A float in C++."""
     return f"{value!r}f" if math.isfinite(value) else "0.0f"
 
@@ -263,11 +263,11 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
     }
     for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
-        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": number(epsilon)}
+        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": float_literal(epsilon)}
     for name, product in products.items():
         options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
     options |= row.attention.options()
-    launches = [one for at in layers for one in _layer(row, tiles, at)]
+    launches = [launch for at in layers for launch in _layer(row, tiles, at)]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
     launches[0] = replace(launches[0], early=False)
     return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
@@ -278,16 +278,18 @@ def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launc
     threes = ("q", "k", "v") if "q" in at.slots else ("qkv",)
     gated = ("gate", "up") if row.up.gated else ("up",)
 
+    # A product has places for three matrices and three biases (project.cuh); those of matrices that are not there are null.
     def three(slots: Sequence[str]) -> list[Param]:
         return [*(at.at(s) for s in slots), none, none, none][:3]
 
+    # All but the first kernel start early: they wait themselves for the one ahead (PTX, griddepcontrol).
     def product(name: str, x: Param, number: int, slots: Sequence[str], residual: Param, out: Param) -> Launch:
-        one, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
-        parameters = at.norm(number) if one.norm else (none, none)
+        phase, tile = {"qkv": row.qkv, "out": row.out, "up": row.up, "down": row.down}[name], tiles[name.upper()]
+        parameters = at.norm(number) if phase.norm else (none, none)
         biases = three([f"{s}_bias" for s in slots])
         params = (x, *parameters, *three(slots), *biases, residual, out)
         return Launch(
-            f"decode_{name}", (one.blocks(tile), 1, 1), (_THREADS, 1, 1), one.shared(tile), params, early=True
+            f"decode_{name}", (phase.blocks(tile), 1, 1), (_THREADS, 1, 1), phase.shared(tile), params, early=True
         )
 
     def norm(number: int, x: Param, out: Param) -> list[Launch]:
@@ -298,6 +300,7 @@ def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launc
     attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
     attention = row.attention
     first, second = (norm is not None for norm in row.norms)
+    # A product that norms its x itself has the norm in its phase (`fuses_norm`); other norms are kernels of their own.
     before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm
     behind_first, behind_second = not row.pre_norm and first, not row.pre_norm and second
     summed = at.normed if behind_first else at.between
