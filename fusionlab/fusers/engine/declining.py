@@ -53,18 +53,18 @@ def reject(
 
 def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
     """The rejection of a place that FusionLab failed at."""
-    told = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
-    return replace(told, origin=fault.origin, failed=True)
+    rejection = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
+    return replace(rejection, origin=fault.origin, failed=True)
 
 
 def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
     """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
 
     def found() -> list[Candidate | Rejection]:
-        made = examine()
-        if made is None:
+        outcome = examine()
+        if outcome is None:
             return []
-        return [made] if isinstance(made, Candidate | Rejection) else list(made)
+        return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
 
     return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
 

@@ -50,9 +50,9 @@ def notes_of(view: Any, region: Region, op: str, verdict: ProofOutcome, notes: S
         if asked := nan_test(view, region.root):
             return f"{NOTE}, and {asked!r} asks where the NaN are"
         found.append(NOTE)
-    told = "\n".join(found)
-    if verdict.edge and not _out_of_reach(op, dtype) and _EDGE not in told:
+    text = "\n".join(found)
+    if verdict.edge and not _out_of_reach(op, dtype) and _EDGE not in text:
         found.append(edge_note(dtype))
-    if verdict.regained and op == "layer_norm" and "overflows sooner" not in told:
+    if verdict.regained and op == "layer_norm" and "overflows sooner" not in text:
         found.append(squares_note(dtype))
     return tuple(found)
