@@ -31,8 +31,6 @@ from ...graph.settings import unwrapped
 from ...kernels import OPS
 from ...kernels.op.implementation import LeftToXLA
 from ...kernels.op.op import Op
-from .declining import anchor_text as anchor_text
-from .declining import escape_text as escape_text
 from .declining import examined as examined
 from .declining import faulty as faulty
 from .declining import reason_to_tell as reason_to_tell
@@ -40,6 +38,8 @@ from .declining import reject as reject
 from .other_numbers import notes_of
 from .outcomes import Backend, Candidate, Rejection, Residual
 from .unfit import unfit
+from .wording import anchor_text as anchor_text
+from .wording import escape_text as escape_text
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
@@ -195,6 +195,7 @@ def propose(
     problem = unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
+    # Results of 16 bits are computed in float32, all others in their own dtype: what is wider inside would lose bits.
     arithmetic = arithmetic_of(region.root.dtype)
     wide = wider_in(region, arithmetic)
     if wide is not None:
@@ -337,6 +338,7 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
             if not verdict.ok:
                 return _Facts(verdict)
             program, operands = traced()
+    # Explicit mesh axes are a part of JAX's types: the tracing raises where an operation has none for its result.
     except Misplaced as error:
         return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()

@@ -8,7 +8,7 @@ from ...graph.canonical.nodes import ONE
 from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Miss
 from ...graph.program.ir import Node, Value
-from .declining import anchor_text
+from .wording import anchor_text
 
 # What a canonical node is to a reader, where no pass has a better word.
 _WORDS = {

@@ -10,7 +10,7 @@ from ...graph.matching.region import Region
 from ...graph.primitives import SUMS_OVER_DEVICES
 from ...graph.program.in_shard_map import has_mesh
 from ...graph.program.ir import Atom, Node, Value, all_nodes
-from .declining import anchor_text
+from .wording import anchor_text
 
 
 def unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
