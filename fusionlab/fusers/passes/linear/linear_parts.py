@@ -206,8 +206,10 @@ class LinearSite(Site):
             users = self.users(value)
             node = next(filter(self.is_sum, users), None)
             if node is not None:
+                # A number is a literal operand of the equation, and no value. Of h + h nothing is left.
                 others = [a for a in node.inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
                 return (node, node.outputs[0], others[0]) if len(others) == 1 else None
+            # A callback, as of jax.debug.print, is kept for its effect and may have no outputs.
             same = [u for u in users if u.outputs and self.nid(u.outputs[0]) == nid]
             if len(users) != 1 or not same:
                 return None
@@ -260,6 +262,7 @@ class LinearSite(Site):
         if span >= len(dot.shape) and not self.given(other):
             return None  # a residual connection: what is added was computed elsewhere
         edit, concepts = None, ()
+        # What a scan's body reads and does not change is a constant of the scan, and may be broadcast before it.
         if span >= len(dot.shape) and self.given_broadcast(other):
             addend, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
             edit = "broadcast the bias inside the loop"

@@ -122,7 +122,7 @@ def _part_of(view: CanonicalView, value: Value) -> _Part | None:
             return None
         elif node.id not in nodes:
             nodes[node.id] = node
-            activated |= node.primitive in NONLINEAR | _RULES
+            activated |= node.primitive in NONLINEAR | _RULES  # jax.nn.relu is a custom_jvp_call
             stack += node.values
     if len(found) != 1 or stack:
         return None
@@ -188,7 +188,7 @@ def _origin(view: CanonicalView, value: Value) -> Node | None:
         if node.primitive == "dot_general":
             products[node.id] = node
         elif node.primitive in _BY_ENTRY:
-            activated |= node.primitive in NONLINEAR | _RULES
+            activated |= node.primitive in NONLINEAR | _RULES  # jax.nn.relu is a custom_jvp_call
             stack += node.values
         else:
             return None

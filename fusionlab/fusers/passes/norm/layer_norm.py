@@ -273,6 +273,7 @@ class _NormSite(NormSite):
 
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
         """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
+        # Where the norm is XLA's own code, XLA fuses additions with it by itself.
         if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None:
             return plain
         summands = self.summands(found, region)
