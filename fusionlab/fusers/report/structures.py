@@ -54,7 +54,7 @@ class Structure:
 
     Attributes:
       id: stable name, "qkv_siblings@encoder/layer_3#1" (kind, scope, ordinal within the scope).
-      kind: a key of `KINDS`.
+      kind: a key of `STRUCTURE_KINDS`.
       text: what it is, in words.
       node_ids: the raw nodes of its sites, and those between them.
       sites: ids of the candidates it is made of, in program order.

@@ -32,7 +32,7 @@ _SPREAD = (
 )
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 _NO_VECTOR = "it reads what is no scale and no bias of the channels, one entry for each"
-_AS_ONE = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
+_STATISTICS_EDIT = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
 _WORDS = {
@@ -78,7 +78,7 @@ class NormSite(Site):
         if channels.batch_axes is not None:
             stands = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
             return self.rejection(
-                "structure", f"{subject}; {stands}", [odd] if odd else [], edit=_AS_ONE, concepts=concepts
+                "structure", f"{subject}; {stands}", [odd] if odd else [], edit=_STATISTICS_EDIT, concepts=concepts
             )
         where = "; it is fused where the channels stand last, behind the batch and the positions"
         edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
