@@ -10,7 +10,7 @@ FOLDERS = {
     "method": "timing_method",
     "ops": "attention attention_cpu dispatch gemm_epilogue group_norms kernel_resources lerp matmul_schedule norms norms_cpu sanitizer",
     "programs": "decoding multi_transformer pair_memory pairs parts tensor_parallel widened",
-    "search": "first_find mutants random_programs recall xla_mapping",
+    "search": "decisions first_find mutants random_programs recall xla_mapping",
 }
 HOMES = {name: f"benchmarks.{folder}.{name}" for folder, names in FOLDERS.items() for name in names.split()}
 

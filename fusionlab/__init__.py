@@ -13,39 +13,75 @@ The verbs below are the public interface. Where the work behind them is done, in
     models/     small real models in plain JAX.
 
 A folder imports those above it; tests/house/test_imports.py holds that, down to the folders within them.
-The words that all of them use are defined in docs/concepts.md.
+The words that all of them use are defined in docs/concepts.md. A public name loads its module when it is first used, so that a library
+which only may need FusionLab pays nothing for importing it.
 """
 
+from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-from . import errors as errors
-from . import ops as ops
-from .commands.doctor import doctor as doctor
-from .device import Device as Device
-from .fusers import Candidate as Candidate
-from .fusers import Rejection as Rejection
-from .fusers import Strategy as Strategy
-from .fusers import pattern_pass as pattern_pass
-from .kernels.op.own import CudaKernel as CudaKernel
-from .verbs.by_site import bisect as bisect
-from .verbs.by_site import errors_by_site as errors_by_site
-from .verbs.by_site import time_by_site as time_by_site
-from .verbs.explorer import explore as explore
-from .verbs.lab import Comparison as Comparison
-from .verbs.lab import Findings as Findings
-from .verbs.lab import Fused as Fused
-from .verbs.lab import Graph as Graph
-from .verbs.lab import compare as compare
-from .verbs.lab import find as find
-from .verbs.lab import fuse as fuse
-from .verbs.lab import passes as passes
-from .verbs.lab import register as register
-from .verbs.lab import trace as trace
-from .verbs.lab import unregister as unregister
-from .verbs.load import load as load
-from .verbs.tuning import share_plan as share_plan
-from .verbs.tuning import tune as tune
+if _TYPE_CHECKING:
+    from . import errors as errors
+    from . import ops as ops
+    from .commands.doctor import doctor as doctor
+    from .device import Device as Device
+    from .fusers import Candidate as Candidate
+    from .fusers import Rejection as Rejection
+    from .fusers import Strategy as Strategy
+    from .fusers import pattern_pass as pattern_pass
+    from .kernels.op.own import CudaKernel as CudaKernel
+    from .verbs.by_site import bisect as bisect
+    from .verbs.by_site import errors_by_site as errors_by_site
+    from .verbs.by_site import time_by_site as time_by_site
+    from .verbs.comparison import Comparison as Comparison
+    from .verbs.comparison import compare as compare
+    from .verbs.explorer import explore as explore
+    from .verbs.lab import Findings as Findings
+    from .verbs.lab import Fused as Fused
+    from .verbs.lab import Graph as Graph
+    from .verbs.lab import find as find
+    from .verbs.lab import fuse as fuse
+    from .verbs.lab import passes as passes
+    from .verbs.lab import register as register
+    from .verbs.lab import trace as trace
+    from .verbs.lab import unregister as unregister
+    from .verbs.load import load as load
+    from .verbs.tuning import share_plan as share_plan
+    from .verbs.tuning import tune as tune
+
+_NAMES_OF_MODULES = {
+    "commands.doctor": "doctor",
+    "device": "Device",
+    "errors": "errors",
+    "fusers": "Candidate Rejection Strategy pattern_pass",
+    "kernels.op.own": "CudaKernel",
+    "ops": "ops",
+    "verbs.by_site": "bisect errors_by_site time_by_site",
+    "verbs.comparison": "Comparison compare",
+    "verbs.explorer": "explore",
+    "verbs.lab": "Findings Fused Graph find fuse passes register trace unregister",
+    "verbs.load": "load",
+    "verbs.tuning": "share_plan tune",
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
+__all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = _import_module(f".{_MODULE_OF[name]}", __name__)
+    value = module if name == _MODULE_OF[name] else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 try:
     __version__ = _version("fusionlab")

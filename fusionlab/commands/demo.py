@@ -18,7 +18,7 @@ from ..evidence.instruments.record import newest_record
 from ..evidence.instruments.timing import Timing, seconds
 from ..models import transformer
 from ..output import output_folder, write_file
-from ..verbs import lab
+from ..verbs import comparison, lab
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
 # the features per head, 64, are those of common models.
@@ -62,7 +62,7 @@ class Demo:
     size: int
     found: lab.Findings
     elsewhere: lab.Findings
-    result: lab.Comparison
+    result: comparison.Comparison
     record: dict[str, Any] | None
     folder: str
     files: tuple[str, ...]
@@ -192,7 +192,9 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool
         found = lab.find(transformer_block, params, x)
         elsewhere = lab.find(found.graph, device=ELSEWHERE)
         fused = lab.fuse(transformer_block)
-        result = lab.compare(transformer_block, fused, params, x, grad=True, progress=progress, budget_s=BUDGET_S)
+        result = comparison.compare(
+            transformer_block, fused, params, x, grad=True, progress=progress, budget_s=BUDGET_S
+        )
         record = gpu_record()
         _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")
@@ -202,7 +204,11 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool
 
 
 def _write(
-    work: Path, found: lab.Findings, elsewhere: lab.Findings, result: lab.Comparison, record: dict[str, Any] | None
+    work: Path,
+    found: lab.Findings,
+    elsewhere: lab.Findings,
+    result: comparison.Comparison,
+    record: dict[str, Any] | None,
 ) -> None:
     """The page and the pictures."""
     from ..viz.explorer.files import save

@@ -17,7 +17,7 @@ from ..evidence.instruments.device_clock import NAME as DEVICE_TIME
 from ..evidence.instruments.timing import Timing, Verdict
 from ..fusers import Candidate, Findings, Rejection, registry
 from ..fusers.report.findings import RUNS_UNDER_GRAD
-from ..verbs import lab
+from ..verbs import comparison, lab
 from .messages import FusionAssertionError, nearest, nearest_lines, site_lines, sources_of, survivor_lines
 from .survivors import ACTIVATION_KINDS, CONCEPTS, Survivor, survivors
 
@@ -264,7 +264,7 @@ def assert_equivalent(
     grad: bool = True,
     argnums: int | Sequence[int] | None = None,
     **options: Any,
-) -> lab.Comparison:
+) -> comparison.Comparison:
     """Asserts that the fused function computes what the function does: every output and gradient, judged by float64.
 
     A result passes where it is in tolerance of the same program in float64 (by dtype and reduction size, see
@@ -290,7 +290,7 @@ def assert_equivalent(
     other = call.fuse() if fused is None else fused
     found = replace(call, device=None).find() if fused is None else None
     given = call.static | ({} if argnums is None else {"argnums": argnums})
-    evidence = lab.compare(fn, other, *args, grad=grad, timing=False, memory=False, **given, **call.kwargs)
+    evidence = comparison.compare(fn, other, *args, grad=grad, timing=False, memory=False, **given, **call.kwargs)
     if evidence.numerics is None:
         raise FusionAssertionError(f"{call.name}: nothing to judge by: {'; '.join(evidence.notes)}", found, evidence)
     bad = evidence.numerics.regressions
@@ -318,7 +318,7 @@ def assert_not_slower(
     samples: int = 40,
     budget_s: float = 60.0,
     **options: Any,
-) -> lab.Comparison:
+) -> comparison.Comparison:
     """Asserts that the fused function takes no longer than the function under `jax.jit`, in device time on a GPU.
 
     It fails only where the whole 95 % interval of the ratio before/after lies below 1 - margin, so that noise fails no test. Where
@@ -348,7 +348,7 @@ def assert_not_slower(
     other = call.fuse() if fused is None else fused
     found = replace(call, device=None).find() if fused is None else None
     effort = {"samples": samples, "budget_s": budget_s, **call.static}
-    evidence = lab.compare(fn, other, *args, grad=grad, numerics=False, memory=False, **effort, **call.kwargs)
+    evidence = comparison.compare(fn, other, *args, grad=grad, numerics=False, memory=False, **effort, **call.kwargs)
     if evidence.same_code:
         return evidence
     slow = [t for t in evidence.timings if judged(t).interval[1] < 1 - margin]

@@ -25,7 +25,7 @@ from ..graph.calls.state import is_object
 from ..graph.calls.wrappers import jit_of
 from ..graph.program.trace import error_text
 from ..graph.settings import is_jit_disabled
-from ..verbs import lab
+from ..verbs import comparison, lab
 
 
 @dataclass(frozen=True)
@@ -260,6 +260,6 @@ def _numerics(fn: Callable, fused: lab.Fused, call: Callable[[], tuple[tuple, di
     """The errors of both versions against float64; None where no program can be taken to it."""
     args, kwargs = call()
     try:
-        return lab.compare(fn, fused, *args, grad=False, timing=False, memory=False, **kwargs).numerics
+        return comparison.compare(fn, fused, *args, grad=False, timing=False, memory=False, **kwargs).numerics
     except FusionLabError:
         return None

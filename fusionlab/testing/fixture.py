@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import ArgumentError, FusionLabError
 from ..fusers import Rejection, registry
 from ..output import write_file
-from ..verbs import lab
+from ..verbs import comparison, lab
 from ..viz.html.report import report_html
 from . import asserts
 from .messages import FusionAssertionError
@@ -72,12 +72,12 @@ class FusionLabFixture:
         __tracebackhide__ = True
         return self._run(asserts.assert_rejected, fn, args, options)
 
-    def assert_equivalent(self, fn: Callable, args: Sequence[Any] = (), **options: Any) -> lab.Comparison:
+    def assert_equivalent(self, fn: Callable, args: Sequence[Any] = (), **options: Any) -> comparison.Comparison:
         """See `fusionlab.testing.assert_equivalent`."""
         __tracebackhide__ = True
         return self._run(asserts.assert_equivalent, fn, args, options)
 
-    def assert_not_slower(self, fn: Callable, args: Sequence[Any] = (), **options: Any) -> lab.Comparison:
+    def assert_not_slower(self, fn: Callable, args: Sequence[Any] = (), **options: Any) -> comparison.Comparison:
         """See `fusionlab.testing.assert_not_slower`."""
         __tracebackhide__ = True
         return self._run(asserts.assert_not_slower, fn, args, options)
@@ -162,7 +162,7 @@ class FusionLabFixture:
         return [f"report: {path}"]
 
 
-def _page(found: lab.Findings | None, evidence: lab.Comparison | None) -> str:
+def _page(found: lab.Findings | None, evidence: comparison.Comparison | None) -> str:
     """The program before and after fusing, with what was measured; of two functions that were given what was measured alone."""
     if found is None:
         return evidence.to_html() if evidence is not None else ""

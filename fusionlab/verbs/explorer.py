@@ -14,7 +14,8 @@ from ..evidence.instruments.timing import check_effort
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
 from ..graph.program.trace import bind_users
-from .lab import Comparison, Passes, compare, find, fuse, not_swallowed
+from .comparison import Comparison, compare
+from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
     from ..viz.model.setting import Setting

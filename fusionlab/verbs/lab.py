@@ -1,4 +1,4 @@
-"""The verbs trace, find, fuse, compare, passes, register. Each ties rooms together in a few lines."""
+"""The verbs trace, find, fuse, passes, register. Each ties rooms together in a few lines."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 
 from ..device import Device
 from ..errors import ArgumentError, unknown_name
-from ..evidence.comparison import measure
 from ..fusers import Pass, Strategy, implementations, select, site_names
 from ..fusers import registry as _registry
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import trace as _trace
 from .fused import Fused as Fused
 from .fused import search
-from .shown import Comparison as Comparison
 from .shown import Findings as Findings
 from .shown import Graph as Graph
 from .shown import fields_of
@@ -158,36 +156,6 @@ def check_implementation(name: str | None) -> None:
     valid = {i for names in implementations().values() for i in names}
     if name is not None and name not in valid:
         raise unknown_name("implementation", name, valid)
-
-
-def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
-    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
-
-    Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
-    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
-
-    Args:
-      fn, fused: the original and the version to judge.
-      *args: arrays to run on.
-      grad: also compare gradients, and time value-and-gradient.
-      **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
-        cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
-        that are not named here are those that `fused` was made with.
-
-    Raises:
-      ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is no array
-        and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
-    """
-    own = signature(measure).parameters
-    kwargs = {k: v for k, v in options.items() if k not in own}
-    not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
-    if not isinstance(fused, Fused):
-        return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
-    options = fused.__fusionlab_jit__.static | options
-    found, fusing = fused.selected(*args, **kwargs)
-    options.setdefault("same_code", all(c.same_code for c in fusing))
-    evidence = measure(fn, fused, *args, grad=grad, **options)
-    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))
 
 
 def passes() -> Any:

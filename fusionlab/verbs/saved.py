@@ -10,8 +10,9 @@ from typing import Any
 from ..errors import ArgumentError
 from ..evidence.instruments.record import load_json
 from ..viz.explorer.state_file import FORMAT, Saved
+from .comparison import Comparison
 from .explorer import explore
-from .lab import Comparison, Fused, fuse
+from .lab import Fused, fuse
 
 _MOST_BYTES = 256 << 20
 

@@ -1,4 +1,4 @@
-"""What the verbs give back: graphs, findings and comparisons that can draw, show and save themselves."""
+"""What the verbs give back: graphs and findings that can draw, show and save themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ..evidence.comparison import Evidence
 from ..fusers import Findings as PlainFindings
 from ..fusers import registry
 from ..graph.program.graph import Graph as PlainGraph
@@ -71,40 +70,3 @@ class Findings(PlainFindings):
 def fields_of(record: Any, **changed: Any) -> dict[str, Any]:
     """The fields of a record, some of them changed: what a class derived from its own is made of."""
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} | changed
-
-
-class Comparison(Evidence):
-    """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
-
-    def plot(self, ax: Any = None, **kwargs: Any) -> Any:
-        """Timing before and after; returns matplotlib Axes."""
-        from ..viz.plots import plot_timing
-
-        return plot_timing(self, ax=ax, **kwargs)
-
-    def _repr_html_(self) -> str:
-        from ..viz.html.report import evidence_summary_html
-
-        return evidence_summary_html(self)
-
-    def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
-        """Errors of both versions against float64; returns matplotlib Axes."""
-        from ..viz.plots import plot_errors
-
-        return plot_errors(self, ax=ax, **kwargs)
-
-    def plot_ulps(self, ax: Any = None, **kwargs: Any) -> Any:
-        """How many elements are how many units in the last place from float64; returns matplotlib Axes."""
-        from ..viz.plots import plot_ulps
-
-        return plot_ulps(self, ax=ax, **kwargs)
-
-    def to_html(self, path: Any = None) -> str:
-        """A self-contained report; written to `path` when given."""
-        from ..output import write_file
-        from ..viz.html.report import evidence_html
-
-        text = evidence_html(self)
-        if path is not None:
-            write_file(path, text)
-        return text

@@ -1,6 +1,5 @@
 """The command line: right output, one clear error line, no partial files, an exit status that tells."""
 
-import itertools
 import json
 import os
 import re
@@ -15,6 +14,7 @@ import fusionlab as fl
 from fusionlab.cli import WORSE, main
 from fusionlab.evidence.instruments.record import hardware
 from fusionlab.models.layers import dense
+from fusionlab.verbs import comparison, lab, tuning
 from tests.asked import by_default
 
 MODEL = """
@@ -134,7 +134,7 @@ def test_the_version_is_printed(run):
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(run, model, tmp_path, monkeypatch):
-    for module, name in itertools.product((fl, fl.verbs.lab), ("fuse", "compare")):
+    for module, name in ((fl, "fuse"), (fl, "compare"), (lab, "fuse"), (comparison, "compare")):
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the work was started"))
     assert "cannot write the file '/nodir/x.html'" in error_line(run("compare", f"{model}:mlp", "-o", "/nodir/x.html"))
     assert "ends in .html" in error_line(run("compare", f"{model}:mlp", "-o", tmp_path / "x.pdf"))
@@ -222,7 +222,7 @@ def test_tuning_is_told_what_to_measure_and_where_to_write(run, model, tmp_path,
 
     def tune(fn, *args, **options):
         given.update(options)
-        return fl.verbs.tuning.tune(fn, *args, **options)
+        return tuning.tune(fn, *args, **options)
 
     monkeypatch.setattr(fl, "tune", tune)
     assert run("tune", f"{model}:mlp", "--no-grad", "--passes", "gemm_epilogue", "-o", "plans.json")[0] == 0
@@ -335,7 +335,17 @@ def test_an_unwritable_folder_is_refused_before_any_work(run, model, tmp_path, m
     (tmp_path / "file").write_text("a file")
     before = sorted(tmp_path.rglob("*"))
     folder = place.format(tmp=tmp_path)
-    for module, name in itertools.product((fl, fl.verbs.lab), ("find", "fuse", "compare", "trace")):
+    started = (
+        (fl, "find"),
+        (fl, "fuse"),
+        (fl, "compare"),
+        (fl, "trace"),
+        (lab, "find"),
+        (lab, "fuse"),
+        (lab, "trace"),
+        (comparison, "compare"),
+    )
+    for module, name in started:
         monkeypatch.setattr(module, name, lambda *a, **k: pytest.fail("the work was started"))
     for command in (["demo", "-o", folder], ["find", f"{model}:mlp", "--dump", folder]):
         assert f"cannot write to the folder '{folder}'" in error_line(run(*command))

@@ -19,6 +19,7 @@ from fusionlab.kernels.launch import cublaslt
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.ops.gemm_epilogue import choosing
 from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
+from fusionlab.verbs import tuning as tuning_verb
 
 S = jax.ShapeDtypeStruct
 LAYER = (S((64, 32), jnp.bfloat16), S((32, 128), jnp.bfloat16), S((128,), jnp.bfloat16))
@@ -48,7 +49,7 @@ def bench(tmp_path, monkeypatch):
     file, made = tmp_path / "mine" / "plans.json", Bench()
     monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(file))
     known = choices.Choices()
-    for module in (choosing, by_cublaslt, tuning, fl.verbs.tuning):
+    for module in (choosing, by_cublaslt, tuning, tuning_verb):
         monkeypatch.setattr(module, "CHOICES", known)
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(Device, "current", classmethod(lambda cls: Device.of("sm_90")))

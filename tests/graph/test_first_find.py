@@ -135,7 +135,7 @@ def once_and_twice() -> list[pattern.Example]:
     norms = (*norm_examples.EXAMPLES, *(e for near in norm_examples.NEAR for e in near.examples))
     changes = [(), *((kind,) for kind in ("factors", "kept", "hidden")), ("kept", "factors")]
     kinds = [attention_forms.Tail(softmax, c) for softmax in attention_forms.SOFTMAXES for c in changes]
-    kinds += [attention_forms.Tail(attention_forms.AFTER), attention_forms.Tail("softmax", ("where",))]
+    kinds += [attention_forms.Tail(attention_forms.DIVIDED_AFTER), attention_forms.Tail("softmax", ("where",))]
     tails = [attention_forms.tail_example(t) for t in kinds]
     return [*norms, *tails, *(form.example for form in blend_examples.LERP), linear_parts.LINEAR]
 

@@ -56,6 +56,7 @@ def test_every_module_that_the_examples_import_is_linked_or_an_ops_own():
     assert {m for m in imported if m.replace(".", "/") not in linked and not m.startswith("kernels.ops.")} == set()
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda c: c.partition("\n")[0].replace(" ", "_").lower())
 def test_the_examples_print_what_the_page_says(chapter):
     examples = doctest.DocTestParser().get_doctest(HEAD + chapter, {}, "concepts", str(PAGE), 0)

@@ -25,6 +25,7 @@ from fusionlab.testing import (
     asserts,
 )
 from fusionlab.testing.survivors import activations, survivors
+from fusionlab.verbs import comparison
 
 STRICT = fl.Strategy(gemm_epilogue={"strict_rank": True})
 
@@ -333,12 +334,12 @@ def test_shapes_are_not_enough_to_compare_values():
 
 
 def test_a_comparison_without_a_reference_is_no_pass(monkeypatch):
-    real = fl.verbs.lab.compare
+    real = comparison.compare
 
     def without(*args, **options):
         return dataclasses.replace(real(*args, **options), numerics=None, notes=("no reference",))
 
-    monkeypatch.setattr(fl.verbs.lab, "compare", without)
+    monkeypatch.setattr(comparison, "compare", without)
     assert "nothing to judge by: no reference" in failure(assert_equivalent, layer, arrays())
 
 
@@ -370,7 +371,7 @@ def on_a_gpu(monkeypatch):
     """A process that believes to have a GPU, and a comparison that says what the test says."""
     monkeypatch.setattr(asserts, "Device", type("Device", (), {"current": staticmethod(lambda: fl.Device.of("sm_90"))}))
     said = {}
-    monkeypatch.setattr(fl.verbs.lab, "compare", lambda *a, **o: said["evidence"])
+    monkeypatch.setattr(comparison, "compare", lambda *a, **o: said["evidence"])
     return lambda *a, **o: said.update(evidence=timed(*a, **o))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...graph.canonical.fused_nodes import Labelled, labels_of
 from ...graph.canonical.nodes import CNode
 from ...graph.canonical.view import CanonicalView
-from ..passes.attention.softmaxes import clip_of
+from ..passes.attention.scores import clip_of
 from ..passes.attention.weights import exponentials
 
 _PASSED = frozenset("reshape split slice squeeze transpose cast".split())

@@ -182,7 +182,7 @@ def test_a_sink_may_be_a_number(name):
     weights, number = NUMBERS[name]
     site = fused(attention(weights))
     assert set(site.leaves) == {"q", "k", "v"}
-    want = fl.kernels.ops.dot_product_attention.dot_product_attention(Q, K, V, scale=0.5, sink=jnp.full(3, number))
+    want = fl.ops.dot_product_attention(Q, K, V, scale=0.5, sink=jnp.full(3, number))
     np.testing.assert_allclose(attention(weights)(Q, K, V), want, rtol=1e-5, atol=1e-6)
 
 

@@ -61,7 +61,7 @@ class AttentionConditions(AttentionMisses):
 
     def biased_by_scores(self, read: Reading, region: Region) -> Rejection | None:
         """The rejection for a bias that is made of the scores."""
-        own = self.made_of_scores(read)
+        own = self.bias_of_scores(read)
         if own is None:
             return None
         sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
@@ -72,11 +72,11 @@ class AttentionConditions(AttentionMisses):
         times = self.maximum_taken(read.match)
         if close(times, 1.0):
             return None
-        what = (
+        subtracted = (
             f"maximum of the scores {times:g} times" if times >= 0 else "minimum of the scores, and not their maximum"
         )
         sentence = (
-            f"{anchor_text(self.anchor)}: its softmax subtracts the {what}; "
+            f"{anchor_text(self.anchor)}: its softmax subtracts the {subtracted}; "
             "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
         )
         return self.rejection("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
@@ -99,14 +99,14 @@ class AttentionConditions(AttentionMisses):
 
     def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:
         """The maxima over keys among the terms of a sum, and those that are the larger of one and a sink; each with a factor on it."""
-        for one in operands:
-            node = self.view.nodes[one.nid]
+        for term in operands:
+            node = self.view.nodes[term.nid]
             if node.op == "reduce_max":
-                yield one, 1.0
+                yield term, 1.0
             elif node.op == "max":
-                yield from ((o, float(one.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
+                yield from ((o, float(term.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
 
-    def made_of_scores(self, read: Reading) -> str | None:
+    def bias_of_scores(self, read: Reading) -> str | None:
         """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
         found = read.match
         scores = next(

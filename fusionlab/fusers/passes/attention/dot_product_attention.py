@@ -2,15 +2,15 @@
 `dot_product_attention` op. Keys and values whose heads are repeated for the queries are read as they were before (`repeated_heads`).
 
 The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
-How it is written is read off the graph (`attention_forms`); what a mask means is told by its values (`masks`); `attention_plan` gives
-the op its operands.
+How it is written is read off the graph (`scores`, `forms`); what a mask means is told by its values (`masks`); `plan` gives the op its
+operands.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,22 +23,19 @@ from ....graph.certify.alike import most_sizes_first
 from ....graph.dtypes import narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import pattern_of
-from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes, shared_casts
+from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, shared_casts
 from ....graph.matching.wide import arithmetic_of, wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
-from ...engine.base import Search, anchor_text, examined, option, propose, reason_to_tell
+from ...engine.base import Search, anchor_text, examined
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
-from .conditions import AttentionConditions
-from .dropout import NotDrawn, draw_of, kept_as_data
-from .forms import NEGATED, Reading, Tail, readings, tail_example, whole_example
+from .forms import Reading, Tail, tail_example, whole_example
 from .masks import Masking, blind_rows, read_masks
-from .plan import NOT_REPEATED, attention_plan, attributes_of, factors_of, keyed_plan, moved_by
-from .regions import without
-from .repeated_heads import Repeated, without_repeats
-from .sinks import told_of_logits
+from .proposals import AttentionProposals
+from .scores import NEGATED, readings
+from .sinks import reason_of_logits
 from .weights import exponentials, needless_changes, tails_of, weighs_a_part
 
 MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
@@ -73,9 +70,11 @@ class DotProductAttentionPass:
         return attention, (q, q, q)
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        for node, made in self.anchors(search):
+        for node, (weights, exps) in self.anchors(search):
             site = _SoftmaxSite(self, search, node)
-            yield from examined(search, self.name, node, lambda s=site, m=made: s.own_rule(m[1]) or s.examine(*m))
+            yield from examined(
+                search, self.name, node, lambda s=site, w=weights, e=exps: s.own_rule(e) or s.examine(w, e)
+            )
 
     def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
         """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
@@ -84,15 +83,15 @@ class DotProductAttentionPass:
         for node in search.block.nodes:
             if node.primitive != "dot_general" or is_backward(node.eqn):
                 continue
-            made = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
-            if made is None or made[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
+            parts = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
+            if parts is None or parts[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
                 continue  # the products of a backward pass read the same exponentials as their forward
-            found[node.id] = made
+            found[node.id] = parts
             nodes.append(node)
         return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
 
-class _SoftmaxSite(AttentionConditions):
+class _SoftmaxSite(AttentionProposals):
     """One softmax between two products, from anchor to candidate or rejection."""
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
@@ -102,8 +101,8 @@ class _SoftmaxSite(AttentionConditions):
             found = self.read(weights)
             if isinstance(found, Miss):
                 asked = nan_test_between(self.view, exponentials, self.anchor)
-                told = self.beside_the_keys(weights, exponentials) or self.missed(found)
-                return told if asked is None else self.asks_for_nan(asked)
+                rejection = self.beside_the_keys(weights, exponentials) or self.missed(found)
+                return rejection if asked is None else self.asks_for_nan(asked)
             return self.mixture(found) or self.named(self.candidate(found), found)
         except NotARegion as reason:
             return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
@@ -129,11 +128,11 @@ class _SoftmaxSite(AttentionConditions):
 
     def beside_the_keys(self, weights: int, exponentials: int) -> Rejection | None:
         """The rejection for a softmax over more than the keys."""
-        told = told_of_logits(self.view, exponentials, weights)
-        if told is None:
+        reason = reason_of_logits(self.view, exponentials, weights)
+        if reason is None:
             return None
-        sentence = f"{anchor_text(self.anchor)}: {told[0]}"
-        return self.rejection("structure", sentence, edit=told[1], concepts=("attention",))
+        sentence = f"{anchor_text(self.anchor)}: {reason[0]}"
+        return self.rejection("structure", sentence, edit=reason[1], concepts=("attention",))
 
     def own_rule(self, exponentials: int) -> Rejection | None:
         """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -300,29 +299,6 @@ class _SoftmaxSite(AttentionConditions):
         )
         return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
 
-    def of_either_heads(
-        self, read: Reading, region: Region, dropped: frozenset[str], known: tuple[Masking, float, tuple[str, ...]]
-    ) -> Candidate | Rejection:
-        """The site of the heads that it repeats, where that is one; else of those that are repeated, which it gives way to.
-
-        `known`: the masks, the factor on the result, the notes.
-        """
-        few = self.of_fewer_heads(read, region, known[0])
-
-        def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
-            rest = without(region, dropped), *known
-            leaks = escapes(region)
-            if not leaks:
-                return self.proposed(read, *rest, None, repeated)
-            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
-            if read.tail.sink is not None:
-                edit += "; the fused op drops that of the sink"
-            problem = self.escaping(leaks[0], edit, region.nodes, region=region)
-            return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
-
-        first = None if few is None else outcome(*few)
-        return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
-
     def cut(self, root: Value, found: Match) -> Region:
         """The site that makes `root`, of its operands as they are before they are widened: all three, and to no more than the op computes
         in; else each as it is read.
@@ -353,70 +329,6 @@ class _SoftmaxSite(AttentionConditions):
             value = after
         return None
 
-    def of_fewer_heads(
-        self, read: Reading, region: Region, masks: Masking
-    ) -> tuple[Region, Mapping[str, Repeated]] | None:
-        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
-        be heads as well, but more would be permuted then than repeated.
-        """
-        few = without_repeats(self.view, read.match, region)
-        plain = moved_by(self.view, read, region, masks)
-        return few if few is not None and moved_by(self.view, read, few[0], masks, few[1]) <= plain else None
-
-    def proposed(
-        self,
-        read: Reading,
-        region: Region,
-        masks: Masking,
-        factor: float,
-        notes: tuple[str, ...],
-        problem: Rejection | None,
-        repeated: Mapping[str, Repeated],
-    ) -> Candidate | Rejection:
-        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
-
-        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
-        """
-        attrs = attributes_of(read, region, self.scale(read, region), masks, factor)
-        attrs["precision"] = self.precision(region)
-        if option(self.search, self.pass_, "deterministic"):
-            attrs["deterministic"] = True
-
-        def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
-            plan = attention_plan(self.search, read, region, masks, attrs, repeated)
-            outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
-            if not isinstance(outcome, Candidate):
-                return reason_to_tell(problem, outcome)
-            return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
-
-        try:
-            outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
-        except NotDrawn as reason:
-            return as_data(*kept_as_data(self.view, [region.leaves[c.leaf] for c in factors_of(read, region)], reason))
-        return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
-
-    def drawn_again(
-        self,
-        read: Reading,
-        region: Region,
-        masks: Masking,
-        attrs: dict[str, Any],
-        notes: tuple[str, ...],
-        repeated: Mapping[str, Repeated],
-    ) -> Candidate:
-        """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
-        factors = factors_of(read, region)
-        if len(factors) != 1 or read.tail.of_some_keys:
-            raise NotDrawn("there are other factors beside it" if factors else "no factors are read")
-        draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
-        if factors[0].kind == "hidden":
-            raise NotDrawn("it is True where an entry is dropped, and the op draws what it keeps")
-        whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), repeated)
-        outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
-        if isinstance(outcome, Rejection):
-            raise NotDrawn(outcome.sentence)
-        return outcome
-
     def can_be_blind(self, read: Reading, region: Region, masks: Masking) -> bool:
         """Whether data may leave a query row no key, with NaN for its result in the program."""
         if read.tail.sink is not None:
@@ -425,21 +337,6 @@ class _SoftmaxSite(AttentionConditions):
         return hidden or may_be_infinite(
             self.view, region.leaves, masks.biases, not (masks.masks or masks.row is not None), self.search.certifier
         )
-
-    def scale(self, read: Reading, region: Region) -> float:
-        """The factor on q k^T that the bound operands do not carry themselves."""
-        scalars = read.match.scalars
-        sign = -1.0 if read.steps == NEGATED else 1.0
-        return sign * scalars.get("scale", 1.0) * scalars.get("cap", 1.0) / self.carried(region, ("q", "k"))
-
-    def precision(self, region: Region) -> Any:
-        """What the user asked of the products; None for the default."""
-        asked = {str(p): p for n in region.nodes if n.primitive == "dot_general" for p in (n.params.get("precision"),)}
-        if region.root.dtype != jnp.float32:
-            return None  # 16-bit products accumulate in float32 whatever is asked
-        if len(asked) > 1:
-            raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
-        return next(iter(asked.values()), None)
 
 
 def _dtypes(region: Region) -> set[Any]:
@@ -468,11 +365,3 @@ def _notes_on_dtypes(region: Region, rounded: bool) -> Iterator[str]:
         yield "its numbers are taken to 12 digits"
     if rounded:
         yield _ROUNDED.format(region.root.dtype)
-
-
-def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:
-    """A site that gives way, at the end of what it gives way to, to what `last` gives."""
-    give = site.otherwise
-    if give is None:
-        return site
-    return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])

@@ -32,7 +32,7 @@ _STEPS = 12  # equations between a mask and the factors made of it
 
 
 @dataclass(frozen=True)
-class Draw:
+class DrawnFactors:
     """Factors that are a mask drawn of a key, times a number.
 
     Attributes:
@@ -65,7 +65,7 @@ class NotDrawn(Exception):  # noqa: N818 - an answer to the search, not an error
     """Factors that the op cannot draw again; the message says why."""
 
 
-def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> Draw:
+def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> DrawnFactors:
     """The draw that `factors` are made of.
 
     Raises:
@@ -76,7 +76,7 @@ def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> Draw:
     kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
     if not kept or dropped != 0:
         raise NotDrawn("what it is made of is not 0 where an entry is dropped")
-    probabilities, key_types = _made_of(view, mask)
+    probabilities, key_types = _probabilities_and_keys(view, mask)
     for dtype in key_types:
         if dtype != threefry_key():
             raise NotDrawn(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
@@ -84,7 +84,7 @@ def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> Draw:
         program = memo.once(("drawn", keep, mask.shape), lambda keep=keep: _program(keep, mask.shape))
         found = made_as(view.block, mask, program, view.known_inputs)
         if found is not None:
-            return Draw(found[0], keep, mask, float(kept), chain)
+            return DrawnFactors(found[0], keep, mask, float(kept), chain)
     raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
 
 
@@ -94,7 +94,7 @@ def kept_as_data(view: CanonicalView, factors: Iterable[Value], why: NotDrawn) -
         yield f"its dropout mask is an operand, not made again of its key: {why}"
 
 
-def keyed(region: Region, factors: str, draw: Draw) -> Region:
+def keyed(region: Region, factors: str, draw: DrawnFactors) -> Region:
     """The region as a function of the key instead of the factors of that name: what is drawn for it alone belongs to it."""
     leaves = {
         ("dropout_key" if n == factors else n): (draw.key if n == factors else v) for n, v in region.leaves.items()
@@ -149,7 +149,7 @@ def _through(view: CanonicalView, chain: tuple[Node, ...], mask: Value, which: b
     return number
 
 
-def _made_of(view: CanonicalView, mask: Value) -> tuple[list[float], list[Any]]:
+def _probabilities_and_keys(view: CanonicalView, mask: Value) -> tuple[list[float], list[Any]]:
     """The numbers that may be a mask's probability, nearest first, and the types of the keys whose bits it is made of."""
     nodes = ancestors(view.block, [mask])
     numbers: dict[float, None] = {}

@@ -1,33 +1,30 @@
 """The forms attention is written in, composed: a softmax's spelling around the steps that scores went through.
 
 A site is read from the outside in. First one of the spellings of `softmax(z) @ v` has to match, with the scores `z` as a leaf. Then
-steps are peeled off the scores (a mask, a bias, a cap, a factor) until the product of queries and keys is left. What was read makes one
-example, and that example is what is matched: the reading only says which example to try.
+steps are peeled off the scores (`scores`) until the product of queries and keys is left. What was read makes one example, and that
+example is what is matched: the reading only says which example to try.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ....graph.canonical.nodes import ONE, Coef, Operand
 from ....graph.canonical.view import CanonicalView
-from ....graph.matching.match import Match, close
+from ....graph.matching.match import Match
 from ....graph.matching.pattern import Example
-from .levels import is_dot, nearest
+from .scores import Steps
 from .sinks import NO_MAXIMUM, Sink
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
 WITHOUT_MAX = "softmax without max"
 _NOISE = 1 + 1e-9  # the view has 12 digits of a number
-_STEP_LIMIT = 12  # steps between a softmax and its product; models have up to 4
-_ON_SCORES = frozenset("select sum tanh prod".split())
 
 
 def _weigh(p: Any, v: Any) -> Any:
@@ -62,7 +59,7 @@ SOFTMAXES: Mapping[str, Callable[[Any], Any]] = {
     "exp(z - logsumexp(z))": _by_logsumexp,
     "exp(log_softmax(z))": _by_log_softmax,
 }
-AFTER = "division after the product"
+DIVIDED_AFTER = "division after the product"
 _WORDS = {
     "factors": ", probabilities times factors",
     "kept": ", probabilities selected",
@@ -114,7 +111,7 @@ class Tail:
     def __call__(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
         if self.sink is not None and self.sink.after:
             return self.sink.result(z, v, given)
-        if self.softmax == AFTER:
+        if self.softmax == DIVIDED_AFTER:
             return _divided_after(z, v)
         changes = self.changes
         if self.of_some_keys:
@@ -171,69 +168,6 @@ class Tail:
     def bools(self) -> frozenset[str]:
         """Its leaves of dtype bool."""
         return frozenset(c.leaf for c in self.changes if c.kind != "factors")
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step from the product towards the softmax.
-
-    Attributes:
-      kind: "kept" (where(m, z, fill)), "hidden" (where(m, fill, z)), "blended" (z * m + fill * (1 - m)), "added" (z + b), "gated"
-        (z * m, and then added to), "capped" (c * tanh(z)), "times" (z * f) or "over" (z / f) or "negated" (-z; any other negative factor
-        is a scale's).
-      has_gain: whether what it makes is multiplied by a number before anything else is done to it.
-      lowered: whether it is written z * m + fill * (m - 1), with the fill's sign turned.
-      leaf, scalar, gain: the names of its operand, of its number and of that number in an example.
-    """
-
-    kind: str
-    number: int
-    has_gain: bool = False
-    lowered: bool = False
-
-    @property
-    def leaf(self) -> str | None:
-        prefix = {"added": "bias", "times": "factor", "over": "factor", "gated": "gate"}.get(
-            self.kind, "mask" if self.masks else None
-        )
-        return f"{prefix}{self.number}" if prefix else None
-
-    @property
-    def masks(self) -> bool:
-        """Whether it puts a number in place of scores."""
-        return self.kind in ("kept", "hidden", "blended")
-
-    @property
-    def scalar(self) -> str | None:
-        return "cap" if self.kind == "capped" else f"fill{self.number}" if self.masks else None
-
-    @property
-    def gain(self) -> str | None:
-        return f"gain{self.number}" if self.has_gain else None
-
-    def __call__(self, z: Any, leaf: Any, scalar: Any) -> Any:
-        match self.kind:
-            case "kept":
-                return jnp.where(leaf, z, scalar)
-            case "hidden":
-                return jnp.where(leaf, scalar, z)
-            case "blended":
-                kept = leaf.astype(z.dtype)
-                return z * kept + scalar * (kept - 1 if self.lowered else 1 - kept)
-            case "added":
-                return z + leaf
-            case "capped":
-                return scalar * jnp.tanh(z)
-            case "negated":
-                return -z
-            case "times" | "gated":
-                return z * leaf
-            case _:
-                return z / leaf
-
-
-Steps = tuple[Step, ...]  # outermost first
-NEGATED = (Step("negated", 0),)  # a maximum passes positive factors alone, so bare negated scores look different
 
 
 @dataclass(frozen=True)
@@ -318,113 +252,3 @@ def _name(tail: Tail, steps: Steps) -> str:
         "negated": "negated",
     }
     return ", ".join([tail.name, *(words[s.kind] + ", times a number" * s.has_gain for s in steps)])
-
-
-def readings(view: CanonicalView, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
-    """The ways to read what `factor` times canonical node `scores` went through since a product, the likeliest first; at least one.
-
-    The last may end at a node that is no product: the nearest miss stands there.
-    """
-    whole = list(_peel(view, Operand(factor, scores, ()), ()))
-    yield from whole or [max(_ends(view, Operand(factor, scores, ()), ()), key=len)]
-
-
-def _peel(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[Steps]:
-    if view.nodes[scores.nid].op == "dot":
-        yield steps
-    for step, inner in _inner(view, scores, steps):
-        yield from _peel(view, inner, (*steps, step))
-
-
-def _ends(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[Steps]:
-    inner = list(_inner(view, scores, steps))
-    if not inner:
-        yield steps
-    for step, below in inner:
-        yield from _ends(view, below, (*steps, step))
-
-
-def _inner(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
-    """The steps that a multiple of a canonical node may be, each with the scores before it; scores are capped once."""
-    node = view.nodes[scores.nid]
-    inner = _INNER.get((node.op, len(node.operands)))
-    return iter(()) if inner is None or len(outer) == _STEP_LIMIT else inner(view, scores, outer)
-
-
-def _step(kind: str, scores: Operand, outer: Steps) -> Step:
-    has_gain = kind not in ("times", "over", "gated", "capped") and not close(scores.coef, 1.0)
-    return Step(kind, len(outer), has_gain)
-
-
-def _chosen(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
-    _, one, other = view.nodes[scores.nid].operands
-    if one.nid == ONE:
-        yield _step("kept", scores, outer), other
-    if other.nid == ONE:
-        yield _step("hidden", scores, outer), one
-
-
-def _capped(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
-    if all(s.kind != "capped" for s in outer):
-        yield _step("capped", scores, outer), view.nodes[scores.nid].operands[0]
-
-
-def _summed(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
-    operands = view.nodes[scores.nid].operands
-    for i in (0, 1):
-        for inner, lowered in _blended(view, operands[i], operands[1 - i]):
-            yield replace(_step("blended", scores, outer), lowered=lowered), inner
-    for i in _by_rank(view, operands):
-        yield _step("added", scores, outer), operands[i]
-
-
-def _multiplied(view: CanonicalView, scores: Operand, outer: Steps) -> Iterator[tuple[Step, Operand]]:
-    node = view.nodes[scores.nid]
-    for i in _by_rank(view, node.operands):
-        if node.params[i] != 1 or node.params[1 - i] not in (1, -1):
-            continue
-        inner = node.operands[i]
-        inner = inner._replace(coef=inner.coef * scores.coef)  # its numbers stand outside of it
-        yield _step("times" if node.params[1 - i] == 1 else "over", scores, outer), inner
-        if node.params[1 - i] == 1 and outer and outer[-1].kind == "added":
-            yield _step("gated", scores, outer), inner
-
-
-# (op, number of operands) of a canonical node -> the steps that it may be.
-_INNER: Mapping[tuple[str, int], Callable[[CanonicalView, Operand, Steps], Iterator[tuple[Step, Operand]]]] = {
-    ("select", 3): _chosen,
-    ("tanh", 1): _capped,
-    ("sum", 2): _summed,
-    ("prod", 2): _multiplied,
-}
-
-
-def _blended(view: CanonicalView, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
-    """The scores z of z * m, where what is added to it is a number times 1 - m or m - 1 and m a bool; and whether it is m - 1."""
-    product, rest = view.nodes[kept.nid], view.nodes[filled.nid]
-    if product.op != "prod" or product.params != (1, 1) or rest.op != "sum" or len(rest.operands) != 2:
-        return
-    one, mask = sorted(rest.operands, key=lambda o: o.nid != ONE)
-    if one.nid != ONE or not _is_of_bools(view, mask.nid) or (one.coef, mask.coef) not in ((1, -1), (-1, 1)):
-        return
-    for i in (0, 1):
-        if product.operands[i].nid == mask.nid:
-            z = product.operands[1 - i]
-            yield z._replace(coef=z.coef * kept.coef), one.coef == -1
-
-
-def _is_of_bools(view: CanonicalView, nid: int) -> bool:
-    """Whether a canonical node is bools made floats."""
-    cast = view.nodes[nid]
-    made = view.values_of.get(cast.operands[0].nid, ()) if cast.op == "cast" and cast.params == "float" else ()
-    return any(v.dtype == bool for v in made)
-
-
-def _by_rank(view: CanonicalView, operands: Sequence[Operand]) -> list[int]:
-    """Operand numbers, scores first: they have the axes of queries and of keys, and a product is near."""
-    ids = [o.nid for o in operands]
-    return sorted(range(len(ids)), key=lambda i: (not _near_product(view, ids[i]), -len(view.nodes[ids[i]].shape)))
-
-
-def _near_product(view: CanonicalView, nid: int) -> bool:
-    return nearest(view, nid, is_dot, _STEP_LIMIT - 1, _ON_SCORES) is not None

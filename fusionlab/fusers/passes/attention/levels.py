@@ -13,7 +13,7 @@ def below(view: CanonicalView, level: Iterable[int], through: frozenset[str] | N
     return list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
 
 
-def nearest(
+def nearest_below(
     view: CanonicalView,
     start: int,
     wanted: Callable[[CanonicalView, int], bool],

@@ -15,7 +15,7 @@ from ....graph.matching.region import NotARegion, constant_array
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
 from ...engine.layout import BROADCAST, AxisClasses, constant_with_axes
-from .forms import Step, Steps
+from .scores import Step, Steps
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
 _VANISHES = -103.0  # exp of less is 0 in float32
@@ -115,29 +115,29 @@ class _MaskedMatch:
             "what is added hides the keys where it is 0"
         )
 
-    def operands(self, told: Mapping[Step, Constant | None], fixed: Sequence[Step]) -> dict[str, Step]:
+    def operands(self, constants: Mapping[Step, Constant | None], fixed: Sequence[Step]) -> dict[str, Step]:
         """Leaf -> step, of what the op takes as an operand: data, and bands that it does not do itself."""
-        data = (s for s, c in told.items() if c is None or (c.row is not None and s not in fixed))
+        data = (s for s, c in constants.items() if c is None or (c.row is not None and s not in fixed))
         return {s.leaf: s for s in data if s.leaf}
 
     def fills(self, operands: Mapping[str, Step]) -> list[float]:
         """The scores that operands put, each once, the lowest first."""
         return sorted({self.found.scalars[s.scalar] for s in operands.values() if s.scalar})
 
-    def needless(self, told: Sequence[Step], operands: Sequence[Step]) -> frozenset[str]:
+    def needless(self, constants: Sequence[Step], operands: Sequence[Step]) -> frozenset[str]:
         """The leaves that are no operands: constants that are read, and gates."""
-        return frozenset(s.leaf for s in (*told, *self.gates) if s.leaf and s not in operands)
+        return frozenset(s.leaf for s in (*constants, *self.gates) if s.leaf and s not in operands)
 
-    def band(self, told: Mapping[Step, Constant | None]) -> tuple[list[Step], Constant]:
+    def band(self, constants: Mapping[Step, Constant | None]) -> tuple[list[Step], Constant]:
         """The steps that the op does as one band, and what they say together; no steps, and what hides nothing, where there is none."""
-        data = [s for s, c in told.items() if c is None]
-        bands = {s: c for s, c in told.items() if c is not None and c.row is not None}
+        data = [s for s, c in constants.items() if c is None]
+        bands = {s: c for s, c in constants.items() if c is not None and c.row is not None}
 
-        def is_free(step: Step, said: Constant) -> bool:
+        def is_free(step: Step, constant: Constant) -> bool:
             """Whether a row all of whose visible keys the data hides gets the same weights with the band done by the op."""
-            return not data or (said.fill == -math.inf and not _hidden_later(self.found, step, data))
+            return not data or (constant.fill == -math.inf and not _hidden_later(self.found, step, data))
 
-        fixed, chosen = _one_band({s: c for s, c in bands.items() if is_free(s, c)})
+        fixed, chosen = _merged_band({s: c for s, c in bands.items() if is_free(s, c)})
         return fixed, chosen or Constant()
 
     def is_causal_outside(self, operands: Sequence[Step]) -> bool:
@@ -162,12 +162,12 @@ def read_masks(
       memo: remembers constants.
     """
     site = _MaskedMatch(view, found, leaves, steps, memo)
-    told = site.constants()
+    constants = site.constants()
     problem = site.loose_gate()
     if problem is not None:
         return problem
-    fixed, band = site.band(told)
-    operands = site.operands(told, fixed)
+    fixed, band = site.band(constants)
+    operands = site.operands(constants, fixed)
     fills = site.fills(operands)
     problem = _order(found, steps, [*operands.values()], fixed) or _different(fills)
     if problem is not None:
@@ -180,7 +180,7 @@ def read_masks(
         masks={leaf: s.kind == "hidden" for leaf, s in operands.items() if s.kind != "added"},
         mask_value=next(iter(fills), -math.inf),
         biases=tuple(leaf for leaf, s in operands.items() if s.kind == "added"),
-        dropped=site.needless([*told], [*operands.values()]),
+        dropped=site.needless([*constants], [*operands.values()]),
         causal_outside=site.is_causal_outside([*operands.values()]),
     )
 
@@ -236,12 +236,12 @@ def _together(a: np.ndarray, axes: AxisClasses, b: np.ndarray, others: AxisClass
     return placed(a, mine), placed(b, theirs)
 
 
-def _one_band(told: Mapping[Step, Constant]) -> tuple[list[Step], Constant | None]:
+def _merged_band(constants: Mapping[Step, Constant]) -> tuple[list[Step], Constant | None]:
     """The steps that are one band together, and that band: the first of them, and those that leave every row a key beside it."""
     steps: list[Step] = []
     whole: Constant | None = None
-    for step, one in told.items():
-        both = one if whole is None else whole.with_band(one) if whole.row == one.row else None
+    for step, constant in constants.items():
+        both = constant if whole is None else whole.with_band(constant) if whole.row == constant.row else None
         if both is not None and not both.is_blind:
             whole, steps = both, [*steps, step]
     return steps, whole

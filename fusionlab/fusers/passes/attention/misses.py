@@ -14,7 +14,7 @@ from ...engine.nearly import value_of
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
 from .forms import Reading
-from .softmaxes import clip_of
+from .scores import clip_of
 
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
 # What would make a site of a near miss, by its code.
@@ -48,15 +48,15 @@ class AttentionMisses(Site):
 
     def missed(self, found: Miss) -> Rejection:
         """The rejection of a site that matches no example."""
-        told = self.one_key() or self.clipped() or self.by_axes(found) or self.filled_with_data(found)
-        return told or self.unnamed(found)
+        rejection = self.single_key() or self.clipped() or self.by_axes(found) or self.filled_with_data(found)
+        return rejection or self.unnamed(found)
 
     def unnamed(self, found: Miss) -> Rejection:
         """The rejection of what no other sentence is for."""
         problem = self.near_miss(found)
         return replace(problem, edit=_EDITS.get(problem.code))
 
-    def one_key(self) -> Rejection | None:
+    def single_key(self) -> Rejection | None:
         """The rejection where there is one key."""
         contracted = self.anchor.params["dimension_numbers"][0][0]
         if any(self.anchor.inputs[0].shape[i] != 1 for i in contracted):
@@ -69,14 +69,14 @@ class AttentionMisses(Site):
     def clipped(self) -> Rejection | None:
         """The rejection where scores are clipped at numbers between the products."""
         node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
-        made = None if node is None else self.raw_of(node)
-        if made is None:
+        clip = None if node is None else self.raw_of(node)
+        if clip is None:
             return None
         sentence = (
-            f"{anchor_text(made)} clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
+            f"{anchor_text(clip)} clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
         )
         edit = "leave the scores as they are, or cap them: c * jnp.tanh(scores / c)"
-        return self.rejection("structure", sentence, [made], (1, 2), edit, concepts=("attention",))
+        return self.rejection("structure", sentence, [clip], (1, 2), edit, concepts=("attention",))
 
     def by_axes(self, found: Miss) -> Rejection | None:
         """The rejection for an axis, in the program's own, where the softmax is over one and the product contracts another, or where the
@@ -118,11 +118,11 @@ class AttentionMisses(Site):
         if fill is None:
             return None
         given, edit = self.argument(fill), "fill with a number, as -jnp.inf or -1e9"
-        told = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
+        predicate = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
         if given is not None:
-            told = f"needs a number: {ARGUMENT.format(_WORDS['fill'], given)}"
+            predicate = f"needs a number: {ARGUMENT.format(_WORDS['fill'], given)}"
             edit = f"{CLOSE_OVER.format(given)}; or {edit}"
-        sentence = f"{anchor_text(node)} {told}"
+        sentence = f"{anchor_text(node)} {predicate}"
         return replace(self.near_miss(found), code="mask", sentence=sentence, edit=edit)
 
     def scaled_late(self, read: Reading, outcome: Rejection) -> Rejection:

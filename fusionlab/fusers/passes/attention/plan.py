@@ -35,7 +35,7 @@ from ...engine.layout import (
     regrouped_as,
     restore,
 )
-from .dropout import Draw, NotDrawn, keyed
+from .dropout import DrawnFactors, NotDrawn, keyed
 from .forms import Reading, WeightChange
 from .masks import Masking, bias_factor
 from .repeated_heads import Repeated
@@ -44,7 +44,7 @@ from .sinks import factor_of
 NOT_REPEATED: Mapping[str, Repeated] = {}
 
 
-def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
+def attention_attributes(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
     """The op's attributes; those of operands that are absent keep their defaults."""
     attrs: dict[str, Any] = {"scale": scale, "is_causal": masks.is_causal}
     if masks.window is not None:
@@ -55,7 +55,7 @@ def attributes_of(read: Reading, region: Region, scale: float, masks: Masking, f
         attrs["mask_value"] = float(jnp.finfo(jnp.float32).min)
     elif masks.masks and masks.mask_value != -math.inf:
         attrs["mask_value"] = masks.mask_value
-    if factors_of(read, region) and not close(factor, 1.0):
+    if present_changes(read, region) and not close(factor, 1.0):
         attrs["factors_scale"] = factor
     return attrs
 
@@ -89,7 +89,7 @@ def keyed_plan(
     region: Region,
     masks: Masking,
     attrs: dict[str, Any],
-    drawn: tuple[str, Draw],
+    drawn: tuple[str, DrawnFactors],
     repeated: Mapping[str, Repeated] = NOT_REPEATED,
 ) -> tuple[Region, Substitution]:
     """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
@@ -100,7 +100,7 @@ def keyed_plan(
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
     layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
     name, draw = drawn
-    axes = None if name in layout.made else draw.axes(layout.axes[name])
+    axes = None if name in layout.regrouped else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
         raise NotDrawn("its axes do not stand in the order of the op's scores")
@@ -135,7 +135,7 @@ def _plan(
         seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
         if _of_some_keys(read, region):
             seen.append(layout.on_scores(read.tail.changes[0].leaf, inputs))
-        factors = _product([_factor(c, layout.on_scores(c.leaf, inputs)) for c in factors_of(read, region)])
+        factors = _product([_factor(c, layout.on_scores(c.leaf, inputs)) for c in present_changes(read, region)])
         key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if "dropout_key" in region.leaves else None
         sink = _times(layout.on_scores("sink", inputs), sink_factor) if "sink" in region.leaves else None
         if sink_number is not None:
@@ -149,7 +149,7 @@ def _plan(
     attrs = attrs | {"layout": layout.name}
     masked = bool(masks.masks) or _of_some_keys(read, region)
     shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
-    shown |= {"factors": bool(factors_of(read, region)), "dropout_key": "dropout_key" in region.leaves}
+    shown |= {"factors": bool(present_changes(read, region)), "dropout_key": "dropout_key" in region.leaves}
     shown |= {"sink": read.tail.sink is not None}
     return Substitution(
         op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown)
@@ -169,7 +169,7 @@ def _of_some_keys(read: Reading, region: Region) -> bool:
     return read.tail.of_some_keys and read.tail.changes[0].leaf in region.leaves
 
 
-def factors_of(read: Reading, region: Region) -> list[WeightChange]:
+def present_changes(read: Reading, region: Region) -> list[WeightChange]:
     """The changes of the weights whose operands the region has."""
     return [c for c in read.tail.changes if c.leaf in region.leaves]
 
@@ -215,7 +215,7 @@ class _Layout:
     Attributes:
       key_heads: the classes of `heads` that key and value have, the first of them.
       repeated: of k and v, those whose heads the site repeats before it reads them.
-      made: of what stands beside the scores, how it is made of the region's input where that is not it.
+      regrouped: of what stands beside the scores, how it is made of the region's input where that is not it.
     """
 
     axes: Mapping[str, AxisClasses]
@@ -226,7 +226,7 @@ class _Layout:
     key_heads: tuple[int, ...]
     order: Mapping[str, tuple[int, ...]]
     repeated: Mapping[str, Repeated] = field(default_factory=dict)
-    made: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    regrouped: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
     name: str = LAYOUTS[0]
 
     @classmethod
@@ -244,7 +244,8 @@ class _Layout:
         The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
         """
         layouts = itertools.product(cls._possible(view, found, region, masks, repeated), LAYOUTS)
-        return min((replace(one, name=name) for one, name in layouts), key=lambda layout: layout.permutations(root))
+        named = (replace(layout, name=name) for layout, name in layouts)
+        return min(named, key=lambda layout: layout.permutations(root))
 
     @classmethod
     def _possible(
@@ -252,18 +253,18 @@ class _Layout:
     ) -> Iterator[_Layout]:
         """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
         axes = _axes_of_leaves(view, found, region, repeated)
-        made = _regrouped(view, found, region)
+        regrouped = _regrouped(view, found, region)
         order = {x: ordered_classes(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
         where = _numbers_of(region)
         rows = order["t"]
-        shared = next((one.head for one in repeated.values()), None)
+        shared = next((source.head for source in repeated.values()), None)
         for row in _rows_to_try(axes, rows, found.sizes, masks):
             length = rows if row is None else (row,)
             more = tuple(c for c in rows if c not in length)
             for own in _key_heads(order["b"], shared, bool(more)):
                 batch = tuple((c,) for c in order["b"] if c not in own)
                 lengths = {**order, "t": length}
-                yield cls(axes, where, found.sizes, batch, (*own, *more), own, lengths, repeated, made)
+                yield cls(axes, where, found.sizes, batch, (*own, *more), own, lengths, repeated, regrouped)
 
     def permutations(self, root: AxisClasses) -> int:
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
@@ -301,7 +302,7 @@ class _Layout:
 
     def _own(self, name: str, inputs: Any) -> Any:
         x = inputs[self.where[name]]
-        return self.made[name](x) if name in self.made else x
+        return self.regrouped[name](x) if name in self.regrouped else x
 
     def drawn(self, axes: AxisClasses) -> tuple[int, ...] | None:
         """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it
@@ -343,7 +344,7 @@ def _axes_of_leaves(
         for n, v in region.leaves.items()
         if n not in repeated
     }
-    return axes | {n: one.axes for n, one in repeated.items()}
+    return axes | {n: source.axes for n, source in repeated.items()}
 
 
 def _regrouped(view: CanonicalView, found: Match, region: Region) -> dict[str, Callable[[Any], Any]]:

@@ -23,12 +23,12 @@ def ancestors(block: Block, values: Iterable[Value], until: Value | None = None)
     return list(found.values())
 
 
-def grown(region: Region, leaves: Mapping[str, Value], made: Iterable[Node]) -> Region:
-    """The region as a function of `leaves`, of which the nodes `made` make its own: those that it alone reads belong to it, the others to
+def grown(region: Region, leaves: Mapping[str, Value], makers: Iterable[Node]) -> Region:
+    """The region as a function of `leaves`, of which the nodes `makers` make its own: those that it alone reads belong to it, the others to
     its support.
     """
     inner = {n.id: n for n in region.nodes}
-    support = {n.id: n for n in region.support} | {n.id: n for n in made if n.id not in inner}
+    support = {n.id: n for n in region.support} | {n.id: n for n in makers if n.id not in inner}
     inner |= dead_with(region.block, inner, support, leaves.values())
     return replace(
         region,

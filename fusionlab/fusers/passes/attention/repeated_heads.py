@@ -37,19 +37,19 @@ def without_repeats(view: CanonicalView, found: Match, region: Region) -> tuple[
     """
     if any(is_split_in_type(v.aval) for v in region.inputs):
         return None
-    leaves, made, by_name = dict(region.leaves), list[Node](), dict[str, Repeated]()
+    leaves, makers, by_name = dict(region.leaves), list[Node](), dict[str, Repeated]()
     for name in ("k", "v"):
         source = _source(view, found, region, name)
         if source is None:
             return None
         leaves[name], by_name[name], nodes = source
-        made += nodes
+        makers += nodes
     k, v = by_name["k"], by_name["v"]
     if (k.head, k.count) != (v.head, v.count) or k.head not in found.letters["b"]:
         return None
-    whole = grown(region, leaves, made)
+    whole = grown(region, leaves, makers)
     dead = whole.node_ids - region.node_ids
-    return (whole, by_name) if _stay_for_a_backward(whole, [n for n in made if n.id not in dead]) else None
+    return (whole, by_name) if _stay_for_a_backward(whole, [n for n in makers if n.id not in dead]) else None
 
 
 def _source(view: CanonicalView, found: Match, region: Region, name: str) -> tuple[Value, Repeated, list[Node]] | None:

@@ -21,7 +21,7 @@ from ....graph.canonical.nodes import ONE, CNode, Operand
 from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match, close
 from ....graph.matching.region import NotARegion, Region
-from .levels import is_dot, nearest
+from .levels import is_dot, nearest_below
 
 _ON_SCORES = frozenset("select sum tanh prod concatenate".split())
 _STEPS = 8
@@ -90,15 +90,15 @@ def _divided_after(z: Any, v: Any, sink: Any) -> Any:
 
 
 # The canonical ops that a spelling has and a plain softmax has not, where there are any: see `Example.holds`.
-Spelling = tuple[Callable[..., Any], frozenset[str]]
-WITHOUT_MAX = "softmax without max, with a sink"
+SinkSpelling = tuple[Callable[..., Any], frozenset[str]]
+SINK_WITHOUT_MAX = "softmax without max, with a sink"
 TO_THE_SUM = "softmax with a number added to its sum"
 _OWN_MAX, _BY_HAND = "softmax below the scores' maximum, with a sink", "softmax over 1 + exp(sink - logsumexp)"
 _AFTER_BY_HAND = "product over 1 + exp(sink - logsumexp)"
-WEIGHTS: Mapping[str, Spelling] = {
+WEIGHTS: Mapping[str, SinkSpelling] = {
     "softmax with a sink": (_beside, frozenset({"max"})),
     _OWN_MAX: (_below_own_max, frozenset()),
-    WITHOUT_MAX: (_without_max, frozenset()),
+    SINK_WITHOUT_MAX: (_without_max, frozenset()),
     TO_THE_SUM: (_to_the_sum, frozenset()),
     "exp(z - logsumexp(z and a sink))": (_by_logsumexp, frozenset({"max", "log"})),
     "exp(log_softmax(z and a sink))": (_by_log_softmax, frozenset({"max", "log"})),
@@ -113,7 +113,7 @@ WEIGHTS: Mapping[str, Spelling] = {
     ),
 }
 # Of the product with the values: (z, v, sink).
-RESULTS: Mapping[str, Spelling] = {
+RESULTS: Mapping[str, SinkSpelling] = {
     "division by the sum with a sink after the product": (_divided_after, frozenset({"max"})),
     "product times sigmoid(logsumexp - sink)": (
         lambda z, v, sink: _weigh(jax.nn.softmax(z), v) * _left(z, sink),
@@ -124,7 +124,7 @@ RESULTS: Mapping[str, Spelling] = {
         frozenset({"log"}),
     ),
 }
-NO_MAXIMUM = frozenset({WITHOUT_MAX, TO_THE_SUM})
+NO_MAXIMUM = frozenset({SINK_WITHOUT_MAX, TO_THE_SUM})
 _OF_THE_SINK = frozenset({_OWN_MAX, _BY_HAND, _AFTER_BY_HAND})  # exponentials of the sink less something of the scores'
 
 
@@ -203,7 +203,7 @@ SINKS = (
     *(Sink(name) for name in (*WEIGHTS, *RESULTS) if name not in NO_MAXIMUM),
     *(Sink(name, "zero") for name in (*WEIGHTS, *RESULTS) if name not in NO_MAXIMUM),
     *(Sink(name, "number") for name in ("softmax with a sink", "exp(z - logsumexp(z and a sink))")),
-    Sink(WITHOUT_MAX),
+    Sink(SINK_WITHOUT_MAX),
     Sink(TO_THE_SUM, "number"),
 )
 
@@ -240,7 +240,7 @@ def _adds_to_exponentials(view: CanonicalView, added: CNode) -> bool:
     return {t.op for t in terms} == {"one", "exp"}
 
 
-def told_of_logits(view: CanonicalView, exponentials: int, weights: int) -> tuple[str, str | None] | None:
+def reason_of_logits(view: CanonicalView, exponentials: int, weights: int) -> tuple[str, str | None] | None:
     """What is said, and what would help, of weights that are a softmax over more than the keys, and no attention with a sink; None where
     nothing stands beside the scores. `weights` is the canonical node that the values are weighed by.
     """
@@ -270,7 +270,7 @@ def _parts_of(view: CanonicalView, exponentials: int) -> list[tuple[int, int]]:
 
 def _of_a_product(view: CanonicalView, nid: int) -> bool:
     """Whether a node is a product, or one that is scaled, masked, capped or biased."""
-    return nearest(view, nid, is_dot, _STEPS - 1, _ON_SCORES) is not None
+    return nearest_below(view, nid, is_dot, _STEPS - 1, _ON_SCORES) is not None
 
 
 def _below(view: CanonicalView, nid: int) -> list[Operand]:

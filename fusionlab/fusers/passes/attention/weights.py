@@ -14,8 +14,8 @@ from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, all_nodes
 from ....graph.program.scopes import is_backward
 from ....graph.program.signature import Memo
-from .forms import AFTER, SOFTMAXES, Reading, Tail, WeightChange
-from .levels import is_dot, nearest
+from .forms import DIVIDED_AFTER, SOFTMAXES, Reading, Tail, WeightChange
+from .levels import is_dot, nearest_below
 from .masks import Masking, is_ones
 from .sinks import SINKS, may_have_sink
 
@@ -31,10 +31,10 @@ def exponentials(view: CanonicalView, dot: CNode) -> tuple[int, int] | None:
     for operand in dot.operands:
         weights = _before_slices(view, operand.nid)
         far = weights != operand.nid or _is_chosen(view, weights)
-        exp = nearest(view, weights, _is_exp, 7 if far else 3, _THROUGH)
+        exp = nearest_below(view, weights, _is_exp, 7 if far else 3, _THROUGH)
         if exp is None or (weights != operand.nid and not joined(view, exp)):
             continue
-        if not _in_sigmoid(view, exp) and nearest(view, exp, is_dot, 8, None) is not None:
+        if not _in_sigmoid(view, exp) and nearest_below(view, exp, is_dot, 8, None) is not None:
             return operand.nid, exp
     return None
 
@@ -83,7 +83,7 @@ def _with_sinks(kinds: tuple[str, ...]) -> Iterator[Tail]:
 
 
 def _tails(kinds: tuple[str, ...]) -> list[Tail]:
-    tails = [Tail(softmax, kinds) for softmax in (*SOFTMAXES, *(() if kinds else (AFTER,)))]
+    tails = [Tail(softmax, kinds) for softmax in (*SOFTMAXES, *(() if kinds else (DIVIDED_AFTER,)))]
     return [*tails, *([Tail("softmax", ("where", *kinds[1:]))] if kinds[:1] == ("kept",) else [])]
 
 
@@ -107,7 +107,7 @@ def _change(view: CanonicalView, node: CNode) -> tuple[list[str], int | None]:
     if node.op != "prod":
         return [], None
     plain = [o.nid for o, power in zip(node.operands, node.params, strict=True) if power == 1]
-    weights = next((n for n in plain if nearest(view, n, _is_exp, _CHANGE_LIMIT, _THROUGH) is not None), None)
+    weights = next((n for n in plain if nearest_below(view, n, _is_exp, _CHANGE_LIMIT, _THROUGH) is not None), None)
     return ["factors"] * (len(plain) - 1), weights if weights is not None and view.nodes[weights].op != "exp" else None
 
 

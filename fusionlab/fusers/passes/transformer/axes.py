@@ -257,7 +257,7 @@ def read_by(node: CNode) -> set[int]:
     return {o.nid for o in node.operands}
 
 
-def is_product(node: CNode, count: int) -> bool:
+def is_product_of(node: CNode, count: int) -> bool:
     """Whether a node is a product of so many values, none of them to a power."""
     return node.op == "prod" and tuple(node.params) == (1.0,) * count
 

@@ -12,7 +12,7 @@ from .axes import Atoms, Shown, Side, Unread, Walk, renamed
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheJoin:
     """How the keys (or values) of a call join those before: `kind` is "append" or "write", `node` makes all of them, `step` is where
     they are written, counted from the end where it is negative and `from_the_end`.
     """
@@ -44,7 +44,7 @@ class CacheWalk(Walk):
         super().__init__(view)
         self.met: list[int] = []
 
-    def cached(self, side: Side) -> tuple[Cache | None, Side]:
+    def cached(self, side: Side) -> tuple[CacheJoin | None, Side]:
         """The cache that keys or values join, if any, and those of this call."""
         node = self.node(side.nid)
         if node.op == "concatenate" and self.joins_cache(side):
@@ -63,7 +63,7 @@ class CacheWalk(Walk):
         along = raw_letters(side.shown, lengths)[axis : axis + 1]
         return len(node.operands) == 2 and along != [("c",)]
 
-    def appended(self, node: CNode, side: Side) -> tuple[Cache, Side]:
+    def appended(self, node: CNode, side: Side) -> tuple[CacheJoin, Side]:
         shapes, axis = joins(node)
         old, new = node.operands
         sides = [self._joined(node, side, edge, shape, axis) for edge, shape in zip((old, new), shapes, strict=False)]
@@ -73,15 +73,15 @@ class CacheWalk(Walk):
         before, fresh = renamed(sides[0], {"s": "p"}), renamed(sides[1], {"s": "t"})
         self.sizes["p"] = int(shapes[0][axis])
         self.sizes.setdefault("t", int(shapes[1][axis]))
-        return Cache("append", node.id, side.shown, before, None), fresh
+        return CacheJoin("append", node.id, side.shown, before, None), fresh
 
     def _joined(self, node: CNode, side: Side, edge: Any, shape: Any, axis: int) -> Side:
         """One operand of a concatenation along `axis`."""
         # What is put together is 2 long at least.
-        made = [2 if d == axis else n for d, n in enumerate(shape)]
-        return self._part(node, edge, shape, raw_letters(side.shown, made))
+        lengths = [2 if d == axis else n for d, n in enumerate(shape)]
+        return self._part(node, edge, shape, raw_letters(side.shown, lengths))
 
-    def written(self, node: CNode, side: Side) -> tuple[Cache, Side]:
+    def written(self, node: CNode, side: Side) -> tuple[CacheJoin, Side]:
         known, _ = node.params
         if known[0] != "params":
             raise Unread("a cache is written in a way that is not known", node.id)
@@ -101,7 +101,9 @@ class CacheWalk(Walk):
         if at.nid == ONE:
             raise Unread(f"a cache is written at the fixed position {at.coef}", node.id)
         step = self.before_wrapping(at.nid, int(shape[axis]))
-        return Cache("write", node.id, side.shown, before, at.nid if step is None else step, step is not None), fresh
+        return CacheJoin(
+            "write", node.id, side.shown, before, at.nid if step is None else step, step is not None
+        ), fresh
 
     def axis_written(self, node: CNode, atoms: Sequence[Atoms], shape: Any, update: Any) -> int:
         """The raw axis along which an update is shorter than the cache that it is written into, which has these letters.
@@ -148,7 +150,7 @@ class CacheWalk(Walk):
         plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
         return added.op == "iadd" and len(added.operands) == 2 and numbers == [length] and plain == [index]
 
-    def same_cache(self, keys: Cache | None, values: Cache | None) -> None:
+    def same_cache(self, keys: CacheJoin | None, values: CacheJoin | None) -> None:
         """Keys and values join their caches alike."""
         if keys is None or values is None:
             return

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.canonical.nodes import CNode
-from .axes import Atoms, Shown, Side, Unread, is_plain, is_product, read_by, renamed, slot_reading
+from .axes import Atoms, Shown, Side, Unread, is_plain, is_product_of, read_by, renamed, slot_reading
 from .projections import Projection, ProjectionWalk
 
 BOTH = "y"  # the letter of the columns of a weight that makes both sides of a gate
@@ -30,7 +30,7 @@ class FactorWalk(ProjectionWalk):
     def scaled(self, product: Projection) -> Projection:
         """With the vector along its features that it is multiplied by before anything else reads it, if it is."""
         users = self.users(product.out.nid)
-        if len(users) != 1 or not is_product(users[0], 2):
+        if len(users) != 1 or not is_product_of(users[0], 2):
             return product
         (node,) = users
         mine = slot_reading(node, product.out.nid)
@@ -48,7 +48,7 @@ class FactorWalk(ProjectionWalk):
             return None
         gate, node = by_op["logistic"], by_op["prod"]
         stretch = float(gate.operands[0].coef)
-        if not is_product(node, 2) or not is_plain(node) or read_by(node) != {up.out.nid, gate.id}:
+        if not is_product_of(node, 2) or not is_plain(node) or read_by(node) != {up.out.nid, gate.id}:
             return None
         mine = slot_reading(node, up.out.nid)
         known = self.slots(node, mine, up.out.shown)
@@ -98,7 +98,7 @@ class FactorWalk(ProjectionWalk):
         or several of the gate.
         """
         # g * sigmoid(g) alone is another node that reads the gate.
-        ends = [u for u in self.users(gate.id) if is_product(u, 3)]
+        ends = [u for u in self.users(gate.id) if is_product_of(u, 3)]
         if len(ends) != 1 or not is_plain(ends[0]) or read_by(ends[0]) != sides.keys():
             return None
         (end,) = ends
@@ -120,9 +120,9 @@ def factors_of(product: Projection, slot: str, leaves: Mapping[str, Any]) -> tup
     vector = None if product.factor is None else slot.removesuffix("_bias") + FACTOR
     dtypes = {str(jnp.dtype(leaves[name].dtype)) for name in (slot, vector) if name is not None}
     if (number != 1.0 or vector is not None) and (len(dtypes) > 1 or not dtypes <= set(_WIDE)):
-        what = "by a vector along its features" if vector is not None else f"by {number:g}, as in a quick gelu,"
+        factor = "by a vector along its features" if vector is not None else f"by {number:g}, as in a quick gelu,"
         raise Unread(
-            f"a product is multiplied {what} where the op has its weight multiplied so, and {' and '.join(sorted(dtypes))} would be "
+            f"a product is multiplied {factor} where the op has its weight multiplied so, and {' and '.join(sorted(dtypes))} would be "
             "rounded once more than the program rounds",
             product.nid,
             "rounding",

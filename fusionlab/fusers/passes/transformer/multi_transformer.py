@@ -1,8 +1,9 @@
 """The passes of whole transformer layers -> one `multi_transformer` op each.
 
 They are searched after the others, over a view in which attention, products and norms are folded into the ops they become; see
-layer_reading.py. The anchor is an attention whose queries, keys and values come from projections and whose result goes through one into
-a sum. Which of the four passes a layer belongs to is told by its projections (three, or one) and by whether its keys join a cache.
+`reading`. The anchor is an attention whose queries, keys and values come from projections and whose result goes through one into a
+sum. Which of the passes a layer belongs to is told by its projections (three, or one), by whether its keys join a cache and by whether
+devices sum its products.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from ..norm.layer_norm import LayerNormPass
 from .axes import Unread
 from .devices import plan_over_devices
 from .plan import Planned, check_fits, planned
-from .reading import STEPS, Layer, LayerReader, Partial
+from .reading import READING_STEPS, LayerRead, LayerReader, Partial
 from .site import LayerSite, site_of
-from .stacks import Found, joined, plan_of_row, rows
+from .stacks import Found, plan_of_row, region_of_row, rows
 from .streams import multiples
 
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
-_TOLD = 5  # steps of a reading from which on an attention is told of where nobody named the pass
+_REPORTED = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
 _STACKED = (False, "identical layers in a row become one call")
-Outcome = TypeVar("Outcome", Candidate, Rejection)
+SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class _Folded:
     norms: tuple[Rejection, ...]
     open: tuple[Candidate, ...]
     collective: bool
-    read: dict[int, Layer | Partial] = field(default_factory=dict)
+    read: dict[int, LayerRead | Partial] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
 
     @property
@@ -106,8 +107,8 @@ def _known_numbers(search: Search) -> dict[int, Any]:
     return {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
 
 
-def _of_pass(found: Iterable[Outcome], name: str) -> tuple[Outcome, ...]:
-    return tuple(one for one in found if one.pass_name == name)
+def _of_pass(found: Iterable[SiteOutcome], name: str) -> tuple[SiteOutcome, ...]:
+    return tuple(outcome for outcome in found if outcome.pass_name == name)
 
 
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
@@ -120,7 +121,7 @@ def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejec
 
 @dataclass(frozen=True)
 class MultiTransformerPass:
-    """One of the four; see the module docstring."""
+    """One of them; see the module docstring."""
 
     name: str
     decoder: bool
@@ -171,7 +172,7 @@ class MultiTransformerPass:
             elif outcome is not None:
                 yield outcome
         if self.spread or not option(search, self, "stacked"):
-            yield from (one.candidate for one in layers)
+            yield from (layer.candidate for layer in layers)
             return
         for row in rows(layers):
             yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
@@ -200,17 +201,17 @@ class MultiTransformerPass:
         nodes = attention.region.nodes if attention.region else [_anchor(search, attention)]
         return guarded(looked, lambda fault: faulty(search, self.name, fault, _anchor(search, attention), nodes))
 
-    def tells(self, found: _Folded, layer: Layer | Partial) -> bool:
+    def tells(self, found: _Folded, layer: LayerRead | Partial) -> bool:
         """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
         return bool(layer.axes) == self.spread or (self.spread and isinstance(layer, Partial) and found.collective)
 
     def outcome(
-        self, search: Search, found: _Folded, attention: Candidate, layer: Layer | Partial
+        self, search: Search, found: _Folded, attention: Candidate, layer: LayerRead | Partial
     ) -> Found | Rejection | None:
         anchor = _anchor(search, attention)
         if isinstance(layer, Partial):
-            told = layer.steps >= _TOLD or not search.by_default
-            return self.partial(search, found, anchor, layer) if told else None
+            reported = layer.steps >= _REPORTED or not search.by_default
+            return self.partial(search, found, anchor, layer) if reported else None
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
             check_fits(search, plan, layer_plan(plan, None))
@@ -219,7 +220,7 @@ class MultiTransformerPass:
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
             nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
             return self.partial(
-                search, found, anchor, Partial(unread, STEPS, self.decoder, self.fused, nids, layer.axes)
+                search, found, anchor, Partial(unread, READING_STEPS, self.decoder, self.fused, nids, layer.axes)
             )
         region = plan.site.region
         proposed = propose(
@@ -237,7 +238,7 @@ class MultiTransformerPass:
 
     def stacked(self, search: Search, row: list[Found]) -> Candidate:
         """A row of layers as one site: each was certified, and a row is one after the other."""
-        region = joined(row)
+        region = region_of_row(row)
         plan = plan_of_row(row, region, search.implementation)
         first = row[0].candidate
         notes = (*first.notes, f"{len(row)} identical layers as one call")
@@ -249,7 +250,7 @@ class MultiTransformerPass:
         """Why a layer that was read in part is none."""
         nodes = [n for nid in (*layer.nids, layer.why.nid) for n in _raw_nodes(search, found.view, nid)]
         guilty = _raw_nodes(search, found.view, layer.why.nid)[-1:]
-        why, progress = layer.why, (min(layer.steps, STEPS), STEPS)
+        why, progress = layer.why, (min(layer.steps, READING_STEPS), READING_STEPS)
         declined = _norm_near(found, guilty, why.about) if why.about else None
         if declined is not None:
             guilty = [search.graph.node_by_id[i] for i in declined.node_ids]
@@ -271,7 +272,7 @@ class MultiTransformerPass:
         guilty = [search.graph.node_by_id[i] for i in problem.node_ids]
         site = [search.graph.node_by_id[i] for i in problem.site_ids]
         sentence = f"its attention is not fused: {problem.sentence}"
-        return reject(search, self.name, problem.code, sentence, node, guilty, site, (0, STEPS), problem.edit)
+        return reject(search, self.name, problem.code, sentence, node, guilty, site, (0, READING_STEPS), problem.edit)
 
     def differentiated(self, search: Search, attention: Candidate) -> Rejection:
         anchor = _anchor(search, attention)
@@ -280,7 +281,7 @@ class MultiTransformerPass:
             f"differentiated already; the op runs forward only, and is its pieces under jax.grad"
         )
         nodes = attention.region.nodes if attention.region else [anchor]
-        return reject(search, self.name, "escapes", sentence, anchor, [anchor], nodes, (0, STEPS), FUSE_FIRST)
+        return reject(search, self.name, "escapes", sentence, anchor, [anchor], nodes, (0, READING_STEPS), FUSE_FIRST)
 
 
 def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
@@ -288,7 +289,7 @@ def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
 
 
-def _read(view: CanonicalView, nid: int) -> Layer | Partial:
+def _read(view: CanonicalView, nid: int) -> LayerRead | Partial:
     try:
         return LayerReader(view, nid).read()
     except Partial as partial:
@@ -335,13 +336,13 @@ def _common_scope(region: Region) -> str:
 
 def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     """Of the layer, and of its attention and norms: what those make of some numbers, the layer makes of them too."""
-    one = "one weight" if site.layer.fused else "three weights"
+    weights = "one weight" if site.layer.fused else "three weights"
     norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
-    told = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(LEFT))
+    notes = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(LEFT))
     return (
-        f"weights are read as they lie: {one} for queries, keys and values, nothing is repacked",
-        *dict.fromkeys(told),
+        f"weights are read as they lie: {weights} for queries, keys and values, nothing is repacked",
+        *dict.fromkeys(notes),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ....graph.canonical.fused_nodes import Labelled
 from ....graph.canonical.nodes import CNode
-from .axes import Atoms, Side, Unread, is_plain, is_product, number_of, side_of, slot_of, slot_reading
+from .axes import Atoms, Side, Unread, is_plain, is_product_of, number_of, side_of, slot_of, slot_reading
 from .streams import StreamWalk
 
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
@@ -89,8 +89,8 @@ class NormWalk(StreamWalk):
                 continue
             known = self.slots(readers[0], slot_reading(readers[0], side.nid), side.shown)
             if len(known) == len(readers[0].shape):
-                made = self.result(readers[0], known)
-                side = made if self._parted(made) is not None else side
+                whole = self.result(readers[0], known)
+                side = whole if self._parted(whole) is not None else side
         return side
 
     def _without(self, side: Side) -> tuple[Side, dict[str, Side]]:
@@ -105,7 +105,7 @@ class NormWalk(StreamWalk):
     def _parted(self, side: Side) -> tuple[Side, Side] | None:
         """(the other, a vector along the model's width) of a sum or a product of two, neither with a factor."""
         node = self.node(side.nid)
-        if len(node.operands) != 2 or not is_plain(node) or (node.op == "prod" and not is_product(node, 2)):
+        if len(node.operands) != 2 or not is_plain(node) or (node.op == "prod" and not is_product_of(node, 2)):
             return None
         sides = [Side(o.nid, tuple(side.shown[x] for x in o.axes)) for o in node.operands]
         for whole, vector in (sides, sides[::-1]):

@@ -22,13 +22,13 @@ from ...engine.base import Search, Substitution
 from .axes import Atoms, Unread, all_letters, arranged, check_groups, raw_axes, restored
 from .factors import FACTOR, factors_of
 from .rotary import NEIGHBOURS
-from .rotary_tables import Table
+from .rotary_tables import RotaryTable
 from .site import LayerOperand, LayerSite
 
 _PLAIN = {"softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
 
 
-def attributes_of(site: LayerSite) -> dict[str, Any]:
+def layer_attributes(site: LayerSite) -> dict[str, Any]:
     """The op's attributes.
 
     Raises:
@@ -84,8 +84,8 @@ def _check_rotary(site: LayerSite) -> None:
     """Raises Unread for pairs of neighbours where the columns of queries and keys cannot be put in the order of halves."""
     layer = site.layer
     if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
-        what = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
-        raise Unread(f"{NEIGHBOURS}, and {what}", layer.attention, "rotary", "take halves for pairs")
+        reason = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
+        raise Unread(f"{NEIGHBOURS}, and {reason}", layer.attention, "rotary", "take halves for pairs")
 
 
 def _check_masks(site: LayerSite, is_causal: bool) -> None:
@@ -133,8 +133,8 @@ def plan_by(
         return tuple(make(inputs) for make in makers.values())
 
     def finish(outs: Any) -> Any:
-        made = [result(outs) for result in results]
-        return tuple(made) if len(made) > 1 else made[0]
+        roots = [result(outs) for result in results]
+        return tuple(roots) if len(roots) > 1 else roots[0]
 
     return Substitution(op, full, operands, finish, op.formula(**full))
 
@@ -146,10 +146,10 @@ def planned(view: CanonicalView, site: LayerSite) -> Planned:
       Unread: the op has no room for something in it.
     """
     planner = _Planner(view, site)
-    attrs = attributes_of(site) | {"turned": planner.turned}
+    attrs = layer_attributes(site) | {"turned": planner.turned}
     root = raw_axes(view, site.region.root, site.layer.root.shown)
-    made = dict(planner.makers(attrs)), tuple(planner.results(attrs))
-    return Planned(site, attrs, *made, planner.sized(planner.axes["x"]), planner.sized(root))
+    makers, results = dict(planner.makers(attrs)), tuple(planner.results(attrs))
+    return Planned(site, attrs, makers, results, planner.sized(planner.axes["x"]), planner.sized(root))
 
 
 class _Planner:
@@ -184,13 +184,13 @@ class _Planner:
 
     def laid_out(self, slot: str, attrs: Mapping[str, Any]) -> Maker:
         """The operand as the op has it lie, times nothing yet."""
-        made = self.as_it_lies(slot) or self.arranged(slot)
+        maker = self.as_it_lies(slot) or self.arranged(slot)
         if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
             batch, length, heads, features = self.site.leaves[slot].groups
-            made = self.arranged(slot, (batch, heads, length, features))
-        return made
+            maker = self.arranged(slot, (batch, heads, length, features))
+        return maker
 
-    def table(self, table: Table) -> Maker:
+    def table(self, table: RotaryTable) -> Maker:
         """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
         axes, rotary = raw_axes(self.view, table.value, table.side.shown), self.layer.rotary
         batch = {a for axis in axes for a in axis if a.startswith("b")}
@@ -204,12 +204,12 @@ class _Planner:
         check_groups(axes, groups, table.side.nid)
         times = 2 if groups[-1] == ("w",) else 1
 
-        def made(inputs: Sequence[Any]) -> Any:
+        def make(inputs: Sequence[Any]) -> Any:
             whole = arranged(program(*(inputs[i] for i in at)), axes, groups, self.sizes)
             whole = in_halves(whole) if rotary is not None and rotary.neighbours else whole
             return jnp.concatenate([whole] * times, axis=-1)
 
-        return made
+        return make
 
     def arranged(self, slot: str, groups: Any = None) -> Maker:
         have, at = self.axes[slot], self.where[self.region.leaves[slot].id]
@@ -237,17 +237,17 @@ class _Planner:
         """Whether the op has other columns of an operand than the program, or in another order."""
         return self.turns_neighbours(slot) or self.part(slot) is not None
 
-    def multiplied(self, slot: str, made: Maker) -> Maker:
+    def multiplied(self, slot: str, maker: Maker) -> Maker:
         """An operand, its last axis the product's features, times what the program multiplies the product by."""
         number, vector = self.factors(slot)
         if self.turns_neighbours(slot):
-            return lambda inputs: in_halves(made(inputs))
+            return lambda inputs: in_halves(maker(inputs))
         if (part := self.part(slot)) is not None:
-            return lambda inputs: made(inputs)[..., part]
+            return lambda inputs: maker(inputs)[..., part]
         if vector is not None:
             along = self.arranged(vector)
-            return lambda inputs: made(inputs) * (along(inputs) * number)
-        return made if number == 1.0 else lambda inputs: made(inputs) * number
+            return lambda inputs: maker(inputs) * (along(inputs) * number)
+        return maker if number == 1.0 else lambda inputs: maker(inputs) * number
 
     @property
     def turned(self) -> tuple[str, ...]:
@@ -318,7 +318,7 @@ class _Planner:
         root = self.region.root
         want = raw_axes(self.view, root, self.layer.root.shown)
         check_groups(want, (batch, ("t",), ("e",)), self.layer.root.nid)
-        made = [lambda outs: restored(outs[0], (batch, ("t",), ("e",)), want, root.shape, sizes)]
+        makers = [lambda outs: restored(outs[0], (batch, ("t",), ("e",)), want, root.shape, sizes)]
         key = "g" if "g" in sizes else "h"
         for other in self.site.others:
             length = "t" if self.layer.key_cache is None else "s"
@@ -326,12 +326,12 @@ class _Planner:
             groups = (batch, *middle, ("d" if other.of_values else "c",))
             axes = raw_axes(self.view, other.value, other.side.shown)
             check_groups(axes, groups, other.side.nid)
-            made.append(
+            makers.append(
                 lambda outs, g=groups, w=axes, o=other: restored(
                     outs[2 if o.of_values else 1], g, w, o.value.shape, sizes
                 )
             )
-        return made
+        return makers
 
 
 def _turned(slot: str, groups: Sequence[Sequence[str]], letters: Sequence[str]) -> tuple[str, ...]:
@@ -377,10 +377,10 @@ def check_fits(search: Search, planned: Planned, plan: Substitution) -> None:
 def _misfit(region: Region, plan: Substitution) -> tuple[str, str] | None:
     """(code, why) the op cannot stand for a region."""
     try:
-        made = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
+        avals = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
     except (ArgumentError, UnknownNameError) as error:
         return "structure", f"the op does not take it: {error}"
-    for root, aval in zip(region.roots, made, strict=True):
+    for root, aval in zip(region.roots, avals, strict=True):
         if (root.shape, root.dtype) != (aval.shape, aval.dtype):
             return "dtype", f"the op would give {aval.dtype}{list(aval.shape)} for {root!r}"
     return None

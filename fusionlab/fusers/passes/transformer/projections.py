@@ -14,7 +14,7 @@ from .rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
 # Primitive -> rejection code, of what stands where the op has something else.
-CODES = {
+REJECTION_CODES = {
     "name": "named_residual",
     "stop_gradient": "stop_gradient",
     "custom_jvp_call": "custom_rule",
@@ -97,9 +97,9 @@ class ProjectionWalk(RotaryWalk):
 
     def product(self, side: Side, feature: str, base: str = "e") -> Projection:
         """The product that makes a value with the axis `feature` from its weight, through views."""
-        made = self.through(self.up(side))
-        node = self.node(made.nid)
-        known = dict(zip(labels_of(node) or (), made.shown, strict=False))
+        out = self.through(self.up(side))
+        node = self.node(out.nid)
+        known = dict(zip(labels_of(node) or (), out.shown, strict=False))
         slots = _slots_of_gemm(node) or self.slots_of_dot(node, known, feature)
         if slots is None:
             raise Unread(f"{node.op} stands where the op has a projection", node.id)
@@ -108,10 +108,10 @@ class ProjectionWalk(RotaryWalk):
         self.met.append(node.id)
         summed = {*node.operands[slots.x].axes, *node.operands[slots.w].axes} - known.keys()
         new = {x: base if n == 0 else f"{base}{n}" for n, x in enumerate(sorted(summed))}
-        x, w = (self.operand(node, made.shown, i, new) for i in (slots.x, slots.w))
-        bias = None if slots.bias is None else self.operand(node, made.shown, slots.bias, new)
+        x, w = (self.operand(node, out.shown, i, new) for i in (slots.x, slots.w))
+        bias = None if slots.bias is None else self.operand(node, out.shown, slots.bias, new)
         weight, bias = self.up(w, parts=False), bias and self.up(bias, parts=False)
-        return Projection(node.id, made, x, weight, bias, slots.activation)
+        return Projection(node.id, out, x, weight, bias, slots.activation)
 
     def slots_of_dot(self, node: CNode, known: dict[int, Atoms], feature: str) -> Slots | None:
         """Those of a bare product, whose weight has the axis `feature`; None of any other node.
@@ -147,16 +147,18 @@ class ProjectionWalk(RotaryWalk):
             )
         query, keys = self.turned_alike(query, keys)
         found: list[Projection] = []
-        for side, feature, what in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
-            self.positioned(side, what)
-            one = self.product(side, feature)
-            if one.activation != "none":
+        for side, feature, name in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
+            self.positioned(side, name)
+            projection = self.product(side, feature)
+            if projection.activation != "none":
                 raise Unread(
-                    f"the {what} are activated: {one.activation} stands behind their product", one.nid, "activation"
+                    f"the {name} are activated: {projection.activation} stands behind their product",
+                    projection.nid,
+                    "activation",
                 )
-            found.append(one)
-            if one.x.nid != found[0].x.nid:
-                raise Unread(f"queries and {what} are made of different values", one.nid)
+            found.append(projection)
+            if projection.x.nid != found[0].x.nid:
+                raise Unread(f"queries and {name} are made of different values", projection.nid)
             self.steps += 1
         q, k, v = found
         together = len({q.nid, k.nid, v.nid})
@@ -192,15 +194,15 @@ class ProjectionWalk(RotaryWalk):
         """
         (self.rotary, before), (theirs, keys_before) = self.unturned(query), self.unturned(keys)
         if (self.rotary is None) != (theirs is None):
-            what, whose = ("queries", query) if theirs is None else ("keys", keys)
-            raise Unread(f"only the {what} are turned by a rotary embedding", whose.nid, "rotary")
+            name, whose = ("queries", query) if theirs is None else ("keys", keys)
+            raise Unread(f"only the {name} are turned by a rotary embedding", whose.nid, "rotary")
         if self.rotary != theirs:
             raise Unread("queries and keys are turned by different tables", keys.nid, "rotary")
         if self.rotary is not None and theirs is not None:
             self.rotary = replace(self.rotary, products=self.rotary.products | theirs.products)
         return before, keys_before
 
-    def positioned(self, side: Side, what: str) -> None:
+    def positioned(self, side: Side, name: str) -> None:
         """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding in a form that
         is not read.
 
@@ -211,7 +213,7 @@ class ProjectionWalk(RotaryWalk):
         products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in PRODUCTS}
         if node.op == "prod" and len(products) == 1:
             raise Unread(
-                f"the {what} are multiplied by a value that is no number known when tracing, as by a scale of each head",
+                f"the {name} are multiplied by a value that is no number known when tracing, as by a scale of each head",
                 node.id,
                 "scalar",
             )
@@ -220,7 +222,7 @@ class ProjectionWalk(RotaryWalk):
             turned = node.op == "concatenate" or "prod" in below or "concatenate" in below
             if turned:
                 raise Unread(
-                    f"the {what} are changed between their product and the attention, as by a rotary embedding in another form",
+                    f"the {name} are changed between their product and the attention, as by a rotary embedding in another form",
                     node.id,
                     "rotary",
                 )

@@ -7,26 +7,24 @@ residual sums, the norms and the feed-forward. It only says what a layer could b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ....graph.canonical.fused_nodes import labels_of
 from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import CanonicalView
-from ....graph.primitives import SUMS_OVER_DEVICES
-from .axes import Side, Unread, is_plain, is_product, read_by, side_of, slot_of, slot_reading
-from .caches import Cache
-from .factors import FactorWalk
+from .axes import Side, Unread, is_plain, is_product_of, read_by, side_of, slot_of, slot_reading
+from .caches import CacheJoin
 from .norms import NormRead, NormWalk
-from .projections import CODES, HELD, PRODUCTS, Projection, slots_reading
+from .projections import HELD, PRODUCTS, REJECTION_CODES, Projection, slots_reading
+from .residuals import ResidualWalk
 from .rotary import Rotary
 
-STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
+READING_STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerRead:
     """What a layer is made of.
 
     Attributes:
@@ -48,8 +46,8 @@ class Layer:
     v: Projection
     keys: Side
     values: Side
-    key_cache: Cache | None
-    value_cache: Cache | None
+    key_cache: CacheJoin | None
+    value_cache: CacheJoin | None
     out: Projection
     norm1: NormRead
     norm2: NormRead
@@ -94,7 +92,7 @@ class Partial(Exception):  # noqa: N818 - an answer to the search, not an error 
         self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
 
 
-class LayerReader(NormWalk, FactorWalk):
+class LayerReader(NormWalk, ResidualWalk):
     """Reads the layer around one attention of a view.
 
     Raises (`read`):
@@ -105,19 +103,17 @@ class LayerReader(NormWalk, FactorWalk):
         super().__init__(view, attention)
         self.met.append(attention)
         self.factor = 1.0
-        self.axes: tuple[str, ...] = ()
-        self.alone: int | None = None  # the output projection, where no sum over devices reads it
 
-    def read(self) -> Layer:
+    def read(self) -> LayerRead:
         try:
             return self._read()
         except Unread as why:
             op = self.node(why.nid).op
-            if why.code == "structure" and op in CODES:
-                why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, CODES[op])
+            if why.code == "structure" and op in REJECTION_CODES:
+                why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, REJECTION_CODES[op])
             raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes) from None
 
-    def _read(self) -> Layer:
+    def _read(self) -> LayerRead:
         node = self.node(self.attention)
         names = self.letters(node)
         sides = {slot: self.of_attention(node, names, slot) for slot in ("query", "key", "value")}
@@ -163,28 +159,14 @@ class LayerReader(NormWalk, FactorWalk):
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
-    def reader(self, side: Side, what: str, wanted: Collection[str], needed: str) -> CNode:
-        """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out."""
-        users = self.readers(side.nid)
-        fit = [n for n in users if n.op in wanted]
-        if len(fit) == 1:
-            return fit[0]
-        if not users:
-            raise Unread(f"nothing reads {what}, needed {needed}", side.nid)
-        if not fit:
-            raise Unread(
-                f"{', '.join(sorted({n.op for n in users}))} reads {what} where the op has {needed}", users[0].id
-            )
-        raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {what}, needed one", side.nid)
-
     def output(self, node: CNode, names: dict[int, str]) -> Projection:
         """The product that the attention's heads are given to."""
         side = Side(node.id, tuple((names[x],) for x in node.params.labels))
-        what, ends = "the attention's result", ("the output projection",)
-        user = self.reader(side, what, {"reshape", *PRODUCTS}, *ends)
+        expected = "the attention's result", {"reshape", *PRODUCTS}, "the output projection"
+        user = self.reader(side, *expected)
         while user.op == "reshape":
             side = self.after_reshape(user, side.shown)
-            user = self.reader(side, what, {"reshape", *PRODUCTS}, *ends)
+            user = self.reader(side, *expected)
         found = self.consumed(user, side, "e")
         if found is None:
             raise Unread(f"{user.op} reads the attention's result where the op has the output projection", user.id)
@@ -196,8 +178,8 @@ class LayerReader(NormWalk, FactorWalk):
         self.steps += 1
         return found
 
-    def consumed(self, node: CNode, side: Side, made: str) -> Projection | None:
-        """A product that reads `side`, whose weight has the axis `made`; None where the node is none."""
+    def consumed(self, node: CNode, side: Side, feature: str) -> Projection | None:
+        """A product that reads `side`, whose weight has the axis `feature`; None where the node is none."""
         slots = slots_reading(node, side.nid)
         if slots is None:
             return None
@@ -207,99 +189,16 @@ class LayerReader(NormWalk, FactorWalk):
         if len(fresh) > 1 or not rows.isdisjoint(weight.axes):
             raise Unread("a weight has rows, or columns along several axes", node.id, "axes")
         for x in fresh:
-            self.sizes.setdefault(made, self.node(weight.nid).shape[weight.axes.index(x)])
-            known[x] = (made,)
+            self.sizes.setdefault(feature, self.node(weight.nid).shape[weight.axes.index(x)])
+            known[x] = (feature,)
         self.met.append(node.id)
         x, w = side_of(node, slots.x, known), self.up(side_of(node, slots.w, known), parts=False)
         bias = None if slots.bias is None else self.up(side_of(node, slots.bias, known), parts=False)
         return Projection(node.id, self.result(node, known), x, w, bias, slots.activation)
 
-    def sum_of(self, side: Side, what: str, of: Collection[int]) -> CNode:
-        """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
-        users = self.readers(side.nid)
-        fit = [n for n in users if n.op == "sum" and any(o.nid in of or self.up_of(o) in of for o in n.operands)]
-        return fit[0] if len(fit) == 1 else self.reader(side, what, {"sum"}, "a residual sum")
-
-    def added(self, side: Side, what: str, of: Collection[int]) -> tuple[Side, Side]:
-        """The sum that reads a value, and what it adds to it: one of the nodes `of`, if any."""
-        side = self.towards(side, ("sum",))
-        node = self.sum_of(side, what, of)
-        if len(node.operands) != 2 or not is_plain(node):
-            raise Unread(f"{what} is added with a factor, or to more than one value", node.id, "scalar")
-        mine = slot_reading(node, side.nid)
-        known = self.slots(node, mine, side.shown)
-        total = self.result(node, known)
-        self.met.append(node.id)
-        return total, side_of(node, 1 - mine, known)
-
-    def residual(self, product: Projection, what: str, of: Collection[int]) -> tuple[Projection, Side, Side]:
-        """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
-        over them first; then its bias may be added before what it goes to or behind it.
-        """
-        product = self.scaled(product)
-        made = self.over_devices(product)
-        total, rest = self.added(made, what, of)
-        if made is product.out:
-            if self.axes:
-                raise Unread(
-                    f"{what} is not summed over {', '.join(self.axes)}, as the output projection's is",
-                    made.nid,
-                    "region",
-                )
-            self.alone = product.nid
-            return product, total, rest
-        if product.factor is not None:
-            raise Unread(
-                f"{what} is multiplied by a vector before it is summed over devices", product.out.nid, "region"
-            )
-        bias = None
-        if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
-            bias = rest
-            total, rest = self.added(total, what, of)
-        elif [n.op for n in self.users(total.nid)] == ["sum"]:
-            end, bias = self.added(total, what, ())
-            if bias.atoms != {"e"}:
-                raise Unread(f"{what} is added to more than one value", end.nid)
-            total = end
-        return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
-
-    def over_devices(self, product: Projection) -> Side:
-        """The product's result, or the sum of all devices' where there is one."""
-        users = self.readers(product.out.nid)
-        if not any(n.op in SUMS_OVER_DEVICES for n in users):
-            return product.out
-        node = self.reader(product.out, "the product", SUMS_OVER_DEVICES, "a sum over devices")
-        (raw, *_) = self.view.values_of[node.id]
-        params = self.view.block.producer[raw.id].params
-        axes = params.get("axes", params.get("axis_name", ()))
-        known, self.axes = self.axes, tuple(sorted(map(str, axes)))
-        over, coef = ", ".join(self.axes), node.operands[0].coef
-        _check_sum_over_devices(node, params, axes)
-        if self.alone is not None:
-            raise Unread(
-                f"the output projection's result is not summed over {over}, as the feed-forward's is",
-                self.alone,
-                "region",
-            )
-        if known not in ((), self.axes):
-            raise Unread(f"sums over {', '.join(known)} and over {over}", node.id, "region")
-        if coef != 1:
-            raise Unread(f"what is summed over {over} is the product times {coef:g}", node.id, "scalar")
-        if product.bias is not None:
-            raise Unread(
-                "a bias is added before the sum over devices, and so by each of them",
-                product.nid,
-                "bias",
-                "add it behind the sum",
-            )
-        self.met.append(node.id)
-        if sorted(node.operands[0].axes) != list(range(len(product.out.shown))):
-            raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
-        return Side(node.id, self.cut_shown(node, product.out))
-
-    def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Projection) -> Layer:
-        made = self.normed(source)
-        of = {source.nid, *(o.nid for o in self.node(source.nid if made is None else made.nid).operands[:1])}
+    def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Projection) -> LayerRead:
+        norm = self.normed(source)
+        of = {source.nid, *(o.nid for o in self.node(source.nid if norm is None else norm.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
         q, k, v, columns = projected
         pre = self.is_norm_first(source, total, rest)
@@ -323,7 +222,7 @@ class LayerReader(NormWalk, FactorWalk):
             norm2 = self.norm_after(end)
             root = norm2.out
         root = self.parted_again(root, x)
-        return Layer(
+        return LayerRead(
             root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
             pre, columns, self.factor, self.rotary, self.axes, self.sizes, self.halves,
         )  # fmt: skip
@@ -337,14 +236,14 @@ class LayerReader(NormWalk, FactorWalk):
         Raises:
           Unread: it reads another value, or the norm of it is added as well.
         """
-        made, pre = self.normed(source), not self.same_value(rest, source)
-        if pre and made is None:
+        norm, pre = self.normed(source), not self.same_value(rest, source)
+        if pre and norm is None:
             raise Unread(
                 "queries, keys and values read no norm, nor what is added to the attention's result",
                 source.nid,
                 about="norm before",
             )
-        if not pre and made is not None and any(n.op == "sum" for n in self.users(total.nid)):
+        if not pre and norm is not None and any(n.op == "sum" for n in self.users(total.nid)):
             raise Unread(
                 "what is added to the attention's result is its norm's result, needed what that norm was taken of",
                 total.nid,
@@ -394,7 +293,7 @@ class LayerReader(NormWalk, FactorWalk):
 
     def unactivated(self, user: int) -> Unread:
         """What is said where a node without an activation that the op knows reads the feed-forward's first product."""
-        if self.node(user).op in CODES:
+        if self.node(user).op in REJECTION_CODES:
             return Unread("it stands behind the feed-forward's first product", user)
         if self.node(user).op in ("split", "slice"):
             return Unread(
@@ -414,7 +313,7 @@ class LayerReader(NormWalk, FactorWalk):
                 "activation",
             )
         node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")
-        if not is_product(node, 2) or read_by(node) != {gate.nid, up.nid}:
+        if not is_product_of(node, 2) or read_by(node) != {gate.nid, up.nid}:
             raise Unread("the gate is not multiplied with the other product", node.id)
         if not is_plain(node):
             raise Unread("the gate is multiplied by a number", node.id, "scalar")
@@ -433,17 +332,3 @@ class LayerReader(NormWalk, FactorWalk):
         if down.activation != "none":
             raise Unread(f"the feed-forward's second product is activated: {down.activation}", node.id, "activation")
         return down
-
-
-def _check_sum_over_devices(node: CNode, params: Mapping[str, Any], axes: Collection[Any]) -> None:
-    """Whether a node sums a value over all devices along mesh axes.
-
-    Raises:
-      Unread: it sums several, over groups of devices, or over an axis of the array; or leaves each device a part.
-    """
-    if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
-        raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
-    # JAX has an axis of the array, as psum under vmap sums over, by its number among the mesh axes' names.
-    if not all(isinstance(axis, str) for axis in axes):
-        over = ", ".join(sorted(map(str, axes)))
-        raise Unread(f"it sums over {over}, which is no name of a mesh axis", node.id, "region")

@@ -67,9 +67,9 @@ class RotaryWalk(CacheWalk):
         Raises:
           Unread: they are turned in a way that the op does not have.
         """
-        made = self.node(side.nid)
-        if made.op == "reshape" and self.node(made.operands[0].nid).op == "stack":
-            raise Unread(NEIGHBOURS, made.id, "rotary", "take halves for pairs, and the features in that order")
+        merged = self.node(side.nid)
+        if merged.op == "reshape" and self.node(merged.operands[0].nid).op == "stack":
+            raise Unread(NEIGHBOURS, merged.id, "rotary", "take halves for pairs, and the features in that order")
         side = self.up(side)
         node = self.node(side.nid)
         found = self.by_width(node, side) if node.op == "sum" else None
@@ -108,21 +108,21 @@ class RotaryWalk(CacheWalk):
 
     def neighbours_turned(self, merged: CNode) -> int | None:
         """What a node is stack([-odd, even], -1) of, its last two axes merged."""
-        made = self.node(merged.operands[0].nid) if merged.op == "reshape" else None
-        if made is None or not self.pairs_up(made) or not _is_in_order(merged.operands[0]):
+        stacked = self.node(merged.operands[0].nid) if merged.op == "reshape" else None
+        if stacked is None or not self.pairs_up(stacked) or not _is_in_order(merged.operands[0]):
             return None
-        if tuple(merged.params) != (*((1, 1),) * (len(made.shape) - 2), (2, 1)):
+        if tuple(merged.params) != (*((1, 1),) * (len(stacked.shape) - 2), (2, 1)):
             return None
-        odd, even = (self.every_second(o.nid, start) for o, start in zip(made.operands, (1, 0), strict=True))
+        odd, even = (self.every_second(o.nid, start) for o, start in zip(stacked.operands, (1, 0), strict=True))
         return odd if odd == even else None
 
-    def pairs_up(self, made: CNode) -> bool:
+    def pairs_up(self, stacked: CNode) -> bool:
         """Whether a node is stack([-odd, even], -1), whatever those are."""
-        if made.op != "stack" or [o.coef for o in made.operands] != [-1, 1] or made.params[0][0] != "params":
+        if stacked.op != "stack" or [o.coef for o in stacked.operands] != [-1, 1] or stacked.params[0][0] != "params":
             return False
-        _, shapes, items = made.params[0]
+        _, shapes, items = stacked.params[0]
         last = int(dict(items)["axis"]) in (-1, len(shapes[0]))
-        return last and made.shape[-1] == 2 and all(map(_is_in_order, made.operands))
+        return last and stacked.shape[-1] == 2 and all(map(_is_in_order, stacked.operands))
 
     def every_second(self, nid: int, first: int) -> int | None:
         """What a node is every second entry of along the last axis, from this one on."""
@@ -144,16 +144,16 @@ class RotaryWalk(CacheWalk):
         if halves is None:
             return None
         size = self.sizes.setdefault(_HALF, self.sizes[_FEATURE] // 2)
-        one, other = (
+        difference, total = (
             self.terms(self.node(h.nid), h, signs) for h, signs in zip(halves, ((1, -1), (1, 1)), strict=True)
         )
-        if one is None or other is None:
+        if difference is None or total is None:
             return None
-        read = self.pairs(*one, [read_by(self.node(term.nid)) for term in other], size)
+        read = self.pairs(*difference, [read_by(self.node(term.nid)) for term in total], size)
         if read is None:
             return None
         left, cos, sin = read
-        nids = [node.id, *(side.nid for side in (*halves, *one, *other))]
+        nids = [node.id, *(side.nid for side in (*halves, *difference, *total))]
         return cos, sin, self.whole_of(left), nids
 
     def halves_joined(self, node: CNode, side: Side) -> list[Side] | None:
@@ -205,9 +205,9 @@ class RotaryWalk(CacheWalk):
         if tuple(o.coef for o in terms) != signs:
             return None
         known = dict(enumerate(side.shown))
-        one, other = (Side(o.nid, tuple(known.get(x, ()) for x in o.axes)) for o in terms)
-        factors = self.node(one.nid), self.node(other.nid)
-        return (one, other) if all(n.op == "prod" and len(n.operands) == 2 for n in factors) else None
+        first, second = (Side(o.nid, tuple(known.get(x, ()) for x in o.axes)) for o in terms)
+        factors = self.node(first.nid), self.node(second.nid)
+        return (first, second) if all(n.op == "prod" and len(n.operands) == 2 for n in factors) else None
 
     def factors(self, term: Side) -> list[Side]:
         """The two operands of a product, where neither has a factor."""

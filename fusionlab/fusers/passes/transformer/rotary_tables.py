@@ -26,7 +26,7 @@ _NODES = 64  # that make a table, at most
 
 
 @dataclass(frozen=True)
-class Table:
+class RotaryTable:
     """A table of cosines or sines, `[.., t, w]`: `value` in the program, made of `inputs` by `nodes`; of itself where it is there once."""
 
     value: Value
@@ -36,11 +36,11 @@ class Table:
 
     def program(self, block: Block, known: Mapping[int, Any]) -> Callable[..., Any]:
         """(inputs) -> the table. `known`: scalar block inputs that are literals at the call, by value id."""
-        made = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value, known))
-        return lambda *given: made(*given)[0]
+        function = jex_core.jaxpr_as_fun(slice_jaxpr(block, self.nodes, self.inputs, self.value, known))
+        return lambda *given: function(*given)[0]
 
 
-def tables_of(view: CanonicalView, base: CanonicalView, rotary: Rotary) -> dict[str, Table]:
+def tables_of(view: CanonicalView, base: CanonicalView, rotary: Rotary) -> dict[str, RotaryTable]:
     """ "cos" and "sin".
 
     Args:
@@ -54,15 +54,15 @@ def tables_of(view: CanonicalView, base: CanonicalView, rotary: Rotary) -> dict[
     }
 
 
-def _table(view: CanonicalView, base: CanonicalView, products: frozenset[int], side: Side) -> Table:
+def _table(view: CanonicalView, base: CanonicalView, products: frozenset[int], side: Side) -> RotaryTable:
     copies = {v.id: v for nid in products for v in _read(view, base, nid, side.nid)}
     if not copies or any(base.ref[i].coef != 1 for i in copies):
         raise Unread("its rotary embedding reads a table times a number", side.nid, "rotary")
     values = [copies[i] for i in sorted(copies)]
     if len(values) == 1:
-        return Table(values[0], side, (values[0],), ())
-    inputs, nodes = _made_of(base, values, side.nid)
-    return Table(values[0], side, inputs, nodes)
+        return RotaryTable(values[0], side, (values[0],), ())
+    inputs, nodes = _common_sources(base, values, side.nid)
+    return RotaryTable(values[0], side, inputs, nodes)
 
 
 def _read(view: CanonicalView, base: CanonicalView, product: int, table: int) -> Iterator[Value]:
@@ -81,7 +81,9 @@ def _beneath(base: CanonicalView, value: Value) -> tuple[Value, list[Node]]:
     return look_through(base, value, through_casts=True)
 
 
-def _made_of(base: CanonicalView, copies: Sequence[Value], nid: int) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
+def _common_sources(
+    base: CanonicalView, copies: Sequence[Value], nid: int
+) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
     """(what several copies of one value are all made of, the nodes that make the first of them of it).
 
     Raises:
@@ -103,11 +105,11 @@ def _made_of(base: CanonicalView, copies: Sequence[Value], nid: int) -> tuple[tu
         first = block.producer.get(values[0].id)
         if first is not None and first.id in nodes:
             continue
-        made = _like_makers(block, values)
-        if not made or len(nodes) >= _NODES:
+        makers = _like_makers(block, values)
+        if not makers or len(nodes) >= _NODES:
             raise Unread("the tables of its rotary embedding are made in different ways", nid, "rotary")
-        nodes[made[0].id] = made[0]
-        stack += _inputs_of(made)
+        nodes[makers[0].id] = makers[0]
+        stack += _inputs_of(makers)
     return tuple(inputs.values()), tuple(nodes[i] for i in sorted(nodes))
 
 
@@ -120,22 +122,24 @@ def _is_shared(base: CanonicalView, values: Sequence[Value]) -> bool:
 
 def _like_makers(block: Block, copies: Sequence[Value]) -> list[Node]:
     """The nodes that make several copies of one value; none where they are not alike, or have effects beside their results."""
-    made = [n for v in copies if (n := block.producer.get(v.id)) is not None]
-    if len(made) < len(copies) or has_side_effects(made[0].eqn):
+    makers = [n for v in copies if (n := block.producer.get(v.id)) is not None]
+    if len(makers) < len(copies) or has_side_effects(makers[0].eqn):
         return []
-    return made if all(_alike(made[0], n) for n in made) else []
+    return makers if all(_alike(makers[0], n) for n in makers) else []
 
 
-def _inputs_of(made: Sequence[Node]) -> Iterator[list[Value]]:
+def _inputs_of(makers: Sequence[Node]) -> Iterator[list[Value]]:
     """What several like nodes read in each place, without numbers."""
-    for atoms in zip(*(n.inputs for n in made), strict=True):
+    for atoms in zip(*(n.inputs for n in makers), strict=True):
         values = [a for a in atoms if isinstance(a, Value)]
         if values:
             yield values
 
 
-def _alike(one: Node, other: Node) -> bool:
-    if one.primitive != other.primitive or len(one.inputs) != len(other.inputs):
+def _alike(first: Node, second: Node) -> bool:
+    if first.primitive != second.primitive or len(first.inputs) != len(second.inputs):
         return False
-    literals = [isinstance(a, Literal) == isinstance(b, Literal) for a, b in zip(one.inputs, other.inputs, strict=True)]
-    return all(literals) and jax.tree.structure(one.params) == jax.tree.structure(other.params)
+    literals = [
+        isinstance(a, Literal) == isinstance(b, Literal) for a, b in zip(first.inputs, second.inputs, strict=True)
+    ]
+    return all(literals) and jax.tree.structure(first.params) == jax.tree.structure(second.params)

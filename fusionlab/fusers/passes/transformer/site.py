@@ -18,8 +18,8 @@ from ...engine.base import Search, all_nodes, escape_text
 from ...engine.outcomes import Candidate
 from .axes import Atoms, Side, Unread, all_letters
 from .factors import BOTH, FACTOR
-from .reading import Layer
-from .rotary_tables import Table, tables_of
+from .reading import LayerRead
+from .rotary_tables import RotaryTable, tables_of
 
 _HEADS = {"h", "g"}
 _STRUCTURAL = ("query", "key", "value", "q", "k", "v")
@@ -34,7 +34,7 @@ class LayerOperand:
 
 
 @dataclass(frozen=True)
-class Made:
+class FurtherResult:
     """A further value of the site's: the keys or values of all positions, or of this call."""
 
     value: Value
@@ -52,13 +52,13 @@ class LayerSite:
     `precisions` (of its products, and of the attention's), `sums` (the dtypes in which devices sum its two parts, if they do).
     """
 
-    layer: Layer
+    layer: LayerRead
     region: Region
     leaves: Mapping[str, LayerOperand]
-    others: tuple[Made, ...]
+    others: tuple[FurtherResult, ...]
     attention: Candidate
     masks: Mapping[str, str]
-    tables: Mapping[str, Table]
+    tables: Mapping[str, RotaryTable]
     factor: float
     precisions: tuple[Any, Any]
     sums: tuple[Any, ...]
@@ -77,13 +77,13 @@ class LayerSite:
         return bool(heads and length) and heads[0] < length[0]
 
 
-def operands_of(layer: Layer) -> dict[str, LayerOperand]:
+def operands_of(layer: LayerRead) -> dict[str, LayerOperand]:
     """Slot -> leaf, of one layer."""
     found: dict[str, LayerOperand | None] = {"x": LayerOperand(layer.x, (_batch(layer), ("t",), ("e",)))}
     for name, norm in (("norm1", layer.norm1), ("norm2", layer.norm2)):
         found[f"{name}_scale"] = norm.scale and LayerOperand(norm.scale, (("e",),))
         found[f"{name}_bias"] = norm.bias and LayerOperand(norm.bias, (("e",),))
-    found |= _of_one_projection(layer) if layer.fused else _of_projections(layer)
+    found |= _of_joint_projection(layer) if layer.fused else _of_projections(layer)
     found["out"] = LayerOperand(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
     found["out_bias"] = layer.out.bias and LayerOperand(layer.out.bias, (("e",),))
     for slot, product in (("out", layer.out), ("down", layer.down)):
@@ -92,23 +92,23 @@ def operands_of(layer: Layer) -> dict[str, LayerOperand]:
     return {slot: leaf for slot, leaf in found.items() if leaf is not None}
 
 
-def _batch(layer: Layer) -> tuple[str, ...]:
+def _batch(layer: LayerRead) -> tuple[str, ...]:
     return tuple(a for a in layer.sizes if a.startswith("b"))
 
 
-def _key(layer: Layer) -> str:
+def _key(layer: LayerRead) -> str:
     """The letter of the heads of keys and values."""
     return "g" if "g" in layer.sizes else "h"
 
 
-def _of_one_projection(layer: Layer) -> dict[str, LayerOperand | None]:
+def _of_joint_projection(layer: LayerRead) -> dict[str, LayerOperand | None]:
     """The weight and the bias of queries, keys and values together."""
     columns = tuple(f"n{i}" for i in range(8))
     weight = LayerOperand(_as_columns(layer.q.w, layer), (("e",), columns))
     return {"qkv": weight, "qkv_bias": layer.q.bias and LayerOperand(_as_columns(layer.q.bias, layer), (columns,))}
 
 
-def _of_projections(layer: Layer) -> dict[str, LayerOperand | None]:
+def _of_projections(layer: LayerRead) -> dict[str, LayerOperand | None]:
     """The weights and biases of queries, keys and values, each its own."""
     found: dict[str, LayerOperand | None] = {}
     key = _key(layer)
@@ -119,7 +119,7 @@ def _of_projections(layer: Layer) -> dict[str, LayerOperand | None]:
     return found
 
 
-def _of_feed_forward(layer: Layer) -> dict[str, LayerOperand | None]:
+def _of_feed_forward(layer: LayerRead) -> dict[str, LayerOperand | None]:
     """The weights and biases of its two or three products."""
     found: dict[str, LayerOperand | None] = {}
     for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
@@ -130,7 +130,7 @@ def _of_feed_forward(layer: Layer) -> dict[str, LayerOperand | None]:
     return found
 
 
-def _of_caches(layer: Layer) -> dict[str, LayerOperand | None]:
+def _of_caches(layer: LayerRead) -> dict[str, LayerOperand | None]:
     """The keys and values of the tokens before, and where this call's are written, if there are any."""
     if layer.key_cache is None or layer.value_cache is None:
         return {}
@@ -142,11 +142,11 @@ def _of_caches(layer: Layer) -> dict[str, LayerOperand | None]:
     }
 
 
-def _in_parts(side: Side, layer: Layer) -> Side:
+def _in_parts(side: Side, layer: LayerRead) -> Side:
     return Side(side.nid, tuple(tuple(p for a in axis for p in layer.parts(a)) for axis in side.shown))
 
 
-def _as_columns(side: Side, layer: Layer) -> Side:
+def _as_columns(side: Side, layer: LayerRead) -> Side:
     """The one weight of queries, keys and values, with letters of its own for its columns."""
     shown, count = [], 0
     for axis in side.shown:
@@ -170,7 +170,7 @@ def _length(atoms: Atoms, sizes: Mapping[str, int]) -> int:
 # -- the region -------------------------------------------------------------------------------------------------------
 
 
-def site_of(search: Search, view: CanonicalView, layer: Layer, attention: Candidate) -> LayerSite:
+def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Candidate) -> LayerSite:
     """The layer cut out of its block.
 
     Args:
@@ -203,7 +203,7 @@ def site_of(search: Search, view: CanonicalView, layer: Layer, attention: Candid
     return LayerSite(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
 
 
-def _read_by_tables(tables: Mapping[str, Table]) -> dict[str, Value]:
+def _read_by_tables(tables: Mapping[str, RotaryTable]) -> dict[str, Value]:
     """Leaf -> what tables are made of."""
     return {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
 
@@ -236,7 +236,7 @@ def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) ->
             raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
 
 
-def _factor(base: CanonicalView, region: Region, layer: Layer) -> float:
+def _factor(base: CanonicalView, region: Region, layer: LayerRead) -> float:
     """What the op's scores are multiplied by, besides the attention's scale: the layer's factor, less what its weights have already.
 
     Raises:
@@ -329,7 +329,7 @@ def _base_id(view: CanonicalView, base: CanonicalView, nid: int) -> int:
     return base.ref[_raw(view, nid, None).id].nid
 
 
-def _others(view: CanonicalView, layer: Layer, region: Region) -> tuple[Made, ...]:
+def _others(view: CanonicalView, layer: LayerRead, region: Region) -> tuple[FurtherResult, ...]:
     """The keys and values that something beside the layer reads.
 
     Raises:
@@ -339,13 +339,13 @@ def _others(view: CanonicalView, layer: Layer, region: Region) -> tuple[Made, ..
     for of_values, cache, own in ((False, layer.key_cache, layer.keys), (True, layer.value_cache, layer.values)):
         sides = [own] if cache is None else [Side(cache.node, cache.shown)]
         known.update({side.nid: (side, of_values) for side in sides})
-    found: dict[int, Made] = {}
+    found: dict[int, FurtherResult] = {}
     for leak in escapes(region):
         ref = view.ref.get(leak.value.id)
         if ref is None or ref.nid not in known or ref.coef != 1:
             raise Unread(escape_text(leak), ref.nid if ref is not None else layer.attention, "escapes")
         side, of_values = known[ref.nid]
-        found[leak.value.id] = Made(leak.value, side, of_values)
+        found[leak.value.id] = FurtherResult(leak.value, side, of_values)
     return tuple(found.values())
 
 
@@ -367,9 +367,9 @@ def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
     products, inner = found
     if len(products) > 1 or len(inner) > 1:
         raise NotARegion(f"its products ask for different precisions: {', '.join(sorted({**products, **inner}))}")
-    one, two = (next(iter(f.values()), None) for f in found)
-    if str(one) == str(two):
-        return one, None
-    if two is None:
-        raise NotARegion(f"its products ask for precision {one}, and those of the attention for none")
-    return one, two
+    of_products, of_attention = (next(iter(f.values()), None) for f in found)
+    if str(of_products) == str(of_attention):
+        return of_products, None
+    if of_attention is None:
+        raise NotARegion(f"its products ask for precision {of_products}, and those of the attention for none")
+    return of_products, of_attention

@@ -37,25 +37,25 @@ class Found:
 
 def rows(found: Sequence[Found]) -> Iterator[list[Found]]:
     """The layers in rows, each as long as can be: one alone is a row of one."""
-    after = {one.reads.id: one for one in found}
-    continued = {one.gives.id for one in found if (n := after.get(one.gives.id)) is not None and _joins(one, n)}
-    for one in found:
-        if one.reads.id in continued:
+    after = {layer.reads.id: layer for layer in found}
+    continued = {layer.gives.id for layer in found if (n := after.get(layer.gives.id)) is not None and _joins(layer, n)}
+    for layer in found:
+        if layer.reads.id in continued:
             continue
-        row = [one]
+        row = [layer]
         while row[-1].gives.id in continued:
             row.append(after[row[-1].gives.id])
         yield from _convex(row)
 
 
-def _joins(one: Found, two: Found) -> bool:
+def _joins(first: Found, second: Found) -> bool:
     """Whether two layers are alike, see the same keys, and nothing but the second reads what the first gives."""
-    block = one.region.block
-    inside = two.candidate.node_ids  # what is in its support something else reads too
-    alone = one.gives.id not in block.returned and all(n.id in inside for n in block.users.get(one.gives.id, ()))
-    if not alone or _kind(one) != _kind(two) or one.planned.gives != two.planned.takes:
+    block = first.region.block
+    inside = second.candidate.node_ids  # what is in its support something else reads too
+    alone = first.gives.id not in block.returned and all(n.id in inside for n in block.users.get(first.gives.id, ()))
+    if not alone or _kind(first) != _kind(second) or first.planned.gives != second.planned.takes:
         return False
-    mine, theirs = one.region.leaves, two.region.leaves
+    mine, theirs = first.region.leaves, second.region.leaves
     return all(made_alike(block, mine[n], theirs[n]) for n in mine if _is_shared(n) and n != "x")
 
 
@@ -63,27 +63,31 @@ def _is_shared(name: str) -> bool:
     return name in ("x", "step") or name.startswith(("mask:", "table:"))
 
 
-def _kind(one: Found) -> Any:
+def _kind(layer: Found) -> Any:
     """What a layer is, whatever its weights: its equations and all, since masks and steps are made by the first layer's for the row."""
-    return tuple(sorted(one.planned.attrs.items(), key=str)), tuple(one.planned.makers), region_signature(one.region)
+    return (
+        tuple(sorted(layer.planned.attrs.items(), key=str)),
+        tuple(layer.planned.makers),
+        region_signature(layer.region),
+    )
 
 
 def _convex(row: list[Found]) -> Iterator[list[Found]]:
     """The row, or its layers one by one where a later one reads what is made of an earlier one's keys."""
     if len(row) > 1:
-        region = joined(row)
+        region = region_of_row(row)
         if waits_for_itself(region.block, region.inputs, region.roots) is not None:
-            yield from ([one] for one in row)
+            yield from ([layer] for layer in row)
             return
     yield row
 
 
-def joined(row: Sequence[Found]) -> Region:
+def region_of_row(row: Sequence[Found]) -> Region:
     """The regions of a row as one."""
-    nodes: dict[int, Node] = {n.id: n for one in row for n in one.region.nodes}
-    support = {n.id: n for one in row for n in one.region.support if n.id not in nodes}
+    nodes: dict[int, Node] = {n.id: n for layer in row for n in layer.region.nodes}
+    support = {n.id: n for layer in row for n in layer.region.support if n.id not in nodes}
     first, last = row[0].region, row[-1].region
-    others = tuple(v for one in row for v in one.region.others)
+    others = tuple(v for layer in row for v in layer.region.others)
     inner, beside = (tuple(kept[i] for i in sorted(kept)) for kept in (nodes, support))
     return Region(first.block, last.root, _leaves_of(row), inner, beside, first.known, others)
 
@@ -91,8 +95,8 @@ def joined(row: Sequence[Found]) -> Region:
 def _leaves_of(row: Sequence[Found]) -> dict[str, Value]:
     """The leaves of a row: what its layers share as the first has it, and each layer's own with its number."""
     leaves = {n: v for n, v in row[0].region.leaves.items() if _is_shared(n)}
-    for i, one in enumerate(row):
-        leaves |= {f"{n}.{i}": v for n, v in one.region.leaves.items() if not _is_shared(n)}
+    for i, layer in enumerate(row):
+        leaves |= {f"{n}.{i}": v for n, v in layer.region.leaves.items() if not _is_shared(n)}
     return leaves
 
 
@@ -102,14 +106,14 @@ def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None
     attrs = {**row[0].planned.attrs, "layers": len(row)}
     makers: dict[str, Maker] = {}
     results: list[Maker] = [_of_results(row[-1].planned.results[0], len(row) - 1)]
-    for i, one in enumerate(row):
-        numbers = [where.get(v.id) for v in one.region.inputs]
-        for name, make in one.planned.makers.items():
+    for i, layer in enumerate(row):
+        numbers = [where.get(v.id) for v in layer.region.inputs]
+        for name, make in layer.planned.makers.items():
             if "." in name:
                 makers[f"{name.partition('.')[0]}.{i}"] = _of_inputs(make, numbers)
             elif i == 0:
                 makers[name] = _of_inputs(make, numbers)
-        results += [_of_results(result, i) for result in one.planned.results[1:]]
+        results += [_of_results(result, i) for result in layer.planned.results[1:]]
     return plan_by(attrs, makers, results, implementation)
 
 

@@ -71,14 +71,14 @@ class StreamWalk(ProjectionWalk):
         if end.shown == x.shown or [n.op for n in users] != ["reshape"] or self._is_returned(end.nid):
             return end
         try:
-            made = self.after_reshape(users[0], end.shown)
+            parted = self.after_reshape(users[0], end.shown)
         except Unread:
             return end
-        return made if made.shown == x.shown else end
+        return parted if parted.shown == x.shown else end
 
-    def same_value(self, one: Side, other: Side) -> bool:
+    def same_value(self, first: Side, second: Side) -> bool:
         """Whether two values are one, whatever their rows."""
-        return one == other or self.in_rows(one) == self.in_rows(other)
+        return first == second or self.in_rows(first) == self.in_rows(second)
 
     def in_rows(self, side: Side) -> Side:
         """What a value is made of by reshapes; itself where one of them deals out rows in another way."""

@@ -1,0 +1,137 @@
+"""An attention that matches, proposed as the op: of the heads that it repeats or those repeated, with a key for its dropout mask or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from ....graph.matching.region import NotARegion, Region, escapes
+from ...engine.base import option, propose, reason_to_tell
+from ...engine.outcomes import Candidate, Rejection
+from .conditions import AttentionConditions
+from .dropout import NotDrawn, draw_of, kept_as_data
+from .forms import Reading
+from .masks import Masking
+from .plan import NOT_REPEATED, attention_attributes, attention_plan, keyed_plan, moved_by, present_changes
+from .regions import without
+from .repeated_heads import Repeated, without_repeats
+from .scores import NEGATED
+
+
+class AttentionProposals(AttentionConditions):
+    """A site at the product that weighs the values, once its conditions hold: the op that it becomes."""
+
+    def of_either_heads(
+        self, read: Reading, region: Region, dropped: frozenset[str], known: tuple[Masking, float, tuple[str, ...]]
+    ) -> Candidate | Rejection:
+        """The site of the heads that it repeats, where that is one; else of those that are repeated, which it gives way to.
+
+        `known`: the masks, the factor on the result, the notes.
+        """
+        few = self.of_fewer_heads(read, region, known[0])
+
+        def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
+            rest = without(region, dropped), *known
+            leaks = escapes(region)
+            if not leaks:
+                return self.proposed(read, *rest, None, repeated)
+            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            if read.tail.sink is not None:
+                edit += "; the fused op drops that of the sink"
+            problem = self.escaping(leaks[0], edit, region.nodes, region=region)
+            return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
+
+        first = None if few is None else outcome(*few)
+        return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+
+    def of_fewer_heads(
+        self, read: Reading, region: Region, masks: Masking
+    ) -> tuple[Region, Mapping[str, Repeated]] | None:
+        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
+        be heads as well, but more would be permuted then than repeated.
+        """
+        few = without_repeats(self.view, read.match, region)
+        plain = moved_by(self.view, read, region, masks)
+        return few if few is not None and moved_by(self.view, read, few[0], masks, few[1]) <= plain else None
+
+    def proposed(
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        factor: float,
+        notes: tuple[str, ...],
+        problem: Rejection | None,
+        repeated: Mapping[str, Repeated],
+    ) -> Candidate | Rejection:
+        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
+
+        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
+        """
+        attrs = attention_attributes(read, region, self.scale(read, region), masks, factor)
+        attrs["precision"] = self.precision(region)
+        if option(self.search, self.pass_, "deterministic"):
+            attrs["deterministic"] = True
+
+        def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
+            plan = attention_plan(self.search, read, region, masks, attrs, repeated)
+            outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
+            if not isinstance(outcome, Candidate):
+                return reason_to_tell(problem, outcome)
+            return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
+
+        try:
+            outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
+        except NotDrawn as reason:
+            return as_data(
+                *kept_as_data(self.view, [region.leaves[c.leaf] for c in present_changes(read, region)], reason)
+            )
+        return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
+
+    def drawn_again(
+        self,
+        read: Reading,
+        region: Region,
+        masks: Masking,
+        attrs: dict[str, Any],
+        notes: tuple[str, ...],
+        repeated: Mapping[str, Repeated],
+    ) -> Candidate:
+        """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
+        factors = present_changes(read, region)
+        if len(factors) != 1 or read.tail.of_some_keys:
+            raise NotDrawn("there are other factors beside it" if factors else "no factors are read")
+        draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
+        if factors[0].kind == "hidden":
+            raise NotDrawn("it is True where an entry is dropped, and the op draws what it keeps")
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), repeated)
+        outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
+        if isinstance(outcome, Rejection):
+            raise NotDrawn(outcome.sentence)
+        return outcome
+
+    def scale(self, read: Reading, region: Region) -> float:
+        """The factor on q k^T that the bound operands do not carry themselves."""
+        scalars = read.match.scalars
+        sign = -1.0 if read.steps == NEGATED else 1.0
+        return sign * scalars.get("scale", 1.0) * scalars.get("cap", 1.0) / self.carried(region, ("q", "k"))
+
+    def precision(self, region: Region) -> Any:
+        """What the user asked of the products; None for the default."""
+        asked = {str(p): p for n in region.nodes if n.primitive == "dot_general" for p in (n.params.get("precision"),)}
+        if region.root.dtype != jnp.float32:
+            return None  # 16-bit products accumulate in float32 whatever is asked
+        if len(asked) > 1:
+            raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
+        return next(iter(asked.values()), None)
+
+
+def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:
+    """A site that gives way, at the end of what it gives way to, to what `last` gives."""
+    give = site.otherwise
+    if give is None:
+        return site
+    return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])

@@ -1,0 +1,79 @@
+"""The verb compare, and the measured comparison that it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+from ..evidence.comparison import Evidence, measure
+from .fused import Fused
+from .lab import not_swallowed
+from .shown import fields_of
+
+
+class Comparison(Evidence):
+    """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
+
+    def plot(self, ax: Any = None, **kwargs: Any) -> Any:
+        """Timing before and after; returns matplotlib Axes."""
+        from ..viz.plots import plot_timing
+
+        return plot_timing(self, ax=ax, **kwargs)
+
+    def _repr_html_(self) -> str:
+        from ..viz.html.report import evidence_summary_html
+
+        return evidence_summary_html(self)
+
+    def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
+        """Errors of both versions against float64; returns matplotlib Axes."""
+        from ..viz.plots import plot_errors
+
+        return plot_errors(self, ax=ax, **kwargs)
+
+    def plot_ulps(self, ax: Any = None, **kwargs: Any) -> Any:
+        """How many elements are how many units in the last place from float64; returns matplotlib Axes."""
+        from ..viz.plots import plot_ulps
+
+        return plot_ulps(self, ax=ax, **kwargs)
+
+    def to_html(self, path: Any = None) -> str:
+        """A self-contained report; written to `path` when given."""
+        from ..output import write_file
+        from ..viz.html.report import evidence_html
+
+        text = evidence_html(self)
+        if path is not None:
+            write_file(path, text)
+        return text
+
+
+def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
+    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
+
+    Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
+    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
+
+    Args:
+      fn, fused: the original and the version to judge.
+      *args: arrays to run on.
+      grad: also compare gradients, and time value-and-gradient.
+      **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
+        cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
+        that are not named here are those that `fused` was made with.
+
+    Raises:
+      ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is no array
+        and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
+    """
+    own = signature(measure).parameters
+    kwargs = {k: v for k, v in options.items() if k not in own}
+    not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
+    if not isinstance(fused, Fused):
+        return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
+    options = fused.__fusionlab_jit__.static | options
+    found, fusing = fused.selected(*args, **kwargs)
+    options.setdefault("same_code", all(c.same_code for c in fusing))
+    evidence = measure(fn, fused, *args, grad=grad, **options)
+    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))
