@@ -69,15 +69,15 @@ def _declined_for(graph: Graph, found: Findings) -> Findings:
         return tuple(sorted(nodes[i] for i in ids if i in nodes))
 
     def symbolic(site: Candidate) -> Rejection:
-        said = f"{site.formula} is a site at any numbers, and the sizes of this program are symbolic ({names})"
+        sentence = f"{site.formula} is a site at any numbers, and the sizes of this program are symbolic ({names})"
         edit = "export the fused function at numbers, one for each size that is served"
         ids, whole = here(site.node_ids), site.nodes_before
-        told = (site.id, site.pass_name, "symbolic", said, ids, frozenset(ids), whole, whole, site.source)
-        return Rejection(*told, edit=edit, concepts=site.concepts)
+        fields = (site.id, site.pass_name, "symbolic", sentence, ids, frozenset(ids), whole, whole, site.source)
+        return Rejection(*fields, edit=edit, concepts=site.concepts)
 
-    def as_here(one: Rejection) -> Rejection:
-        told = {"node_ids": here(one.node_ids), "site_ids": frozenset(here(one.site_ids))}
-        return replace(one, **told, region=None, backward=None)
+    def as_here(rejection: Rejection) -> Rejection:
+        ids_here = {"node_ids": here(rejection.node_ids), "site_ids": frozenset(here(rejection.site_ids))}
+        return replace(rejection, **ids_here, region=None, backward=None)
 
     ledger = (*map(as_here, found.rejections), *map(symbolic, found.candidates))
     ordered = sorted(ledger, key=lambda r: min(r.site_ids, default=0))
@@ -185,10 +185,10 @@ def _unread(
 def _unread_by(pass_: Pass, block: Block, fault: Fault) -> Rejection:
     nodes = tuple(n.id for n in block.nodes)
     where = f"the body {block.path}" if block.path else "the program"
-    told = ("uncertified", f"{where} of {len(nodes)} nodes was not searched: {fault}", nodes, frozenset(nodes))
+    fields = ("uncertified", f"{where} of {len(nodes)} nodes was not searched: {fault}", nodes, frozenset(nodes))
     first = block.nodes[0]
-    told = (f"{pass_.name}@{first.scope}", pass_.name, *told, 0, len(nodes), first.source)
-    return Rejection(*told, origin=fault.origin, failed=True)
+    fields = (f"{pass_.name}@{first.scope}", pass_.name, *fields, 0, len(nodes), first.source)
+    return Rejection(*fields, origin=fault.origin, failed=True)
 
 
 def _settled(
@@ -239,13 +239,15 @@ def _number(
         ids[id(item)] = f"{item.id}#{counter[item.id]}"
     winners = {str(key): name for key, name in ids.items()}
 
-    def told(item: Candidate | Rejection) -> Any:
+    def backward_of(item: Candidate | Rejection) -> Any:
         idle = isinstance(item, Candidate) and bool(item.idle)
         return item.backward and replace(item.backward, site=ids[id(item)], idle=idle)
 
-    new_c = tuple(replace(c, id=ids[id(c)], backward=told(c)) for c in sorted(candidates, key=lambda c: first[id(c)]))
+    new_c = tuple(
+        replace(c, id=ids[id(c)], backward=backward_of(c)) for c in sorted(candidates, key=lambda c: first[id(c)])
+    )
     new_r = tuple(
-        replace(r, id=ids[id(r)], winner=winners.get(r.winner or ""), backward=told(r))
+        replace(r, id=ids[id(r)], winner=winners.get(r.winner or ""), backward=backward_of(r))
         for r in sorted(rejections, key=lambda r: first[id(r)])
     )
     return new_c, new_r

@@ -115,7 +115,7 @@ def _check_gradient(name: str, value: Any, chosen: Mapping[str, Any]) -> None:
 _SITE_ID = re.compile(r"(\w+)@.*#\d+")
 
 
-def site_names(names: Iterable[str] | str, registry: Iterable[str], what: str) -> tuple[str, ...]:
+def site_names(names: Iterable[str] | str, registry: Iterable[str], argument: str) -> tuple[str, ...]:
     """What `skip=` and `only=` take, as a tuple: pass names and site ids ("gemm_epilogue@encoder/mlp#1"); one may stand alone.
 
     Raises:
@@ -125,8 +125,8 @@ def site_names(names: Iterable[str] | str, registry: Iterable[str], what: str) -
     passes = tuple(registry)
     for name in names:
         if not isinstance(name, str):
-            raise ArgumentError(f"{what}: got {name!r:.80}, needed pass names and site ids, as text")
+            raise ArgumentError(f"{argument}: got {name!r:.80}, needed pass names and site ids, as text")
         site = _SITE_ID.fullmatch(name)
         if (site.group(1) if site else name) not in passes:
-            raise unknown_name(f"pass or site in {what}", name, (*passes, "<pass>@<scope>#<number>"))
+            raise unknown_name(f"pass or site in {argument}", name, (*passes, "<pass>@<scope>#<number>"))
     return names

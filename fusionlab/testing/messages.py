@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..fusers import Candidate, Findings, Rejection
-from ..fusers.engine.grouping import nameless, together, which
+from ..fusers.engine.grouping import grouped_by, nameless, which
 from ..graph.program.scopes import Source
 from .survivors import Survivor
 
@@ -62,7 +62,7 @@ def nearest_lines(found: Findings, items: Sequence[Candidate | Rejection]) -> li
     """The near misses told: code, sentence, the user's line, the edit. Alike ones are told together."""
     if not items:
         return ["nearest miss: none; no site was declined, so nothing else in the program looks like one"]
-    groups = together(items, lambda i: (i.pass_name, _code(i), nameless(_why(i))))
+    groups = grouped_by(items, lambda i: (i.pass_name, _code(i), nameless(_why(i))))
     lines = ["nearest miss:"]
     for alike in groups[:_MOST]:
         first = alike[0]

@@ -31,8 +31,6 @@ from ...graph.settings import unwrapped
 from ...kernels import OPS
 from ...kernels.op.implementation import LeftToXLA
 from ...kernels.op.op import Op
-from .declining import anchor_text as anchor_text
-from .declining import escape_text as escape_text
 from .declining import examined as examined
 from .declining import faulty as faulty
 from .declining import reason_to_tell as reason_to_tell
@@ -40,6 +38,8 @@ from .declining import reject as reject
 from .other_numbers import notes_of
 from .outcomes import Backend, Candidate, Rejection, Residual
 from .unfit import unfit
+from .wording import anchor_text as anchor_text
+from .wording import escape_text as escape_text
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
@@ -195,6 +195,7 @@ def propose(
     problem = unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
+    # Results of 16 bits are computed in float32, all others in their own dtype: what is wider inside would lose bits.
     arithmetic = arithmetic_of(region.root.dtype)
     wide = wider_in(region, arithmetic)
     if wide is not None:
@@ -219,9 +220,9 @@ def propose(
     if not facts.verdict.ok:
         code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
         return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)
-    said = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
-    if isinstance(said, str):
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {said}"
+    notes_or_reason = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
+    if isinstance(notes_or_reason, str):
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {notes_or_reason}"
         return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
     left = facts.left
     if left is not None and left.is_declined:
@@ -229,7 +230,7 @@ def propose(
         edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
         return reject(search, name, left.kind.value, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
-    return _candidate(name, region, plan, anchor, facts, left if search.by_default else None, said, concepts)
+    return _candidate(name, region, plan, anchor, facts, left if search.by_default else None, notes_or_reason, concepts)
 
 
 def _candidate(
@@ -309,14 +310,14 @@ def _named(backends: Sequence[Backend]) -> str:
 def _asked(region: Region) -> str:
     """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
     asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
-    told_of = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
-    return f" ({'; '.join(told_of)}, which the fused op's own product cannot be asked for)" if asking else ""
+    requests = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
+    return f" ({'; '.join(requests)}, which the fused op's own product cannot be asked for)" if asking else ""
 
 
 def wider_text(node: Node, dtype: Any) -> str:
     """The sentence for a node that computes wider than the fused op would, in `dtype`."""
-    made = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
-    return f"{anchor_text(node)} computes in {made} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
+    widest = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
+    return f"{anchor_text(node)} computes in {widest} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
 
 
 def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutcome | None) -> _Facts:
@@ -332,11 +333,12 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
                 if refusal := _refusal(able, asked):
                     return _Facts(ProofOutcome(None), backends=able, refused=refusal)
             traced = functools.cache(lambda: _program(plan, avals, region.sums))
-            what = (plan.op.name, tuple(sorted(plan.attrs.items())))
-            verdict = proof or _proved(search, region, plan, what, lambda: traced()[0])
+            plan_key = (plan.op.name, tuple(sorted(plan.attrs.items())))
+            verdict = proof or _proved(search, region, plan, plan_key, lambda: traced()[0])
             if not verdict.ok:
                 return _Facts(verdict)
             program, operands = traced()
+    # Explicit mesh axes are a part of JAX's types: the tracing raises where an operation has none for its result.
     except Misplaced as error:
         return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
@@ -365,21 +367,21 @@ def _program(plan: Substitution, avals: Sequence[Any], sums: DeviceSums) -> tupl
 
 
 def _proved(
-    search: Search, region: Region, plan: Substitution, what: Any, program: Callable[[], Block]
+    search: Search, region: Region, plan: Substitution, plan_key: Any, program: Callable[[], Block]
 ) -> ProofOutcome:
     """Whether a plan, which is traced to `program`, gives every root of a region, in values and in gradients."""
     derivative = search.derivatives.jaxpr if search.derivatives is not None else None
     ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
     if not region.others:
-        return search.certifier.region(region, plan.call, what, derivative, program if ours else None)
+        return search.certifier.region(region, plan.call, plan_key, derivative, program if ours else None)
     lost: dict[str, None] = {}
     edge = regained = False
     for i, root in enumerate(region.roots):
 
-        def one(*inputs: Any, i: int = i) -> Any:
+        def result(*inputs: Any, i: int = i) -> Any:
             return plan.call(*inputs)[i]
 
-        verdict = search.certifier.region(region.of(root), one, (*what, i, len(region.roots)))
+        verdict = search.certifier.region(region.of(root), result, (*plan_key, i, len(region.roots)))
         if not verdict.ok:
             return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
         lost.update(dict.fromkeys(verdict.lost))

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...graph.matching.region import Escape
 from ...graph.program.boundary import Fault, guarded
 from ...graph.program.ir import Node
 from .outcomes import LEFT_TO_XLA, Candidate, Rejection
+from .wording import anchor_text as anchor_text
 
 if TYPE_CHECKING:
     from .base import Search
 
 # Codes that stand before what else reads a site's inner values: whoever that is, it is not fused.
 _BEFORE = LEFT_TO_XLA | {"implementation", "dtype"}
-_RESULTS = 3  # results of one node that a sentence names
 FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(loss))"
 
 
@@ -53,18 +52,18 @@ def reject(
 
 def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
     """The rejection of a place that FusionLab failed at."""
-    told = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
-    return replace(told, origin=fault.origin, failed=True)
+    rejection = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
+    return replace(rejection, origin=fault.origin, failed=True)
 
 
 def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
     """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
 
     def found() -> list[Candidate | Rejection]:
-        made = examine()
-        if made is None:
+        outcome = examine()
+        if outcome is None:
             return []
-        return [made] if isinstance(made, Candidate | Rejection) else list(made)
+        return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
 
     return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
 
@@ -83,16 +82,3 @@ def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
     return replace(
         problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit
     )
-
-
-def anchor_text(node: Node) -> str:
-    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node; of many results the first ones."""
-    more = len(node.outputs) - _RESULTS
-    outs = ", ".join(map(repr, node.outputs[:_RESULTS])) + (f" and {more} more" if more > 0 else "")
-    return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
-
-
-def escape_text(escape: Escape) -> str:
-    """ "%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
-    reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
-    return f"{anchor_text(escape.node)} {reader}"

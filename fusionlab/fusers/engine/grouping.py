@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .outcomes import Candidate
 
 
-def together(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
+def grouped_by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
     """Items with the same key together, in order of first appearance."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
@@ -23,14 +23,14 @@ def nameless(sentence: str) -> str:
     return re.sub(r"%\d+|\([^\s()]+:\d+\)", "", sentence)
 
 
-def which(alike: list[Any], what: str = "sites") -> str:
+def which(alike: list[Any], noun: str = "sites") -> str:
     """ "gemm_epilogue@mlp#1 at model.py:12"; "12 sites, gemm_epilogue@layer_0#1 and more at model.py:12, ..."."""
     sources = list(dict.fromkeys(str(item.source) for item in alike if item.source))
     at = f" at {', '.join(sources[:3])}{', ...' if len(sources) > 3 else ''}" if sources else ""
-    return f"{alike[0].id}{at}" if len(alike) == 1 else f"{len(alike)} {what}, {alike[0].id} and more{at}"
+    return f"{alike[0].id}{at}" if len(alike) == 1 else f"{len(alike)} {noun}, {alike[0].id} and more{at}"
 
 
-def counted(codes: list[str]) -> list[str]:
+def code_counts(codes: list[str]) -> list[str]:
     """["rank", "bias x2"]: each code once, in order of first appearance."""
     return [c if (n := codes.count(c)) == 1 else f"{c} x{n}" for c in dict.fromkeys(codes)]
 

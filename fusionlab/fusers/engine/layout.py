@@ -24,7 +24,7 @@ Groups = Sequence[Sequence[int]]  # of the axes of an op's operand: the classes 
 BROADCAST = -1  # in place of a class: the value repeats itself along this axis
 
 
-def places(region: Region) -> dict[str, int]:
+def input_positions(region: Region) -> dict[str, int]:
     """Leaf -> which of the site's inputs it is."""
     position = {v.id: i for i, v in enumerate(region.inputs)}
     return {name: position[v.id] for name, v in region.leaves.items()}
@@ -83,7 +83,7 @@ def regrouped_as(match: Match, view: CanonicalView, leaf: str, value: Value) -> 
     (edge,) = node.operands
     present = [a for a in edge.axes if a >= 0]
 
-    def made(x: Any) -> Any:
+    def regroup(x: Any) -> Any:
         whole = x[tuple(0 if n == 1 else slice(None) for n in x.shape)]
         whole = whole.transpose([ref.dims.index(a) for a in present])
         sizes = iter(whole.shape)
@@ -92,7 +92,7 @@ def regrouped_as(match: Match, view: CanonicalView, leaf: str, value: Value) -> 
         full = as_array.broadcast_to(thin, [n if a >= 0 else ~a for a, n in zip(edge.axes, thin.shape, strict=True)])
         return full.reshape(node.shape)
 
-    return made
+    return regroup
 
 
 def axes_of_leaf(match: Match, view: CanonicalView, leaf: str) -> AxisClasses:
@@ -101,13 +101,13 @@ def axes_of_leaf(match: Match, view: CanonicalView, leaf: str) -> AxisClasses:
     return tuple(match.axes[pid, d] for d in range(len(view.nodes[match.nodes[pid]].shape)))
 
 
-def told_beside(
+def constant_with_axes(
     match: Match, view: CanonicalView, leaf: str, value: Value, array: np.ndarray
 ) -> tuple[np.ndarray, AxisClasses]:
     """A constant that a leaf is, bound to `value`, as an array with its axes."""
-    made = regrouped_as(match, view, leaf, value)
-    if made is not None:
-        return made(array), axes_of_leaf(match, view, leaf)
+    regroup = regrouped_as(match, view, leaf, value)
+    if regroup is not None:
+        return regroup(array), axes_of_leaf(match, view, leaf)
     return array, axes_of(match, view, match.leaf_id(leaf), value, broadcast=True)
 
 
@@ -116,16 +116,16 @@ def _met(
 ) -> int | None:
     """The class of the axis that an axis of `value` meets where the site reads it, through views; else `BROADCAST`."""
     for node in view.block.users.get(value.id, ()):
-        made = node.outputs[0]
+        result = node.outputs[0]
         if node.id not in inside:
             continue
         if node.primitive in VIEWS:
             at = moved(node, axis)
-            met = BROADCAST if at is None else _met(match, view, inside, of_node, made, at)
+            met = BROADCAST if at is None else _met(match, view, inside, of_node, result, at)
         else:
-            pattern_node = of_node.get(view.ref[made.id].nid)
-            alike = pattern_node is not None and made.shape == value.shape
-            met = axes_of(match, view, pattern_node, made, broadcast=True)[axis] if alike else BROADCAST  # type: ignore[arg-type]
+            pattern_node = of_node.get(view.ref[result.id].nid)
+            alike = pattern_node is not None and result.shape == value.shape
+            met = axes_of(match, view, pattern_node, result, broadcast=True)[axis] if alike else BROADCAST  # type: ignore[arg-type]
         if met != BROADCAST:
             return met
     return BROADCAST
@@ -158,7 +158,7 @@ def present(axes: AxisClasses) -> list[int]:
     return [c for c in axes if c is not None]
 
 
-def in_order(axes: AxisClasses, classes: Sequence[int | None]) -> tuple[int, ...]:
+def ordered_classes(axes: AxisClasses, classes: Sequence[int | None]) -> tuple[int, ...]:
     """The classes, in the order they have in `axes`; those it lacks come last."""
     present = [c for c in axes if c is not None and c in classes]
     return tuple(present + [c for c in classes if c is not None and c not in present])

@@ -8,7 +8,7 @@ from ...graph.canonical.nodes import ONE
 from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Miss
 from ...graph.program.ir import Node, Value
-from .declining import anchor_text
+from .wording import anchor_text
 
 # What a canonical node is to a reader, where no pass has a better word.
 _WORDS = {
@@ -31,15 +31,14 @@ def sentence_of(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[st
         return _factor(view, miss, anchor)
     if miss.wanted is None:
         return f"{anchor_text(anchor)}: {miss.reason}"
-    target, bound = shown(view, miss.target, anchor), miss.known.get(miss.wanted)
+    target, bound = canonical_text(view, miss.target, anchor), miss.known.get(miss.wanted)
     if bound is not None:
-        return f"{target} and {shown(view, bound, anchor)} are two values, read where one is needed in both places{_at(view, miss, anchor)}"
+        both = f"{target} and {canonical_text(view, bound, anchor)}"
+        return f"{both} are two values, read where one is needed in both places{_at(view, miss, anchor)}"
     reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
     if reader is None:
         return f"{target} stands where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
-    return (
-        f"{shown(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
-    )
+    return f"{canonical_text(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
 
 
 def _at(view: CanonicalView, miss: Miss, anchor: Node) -> str:
@@ -68,8 +67,8 @@ def _factor(view: CanonicalView, miss: Miss, anchor: Node) -> str:
     wanted = f"{float(miss.pattern.nodes[pid].operands[i].coef):g}"
     if edge is not None:
         wanted = miss.reason.rpartition("pattern has ")[2]
-    reads = "has the number" if operand == ONE else f"reads {shown(view, operand, anchor)} times"
-    return f"{shown(view, miss.target, anchor)} {reads} {coef:g}, where {wanted} is needed"
+    reads = "has the number" if operand == ONE else f"reads {canonical_text(view, operand, anchor)} times"
+    return f"{canonical_text(view, miss.target, anchor)} {reads} {coef:g}, where {wanted} is needed"
 
 
 def _axis(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
@@ -78,10 +77,10 @@ def _axis(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str
     names, size = miss.leaves
     of = {name: miss.known[pid] for pid, name in miss.pattern.leaf_of.items() if pid in miss.known}
 
-    def told(some: Iterable[str]) -> str:
+    def listed(some: Iterable[str]) -> str:
         return " and ".join(f"{words.get(n.rstrip('0123456789'), n)} {value_of(view, of[n])}" for n in some if n in of)
 
-    having, lacking = told(names), told(n for n in of if n not in names)
+    having, lacking = listed(names), listed(n for n in of if n not in names)
     if not having:
         return f"{anchor_text(anchor)} has an axis of {size} entries that none of its operands has"
     return f"{anchor_text(anchor)}: an axis of {size} entries is one of {having}" + (
@@ -95,7 +94,7 @@ def value_of(view: CanonicalView, nid: int) -> str:
     return repr(values[0]) if values else "of no name"
 
 
-def shown(view: CanonicalView, nid: int, anchor: Node) -> str:
+def canonical_text(view: CanonicalView, nid: int, anchor: Node) -> str:
     """A canonical node as the program has it: the operation that makes it, with its line, or the value that is given."""
     if nid == ONE:
         return "a number"

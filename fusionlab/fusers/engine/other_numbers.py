@@ -44,15 +44,17 @@ def _out_of_reach(op: str, dtype: Any) -> bool:
 def notes_of(view: Any, region: Region, op: str, verdict: ProofOutcome, notes: Sequence[str]) -> tuple[str, ...] | str:
     """The notes with what the proof has shown beside them; a sentence where the site has to stay as it is."""
     found, dtype = list(notes), region.root.dtype
+    # The softmax of a row of minus infinities is NaN; an attention op gives 0 there.
     if verdict.lost and NOTE not in found:
         if op not in _ATTENDS:
             return f"its {verdict.lost[0]} is NaN where a mask hides everything, which would become a number"
         if asked := nan_test(view, region.root):
             return f"{NOTE}, and {asked!r} asks where the NaN are"
         found.append(NOTE)
-    told = "\n".join(found)
-    if verdict.edge and not _out_of_reach(op, dtype) and _EDGE not in told:
+    text = "\n".join(found)
+    if verdict.edge and not _out_of_reach(op, dtype) and _EDGE not in text:
         found.append(edge_note(dtype))
-    if verdict.regained and op == "layer_norm" and "overflows sooner" not in told:
+    # In float32, in which norms of 16 bits are computed too, squares overflow from 1.8e19 on.
+    if verdict.regained and op == "layer_norm" and "overflows sooner" not in text:
         found.append(squares_note(dtype))
     return tuple(found)

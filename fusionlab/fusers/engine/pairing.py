@@ -59,8 +59,8 @@ def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
     ids, size = item.node_ids, item.nodes_before
     where = f" ({item.source})" if item.source else ""
     sentence = f"{item.formula}{where} is a site: {fault}"
-    told = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
-    return Rejection(*told, concepts=item.concepts, origin=fault.origin, failed=True)
+    fields = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
+    return Rejection(*fields, concepts=item.concepts, origin=fault.origin, failed=True)
 
 
 def _place(item: Candidate | Rejection) -> tuple[int, int]:
@@ -109,8 +109,8 @@ class _BackwardSearch:
         yield replace(item, backward=pair, site=replace(item.site, backward=pairing.part))
 
     def paired(self, item: Candidate, region: Region, found: Backward) -> Pairing:
-        what = item.op, tuple(sorted((k, str(v)) for k, v in item.attrs.items())), item.formula
-        pairing = self.pairer.plan(region, item.site.fn, what, found)
+        key = item.op, tuple(sorted((k, str(v)) for k, v in item.attrs.items())), item.formula
+        pairing = self.pairer.plan(region, item.site.fn, key, found)
         own = [i for _, share in pairing.part.gradients for i in share.own]
         if not self.taken.isdisjoint(own):
             raise Unpaired("another site's gradient is the same value")

@@ -76,7 +76,7 @@ class Pair:
         }
 
 
-def told_together(alike: Sequence[Pair]) -> str:
+def pairs_line(alike: Sequence[Pair]) -> str:
     """One line for pairs of one pass and with the same gradients."""
     first, n = alike[0], len(alike)
     names = ", ".join("d" + name for name in first.gradients)

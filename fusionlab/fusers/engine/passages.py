@@ -22,7 +22,7 @@ from .layout import real_axes
 from .site import Site
 
 _HALVES = ("bfloat16", "float16")
-_MOVES = VIEWS - {"pvary"}
+_REARRANGING = VIEWS - {"pvary"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _keeps_entries(node: Node) -> bool:
     if node.primitive == "reshape" and node.params["dimensions"] is not None:
         return False  # a reshape that transposes first
     return (
-        node.primitive in _MOVES
+        node.primitive in _REARRANGING
         and len(node.inputs) == 1
         and _size(node.inputs[0].shape) == _size(node.outputs[0].shape)
     )
@@ -128,13 +128,13 @@ def shapes_before(views: Sequence[Node], thin: tuple[int, ...]) -> list[tuple[in
 
 
 def _before(node: Node, thin: tuple[int, ...]) -> tuple[int, ...] | None:
-    whole, made = node.inputs[0].shape, node.outputs[0].shape
+    whole, after = node.inputs[0].shape, node.outputs[0].shape
     if node.primitive == "transpose":
         at = node.params["permutation"]
         return tuple(thin[at.index(i)] for i in range(len(whole)))
-    rows, columns = iter(real_axes(whole)), iter(real_axes(made))
+    rows, columns = iter(real_axes(whole)), iter(real_axes(after))
     before = [1] * len(whole)
-    for old, new in reshape_groups(nonunit(whole), nonunit(made)):
+    for old, new in reshape_groups(nonunit(whole), nonunit(after)):
         axes = list(itertools.islice(rows, old))
         varies = {thin[d] != 1 for d in itertools.islice(columns, new)}
         if len(varies) > 1:

@@ -78,7 +78,7 @@ class Site:
         sentence = sentence_of(self.view, miss, self.anchor, self.words)
         return self.rejection(code, sentence, [node] if node else [], (miss.matched, miss.total), site=site)
 
-    def made_of(self, nid: int, target: int, depth: int) -> bool:
+    def computed_from(self, nid: int, target: int, depth: int) -> bool:
         """Whether a canonical node is computed from another, within `depth` steps."""
         level = {nid}
         for _ in range(depth):
@@ -188,7 +188,7 @@ class Site:
         escape: Escape,
         edit: str,
         site: Sequence[Node],
-        what: str = "",
+        subject: str = "",
         concepts: Sequence[str] = (),
         region: Region | None = None,
     ) -> Rejection:
@@ -196,7 +196,7 @@ class Site:
 
         `region` is the whole site, where it could be cut out.
         """
-        sentence = f"{what} is not fused: {escape_text(escape)}" if what else escape_text(escape)
+        sentence = f"{subject} is not fused: {escape_text(escape)}" if subject else escape_text(escape)
         reader = escape.user
         # What the program itself returns is the user's wish; what a scan's body returns may be kept for the backward pass.
         kept = in_differentiated(escape.node) and (reader is not None or bool(self.search.block.path))

@@ -10,7 +10,7 @@ from ...graph.matching.region import Region
 from ...graph.primitives import SUMS_OVER_DEVICES
 from ...graph.program.in_shard_map import has_mesh
 from ...graph.program.ir import Atom, Node, Value, all_nodes
-from .declining import anchor_text
+from .wording import anchor_text
 
 
 def unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
@@ -31,8 +31,11 @@ def unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
         )
     rounding = _rounding(region)
     if rounding is not None:
-        made = rounding.outputs[0].dtype
-        return "dtype", f"{anchor_text(rounding)} rounds to {made} inside the site; the fused op would not round there"
+        rounded = rounding.outputs[0].dtype
+        return (
+            "dtype",
+            f"{anchor_text(rounding)} rounds to {rounded} inside the site; the fused op would not round there",
+        )
     return None
 
 
@@ -49,11 +52,11 @@ def _rounding(region: Region) -> Node | None:
     """The first node that rounds to fewer bits than what the fused op would keep there."""
     floats = _floats((*region.inputs, *region.roots))
     for node in all_nodes(region.nodes):
-        made = node.outputs[0].dtype
+        rounded = node.outputs[0].dtype
         read = _floats(node.inputs)
         # A cast may round to what the site's operands have anyway; a product that rounds its own sum is another matter.
         against = floats if node.primitive == "convert_element_type" else read
-        if is_float(made) and read and all(narrows(made, dtype) for dtype in against):
+        if is_float(rounded) and read and all(narrows(rounded, dtype) for dtype in against):
             return node
     return None
 

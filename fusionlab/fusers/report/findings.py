@@ -19,12 +19,12 @@ from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
-from ..engine.grouping import columns_of, counted, nameless, together, which
+from ..engine.grouping import code_counts, columns_of, grouped_by, nameless, which
 from ..engine.outcomes import Backend as Backend
 from ..engine.outcomes import Candidate as Candidate
 from ..engine.outcomes import Rejection as Rejection
 from ..engine.outcomes import Residual as Residual
-from ..engine.pairs import Pair, told_together
+from ..engine.pairs import Pair, pairs_line
 from ..passes.matmul.route_table import Routes
 from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
 from .structures import Structure, structures_of
@@ -177,7 +177,7 @@ class Findings:
         mine = [c.id for c in found if not c.idle]
         left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
-        why = f" ({', '.join(counted(declined))})" if declined else ""
+        why = f" ({', '.join(code_counts(declined))})" if declined else ""
         before = self.graph.node_count
         after = self.apply(mine).node_count if mine else before
         return (
@@ -186,14 +186,14 @@ class Findings:
 
     def lines(self) -> list[str]:
         """The line of every pass asked, in order; that of its gradient, where there is something to say, after it."""
-        told = ((self.line(p), *self._gradient_line(p)) for p in self.passes)
-        return [line for lines in told for line in lines] or ["no passes asked"]
+        per_pass = ((self.line(p), *self._gradient_line(p)) for p in self.passes)
+        return [line for lines in per_pass for line in lines] or ["no passes asked"]
 
     def _gradient_line(self, pass_name: str) -> list[str]:
         """ "gemm_epilogue_grad: 3 subgraphs fused", in a differentiated program; none where nothing is fused forward."""
         counts = self.counts()
-        told = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
-        return [f"{pass_name}_grad: {counts[f'{pass_name}_grad']} subgraphs fused"] if told else []
+        has_fused = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
+        return [f"{pass_name}_grad: {counts[f'{pass_name}_grad']} subgraphs fused"] if has_fused else []
 
     def _under_grad(self) -> list[str]:
         """What is said of the gradients of a program that is not differentiated."""
@@ -210,26 +210,26 @@ class Findings:
         With `xla` also how many kernels XLA makes of each site, as it was written and fused: both are compiled for it (see `xla`).
         """
         kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
-        told = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
-        parts = (self.lines(), self.reasons(), *told, (f"note: {n}" for n in self.notes))
+        sections = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
+        parts = (self.lines(), self.reasons(), *sections, (f"note: {n}" for n in self.notes))
         return "\n".join(line for part in parts for line in part)
 
     def reasons(self, most: int | None = None) -> list[str]:
         """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
         lines: list[str] = []
-        said = 0
-        for alike in together(self.rejections, lambda r: (r.pass_name, r.code, r.edit, nameless(r.sentence))):
+        listed = 0
+        for alike in grouped_by(self.rejections, lambda r: (r.pass_name, r.code, r.edit, nameless(r.sentence))):
             entry = [f"  [{alike[0].code}] {which(alike)}: {alike[0].sentence}"]
             entry += [f"    edit: {alike[0].edit}"] if alike[0].edit else []
             if most is not None and len(lines) + len(entry) > most:
-                return ["declined:", *lines, f"  ... and {len(self.rejections) - said} more: found.rejections"]
+                return ["declined:", *lines, f"  ... and {len(self.rejections) - listed} more: found.rejections"]
             lines += entry
-            said += len(alike)
+            listed += len(alike)
         return ["declined:", *lines] if lines else []
 
     def _chosen(self) -> list[str]:
         """The backend of each candidate, with the reason, sites alike together."""
-        groups = together(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(nameless, c.notes)))
+        groups = grouped_by(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(nameless, c.notes)))
         lines = []
         for alike in groups:
             first, b = alike[0], alike[0].backend
@@ -239,17 +239,15 @@ class Findings:
 
     def _paired(self) -> list[str]:
         """The pairs, alike ones together."""
-        groups = together(
+        groups = grouped_by(
             self.pairs,
             lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.idle, p.grouping, p.joins),
         )
-        return (
-            ["backward passes in this program:", *(f"  {told_together(alike)}" for alike in groups)] if groups else []
-        )
+        return ["backward passes in this program:", *(f"  {pairs_line(alike)}" for alike in groups)] if groups else []
 
     def _structured(self) -> list[str]:
         """The structures, alike ones together."""
-        groups = together(self.structures, lambda s: (s.kind, s.text))
+        groups = grouped_by(self.structures, lambda s: (s.kind, s.text))
         if why := self._structures_or_why[1]:
             return [f"structures: {why}"]
         return (
@@ -298,11 +296,11 @@ class Findings:
             for i, value in enumerate((*block.inputs, *(v for v, _ in block.consts))):
                 if value.name == name:
                     named = block is self.graph.top and i < len(self.graph.in_names)
-                    what = (
+                    role = (
                         f"the argument {self.graph.in_names[i]}" if named else f"given to {block.path or 'the program'}"
                     )
                     readers = [f"  read by {node_text(n)}" for n in block.users.get(value.id, ())]
-                    return "\n".join([f"{value!r} is {what}: no node makes it", *readers])
+                    return "\n".join([f"{value!r} is {role}: no node makes it", *readers])
         return None
 
     def _node(self, node: Node | int | str) -> Node:

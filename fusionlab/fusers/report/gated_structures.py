@@ -18,7 +18,7 @@ _STEPS = 8
 
 
 @dataclass(frozen=True)
-class Told:
+class GatedStructure:
     """A kind of structure, what it is in words, and its canonical nodes."""
 
     kind: str
@@ -26,7 +26,7 @@ class Told:
     nodes: tuple[int, ...]
 
 
-def gated_attentions(view: CanonicalView) -> Iterator[Told]:
+def gated_attentions(view: CanonicalView) -> Iterator[GatedStructure]:
     """`sigmoid(g) * attention(q, k, v)`, whether the attention is a site or was declined."""
     for nid in view.by_op.get("prod", ()):
         below = [_source(view, o.nid) for o in view.nodes[nid].operands]
@@ -36,10 +36,10 @@ def gated_attentions(view: CanonicalView) -> Iterator[Told]:
             text = (
                 f"sigmoid(x @ w) * attention(q, k, v){_biased(view, attentions[0])}: an attention whose result is gated"
             )
-            yield Told("gated_attention", text, (gates[0], attentions[0], nid))
+            yield GatedStructure("gated_attention", text, (gates[0], attentions[0], nid))
 
 
-def triangles(view: CanonicalView) -> Iterator[Told]:
+def triangles(view: CanonicalView) -> Iterator[GatedStructure]:
     """The product over one axis of pairs of two gated projections of them, channel by channel."""
     for nid in view.by_op.get("dot", ()):
         rows = _axes_of_pairs(view.nodes[nid])
@@ -53,15 +53,15 @@ def triangles(view: CanonicalView) -> Iterator[Told]:
         pairs = (_are_pairs(view, o.nid, [o.axes.index(i) for i in r], x) for o, r in zip(operands, rows, strict=True))
         if len(view.nodes[x].shape) > 2 and all(pairs):
             text = "sum over k of a[i, k] * b[j, k], a and b gated projections of one value: a triangle multiplication"
-            yield Told("triangle_multiplication", text, tuple(sorted({*first[0], *second[0], nid})))
+            yield GatedStructure("triangle_multiplication", text, tuple(sorted({*first[0], *second[0], nid})))
 
 
 def _axes_of_pairs(dot: CNode) -> tuple[set[int], set[int]] | None:
     """The two axes of pairs that each operand of a product has, one summed over; None for a product of anything but pairs with channels."""
-    one, two = dot.operands
-    kept, shared = set(dot.params), set(one.axes) & set(two.axes)
+    left, right = dot.operands
+    kept, shared = set(dot.params), set(left.axes) & set(right.axes)
     channels, over = shared & kept, shared - kept
-    i, j = ([x for x in o.axes if x in kept and x not in channels] for o in (one, two))
+    i, j = ([x for x in o.axes if x in kept and x not in channels] for o in (left, right))
     return ({*over, *i}, {*over, *j}) if channels and len(over) == len(i) == len(j) == 1 else None
 
 

@@ -10,17 +10,17 @@ from ...graph.canonical.nodes import ONE, CNode
 from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match
 
-Layer = TypeVar("Layer")
+LayerT = TypeVar("LayerT")
 
 
-def rows_of(view: CanonicalView, layers: Sequence[tuple[Match, Layer]]) -> Iterator[list[Layer]]:
+def rows_of(view: CanonicalView, layers: Sequence[tuple[Match, LayerT]]) -> Iterator[list[LayerT]]:
     """Each row of two layers or more.
 
     Args:
       view: the block's canonical view.
       layers: each with its match.
     """
-    after: dict[Any, list[tuple[Match, Layer]]] = {}
+    after: dict[Any, list[tuple[Match, LayerT]]] = {}
     for found, layer in layers:
         after.setdefault((_kind_of(view, found), _reads(view, found)), []).append((found, layer))
     used: set[int] = set()
@@ -56,12 +56,12 @@ def _kind_of(view: CanonicalView, found: Match) -> Any:
     """What a match computes, whatever its weights: equal for equal layers."""
     inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
     nodes = [view.nodes[found.nodes[p]] for p in inner]
-    made = tuple(
+    op_traits = tuple(
         (n.params.traits, n.params.slots, _numbers(n)) if isinstance(n.params, Labelled) else () for n in nodes
     )
     sizes = tuple((x, tuple(sorted(found.sizes[c] for c in cs))) for x, cs in sorted(found.letters.items()))
     dtype = view.values_of[found.nodes[found.pattern.root]][0].dtype
-    return found.pattern.example.name, made, sizes, str(dtype)
+    return found.pattern.example.name, op_traits, sizes, str(dtype)
 
 
 def _numbers(node: CNode) -> tuple[tuple[str, Any], ...]:

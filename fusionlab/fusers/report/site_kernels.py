@@ -11,7 +11,7 @@ from ...graph.program.graph import Graph
 from ...graph.rewriting.rewrite import Replacement, to_jaxpr
 from ...graph.xla.modules import CompiledModule, ModuleKernel, compiled_text, read_hlo
 from ...graph.xla.tagging import tagged_graph
-from ..engine.grouping import together, which
+from ..engine.grouping import grouped_by, which
 
 if TYPE_CHECKING:
     from ..engine.outcomes import Candidate
@@ -76,7 +76,7 @@ def kernel_lines(
 ) -> list[str]:
     """The kernels of the whole program, then of the sites, alike ones together."""
     of = {k.site: k for k in found}
-    groups = together(candidates, lambda c: (c.pass_name, of[c.id].change, of[c.id].into, _after(of[c.id])))
+    groups = grouped_by(candidates, lambda c: (c.pass_name, of[c.id].change, of[c.id].into, _after(of[c.id])))
     lines = [f"  {which(alike)}: {(k := of[alike[0].id]).change}: {k.into}{_after(k)}" for alike in groups]
     head = f"XLA kernels, loop bodies counted once: {before.launches} -> {after.launches}; of each site, with what XLA fused to it:"
     return [head, *lines]

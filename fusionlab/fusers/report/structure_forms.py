@@ -104,14 +104,14 @@ def _layers() -> Iterator[Form]:
             return linear(h * linear(x, gate[0]) if gate else h, down)
 
         def pre(x: Any, *rest: Any, attend: Any = attend, feed: Any = feed) -> Any:
-            *weights, scale, one, two = rest
-            x = x + attend(layer_norm(x, epsilon=one), *weights[:4], scale)
-            return x + feed(layer_norm(x, epsilon=two), *weights[4:])
+            *weights, scale, first_epsilon, second_epsilon = rest
+            x = x + attend(layer_norm(x, epsilon=first_epsilon), *weights[:4], scale)
+            return x + feed(layer_norm(x, epsilon=second_epsilon), *weights[4:])
 
         def post(x: Any, *rest: Any, attend: Any = attend, feed: Any = feed) -> Any:
-            *weights, scale, one, two = rest
-            x = layer_norm(x + attend(x, *weights[:4], scale), epsilon=one)
-            return layer_norm(x + feed(x, *weights[4:]), epsilon=two)
+            *weights, scale, first_epsilon, second_epsilon = rest
+            x = layer_norm(x + attend(x, *weights[:4], scale), epsilon=first_epsilon)
+            return layer_norm(x + feed(x, *weights[4:]), epsilon=second_epsilon)
 
         leaves = {"x": "bte", "q": qk, "k": qk, "v": v, "o": "hge" if len(qk) == 3 else "ge", "up": "en", "down": "ne"}
         leaves |= {"gate": "en"} if gated else {}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..engine.outcomes import Candidate
     from .findings import Findings
 
-KINDS = {
+STRUCTURE_KINDS = {
     "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
     "repeated_layers": "equal layers in a row, each of which reads the one before",
     "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
@@ -54,7 +54,7 @@ class Structure:
 
     Attributes:
       id: stable name, "qkv_siblings@encoder/layer_3#1" (kind, scope, ordinal within the scope).
-      kind: a key of `KINDS`.
+      kind: a key of `STRUCTURE_KINDS`.
       text: what it is, in words.
       node_ids: the raw nodes of its sites, and those between them.
       sites: ids of the candidates it is made of, in program order.
@@ -95,11 +95,11 @@ class Structure:
 @jax_defaults()
 def structures_of(found: Findings) -> tuple[Structure, ...]:
     """Every structure of a program whose sites are known, in program order within each kind."""
-    told = _told(found)
+    claimed = _claimed_nodes(found)
     items = [
-        i for view, _ in folded_views(found) for i in _Searcher(view, found.graph, told, found.candidates).search()
+        i for view, _ in folded_views(found) for i in _Searcher(view, found.graph, claimed, found.candidates).search()
     ]
-    items.sort(key=lambda s: (list(KINDS).index(s.kind), max(s.node_ids)))
+    items.sort(key=lambda s: (list(STRUCTURE_KINDS).index(s.kind), max(s.node_ids)))
     return _numbered(items)
 
 
@@ -116,7 +116,7 @@ def folded_views(found: Findings) -> Iterator[tuple[CanonicalView, Node | None]]
     return views(found.graph, tiles)
 
 
-def _told(found: Findings) -> frozenset[int]:
+def _claimed_nodes(found: Findings) -> frozenset[int]:
     """The nodes of sites, folded or fused with their backward pass, and of attentions that were declined: a softmax or a blend in them
     is no structure of its own."""
     declined = (r.site_ids for r in found.rejections if "attention" in r.concepts)
@@ -136,9 +136,9 @@ class _Searcher:
     """The structures of one block."""
 
     def __init__(
-        self, view: CanonicalView, graph: Graph, told: frozenset[int], candidates: Sequence[Candidate]
+        self, view: CanonicalView, graph: Graph, claimed: frozenset[int], candidates: Sequence[Candidate]
     ) -> None:
-        self.view, self.graph, self.told, self.candidates = view, graph, told, candidates
+        self.view, self.graph, self.claimed, self.candidates = view, graph, claimed, candidates
 
     def search(self) -> Iterator[Structure]:
         for nid in self.view.by_op.get("dot_product_attention", ()):
@@ -147,13 +147,13 @@ class _Searcher:
             for nid in self.view.by_op.get(op, ()):
                 yield from self.row_parallel(nid)
         yield from self.folded()
-        for told in (*gated_attentions(self.view), *triangles(self.view)):
-            if self.forward(max(told.nodes)):
-                yield self.record(told.kind, told.text, told.nodes)
+        for gate in (*gated_attentions(self.view), *triangles(self.view)):
+            if self.forward(max(gate.nodes)):
+                yield self.record(gate.kind, gate.text, gate.nodes)
         for _, found in self.matches(SOFTMAX, lambda node: node.op in ("prod", "exp")):
             yield from self.softmax(found)
         for blend in blends(self.view):
-            if blend.nodes[-1].id not in self.told:
+            if blend.nodes[-1].id not in self.claimed:
                 yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
 
     def folded(self) -> Iterator[Structure]:
@@ -236,17 +236,17 @@ class _Searcher:
         """Queries, keys and values made by a product each, of one value, with weights that could stand side by side."""
         if not isinstance(self.view.nodes[attention].params, Labelled):
             return  # a residual of the op's, in a program that is fused and differentiated
-        made = [self.products_below(o.nid) for o in self.view.nodes[attention].operands[:3]]
-        if any(len(m) != 1 for m in made) or len(set().union(*made)) != 3:
+        sources = [self.products_below(o.nid) for o in self.view.nodes[attention].operands[:3]]
+        if any(len(m) != 1 for m in sources) or len(set().union(*sources)) != 3:
             return
-        products = [next(iter(m)) for m in made]
+        products = [next(iter(m)) for m in sources]
         if any(self.view.nodes[p].op == "dot_product_attention" for p in products):
             return
-        if self.have_one_factor(products):
+        if self.share_factor(products):
             text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
             yield self.record("qkv_siblings", text, [*products, attention])
 
-    def have_one_factor(self, products: Sequence[int]) -> bool:
+    def share_factor(self, products: Sequence[int]) -> bool:
         """Whether products share one factor, along the same axes, and have another each, of no higher rank."""
         read = [self.factors(p) for p in products]
         shared = set.intersection(*map(set, read))
@@ -280,13 +280,13 @@ class _Searcher:
     def gated(self, known: Set[int]) -> Iterator[Structure]:
         """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
         for node in self.view.block.nodes:
-            if node.primitive != "mul" or node.id in {*known, *self.told} or in_backward(node):
+            if node.primitive != "mul" or node.id in {*known, *self.claimed} or in_backward(node):
                 continue
-            sides, in_one = sides_of(self.view, node), packed(self.view, node)
+            sides, packed_nodes = sides_of(self.view, node), packed(self.view, node)
             if sides is not None and sides.alike(self.view):
                 kind, text, nodes = "glu_pair", GATED, sides.nodes(self.view)
-            elif in_one is not None:
-                kind, text, nodes = "packed_gate", PACKED, in_one
+            elif packed_nodes is not None:
+                kind, text, nodes = "packed_gate", PACKED, packed_nodes
             else:
                 continue
             nodes = nodes | {node.id: node}
@@ -326,11 +326,11 @@ class _Searcher:
 
     def free_axes(self, product: int) -> list[frozenset[int]]:
         """For each factor of a product, the product's own axes that it alone has; none where the factors share an axis."""
-        node, (one, two) = self.view.nodes[product], self.view.nodes[product].operands[:2]
+        node, (left, right) = self.view.nodes[product], self.view.nodes[product].operands[:2]
         own = labels_of(node) or ()
-        if any(x in one.axes and x in two.axes for x in own):
+        if any(x in left.axes and x in right.axes for x in own):
             return []
-        return [frozenset(i for i, x in enumerate(own) if x in o.axes) for o in (one, two)]
+        return [frozenset(i for i, x in enumerate(own) if x in o.axes) for o in (left, right)]
 
     def is_bare(self, nid: int) -> bool:
         """Whether a node is a product that nothing follows yet."""
@@ -344,7 +344,7 @@ class _Searcher:
             region = cut(self.view, root, found.leaves, through_scale=frozenset({"x"}))
         except NotARegion:
             return
-        if region.node_ids & self.told:
+        if region.node_ids & self.claimed:
             return
         yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from fusionlab.fusers.engine.grouping import together
+from fusionlab.fusers.engine.grouping import grouped_by
 from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
@@ -56,7 +56,7 @@ def _note(primitive: str, was: int, now: int) -> str:
 def _sites_html(sites: Collection[Candidate]) -> str:
     """What each site replaces; sites of one pass that replace as much share a line."""
     parts = []
-    for alike in together(sites, lambda c: (c.pass_name, c.formula, c.nodes_before, c.nodes_after, _backward(c))):
+    for alike in grouped_by(sites, lambda c: (c.pass_name, c.formula, c.nodes_before, c.nodes_after, _backward(c))):
         first, n = alike[0], len(alike)
         line = f"{first.pass_name}: {first.nodes_before} → {first.nodes_after} nodes{_backward(first)}, {first.formula}"
         shown = pick(first.id) if n == 1 else folded(f"{n} sites", picks([pick(c.id) for c in alike]))

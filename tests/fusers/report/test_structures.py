@@ -12,7 +12,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.fusers.passes.lerp.examples import LERP
 from fusionlab.fusers.report.structure_forms import FOLDED, SOFTMAX
-from fusionlab.fusers.report.structures import KINDS, folded_views
+from fusionlab.fusers.report.structures import STRUCTURE_KINDS, folded_views
 from fusionlab.graph.matching.pattern import pattern_of
 from fusionlab.models import transformer
 from tests.asked import by_default, by_name
@@ -28,7 +28,7 @@ OTHER_PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm")
 def kinds(fn, *args):
     """Kind -> how often, with every kind that occurs; the pass that fuses blends is off, so that they are told."""
     found = fl.find(fn, *args, passes=OTHER_PASSES).structures
-    return {k: n for k in KINDS if (n := sum(s.kind == k for s in found))}
+    return {k: n for k in STRUCTURE_KINDS if (n := sum(s.kind == k for s in found))}
 
 
 def weights(e=8, hidden=24, heads=None):
@@ -601,7 +601,7 @@ def test_every_form_compiles_to_a_pattern_of_its_own():
         "repeated_layers",
         "gated_attention",
         "triangle_multiplication",
-    } == KINDS.keys()
+    } == STRUCTURE_KINDS.keys()
 
 
 def test_what_is_in_a_site_that_is_fused_with_its_backward_pass_is_no_structure_of_its_own():

@@ -113,7 +113,7 @@ class AttentionConditions(AttentionMisses):
             (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
         )
         biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
-        return next((b for b in biases if scores is not None and self.made_of(found.leaves[b], scores, 4)), None)
+        return next((b for b in biases if scores is not None and self.computed_from(found.leaves[b], scores, 4)), None)
 
     def scaled_by_data(self, read: Reading, region: Region) -> Rejection | None:
         """The op is given queries that are scaled already: not where that rounds what the program does not round."""

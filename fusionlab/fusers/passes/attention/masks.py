@@ -14,7 +14,7 @@ from ....graph.matching.match import Match
 from ....graph.matching.region import NotARegion, constant_array
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
-from ...engine.layout import BROADCAST, AxisClasses, told_beside
+from ...engine.layout import BROADCAST, AxisClasses, constant_with_axes
 from .scores import Step, Steps
 
 MASK_FILL = -1e4  # a fill at or below this leaves a masked key no weight, as long as no score is as low
@@ -217,7 +217,7 @@ def _is_filled(
         if array is None:
             return False
         array = array if step is gate else _as_added(view, found, step, leaves[name], array)
-        array, own = told_beside(found, view, name, leaves[name], array)
+        array, own = constant_with_axes(found, view, name, leaves[name], array)
         arrays.append(array)
         axes.append(own)
     gated, added = _together(arrays[0], axes[0], arrays[1], axes[1])
@@ -295,7 +295,7 @@ def constant_mask(
     else:
         seen = array.astype(bool)
         fill, kept = found.scalars[step.scalar or ""], ~seen if step.kind == "hidden" else seen
-    kept, classes = _varying(*told_beside(found, view, step.leaf or "", value, kept))
+    kept, classes = _varying(*constant_with_axes(found, view, step.leaf or "", value, kept))
     if not classes:
         return Constant() if kept.all() else None
     return _as_band(kept, classes, found, fill)
@@ -337,7 +337,7 @@ def blind_rows(view: CanonicalView, found: Match, biases: Mapping[str, Value], m
         array = constant_array(view, value, memo)
         if array is None:
             continue
-        array, axes = told_beside(found, view, name, value, array)
+        array, axes = constant_with_axes(found, view, name, value, array)
         keys = tuple(d for d, c in enumerate(axes) if c in found.letters["s"])
         if bool(np.any(np.all(array <= _VANISHES, axis=keys))):
             return True

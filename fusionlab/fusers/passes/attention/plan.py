@@ -30,7 +30,7 @@ from ...engine.layout import (
     arrange_thin,
     axes_beside,
     axes_of,
-    in_order,
+    ordered_classes,
     permutes,
     regrouped_as,
     restore,
@@ -254,7 +254,7 @@ class _Layout:
         """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
         axes = _axes_of_leaves(view, found, region, repeated)
         regrouped = _regrouped(view, found, region)
-        order = {x: in_order(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
+        order = {x: ordered_classes(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
         where = _numbers_of(region)
         rows = order["t"]
         shared = next((source.head for source in repeated.values()), None)

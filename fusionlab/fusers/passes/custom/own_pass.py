@@ -113,7 +113,7 @@ def pattern_pass(
     others = dict(implementations or {})
     _check_words(name, axes, scalars, spellings, others)
     reference = _plain(name, others.pop("xla", spellings[0]))
-    told = formula or f"{name}({', '.join((*axes, *scalars))})"
+    formula = formula or f"{name}({', '.join((*axes, *scalars))})"
     gauged = _examples(name, spellings, axes, tuple(scalars), bare=False)
     result = _result(name, spellings[0], axes, scalars)
     for number, fn in enumerate(spellings[1:], 2):
@@ -122,12 +122,12 @@ def pattern_pass(
     for key, fn in {"xla": reference, **others}.items():
         if not isinstance(fn, CudaKernel) and fn is not spellings[0]:
             _certify(name, f"implementation {key!r}", spellings[0], fn, axes, scalars)
-    op = PatternOp(name, axes, result, tuple(scalars), reference, others, backward, told, reference is spellings[0])
+    op = PatternOp(name, axes, result, tuple(scalars), reference, others, backward, formula, reference is spellings[0])
     if backward is not None:
         _certify(name, "the op with its backward", spellings[0], _call_of(op), axes, scalars)
     _certify_derivatives(name, op, spellings[0], axes, scalars)
     needs = f"operands of one dtype of f64/f32/bf16/f16, and {' '.join(f'{n}[{x}]' for n, x in axes.items())}"
-    return PatternPass(name, told, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True))
+    return PatternPass(name, formula, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True))
 
 
 def _plain(name: str, reference: Callable[..., Any] | CudaKernel) -> Callable[..., Any]:
@@ -141,26 +141,26 @@ def _plain(name: str, reference: Callable[..., Any] | CudaKernel) -> Callable[..
 
 def _check_words(name: Any, axes: Any, scalars: Any, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
     """Raises ArgumentError for names that cannot be, or mean something else already."""
-    what = f"pattern_pass {name}"
-    _check_name(what, name)
-    _check_operands(what, axes, scalars)
-    _check_letters(what, axes, scalars)
-    _check_functions(what, spellings, others)
+    prefix = f"pattern_pass {name}"
+    _check_name(prefix, name)
+    _check_operands(prefix, axes, scalars)
+    _check_letters(prefix, axes, scalars)
+    _check_functions(prefix, spellings, others)
 
 
-def _check_name(what: str, name: Any) -> None:
+def _check_name(prefix: str, name: Any) -> None:
     if not isinstance(name, str) or not name.isidentifier() or name.endswith(("_grad", "_tangent", "_cotangent")):
         raise ArgumentError(
-            f"{what}: the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another"
+            f"{prefix}: the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another"
         )
     if name in OPS or name in primitive_names():
-        raise ArgumentError(f"{what}: an operation of this name exists already; choose another name")
+        raise ArgumentError(f"{prefix}: an operation of this name exists already; choose another name")
 
 
-def _check_operands(what: str, axes: Any, scalars: Any) -> None:
+def _check_operands(prefix: str, axes: Any, scalars: Any) -> None:
     if not isinstance(axes, Mapping) or not axes or isinstance(scalars, str):
         raise ArgumentError(
-            f'{what}: axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names'
+            f'{prefix}: axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names'
         )
     words = [*axes, *scalars]
     wrong = [
@@ -168,22 +168,22 @@ def _check_operands(what: str, axes: Any, scalars: Any) -> None:
     ]
     if wrong:
         raise ArgumentError(
-            f"{what}: operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
+            f"{prefix}: operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
         )
 
 
-def _check_letters(what: str, axes: Mapping[str, Any], scalars: Sequence[str]) -> None:
+def _check_letters(prefix: str, axes: Mapping[str, Any], scalars: Sequence[str]) -> None:
     if any(not isinstance(x, str) or (x and not x.isalpha()) or len(set(x)) < len(x) for x in axes.values()):
-        raise ArgumentError(f"{what}: axes={dict(axes)!r}, needed letters, each once for an operand")
+        raise ArgumentError(f"{prefix}: axes={dict(axes)!r}, needed letters, each once for an operand")
     if len(set("".join(axes.values()))) > _LETTERS or len(scalars) > _SCALARS:
-        raise ArgumentError(f"{what}: at most {_LETTERS} axis letters and {_SCALARS} scalars")
+        raise ArgumentError(f"{prefix}: at most {_LETTERS} axis letters and {_SCALARS} scalars")
 
 
-def _check_functions(what: str, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
+def _check_functions(prefix: str, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
     if not spellings or not all(map(callable, spellings)):
-        raise ArgumentError(f"{what}: pattern: got {spellings!r}, needed a function, or a list of functions")
+        raise ArgumentError(f"{prefix}: pattern: got {spellings!r}, needed a function, or a list of functions")
     if bad := [k for k, fn in others.items() if not callable(fn) and not isinstance(fn, CudaKernel)]:
-        raise ArgumentError(f"{what}: implementation {bad[0]!r} is neither a function nor a CudaKernel")
+        raise ArgumentError(f"{prefix}: implementation {bad[0]!r} is neither a function nor a CudaKernel")
 
 
 def _examples(
@@ -191,11 +191,11 @@ def _examples(
 ) -> tuple[Example, ...]:
     """The spellings as examples, each known to compile to a pattern."""
     many = len(spellings) > 1
-    made = tuple(
+    examples = tuple(
         Example(f"{name}, spelling {i}" if many else name, fn, axes, scalars, bare=bare, jitted=True, concrete=True)
         for i, fn in enumerate(spellings, 1)
     )
-    for example in made:
+    for example in examples:
         try:
             found = pattern_of(example)
         except (ValueError, TypeError, IndexError, AttributeError) as error:
@@ -205,15 +205,15 @@ def _examples(
             raise ArgumentError(
                 f"pattern_pass {name}: the pattern {f'does not read {unread[0]}' if unread else 'computes nothing'}"
             )
-    return made
+    return examples
 
 
 def _unread(pattern: Pattern, scalars: Sequence[str]) -> list[str]:
     """The operands and scalars that the pattern's result does not depend on."""
     read = _reached(pattern)
-    told = {edge.scalar for edge in (*pattern.edges.values(), pattern.factor) if isinstance(edge, ScalarEdge)}
+    read_scalars = {edge.scalar for edge in (*pattern.edges.values(), pattern.factor) if isinstance(edge, ScalarEdge)}
     leaves = [leaf for nid, leaf in pattern.leaf_of.items() if nid not in read]
-    return [*leaves, *(s for s in scalars if s not in told)]
+    return [*leaves, *(s for s in scalars if s not in read_scalars)]
 
 
 def _reached(pattern: Pattern) -> set[int]:
@@ -295,7 +295,7 @@ def _certify_derivatives(
 
 def _certify(
     name: str,
-    what: str,
+    subject: str,
     old: Callable[..., Any],
     new: Callable[..., Any],
     axes: Mapping[str, str],
@@ -313,10 +313,12 @@ def _certify(
                 plain_meaning_of,
             )
         except (TypeError, ValueError) as error:
-            raise ArgumentError(f"pattern_pass {name}: {what} does not take what the pattern takes: {error}") from error
+            raise ArgumentError(
+                f"pattern_pass {name}: {subject} does not take what the pattern takes: {error}"
+            ) from error
         if not verdict.ok:
             with_numbers = "".join(f", {s} = {x:g}" for s, x in zip(scalars, given, strict=True))
             raise ArgumentError(
-                f"pattern_pass {name}: {what} is not the pattern's function{with_numbers}: {verdict.detail}; needed the same values and "
+                f"pattern_pass {name}: {subject} is not the pattern's function{with_numbers}: {verdict.detail}; needed the same values and "
                 f"gradients"
             )

@@ -27,7 +27,7 @@ from ....graph.program.trace import block_of_jaxpr
 from ....kernels.op.arrays import precisions
 from ....kernels.op.own import DTYPES, PRECISION, REFUSALS
 from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text, wider_text
-from ...engine.layout import arrange, axes_of, in_order, restore
+from ...engine.layout import arrange, axes_of, ordered_classes, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site, with_concepts
 
@@ -130,12 +130,12 @@ class OwnSite(Site):
 
     def beginning_at(self, value: Value, maker: Node) -> CanonicalView:
         """The view of what a value is made into, on the way to `maker`; what else is read there is a leaf, under its views."""
-        made, nodes = {value.id}, []
+        reached, nodes = {value.id}, []
         for node in self.between([value], maker):
-            if node.primitive in VIEWS or any(isinstance(a, Value) and a.id in made for a in node.inputs):
+            if node.primitive in VIEWS or any(isinstance(a, Value) and a.id in reached for a in node.inputs):
                 nodes.append(node)
-                made.update(
-                    v.id for v in node.outputs if any(isinstance(a, Value) and a.id in made for a in node.inputs)
+                reached.update(
+                    v.id for v in node.outputs if any(isinstance(a, Value) and a.id in reached for a in node.inputs)
                 )
         return self.search.view.over([value], nodes)
 
@@ -249,8 +249,8 @@ class OwnSite(Site):
         op = self.pattern_pass.fused_op
         numbers, types = op.numbers(plan.attrs), [given[slot] for slot in op.slots]
         program = block_of_jaxpr(jax.make_jaxpr(lambda *leaves: op.meaning_fn(*leaves, *numbers))(*types))
-        made = [v.dtype for n in all_nodes(program.nodes) for v in n.outputs if is_float(v.dtype)]
-        dtype = functools.reduce(jnp.promote_types, made, region.root.dtype)
+        floats = [v.dtype for n in all_nodes(program.nodes) for v in n.outputs if is_float(v.dtype)]
+        dtype = functools.reduce(jnp.promote_types, floats, region.root.dtype)
         wide = wider_in(region, dtype)
         if wide is None:
             return None
@@ -259,9 +259,9 @@ class OwnSite(Site):
 
     def verdict(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> ProofOutcome:
         """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
-        op, what = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
+        op, plan_key = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
         certifier, numbers = self.search.certifier, op.numbers(plan.attrs)
-        verdict = certifier.extremes(region, plan.call, what)
+        verdict = certifier.extremes(region, plan.call, plan_key)
         able = {key: fn for key, fn in op.functions.items() if op.unfit(fn, given, plan.attrs) is None}
         for key, fn in able.items():
 
@@ -269,7 +269,7 @@ class OwnSite(Site):
                 return plan.finish(fn(*plan.operands(*inputs), *numbers))
 
             for prove in (certifier.region, certifier.extremes):
-                verdict = prove(region, call, (*what, key)) if verdict.ok else verdict
+                verdict = prove(region, call, (*plan_key, key)) if verdict.ok else verdict
         return self.of_positions(given, plan.attrs, {"xla": op.meaning_fn, **able}) if verdict.ok else verdict
 
     def of_positions(
@@ -292,8 +292,8 @@ class OwnSite(Site):
                 return ProofOutcome(None)
 
         for key, fn in functions.items():
-            what = op.name, key, tuple(shapes.values()), str(avals[0].dtype), tuple(numbers)
-            verdict = certifier.once(("positions", what), lambda fn=fn: prove(fn))
+            proof_key = op.name, key, tuple(shapes.values()), str(avals[0].dtype), tuple(numbers)
+            verdict = certifier.once(("positions", proof_key), lambda fn=fn: prove(fn))
             if verdict.code not in (None, "uncertified"):
                 return verdict
         return ProofOutcome(None)
@@ -305,13 +305,15 @@ class OwnSite(Site):
             return None
         where = anchor_text(self.anchor)
         if inner is not None:
-            what = f"reads what {anchor_text(inner)} rounds to {inner.outputs[0].dtype}; the op would not round there"
+            problem = (
+                f"reads what {anchor_text(inner)} rounds to {inner.outputs[0].dtype}; the op would not round there"
+            )
         elif len(given) > 1:
-            what = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
+            problem = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
         else:
-            what = f"computes in {', '.join(given)}; the op takes {', '.join(DTYPES)}"
+            problem = f"computes in {', '.join(given)}; the op takes {', '.join(DTYPES)}"
         return self.rejection(
-            "dtype", f"{where} {what}", edit="cast the operands to one dtype first", site=region.nodes
+            "dtype", f"{where} {problem}", edit="cast the operands to one dtype first", site=region.nodes
         )
 
     def plan(self, view: CanonicalView, found: Match, region: Region) -> Substitution:
@@ -321,7 +323,7 @@ class OwnSite(Site):
         groups: dict[str, tuple[int, ...]] = {}
         for slot, letters in op.letters.items():
             for x in letters:
-                groups.setdefault(x, in_order(axes[slot], found.letters.get(x, ())))
+                groups.setdefault(x, ordered_classes(axes[slot], found.letters.get(x, ())))
         root_axes = axes_of(found, view, found.pattern.root, region.root)
         position = {v.id: i for i, v in enumerate(region.inputs)}
         where = {n: position[v.id] for n, v in region.leaves.items()}

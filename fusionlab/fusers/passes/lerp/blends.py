@@ -58,12 +58,12 @@ def _blend(view: CanonicalView, root: Node, weighted_sums: bool) -> Blend | None
     if all(n.primitive != "mul" for n in near):
         return None
     wide = _expanded(view, [root], {"mul": set(), "sub": {"mul"}, "add": {"mul"}})
-    if not _may_be_one(view, root, near, wide, weighted_sums):
+    if not _may_be_blend(view, root, near, wide, weighted_sums):
         return None
     return _matched(view, root, near) or _matched(view, root, wide)
 
 
-def _may_be_one(
+def _may_be_blend(
     view: CanonicalView, root: Node, near: tuple[Node, ...], wide: tuple[Node, ...], weighted_sums: bool
 ) -> bool:
     """Whether x and y are each multiplied, or their difference is: an optimizer has thousands of sums, and views of their own are dear."""

@@ -18,7 +18,7 @@ from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.ops.lerp.op import DTYPES
 from ...engine.base import Pass, Search, Substitution, anchor_text, examined, option, propose
-from ...engine.layout import arrange_thin, axes_of, places, restore
+from ...engine.layout import arrange_thin, axes_of, input_positions, restore
 from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
@@ -40,8 +40,8 @@ class LerpPass:
     options: Any = None
 
     def __post_init__(self) -> None:
-        told = "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge"
-        object.__setattr__(self, "options", {"reassociate": (False, told)})
+        meaning = "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge"
+        object.__setattr__(self, "options", {"reassociate": (False, meaning)})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         return lambda x, y, w: x + w * (y - x), (jnp.zeros((8, 16)), jnp.zeros((8, 16)), jnp.zeros(16))
@@ -83,9 +83,9 @@ class _BlendSite(Site):
         problem = self.dtypes(region)
         if problem is not None:
             return problem
-        told = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
+        digits = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
         notes = (
-            *told,
+            *digits,
             *self.otherwise(region.root.dtype) * reassociated,
         )
 
@@ -105,21 +105,21 @@ class _BlendSite(Site):
 
     def dtypes(self, region: Region) -> Rejection | None:
         """The rejection for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
-        made = region.root.dtype
+        result_dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         rounding, narrow = _rounding(region), _narrow(region)
         where, edit = anchor_text(self.anchor), "cast x, y and w to the dtype of the result first"
         if not given <= set(DTYPES):
-            what = f"blends {', '.join(sorted(given))} to {made}; the fused op takes {', '.join(DTYPES)}"
+            problem = f"blends {', '.join(sorted(given))} to {result_dtype}; the fused op takes {', '.join(DTYPES)}"
         elif rounding is not None:
-            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
         elif narrow is not None:
-            what = f"reads {anchor_text(narrow)}, which is computed in {narrow.outputs[0].dtype}; the fused op would not round there"
-        elif any(narrows(made, v.dtype) for v in region.leaves.values()):
-            what = f"makes {made} of {', '.join(sorted(given))}; the fused op would round its operands first"
+            problem = f"reads {anchor_text(narrow)}, which is computed in {narrow.outputs[0].dtype}; the fused op would not round there"
+        elif any(narrows(result_dtype, v.dtype) for v in region.leaves.values()):
+            problem = f"makes {result_dtype} of {', '.join(sorted(given))}; the fused op would round its operands first"
         else:
             return None
-        return self.rejection("dtype", f"{where} {what}", edit=edit, site=region.nodes)
+        return self.rejection("dtype", f"{where} {problem}", edit=edit, site=region.nodes)
 
 
 def _rounding(region: Region) -> Node | None:
@@ -130,8 +130,8 @@ def _rounding(region: Region) -> Node | None:
 
 def _narrow(region: Region) -> Node | None:
     """The first node inside a site that computes in a float of fewer bits than the result."""
-    made = ((n, n.outputs[0].dtype) for n in region.nodes if n.primitive not in CASTS | VIEWS)
-    return next((n for n, dtype in made if is_float(dtype) and narrows(dtype, region.root.dtype)), None)
+    dtypes = ((n, n.outputs[0].dtype) for n in region.nodes if n.primitive not in CASTS | VIEWS)
+    return next((n for n, dtype in dtypes if is_float(dtype) and narrows(dtype, region.root.dtype)), None)
 
 
 def _plan(search: Search, blend: Blend, region: Region) -> Substitution:
@@ -140,16 +140,16 @@ def _plan(search: Search, blend: Blend, region: Region) -> Substitution:
     root_axes = axes_of(found, view, found.pattern.root, region.root)
     groups = [[c] for c in root_axes if c is not None]
     axes = {n: axes_of(found, view, found.leaf_id(n), v, broadcast=True) for n, v in region.leaves.items()}
-    where = places(region)
+    where = input_positions(region)
     dtype, number = region.root.dtype, found.scalars.get("w")
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
-        def one(name: str) -> Any:
+        def operand(name: str) -> Any:
             if name not in where:
                 return jnp.asarray(number, dtype)
             return arrange_thin(inputs[where[name]], axes[name], groups, sizes).astype(dtype)
 
-        return one("x"), one("y"), one("w")
+        return operand("x"), operand("y"), operand("w")
 
     def finish(out: Any) -> Any:
         whole = [sizes[c] for group in groups for c in group]

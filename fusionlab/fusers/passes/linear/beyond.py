@@ -44,12 +44,12 @@ class Between:
     activations: list[Node] = field(default_factory=list)
 
 
-def is_product(node: Node) -> bool:
+def is_float_product(node: Node) -> bool:
     """A product of floats, or a convolution that is one."""
-    return is_float(node.outputs[0].dtype) if node.primitive == "dot_general" else is_of_one_point(node)
+    return is_float(node.outputs[0].dtype) if node.primitive == "dot_general" else is_pointwise_convolution(node)
 
 
-def is_of_one_point(node: Node) -> bool:
+def is_pointwise_convolution(node: Node) -> bool:
     """Whether a convolution multiplies each position by one matrix."""
     if node.primitive != "conv_general_dilated" or node.params["feature_group_count"] != 1:
         return False
@@ -57,14 +57,14 @@ def is_of_one_point(node: Node) -> bool:
     return all(node.inputs[1].shape[i] == 1 for i in window) and node.params["batch_group_count"] == 1
 
 
-def beyond(pass_: Pass, search: Search, told: Collection[int]) -> Iterator[Candidate | Rejection]:
-    """A rejection for each node that keeps activations from the products they are made of; `told`: nodes that a site of the pass has."""
+def activations_beyond(pass_: Pass, search: Search, claimed: Collection[int]) -> Iterator[Candidate | Rejection]:
+    """A rejection for each node that keeps activations from the products they are made of; `claimed`: nodes that a site of the pass has."""
     found: dict[int, Between] = {}
     for node in search.block.nodes:
-        if node.id in told or is_backward(node.eqn) or not activates(search, node):
+        if node.id in claimed or is_backward(node.eqn) or not activates(search, node):
             continue
         between = _read_back(search, node)
-        if between is not None and between.node.id not in told:
+        if between is not None and between.node.id not in claimed:
             found.setdefault(between.node.id, between).activations.append(node)
     for between in found.values():
         yield from examined(search, pass_.name, between.node, lambda b=between: _declined(pass_, search, b))
@@ -81,7 +81,7 @@ def activates(search: Search, node: Node) -> bool:
     if node.primitive == "select_n":
         maker = _maker(search, node, having("order"))
         return maker is not None and _reads_a_number(search, maker)
-    return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_one(node.blocks))
+    return node.primitive in _ACTIVATES or (node.primitive in _RULES and _holds_activation(node.blocks))
 
 
 def _maker(search: Search, node: Node, names: Collection[str]) -> Node | None:
@@ -90,9 +90,9 @@ def _maker(search: Search, node: Node, names: Collection[str]) -> Node | None:
     return maker if maker is not None and maker.primitive in names else None
 
 
-def _holds_one(blocks: Collection[Block]) -> bool:
+def _holds_activation(blocks: Collection[Block]) -> bool:
     inner = [n for b in blocks for n in b.nodes]
-    return any(n.primitive in _ACTIVATES | {"max", "select_n"} or _holds_one(n.blocks) for n in inner)
+    return any(n.primitive in _ACTIVATES | {"max", "select_n"} or _holds_activation(n.blocks) for n in inner)
 
 
 def _is_number(search: Search, atom: Any) -> bool:
@@ -133,7 +133,7 @@ def _read_back(search: Search, activation: Node) -> Between | None:
             continue
         if activates(search, node):
             return None
-        if is_product(node):
+        if is_float_product(node):
             products[node.id] = node
             continue
         below = _passed_on(node)
@@ -156,8 +156,8 @@ def _nearest(search: Search, nodes: Mapping[int, Node], products: Mapping[int, N
     """Of what stands between products and an activation what to speak of: where two products meet, else where one is taken apart, else
     the first that is no part of an epilogue."""
     ranked = _ranked(search, nodes, products)
-    _, node, made_of = min(ranked, key=lambda one: one[0], default=(0, None, frozenset()))
-    return None if node is None else Between(node, {i: products[i] for i in sorted(made_of)})
+    _, node, product_ids = min(ranked, key=lambda entry: entry[0], default=(0, None, frozenset()))
+    return None if node is None else Between(node, {i: products[i] for i in sorted(product_ids)})
 
 
 def _ranked(
@@ -166,11 +166,11 @@ def _ranked(
     """Each node that is made of products, in program order: its rank, itself, and the products."""
     below: dict[int, frozenset[int]] = {v.id: frozenset({n.id}) for n in products.values() for v in n.outputs}
     for _, node in sorted(nodes.items()):
-        made_of = {below[a.id] for a in node.values if a.id in below}
-        if made_of:
-            all_of = frozenset[int]().union(*made_of)
+        sources = {below[a.id] for a in node.values if a.id in below}
+        if sources:
+            all_of = frozenset[int]().union(*sources)
             below.update((v.id, all_of) for v in node.outputs)
-            yield _rank(search, node, len(made_of)), node, all_of
+            yield _rank(search, node, len(sources)), node, all_of
 
 
 def _rank(search: Search, node: Node, operands: int) -> int:
@@ -194,28 +194,28 @@ def _adds_unit_axes(node: Node) -> bool:
 
 
 def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
-    code, what, edit = _sentence(search, between)
+    code, reason, edit = _sentence(search, between)
     packed = between.node.primitive in PARTS and len(between.products) == 1
     gates = [g for a in between.activations if packed for g in _gates(search, a)]
     if gates:
         code, edit = "activation", "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
-        what = (
+        reason = (
             f"takes a part of {_names(between)}, whose activation {gates[0].outputs[0]!r} multiplies with another part of it: "
             f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
         )
     first = next(iter(between.products.values()))
-    made = reject(
+    rejection = reject(
         search,
         pass_.name,
         code,
-        f"{anchor_text(between.node)} {what}",
+        f"{anchor_text(between.node)} {reason}",
         first,
         [between.node],
         [between.node],
         (1, 2),
         edit,
     )
-    return replace(made, site_ids=frozenset(n.id for n in (between.node, *between.activations, *gates)))
+    return replace(rejection, site_ids=frozenset(n.id for n in (between.node, *between.activations, *gates)))
 
 
 def _names(between: Between) -> str:
@@ -226,24 +226,24 @@ def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
     """The code, what the node does and what was needed, and the edit."""
     node, activated = between.node, anchor_text(between.activations[0])
     if len(between.products) > 1 and node.primitive == "add":
-        what = f"adds up {_names(between)} before {activated}; the fused op activates one product, with its bias"
-        return "bias", what, _SIDE_BY_SIDE
+        reason = f"adds up {_names(between)} before {activated}; the fused op activates one product, with its bias"
+        return "bias", reason, _SIDE_BY_SIDE
     if node.primitive in PARTS:
-        what = f"takes a part of {_names(between)} before {activated}; the fused op activates all that it makes"
-        return "structure", what, "multiply by that part of the weight (and of the bias) alone"
+        reason = f"takes a part of {_names(between)} before {activated}; the fused op activates all that it makes"
+        return "structure", reason, "multiply by that part of the weight (and of the bias) alone"
     if node.primitive in VIEWS:
-        what = (
+        reason = (
             f"gives {_names(between)} another shape before {activated}; the fused op activates what it makes as it is"
         )
-        return "axes", what, "apply the activation first"
+        return "axes", reason, "apply the activation first"
     if node.primitive in SUMS_OVER_DEVICES:
         return (
             "structure",
             f"sums {_names(between)} over devices before {activated}, which a fused op cannot wait for",
             None,
         )
-    what = f"stands between {_names(between)} and {activated}; the fused op has a bias there and nothing else"
-    return "activation", what, None
+    reason = f"stands between {_names(between)} and {activated}; the fused op has a bias there and nothing else"
+    return "activation", reason, None
 
 
 def _gates(search: Search, activation: Node) -> list[Node]:

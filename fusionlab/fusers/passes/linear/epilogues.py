@@ -35,7 +35,7 @@ def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
     return (*(("linear",) if bias else ()), *((known.kind,) if known and known.name != "none" else ()))
 
 
-def shown(activation: str) -> str:
+def activation_name(activation: str) -> str:
     """An activation as a user calls it: "relu" for any spelling of it."""
     known = ACTIVATIONS.get(activation)
     return known.kind if known is not None else activation
@@ -51,7 +51,7 @@ class Epilogue:
         self.leaking: tuple[Value, str] | None = None
 
     @property
-    def what(self) -> str:
+    def start_name(self) -> str:
         """The start, in words."""
         return "sum with the bias" if self.biased else "product"
 
@@ -95,7 +95,7 @@ class Epilogue:
         """For a known activation whose inner values are read elsewhere, which is kept as `leaking`."""
         self.leaking = end, name
         edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
-        return self.site.escaping(leak, edit, nodes, shown(name), concepts_of(False, name))
+        return self.site.escaping(leak, edit, nodes, activation_name(name), concepts_of(False, name))
 
     def is_applied(self, node: Node, nodes: list[Node]) -> bool:
         """Whether the program goes on with what a node makes of the start, so that it may be meant for an activation.
@@ -104,14 +104,14 @@ class Epilogue:
         nor what a loss is the sum of.
         """
         value = node.outputs[0]
-        made_by = {n.primitive for n in between(self.view, self.start, value)}
-        if in_backward(node) or not made_by & NONLINEAR:
+        primitives = {n.primitive for n in between(self.view, self.start, value)}
+        if in_backward(node) or not primitives & NONLINEAR:
             return False
         block = self.site.search.block
         if value.id in block.returned and not (block.path and in_differentiated(node)):
             return True
         readers = self.forward_readers(value, nodes)
-        measured = made_by & NONLINEAR <= _MEASURES
+        measured = primitives & NONLINEAR <= _MEASURES
         return any(u.primitive != "reduce_sum" or not (measured or u.outputs[0].shape == ()) for u in readers)
 
     def forward_readers(self, value: Value, nodes: list[Node]) -> list[Node]:
@@ -138,15 +138,15 @@ class Epilogue:
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
         """For a function that is no known activation."""
         known = known.told()
-        why = known.why.replace(known.nearest, shown(known.nearest)) if known.nearest else known.why
+        why = known.why.replace(known.nearest, activation_name(known.nearest)) if known.nearest else known.why
         sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
         edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
         if known.code == "gradient":
-            name = shown(known.nearest).partition("_")[0]
+            name = activation_name(known.nearest).partition("_")[0]
             edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
         if known.origin:
-            told = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
-            return replace(told, origin=known.origin, failed=True)
+            rejection = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
+            return replace(rejection, origin=known.origin, failed=True)
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
@@ -167,29 +167,29 @@ class Epilogue:
                 return self.site.rejection("custom_rule", sentence, [user], None, None, [user])
             if user.primitive == "stop_gradient":
                 sentence = f"{anchor_text(user)} stops the gradient of the linear result"
-                return self.with_what_follows("stop_gradient", sentence, user, None)
+                return self.reject_with_followers("stop_gradient", sentence, user, None)
             if user.primitive in ("name", "reduce_precision") and self.goes_on(user.outputs[0]):
                 sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
                 edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
-                return self.with_what_follows("named_residual", sentence, user, edit)
+                return self.reject_with_followers("named_residual", sentence, user, edit)
             if user.primitive in LAYS_OUT and self.goes_on(user.outputs[0]):
-                where = f"where the {self.what} lies on the mesh before what follows"
+                where = f"where the {self.start_name} lies on the mesh before what follows"
                 sentence = f"{anchor_text(user)} says {where}; a fused op has no such value"
                 edit = "say it of x, of w, or of the result behind the bias and the activation"
-                return self.with_what_follows("sharding", sentence, user, edit)
+                return self.reject_with_followers("sharding", sentence, user, edit)
             if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
                 sentence = (
                     f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
                     f"the activation in {self.start.dtype}"
                 )
                 edit = "apply the activation before the cast"
-                return self.with_what_follows("dtype", sentence, user, edit)
+                return self.reject_with_followers("dtype", sentence, user, edit)
         return None
 
-    def with_what_follows(self, code: str, sentence: str, node: Node, edit: str | None) -> Rejection:
+    def reject_with_followers(self, code: str, sentence: str, node: Node, edit: str | None) -> Rejection:
         """The rejection for a node that sets an activation apart, with what that is made of."""
-        told = self.site.rejection(code, sentence, [node], None, edit, [node])
-        return replace(told, site_ids=told.site_ids | {n.id for n in self.following(node.outputs[0])})
+        rejection = self.site.rejection(code, sentence, [node], None, edit, [node])
+        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in self.following(node.outputs[0])})
 
     def following(self, value: Value) -> list[Node]:
         """The activation of a copy of the start, node by node."""

@@ -28,7 +28,7 @@ from ....kernels.ops.gemm_epilogue.op import DTYPES
 from ...engine.base import Search, anchor_text, examined, option, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import Passage, narrow, passage, rounding
-from .beyond import beyond, is_of_one_point
+from .beyond import activations_beyond, is_pointwise_convolution
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .linear_groups import GROUPINGS
 from .linear_parts import Linear, LinearSite
@@ -76,16 +76,16 @@ class GemmEpiloguePass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         self.check(search.options)
-        told: set[int] = set()
+        claimed: set[int] = set()
         for node in most_sizes_first(filter(_is_anchor, search.block.nodes)):
             for outcome in examined(search, self.name, node, _ProductSite(self, search, node).examine):
-                told |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
+                claimed |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
                 yield outcome
-        yield from beyond(self, search, told)
+        yield from activations_beyond(self, search, claimed)
 
 
 def _is_anchor(node: Node) -> bool:
-    return (node.primitive == "dot_general" or is_of_one_point(node)) and not is_backward(node.eqn)
+    return (node.primitive == "dot_general" or is_pointwise_convolution(node)) and not is_backward(node.eqn)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _ProductSite(LinearSite):
     """One product, from anchor to candidate or rejection."""
 
     def examine(self) -> Iterator[Candidate | Rejection]:
-        if is_of_one_point(self.anchor) and self.view.nodes[self.nid(self.product)].op != "dot":
+        if is_pointwise_convolution(self.anchor) and self.view.nodes[self.nid(self.product)].op != "dot":
             yield from self.convolution()
             return
         problem = self.wrong_dtype()
@@ -133,12 +133,14 @@ class _ProductSite(LinearSite):
         nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
         if not nodes:
             return
-        what = (
+        reason = (
             "multiplies by one matrix, as a convolution whose window is one point, but not each position once: it has a stride, "
             "padding or a dilation; the fused op is made of products"
         )
         edit = "take the positions first, x[:, ::2, ::2], and multiply these by the matrix, x @ w[0, 0]"
-        yield self.rejection("structure", f"{anchor_text(self.anchor)} {what}", edit=edit, progress=(1, 2), site=nodes)
+        yield self.rejection(
+            "structure", f"{anchor_text(self.anchor)} {reason}", edit=edit, progress=(1, 2), site=nodes
+        )
 
     def wrong_dtype(self) -> Rejection | None:
         """For a product of integers with something to fuse behind it."""
@@ -285,14 +287,14 @@ class _ProductSite(LinearSite):
         """Whether a product computes in the dtype of the result, which x or w has, of operands some of which have fewer bits: these are
         widened, and nothing is rounded.
         """
-        made = region.root.dtype
+        dtype = region.root.dtype
         leaves, operands = [v.dtype for v in region.leaves.values()], [a.dtype for a in self.anchor.inputs]
-        wide = np.dtype(made).name in ("float32", "float64") and self.anchor.outputs[0].dtype == made
+        wide = np.dtype(dtype).name in ("float32", "float64") and self.anchor.outputs[0].dtype == dtype
         return (
             wide
-            and made in operands
+            and dtype in operands
             and len(set(leaves)) > 1
-            and all(is_float(d) and not narrows(made, d) for d in leaves)
+            and all(is_float(d) and not narrows(dtype, d) for d in leaves)
         )
 
     def conditions(self, linear: Linear, region: Region, activation: str, wide: Wide) -> Rejection | None:
@@ -336,7 +338,7 @@ class _ProductSite(LinearSite):
             sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
             edit = "give x a leading axis, or map the layer with jax.vmap"
             return self.rejection("rank", sentence, [self.anchor], None, edit)
-        if is_of_one_point(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
+        if is_pointwise_convolution(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
             sentence = (
                 f"{anchor_text(self.anchor)} multiplies every position by one matrix, as a convolution; a product in its place was not "
                 f"measured on a GPU"

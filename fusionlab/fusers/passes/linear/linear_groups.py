@@ -29,12 +29,12 @@ def grouped(found: Sequence[Candidate | Rejection], grouping: str | None) -> lis
     """The sites, with the grouping of the linear ones that are fused with their backward passes; None means the default."""
     sites = [c for c in found if isinstance(c, Candidate) and _is_linear(c)]
     maker = {c.root.id: c for c in sites}
-    made: dict[int, Candidate] = {}
+    paired: dict[int, Candidate] = {}
     for c in sites:
         assert c.backward is not None
         pair = replace(c.backward, grouping=grouping or GROUPINGS[0])
-        made[id(c)] = _chained(c, pair, maker) if grouping == "chained" else replace(c, backward=pair)
-    return [made.get(id(item), item) for item in found]
+        paired[id(c)] = _chained(c, pair, maker) if grouping == "chained" else replace(c, backward=pair)
+    return [paired.get(id(item), item) for item in found]
 
 
 def _chained(c: Candidate, pair: Pair, maker: Mapping[int, Candidate]) -> Candidate:
@@ -68,21 +68,21 @@ def _is_linear(c: Candidate) -> bool:
 
 def _feeds_only(before: Candidate, c: Candidate) -> bool:
     """Whether the first site's activated result is read by the second alone, whose gradient of it is the first one's cotangent."""
-    one, two = before.site.backward, c.site.backward
-    if before.attrs.get("activation", "none") == "none" or not _in_one_block(one, two):
+    first, second = before.site.backward, c.site.backward
+    if before.attrs.get("activation", "none") == "none" or not _in_same_block(first, second):
         return False
     if not all(map(_in_place, (before, c))):
         return False
-    share = next((s for i, s in two.gradients if two.leaves[i].id == before.root.id), None)
-    if share is None or share.own != {share.value.id} or share.value.id != one.cotangent.id:
+    share = next((s for i, s in second.gradients if second.leaves[i].id == before.root.id), None)
+    if share is None or share.own != {share.value.id} or share.value.id != first.cotangent.id:
         return False
     gone = before.all_node_ids | c.all_node_ids
-    return all(_is_read_in(one.block, v, gone) for v in (before.root, share.value))
+    return all(_is_read_in(first.block, v, gone) for v in (before.root, share.value))
 
 
-def _in_one_block(one: BackwardPart, two: BackwardPart) -> bool:
+def _in_same_block(first: BackwardPart, second: BackwardPart) -> bool:
     """Whether two sites and their backward passes all stand in one block."""
-    return len({one.block_path, one.site_path, two.block_path, two.site_path}) == 1
+    return len({first.block_path, first.site_path, second.block_path, second.site_path}) == 1
 
 
 def _is_read_in(block: Block, value: Value, nodes: Collection[int]) -> bool:

@@ -91,7 +91,7 @@ class LinearSite(Site):
         if added is None:
             return self.biased_behind() or self.bare()
         node, total, other = added
-        if self.made_of(self.view.read(other).nid, self.nid(self.product), 6):
+        if self.computed_from(self.view.read(other).nid, self.nid(self.product), 6):
             if feeds_softmax(self, self.product):
                 return None  # it subtracts its maximum
             return self.bare()  # h + 0.044715 h^3, and the like
@@ -149,8 +149,8 @@ class LinearSite(Site):
         )
         edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
         following = Epilogue(self, node.outputs[0], True).following(node.outputs[0])
-        told = self.rejection("bias", sentence, [node], (1, 2), edit)
-        return replace(told, site_ids=told.site_ids | {n.id for n in (*way.views, *following)})
+        rejection = self.rejection("bias", sentence, [node], (1, 2), edit)
+        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in (*way.views, *following)})
 
     def added_behind(self, way: Passage) -> tuple[Node | None, Any]:
         """The add that reads the product behind views of it, and its other operand; None for each where there is none."""
@@ -182,9 +182,9 @@ class LinearSite(Site):
             return None
         rank = len(self.anchor.inputs[1].shape)
         sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
-        told = self.rejection("rank", sentence, concepts=concepts_of(total is not None, name))
+        rejection = self.rejection("rank", sentence, concepts=concepts_of(total is not None, name))
         added = [n for n in [self.search.block.producer[start.id]] if total is not None]
-        return replace(told, site_ids=told.site_ids | {n.id for n in (*added, *nodes)})
+        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in (*added, *nodes)})
 
     def batch(self) -> list[Any]:
         """The batch axes of the product."""
@@ -206,8 +206,10 @@ class LinearSite(Site):
             users = self.users(value)
             node = next(filter(self.is_sum, users), None)
             if node is not None:
+                # A number is a literal operand of the equation, and no value. Of h + h nothing is left.
                 others = [a for a in node.inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
                 return (node, node.outputs[0], others[0]) if len(others) == 1 else None
+            # A callback, as of jax.debug.print, is kept for its effect and may have no outputs.
             same = [u for u in users if u.outputs and self.nid(u.outputs[0]) == nid]
             if len(users) != 1 or not same:
                 return None
@@ -260,16 +262,17 @@ class LinearSite(Site):
         if span >= len(dot.shape) and not self.given(other):
             return None  # a residual connection: what is added was computed elsewhere
         edit, concepts = None, ()
+        # What a scan's body reads and does not change is a constant of the scan, and may be broadcast before it.
         if span >= len(dot.shape) and self.given_broadcast(other):
-            what, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
+            addend, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
             edit = "broadcast the bias inside the loop"
         elif span >= len(dot.shape):
-            what = f"a full tensor {list(other.shape)}, {self.shown(other)}, not a bias along the output features"
+            addend = f"a full tensor {list(other.shape)}, {self.shown(other)}, not a bias along the output features"
             edit = "add the bias first, (x @ w + b) + y, if there is one"
         elif not span:
-            what = f"a scalar, {self.shown(other)}, not a bias along the output features"
+            addend = f"a scalar, {self.shown(other)}, not a bias along the output features"
         else:
             axes = real_axes(other.shape)
             of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
-            what = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
-        return self.rejection("bias", f"{anchor_text(node)} adds {what}", [node], (1, 2), edit, concepts=concepts)
+            addend = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
+        return self.rejection("bias", f"{anchor_text(node)} adds {addend}", [node], (1, 2), edit, concepts=concepts)

@@ -11,7 +11,7 @@ from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ...engine.base import Substitution
-from ...engine.layout import AxisClasses, arrange, axes_of, in_order, places, restore
+from ...engine.layout import AxisClasses, arrange, axes_of, input_positions, ordered_classes, restore
 from ...engine.passages import replayed, unplaced
 from .linear_parts import Linear, LinearSite
 
@@ -20,7 +20,7 @@ from .linear_parts import Linear, LinearSite
 class _Product:
     """The axis classes of a product: of `x`, of `w`, and of these the rows, those that are contracted and the columns.
 
-    `of_one_point`: whether it is a convolution, whose weight has axes of one entry.
+    `pointwise`: whether it is a convolution, whose weight has axes of one entry.
     """
 
     x: AxisClasses
@@ -28,20 +28,20 @@ class _Product:
     rows: tuple[int, ...]
     contracted: tuple[int, ...]
     columns: tuple[int, ...]
-    of_one_point: bool
+    pointwise: bool
 
     @classmethod
-    def of(cls, x: AxisClasses, w: AxisClasses, of_one_point: bool) -> _Product:
-        contracted = in_order(w, [c for c in w if c is not None and c in x])
+    def of(cls, x: AxisClasses, w: AxisClasses, pointwise: bool) -> _Product:
+        contracted = ordered_classes(w, [c for c in w if c is not None and c in x])
         rows, columns = (tuple(c for c in axes if c is not None and c not in contracted) for axes in (x, w))
-        return cls(x, w, rows, contracted, columns, of_one_point)
+        return cls(x, w, rows, contracted, columns, pointwise)
 
     @property
     def direct(self) -> bool:
         """Whether the op takes x as it lies, and w but for axes of one entry; otherwise their axes are merged first."""
         if len(self.contracted) != 1 or len(self.columns) != 1 or len(self.x) < 2:
             return False
-        return len(self.w) == 2 or (self.of_one_point and None not in self.x)
+        return len(self.w) == 2 or (self.pointwise and None not in self.x)
 
     @property
     def contracts(self) -> tuple[int, int]:
@@ -87,7 +87,7 @@ def linear_plan(
         if role != "b" or linear.matched_bias
     }
     product = _Product.of(axes["x"], axes["w"], site.anchor.primitive != "dot_general")
-    pick = places(region)
+    pick = input_positions(region)
     matched = linear.value if behind is None and linear.bias else site.product
     root_axes = axes_of(m, view, m.pattern.root, matched)  # an activation keeps the axes
     views = (*(behind.views if behind is not None else ()), *after)
@@ -106,7 +106,7 @@ def linear_plan(
         bias = added(given(inputs, "b")) if linear.bias else None
         if not product.direct:
             x = arrange(x, product.x, product.x_groups, sizes)
-        if not product.direct or product.of_one_point:
+        if not product.direct or product.pointwise:
             w = arrange(w, product.w, product.w_groups, sizes)
         return x, w, bias
 

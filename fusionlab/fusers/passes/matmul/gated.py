@@ -31,7 +31,7 @@ from .gates import BETWEEN, GateSide, sides_of
 from .products import region_with
 
 IMPLEMENTATIONS = {"concatenated": "concatenated", "kernel": "cuda"}  # what the option names
-TOLD = (
+GATED_MEANING = (
     'for a gated pair act(x @ w) * (x @ v): "concatenated": one product with the weights side by side; "kernel": one kernel of our own; '
     "None: where one of them was measured faster"
 )
@@ -40,7 +40,7 @@ _ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x
 _ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
 
 
-def checked(gated: Any) -> str | None:
+def gated_implementation(gated: Any) -> str | None:
     """The option `gated`, as the implementation it names.
 
     Raises:
@@ -117,8 +117,8 @@ class GatedSite(Site):
         if not up.between or self.widened(up.product.outputs[0]) is up.between[0].outputs[0]:
             return None
         node = up.between[-1]
-        what = "adds a bias, which the fused op has none of" if node.primitive == "add" else "stands between"
-        sentence = f"{anchor_text(node)} {what}: {anchor_text(self.anchor)} does not multiply a product as it is"
+        problem = "adds a bias, which the fused op has none of" if node.primitive == "add" else "stands between"
+        sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply a product as it is"
         return self.rejection(BETWEEN[node.primitive], sentence, [node], (1, 2))
 
     def biased(self, gate: Node) -> Rejection | None:
@@ -148,14 +148,14 @@ class GatedSite(Site):
 
     def wrong_dtypes(self, gate: Node, up: Node) -> Rejection | None:
         """For dtypes that are not one, and results that are neither in it nor in float32 and then rounded to it."""
-        given, made = _dtypes((*gate.inputs, *up.inputs)), _dtypes((gate.outputs[0], up.outputs[0]))
+        given, results = _dtypes((*gate.inputs, *up.inputs)), _dtypes((gate.outputs[0], up.outputs[0]))
         if len(given) == 1 and given <= set(DTYPES) and given == _dtypes([self.root(gate)]):
-            if made == given:
+            if results == given:
                 return None
-            if made == {"float32"}:
+            if results == {"float32"}:
                 return self.narrow_range(gate, up) if given == {"float16"} and self.search.gradient else None
         sentence = (
-            f"{anchor_text(gate)} and {anchor_text(up)} multiply {', '.join(sorted(given))} to {', '.join(sorted(made))}; "
+            f"{anchor_text(gate)} and {anchor_text(up)} multiply {', '.join(sorted(given))} to {', '.join(sorted(results))}; "
             f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
         )
         return self.rejection("dtype", sentence, [gate, up], (1, 2), "give both products, and the result, one dtype")
@@ -171,16 +171,16 @@ class GatedSite(Site):
 
     def root(self, gate: Node) -> Value:
         """What the pair makes: of products in float32 of 16 bits, what alone reads it and rounds it to these."""
-        made = self.anchor.outputs[0]
+        result = self.anchor.outputs[0]
         if np.dtype(gate.inputs[0].dtype).name not in ("bfloat16", "float16"):
-            return made  # a cast behind it stays behind it
-        users = self.users(made)
-        alone = len(users) == 1 and made.id not in self.search.block.returned
-        if np.dtype(made.dtype).name == "float32" and alone and users[0].primitive in CASTS:
+            return result  # a cast behind it stays behind it
+        users = self.users(result)
+        alone = len(users) == 1 and result.id not in self.search.block.returned
+        if np.dtype(result.dtype).name == "float32" and alone and users[0].primitive in CASTS:
             rounded = users[0].outputs[0]
             if np.dtype(rounded.dtype).name in ("bfloat16", "float16"):
                 return rounded
-        return made
+        return result
 
     def common(self, gate: Node, up: Node) -> tuple[Value, tuple[Any, ...], tuple[Node, ...]] | None:
         """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do; None where there is none.
@@ -279,9 +279,9 @@ class GatedSite(Site):
 def _are_of_rows(gate: Node, up: Node) -> bool:
     """Whether two products are of rows, by their last axis, with matrices that lie alike."""
     x, w = gate.inputs
-    one, two = (canonical(n.params["dimension_numbers"]) for n in (gate, up))
+    gate_dims, up_dims = (canonical(n.params["dimension_numbers"]) for n in (gate, up))
     plain = (((len(x.shape) - 1,), (0,)), ((), ())), (((len(x.shape) - 1,), (1,)), ((), ()))
-    return one == two and one in plain and len(w.shape) == 2 and len(x.shape) >= 2
+    return gate_dims == up_dims and gate_dims in plain and len(w.shape) == 2 and len(x.shape) >= 2
 
 
 def _are_sharded(gate: Node, up: Node) -> bool:

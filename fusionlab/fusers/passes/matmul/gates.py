@@ -68,8 +68,8 @@ class Sides:
 
 def sides_of(view: CanonicalView, multiplication: Node) -> Sides | None:
     """What a multiplication of two products with one operand in common is made of; None for any other."""
-    one, two = multiplication.inputs
-    for activated, bare in ((one, two), (two, one)):
+    left, right = multiplication.inputs
+    for activated, bare in ((left, right), (right, left)):
         if not isinstance(activated, Value) or not isinstance(bare, Value):
             continue
         gate, up = _origin(view, activated), _product_behind(view, bare)
@@ -90,18 +90,18 @@ class _Part:
 
 def packed(view: CanonicalView, multiplication: Node) -> dict[int, Node] | None:
     """The nodes of a pair whose weights are packed in one product: a part of it, activated, times another part of it."""
-    one, two = (_part_of(view, a) if isinstance(a, Value) else None for a in multiplication.inputs)
+    left, right = (_part_of(view, a) if isinstance(a, Value) else None for a in multiplication.inputs)
     if (
-        one is None
-        or two is None
-        or one.whole is not two.whole
-        or _as_read(view, one.value) == _as_read(view, two.value)
+        left is None
+        or right is None
+        or left.whole is not right.whole
+        or _as_read(view, left.value) == _as_read(view, right.value)
     ):
         return None
-    behind = _product_behind(view, one.whole)
-    if behind is None or one.activated == two.activated:
+    behind = _product_behind(view, left.whole)
+    if behind is None or left.activated == right.activated:
         return None
-    return {n.id: n for n in (behind.product, *behind.between, *behind.copies)} | one.nodes | two.nodes
+    return {n.id: n for n in (behind.product, *behind.between, *behind.copies)} | left.nodes | right.nodes
 
 
 def _part_of(view: CanonicalView, value: Value) -> _Part | None:
@@ -122,7 +122,7 @@ def _part_of(view: CanonicalView, value: Value) -> _Part | None:
             return None
         elif node.id not in nodes:
             nodes[node.id] = node
-            activated |= node.primitive in NONLINEAR | _RULES
+            activated |= node.primitive in NONLINEAR | _RULES  # jax.nn.relu is a custom_jvp_call
             stack += node.values
     if len(found) != 1 or stack:
         return None
@@ -178,17 +178,17 @@ def _origin(view: CanonicalView, value: Value) -> Node | None:
     seen: set[int] = set()
     stack, steps, activated = [value], 0, False
     while stack and steps < _STEPS:
-        one, steps = stack.pop(), steps + 1
-        node = view.block.producer.get(one.id)
-        if one.id in seen or _is_number(view, one):
+        operand, steps = stack.pop(), steps + 1
+        node = view.block.producer.get(operand.id)
+        if operand.id in seen or _is_number(view, operand):
             continue
-        seen.add(one.id)
+        seen.add(operand.id)
         if node is None:
             continue  # given
         if node.primitive == "dot_general":
             products[node.id] = node
         elif node.primitive in _BY_ENTRY:
-            activated |= node.primitive in NONLINEAR | _RULES
+            activated |= node.primitive in NONLINEAR | _RULES  # jax.nn.relu is a custom_jvp_call
             stack += node.values
         else:
             return None

@@ -28,7 +28,7 @@ from ....kernels.ops.matmul.routes import Answer
 from ...engine.base import Pass, Search, Substitution, examined, option, propose
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
-from .gated import IMPLEMENTATIONS, TOLD, checked, gated_pairs
+from .gated import GATED_MEANING, IMPLEMENTATIONS, gated_implementation, gated_pairs
 from .products import ProductCall, ProductReader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of
 
@@ -51,9 +51,11 @@ class MatmulSchedulePass:
     sample_for: tuple[str, Mapping[str, Any]] = ("sm_90", MappingProxyType({"library": True}))
 
     def __post_init__(self) -> None:
-        told = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
-        library = (None, told, (None, True, False))
-        object.__setattr__(self, "options", {"library": library, "gated": (None, TOLD, (None, *IMPLEMENTATIONS))})
+        meaning = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
+        library = (None, meaning, (None, True, False))
+        object.__setattr__(
+            self, "options", {"library": library, "gated": (None, GATED_MEANING, (None, *IMPLEMENTATIONS))}
+        )
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def product(a: Any, b: Any, bias: Any) -> Any:
@@ -64,11 +66,11 @@ class MatmulSchedulePass:
     def check(self, options: Mapping[str, Any]) -> None:
         """Raises ArgumentError for a value of `library` or `gated` that is none."""
         checked_switch(options.get("library"))
-        checked(options.get("gated"))
+        gated_implementation(options.get("gated"))
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         library = checked_switch(option(search, self, "library"))
-        yield from gated_pairs(self, search, checked(option(search, self, "gated")))
+        yield from gated_pairs(self, search, gated_implementation(option(search, self, "gated")))
         if search.device.platform != "cuda":
             return  # there all stay with XLA
         for node in search.block.nodes:
@@ -107,7 +109,7 @@ class Routed(Site):
         if whole[1][-1].route.name != "xla" or not self.library:
             return whole
         parts = ((call, self.answers(call)) for call in reversed(steps[:-1]))
-        return next(((call, told) for call, told in parts if told[-1].route.name != "xla"), whole)
+        return next(((call, answers) for call, answers in parts if answers[-1].route.name != "xla"), whole)
 
     def left_behind(self, call: ProductCall) -> str:
         """What stands before and behind the product in a kernel of its own, in a few words; "" where nothing does."""
@@ -130,11 +132,11 @@ class Routed(Site):
         found = self.decided()
         if found is None:
             return
-        call, told = found
+        call, answers = found
         named = self.search.implementation
-        if named is not None and told[-1].route.implementation != named:
+        if named is not None and answers[-1].route.implementation != named:
             return  # that one does not take it
-        if told[-1].route.name == "xla" and not call.widened:
+        if answers[-1].route.name == "xla" and not call.widened:
             return
         try:
             yield self.candidate(call)
@@ -145,15 +147,15 @@ class Routed(Site):
         region = region_of(self, call)
         if escapes(region):
             raise NotARegion("an inner value is read outside of it")
-        told = _WIDENED.format(call.a.dtype)
+        note = _WIDENED.format(call.a.dtype)
         plan = _plan(self, call, region.inputs)
-        notes = (told,) if call.widened else ()
+        notes = (note,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
         if not isinstance(outcome, Candidate) or not call.widened:
             return outcome
         # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
         backends = (
-            replace(b, verdict=ChoiceKind.CHOSEN.value, reason=told) if b.verdict == ChoiceKind.SAME_CODE else b
+            replace(b, verdict=ChoiceKind.CHOSEN.value, reason=note) if b.verdict == ChoiceKind.SAME_CODE else b
             for b in outcome.backends
         )
         return replace(outcome, backends=tuple(backends))
@@ -230,11 +232,11 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
     found = routed.decided()
     if found is None:
         return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")
-    call, told = found
+    call, answers = found
     formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
-    taken = told[-1].route.tag
+    taken = answers[-1].route.tag
     behind = routed.left_behind(call)
-    return ProductRoute(**about, site=own.id if own else "", formula=formula, tag=taken, answers=told, split=behind)
+    return ProductRoute(**about, site=own.id if own else "", formula=formula, tag=taken, answers=answers, split=behind)
 
 
 def _claimed(claim: Candidate) -> str:

@@ -21,10 +21,9 @@ from ....graph.matching.region import CASTS, SCALINGS, NotARegion, Region, dead_
 from ....graph.program.ir import Node, Value
 from ....kernels.op.arrays import is_default, is_explicitly_sharded
 from ....kernels.ops.matmul.axes import Dimensions, ProductAxes, canonical
+from ...engine.passages import is_half
 from ...engine.site import Site
 from ..linear.epilogues import Epilogue
-
-_HALVES = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True)
@@ -77,13 +76,13 @@ class ProductReader:
     def bare(self) -> ProductCall | None:
         """The product alone; None where the op takes no such product."""
         node = self.site.anchor
-        made, operands = node.outputs[0], _operands(node)
+        result, operands = node.outputs[0], _operands(node)
         if operands is None:
             return None
         a, b = operands
-        dtype = np.dtype(made.dtype).name
+        dtype = np.dtype(result.dtype).name
         dimensions = canonical(node.params["dimension_numbers"])
-        call = ProductCall(made, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
+        call = ProductCall(result, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
         narrow = self.narrow(a), self.narrow(b)
         if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
             return call
@@ -99,7 +98,7 @@ class ProductReader:
         if maker is None or not widens(maker) or np.dtype(operand.dtype).name != "float32":
             return None
         (source,) = maker.inputs
-        return source if isinstance(source, Value) and np.dtype(source.dtype).name in _HALVES else None
+        return source if isinstance(source, Value) and is_half(source.dtype) else None
 
     def steps(self) -> list[ProductCall]:
         """The product alone, then with one more step behind it each time that nothing else reads; none where the op takes no such
@@ -135,17 +134,17 @@ class ProductReader:
 
     def cast(self, call: ProductCall, user: Node) -> ProductCall | None:
         """To fewer bits: one that widens leaves a rounding point of the program's before it."""
-        made = user.outputs[0]
-        if not is_float(made.dtype) or not narrows(made.dtype, call.value.dtype):
+        result = user.outputs[0]
+        if not is_float(result.dtype) or not narrows(result.dtype, call.value.dtype):
             return None
-        return replace(call, value=made, after=(*call.after, user), out=np.dtype(made.dtype).name)
+        return replace(call, value=result, after=(*call.after, user), out=np.dtype(result.dtype).name)
 
     def scaled(self, call: ProductCall, user: Node) -> ProductCall | None:
         factor = -1.0 if user.primitive == "neg" else self.factor(call.value, user)
         if factor is None:
             return None
         alpha, beta = call.alpha * factor, call.beta if call.bias is None else call.beta * factor
-        if not all(_is_held(one, call.product) for one in (alpha, beta)):
+        if not all(_is_held(number, call.product) for number in (alpha, beta)):
             return None
         return replace(call, value=user.outputs[0], after=(*call.after, user), alpha=alpha, beta=beta)
 
@@ -163,8 +162,8 @@ class ProductReader:
     def biased(self, call: ProductCall, user: Node) -> ProductCall | None:
         first, second = user.inputs
         other = second if first is call.value else first
-        made = user.outputs[0]
-        if not isinstance(other, Value) or made.shape != call.value.shape or is_explicitly_sharded(made.aval):
+        result = user.outputs[0]
+        if not isinstance(other, Value) or result.shape != call.value.shape or is_explicitly_sharded(result.aval):
             return None
         found = self.bias(call, other)
         if found is None:
@@ -172,7 +171,7 @@ class ProductReader:
         signs = (1.0, 1.0) if user.primitive == "add" else (1.0, -1.0) if first is call.value else (-1.0, 1.0)
         return replace(
             call,
-            value=made,
+            value=result,
             after=(*call.after, user),
             bias=found[0],
             thin=found[1],

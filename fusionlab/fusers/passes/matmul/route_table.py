@@ -61,17 +61,17 @@ class ProductRoute:
 
     @property
     def why(self) -> str:
-        told = "; ".join(map(str, self.answers)) if self.answers else self.reason
-        return f"{told}; split: {self.split}" if self.split else told
+        reason = "; ".join(map(str, self.answers)) if self.answers else self.reason
+        return f"{reason}; split: {self.split}" if self.split else reason
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
-        told = [
+        answers = [
             {"route": a.route.name, "tag": a.route.tag, "takes": a.takes, "code": a.code, "sentence": a.sentence}
             for a in self.answers
         ]
         plain = {name: getattr(self, name) for name in ("node", "value", "scope", "source", "dtype", "formula", "tag")}
-        more = {"sizes": list(self.sizes), "answers": told, "reason": self.reason, "split": self.split}
+        more = {"sizes": list(self.sizes), "answers": answers, "reason": self.reason, "split": self.split}
         return plain | more | {"site": self.site}
 
 
@@ -111,7 +111,7 @@ class Routes:
             where = f" ({first.source})" if first.source else ""
             times = f"{count} times, first " if count > 1 else ""
             lines.append(f"  {first.tag:8} {first.formula}, {first.shape}, {first.dtype}: {times}{first.value}{where}")
-            lines += [f"           {told}" for told in (first.answers or [first.reason])]
+            lines += [f"           {answer}" for answer in (first.answers or [first.reason])]
             lines += [f"           split: {first.split}"] if first.split else []
         return "\n".join(lines)
 
@@ -151,11 +151,11 @@ def _cells(row: ProductRoute) -> str:
         _cell(f"{escape(row.formula)} <small>{{}}</small>", where),
         *(_cell("{}", t) for t in (row.shape, row.dtype, row.tag)),
     ]
-    told = {answer.route.name: answer for answer in row.answers}
-    if not told:
+    by_route = {answer.route.name: answer for answer in row.answers}
+    if not by_route:
         cells.append(_cell("{}", row.reason, more=f" colspan={len(ROUTES)}"))
-    for route in ROUTES if told else ():
-        answer = told.get(route.name)
+    for route in ROUTES if by_route else ():
+        answer = by_route.get(route.name)
         if answer is None:
             cells.append(_cell("{}", "not asked", _REFUSES))
         elif answer.takes:

@@ -58,13 +58,13 @@ def _may_be_in(name: str) -> Callable[[CanonicalView], bool]:
 
     def fits(view: CanonicalView) -> bool:
         sums = view.by_op.get("reduce_sum", ())
-        of_sums = sum(_is_made_of_a_sum(view, nid) for nid in sums)
+        of_sums = sum(_derives_from_sum(view, nid) for nid in sums)
         return len(sums) - of_sums >= alone and of_sums >= nested and (not clamped or "max" in view.by_op)
 
     return fits
 
 
-def _is_made_of_a_sum(view: CanonicalView, nid: int) -> bool:
+def _derives_from_sum(view: CanonicalView, nid: int) -> bool:
     """Whether a sum is of what another sum has a part in, as that of (x - mean)^2."""
     level = [o.nid for o in view.nodes[nid].operands]
     for _ in range(_STEPS):
@@ -98,12 +98,12 @@ def _examples() -> Iterator[Example]:
                 *vectors, share, epsilon = rest
                 return affine(norm(x, share, epsilon), *vectors)
 
-            told = {"bare": True, "root": root, "may_be_in": _may_be_in(name)}
-            yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, **told)
+            options = {"bare": True, "root": root, "may_be_in": _may_be_in(name)}
+            yield Example(name + after, fn, {"x": "mn", **leaves}, _SCALARS, **options)
 
 
 EXAMPLES = tuple(_examples())
-PLAIN = next(e for e in EXAMPLES if e.name == "layer_norm by var(x), scale and bias")
+PLAIN_NORM = next(e for e in EXAMPLES if e.name == "layer_norm by var(x), scale and bias")
 
 
 @dataclass(frozen=True)
@@ -111,16 +111,16 @@ class Near:
     """What is nearly a norm: the examples, and what to say of a site that matches one."""
 
     examples: tuple[Example, ...]
-    what: str
+    problem: str
     edit: str
 
 
-def _near(name: str, root: Callable[..., Any], what: str, edit: str) -> Near:
+def _near(name: str, root: Callable[..., Any], problem: str, edit: str) -> Near:
     def example(norm: str, fn: Callable[..., Any]) -> Example:
-        told = {"bare": True, "root": ("prod", 2), "may_be_in": _may_be_in(norm)}
-        return Example(f"{norm}, {name}", fn, {"x": "mn"}, _SCALARS, **told)
+        options = {"bare": True, "root": ("prod", 2), "may_be_in": _may_be_in(norm)}
+        return Example(f"{norm}, {name}", fn, {"x": "mn"}, _SCALARS, **options)
 
-    return Near(tuple(example(*one) for one in _norms(root).items()), what, edit)
+    return Near(tuple(example(*named) for named in _norms(root).items()), problem, edit)
 
 
 NEAR = (

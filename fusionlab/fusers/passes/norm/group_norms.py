@@ -19,13 +19,13 @@ from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels import OPS
 from ...engine.base import Pass, Search, Substitution
-from ...engine.layout import places
+from ...engine.layout import input_positions
 from ...engine.outcomes import Candidate, Rejection
 from ..linear.epilogues import Epilogue
 from .misses import NormSite
-from .surroundings import ROOTS, Groups, MadeOf, Surroundings, as_written
+from .surroundings import ROOTS, ChannelGroups, DerivedFrom, Surroundings, as_written
 
-CONCEPTS = ("group_norm",)
+GROUP_NORM_CONCEPTS = ("group_norm",)
 _SMOOTH = having("layout", "variance", "cast", "addition", "difference", "scaling", "power", "root", "copy") | {
     "reduce_sum"
 }
@@ -40,10 +40,12 @@ class GroupSite(NormSite):
       odd: a node between x and a result that a norm has not.
     """
 
-    def __init__(self, pass_: Pass, search: Search, anchor: Node, around: Surroundings, channels: Groups) -> None:
+    def __init__(
+        self, pass_: Pass, search: Search, anchor: Node, around: Surroundings, channels: ChannelGroups
+    ) -> None:
         super().__init__(pass_, search, anchor)
         self.around, self.channels = around, channels
-        self.is_of_x = MadeOf(around, channels.x)
+        self.is_of_x = DerivedFrom(around, channels.x)
         self.odd: Node | None = None
 
     def outcomes(self) -> Iterator[Candidate | Rejection]:
@@ -134,7 +136,9 @@ class GroupSite(NormSite):
         problem = self.dtypes(region) or self.unguarded(epsilon)
         if problem is not None:
             return problem
-        return self.offered(region, self.plan(region, activation, epsilon), _EDIT, self.notes(region), CONCEPTS)
+        return self.offered(
+            region, self.plan(region, activation, epsilon), _EDIT, self.notes(region), GROUP_NORM_CONCEPTS
+        )
 
     def epsilon(self) -> float:
         """The number added under the root; 0 where there is none."""
@@ -145,7 +149,7 @@ class GroupSite(NormSite):
 
     def plan(self, region: Region, activation: str, epsilon: float) -> Substitution:
         """x as it stands, [*B, *P, C]; the vectors [C], in the order of the groups."""
-        where, root = places(region), region.root
+        where, root = input_positions(region), region.root
 
         def operands(*inputs: Any) -> tuple[Any, ...]:
             vectors = (inputs[where[n]].reshape(-1) if n in where else None for n in ("scale", "bias"))

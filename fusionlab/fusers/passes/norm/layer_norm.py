@@ -28,14 +28,14 @@ from ....graph.program.order import waits_for_itself
 from ....graph.program.scopes import in_backward, is_backward
 from ....kernels import OPS
 from ...engine.base import Search, Substitution, anchor_text, examined, propose
-from ...engine.layout import AxisClasses, arrange, axes_of, in_order, places, present, restore
+from ...engine.layout import AxisClasses, arrange, axes_of, input_positions, ordered_classes, present, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
-from .examples import EXAMPLES, NEAR, PLAIN
+from .examples import EXAMPLES, NEAR, PLAIN_NORM
 from .group_norms import GroupSite
 from .misses import BY_COUNT, NormSite
 from .summands import Summands, summands_of
-from .surroundings import ROOTS, Groups, Surroundings, as_written, summed_axes
+from .surroundings import ROOTS, ChannelGroups, Surroundings, as_written, reduced_axes
 
 _LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
@@ -80,28 +80,28 @@ class LayerNormPass:
         return norm, (jnp.zeros((8, 16)), jnp.zeros(16), jnp.zeros(16))
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        made: set[int] = set()
+        norm_results: set[int] = set()
         for node in search.block.nodes:
             if node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn):
-                for outcome in examined(search, self.name, node, lambda n=node: self.at(search, n, made)):
+                for outcome in examined(search, self.name, node, lambda n=node: self.at(search, n, norm_results)):
                     if isinstance(outcome, Candidate):
-                        made.add(outcome.root.id)
+                        norm_results.add(outcome.root.id)
                     yield outcome
 
-    def at(self, search: Search, node: Node, made: Collection[int]) -> Candidate | Rejection | None:
+    def at(self, search: Search, node: Node, norm_results: Collection[int]) -> Candidate | Rejection | None:
         """What stands around one root; None where it is none of a norm."""
         around = Surroundings(search, node)
-        return _NormSite(self, search, node, around, made).examine() if around.is_norm else None
+        return _NormSite(self, search, node, around, norm_results).examine() if around.is_norm else None
 
 
 class _NormSite(NormSite):
     """One norm, from anchor to candidate or rejection."""
 
     def __init__(
-        self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings, made: Collection[int]
+        self, pass_: LayerNormPass, search: Search, anchor: Node, around: Surroundings, norm_results: Collection[int]
     ) -> None:
         super().__init__(pass_, search, anchor)
-        self.view, self.around, self.made = around.view, around, made
+        self.view, self.around, self.norm_results = around.view, around, norm_results
         self.x = {"x": self.nid(around.x)}  # for the matcher: the leaf x is x, and nothing made of it
 
     def examine(self) -> Candidate | Rejection:
@@ -116,12 +116,12 @@ class _NormSite(NormSite):
         outcome = self.furthest(results, of_groups)
         if outcome is not None:
             return outcome
-        told = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
-        return told or self.missed(self.nearest(results))
+        declined = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
+        return declined or self.missed(self.nearest(results))
 
     def of_groups(self) -> Candidate | Rejection | None:
         """What becomes of a norm of groups of channels; None where this is none."""
-        channels = Groups.of(self.around)
+        channels = ChannelGroups.of(self.around)
         if channels is None:
             return None
         problem: Rejection | None = None
@@ -136,7 +136,7 @@ class _NormSite(NormSite):
         """What may be the norm's result: it has the dtype of x, and a cast of it stays outside."""
         around = self.around
         wide = (v for v in around.results if not narrows(v.dtype, around.x.dtype))
-        return [v for v in wide if not (self.is_widened(v) or self.is_one_of_casts(v))]
+        return [v for v in wide if not (self.is_widened(v) or self.is_cast_for_reader(v))]
 
     def furthest(self, results: Sequence[Value], problem: Rejection | None) -> Candidate | Rejection | None:
         """The candidate with the furthest result, else the `problem`, else why the furthest match is none; None where nothing matches."""
@@ -154,10 +154,10 @@ class _NormSite(NormSite):
                 paired = paired or outcome
         return paired or problem
 
-    def rejection(self, *args: Any, **told: Any) -> Rejection:
+    def rejection(self, *args: Any, **options: Any) -> Rejection:
         """As of any site: with where the root meets x, however far a match got."""
-        made = super().rejection(*args, **told)
-        return replace(made, site_ids=made.site_ids | {n.id for n in self.around.quotients[:1]})
+        rejection = super().rejection(*args, **options)
+        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in self.around.quotients[:1]})
 
     def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
         """With the norm's name, unless a number, what it is read by or its axes make it another function."""
@@ -173,7 +173,7 @@ class _NormSite(NormSite):
 
     def over_batch(self) -> bool:
         """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
-        axes = [summed_axes(n, self.around.x) for n in self.around.sums_of_x]
+        axes = [reduced_axes(n, self.around.x) for n in self.around.sums_of_x]
         return any(0 in a and len(self.around.x.shape) - 1 not in a for a in axes)
 
     def is_widened(self, value: Value) -> bool:
@@ -182,7 +182,7 @@ class _NormSite(NormSite):
         source = maker.inputs[0] if maker is not None and widens(maker) else None
         return isinstance(source, Value) and source.dtype == self.around.x.dtype and source in self.around.results
 
-    def is_one_of_casts(self, value: Value) -> bool:
+    def is_cast_for_reader(self, value: Value) -> bool:
         """Whether a value is another result, cast for one of its several readers: that is the norm's, and each makes its own."""
         maker = self.search.block.producer.get(value.id)
         if maker is None or maker.primitive not in CASTS or maker.inputs[0] not in self.around.results:
@@ -193,7 +193,7 @@ class _NormSite(NormSite):
         ref = self.view.ref[value.id]
         fit = (e for e in EXAMPLES if close(ref.coef, 1.0) and e.fits(self.view, ref.nid))
         found = (match(pattern_of(example), self.view, ref.nid, self.x) for example in fit)
-        return next((one for one in found if isinstance(one, Match)), None)
+        return next((m for m in found if isinstance(m, Match)), None)
 
     def nearest(self, values: Sequence[Value]) -> Miss:
         """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
@@ -202,7 +202,7 @@ class _NormSite(NormSite):
         if best is not None:
             return best
         value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
-        found = match(pattern_of(PLAIN), self.view, self.nid(value), self.x)
+        found = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
         assert isinstance(found, Miss)
         return found
 
@@ -224,14 +224,16 @@ class _NormSite(NormSite):
                     if not example.fits(self.view, nid):
                         continue
                     if isinstance(match(pattern_of(example), self.view, nid, self.x), Match):
-                        problem = self.rejection("structure", f"{anchor_text(self.anchor)} {near.what}", edit=near.edit)
+                        problem = self.rejection(
+                            "structure", f"{anchor_text(self.anchor)} {near.problem}", edit=near.edit
+                        )
                         return replace(problem, concepts=(f"{example.name.partition('_')[0]}_norm",))
         return None
 
     def uneven(self) -> Rejection | None:
         """The rejection for sums of x over different axes."""
         sums = self.around.sums_of_x
-        axes = [summed_axes(n, self.around.x) for n in sums]
+        axes = [reduced_axes(n, self.around.x) for n in sums]
         other = next((i for i, a in enumerate(axes) if a != axes[0]), None)
         if other is None:
             return None
@@ -243,10 +245,10 @@ class _NormSite(NormSite):
 
     def held(self) -> Rejection | None:
         """The rejection for a node inside the norm that means something the fused op does not do."""
-        for primitive, (code, what, edit) in _HELD.items():
+        for primitive, (code, problem, edit) in _HELD.items():
             node = self.around.first(primitive)
             if node is not None and not is_jax_rule(node):
-                return self.rejection(code, f"{anchor_text(node)} {what}", [node], edit=edit)
+                return self.rejection(code, f"{anchor_text(node)} {problem}", [node], edit=edit)
         return None
 
     # -- the candidate --------------------------------------------------------------------------------------------
@@ -271,6 +273,7 @@ class _NormSite(NormSite):
 
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
         """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
+        # Where the norm is XLA's own code, XLA fuses additions with it by itself.
         if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None:
             return plain
         summands = self.summands(found, region)
@@ -293,9 +296,9 @@ class _NormSite(NormSite):
         if x.dtype != region.root.dtype:
             return None
         axes = axes_of(found, self.view, found.leaf_id("x"), x)
-        features = in_order(axes, found.letters["n"])
+        features = ordered_classes(axes, found.letters["n"])
         feature = axes.index(features[0]) if len(features) == 1 else None
-        return summands_of(self.search.block, x, feature, self.made)
+        return summands_of(self.search.block, x, feature, self.norm_results)
 
     def proposed(self, found: Match, region: Region, summands: Summands | None = None) -> Candidate | Rejection:
         plan = _plan(self.search, self.view, found, region, summands)
@@ -351,12 +354,12 @@ def _plan(
     sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
     own = {n: region.leaves[n] for n in found.leaves} | {"x": x}
     axes: dict[str, AxisClasses] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
-    features = in_order(axes["x"], found.letters["n"])
+    features = ordered_classes(axes["x"], found.letters["n"])
     groups = _groups(present(axes["x"]), features)
     if groups is None:
         over = tuple(i for i, c in enumerate(axes["x"]) if c in features)
         return f"it normalises over axes {over} of {list(x.shape)}; of several axes the fused op takes the last ones"
-    where, direct = places(region), len(features) == 1
+    where, direct = input_positions(region), len(features) == 1
     root_axes = axes_of(found, view, found.pattern.root, region.root)
     dtype = region.root.dtype
 

@@ -17,10 +17,10 @@ from ....graph.program.ir import Node
 from ....kernels.op.arrays import arithmetic_dtype
 from ....kernels.ops.layer_norm.op import DTYPES
 from ...engine.base import anchor_text
-from ...engine.nearly import shown
+from ...engine.nearly import canonical_text
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
-from .surroundings import Groups, Surroundings, crossing, summed_axes
+from .surroundings import ChannelGroups, Surroundings, crossing, reduced_axes
 
 _CANCELS = (
     "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
@@ -32,7 +32,7 @@ _SPREAD = (
 )
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
 _NO_VECTOR = "it reads what is no scale and no bias of the channels, one entry for each"
-_AS_ONE = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
+_STATISTICS_EDIT = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
 _WORDS = {
@@ -67,22 +67,22 @@ class NormSite(Site):
             else:
                 edit = "make epsilon a Python number, known when the program is traced"
         elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
-            stands = f"{shown(self.view, miss.target, self.anchor)} stands where that is needed"
+            stands = f"{canonical_text(self.view, miss.target, self.anchor)} stands where that is needed"
             near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
-    def grouped(self, channels: Groups, odd: Node | None) -> Rejection:
+    def grouped(self, channels: ChannelGroups, odd: Node | None) -> Rejection:
         """The rejection of a GroupNorm in a layout that the op has not, or with something in it that a norm has not."""
         groups, each, concepts = channels.groups, channels.each, ("group_norm",)
-        what = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
+        subject = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
         if channels.batch_axes is not None:
             stands = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
             return self.rejection(
-                "structure", f"{what}; {stands}", [odd] if odd else [], edit=_AS_ONE, concepts=concepts
+                "structure", f"{subject}; {stands}", [odd] if odd else [], edit=_STATISTICS_EDIT, concepts=concepts
             )
         where = "; it is fused where the channels stand last, behind the batch and the positions"
         edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
-        return self.rejection("axes", what + where, edit=edit, concepts=concepts)
+        return self.rejection("axes", subject + where, edit=edit, concepts=concepts)
 
     def unguarded(self, epsilon: float) -> Rejection | None:
         """The rejection for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
@@ -100,29 +100,31 @@ class NormSite(Site):
         return (_CANCELS,) * by_squares + (_SPREAD,) * spread
 
     def dtypes(self, region: Region) -> Rejection | None:
-        x, made = region.leaves["x"].dtype, region.root.dtype
+        x, dtype = region.leaves["x"].dtype, region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         edit = None
         if not given <= set(DTYPES):
-            what = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
-        elif any(narrows(arithmetic_dtype(made), v.dtype) for v in region.leaves.values()):
-            what = f"takes parameters wider than the {np.dtype(arithmetic_dtype(made)).name} it would be computed in"
+            problem = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
+        elif any(narrows(arithmetic_dtype(dtype), v.dtype) for v in region.leaves.values()):
+            problem = (
+                f"takes parameters wider than the {np.dtype(arithmetic_dtype(dtype)).name} it would be computed in"
+            )
         else:
             rounding = _rounding(region, x)
             if rounding is None:
                 return None
-            what = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
             edit = "keep the statistics in the dtype of x, or a wider one"
-        return self.rejection("dtype", f"{anchor_text(self.anchor)} {what}", edit=edit, site=region.nodes)
+        return self.rejection("dtype", f"{anchor_text(self.anchor)} {problem}", edit=edit, site=region.nodes)
 
     def shifted(self) -> Rejection | None:
         """The rejection for multiples of the root that are added up and are not x less its mean."""
         if not self.around.shifts:
             return None
         node = self.around.shifts[0]
-        what = "adds two multiples of the root, which are not x and minus its mean by the same factor"
+        problem = "adds two multiples of the root, which are not x and minus its mean by the same factor"
         edit = "shift x * inv by -mean(x) * inv: one root, one epsilon, and the scale in both or in neither"
-        return self.rejection("structure", f"{anchor_text(node)} {what}", [node], edit=edit)
+        return self.rejection("structure", f"{anchor_text(node)} {problem}", [node], edit=edit)
 
     def transposed(self) -> Rejection | None:
         """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
@@ -132,7 +134,7 @@ class NormSite(Site):
             return None
         sums = self.around.sums_of_x
         of = (
-            f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, summed_axes(sums[0], self.around.x)))}"
+            f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, reduced_axes(sums[0], self.around.x)))}"
             if sums
             else ""
         )
@@ -152,5 +154,5 @@ def _scalar_at(miss: Miss) -> str | None:
 
 def _rounding(region: Region, dtype: Any) -> Node | None:
     """The first cast inside a site to a float of fewer bits than `dtype`."""
-    made = ((n, n.outputs[0].dtype) for n in region.nodes if n.primitive in CASTS)
-    return next((n for n, to in made if is_float(to) and narrows(to, dtype)), None)
+    casts = ((n, n.outputs[0].dtype) for n in region.nodes if n.primitive in CASTS)
+    return next((n for n, to in casts if is_float(to) and narrows(to, dtype)), None)

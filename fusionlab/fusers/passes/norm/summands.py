@@ -40,7 +40,9 @@ class Summands:
         )
 
 
-def summands_of(block: Block, x: Value, feature: int | None, made: Collection[int] = frozenset()) -> Summands | None:
+def summands_of(
+    block: Block, x: Value, feature: int | None, norm_results: Collection[int] = frozenset()
+) -> Summands | None:
     """How x is added up right before the norm; None where it is not, or where folding that in would be no gain.
 
     Only additions in the dtype of x: one that widens its operands is XLA's to join with their casts. A vector added to a product stays with
@@ -48,9 +50,9 @@ def summands_of(block: Block, x: Value, feature: int | None, made: Collection[in
 
     Args:
       feature: the axis that is normalised over; None for several, of which no vector is looked for.
-      made: ids of the results of norms that were found before.
+      norm_results: ids of the results of norms that were found before.
     """
-    outer = _addition(block, x, made)
+    outer = _addition(block, x, norm_results)
     if outer is None:
         return None
     shifted = _shifted(block, x, outer, feature)
@@ -59,9 +61,9 @@ def summands_of(block: Block, x: Value, feature: int | None, made: Collection[in
     left, right = outer.sides
     if not (_fits(left, x) and _fits(right, x)):
         return None
-    for one, other in ((left, right), (right, left)):
-        inner = _addition(block, one, made) if one.id != other.id else None
-        if inner is None or one.id in block.returned or len(block.users.get(one.id, ())) != 1:
+    for side, other in ((left, right), (right, left)):
+        inner = _addition(block, side, norm_results) if side.id != other.id else None
+        if inner is None or side.id in block.returned or len(block.users.get(side.id, ())) != 1:
             continue
         shifted = _shifted(block, x, inner, feature)
         if shifted is not None:
@@ -83,9 +85,9 @@ def _shifted(block: Block, x: Value, added: _Addition, feature: int | None) -> S
     return None
 
 
-def _addition(block: Block, value: Value, made: Collection[int]) -> _Addition | None:
+def _addition(block: Block, value: Value, norm_results: Collection[int]) -> _Addition | None:
     """The node that adds a value up of two others of its dtype; None for the result of another norm, whose own bias that is."""
-    if value.id in made:
+    if value.id in norm_results:
         return None
     node = block.producer.get(value.id)
     if node is None or node.primitive not in _ADDS or is_backward(node.eqn):

@@ -38,7 +38,7 @@ def as_written(epsilon: float) -> float:
     return short if abs(float(np.float32(epsilon)) - epsilon) <= 1e-11 * epsilon else epsilon
 
 
-def summed_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
+def reduced_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
     """The axes that a sum is over; of a product, those of an operand (the first that has the shape of x)."""
     if node.primitive == "reduce_sum":
         return tuple(sorted(int(a) for a in node.params["axes"]))
@@ -46,7 +46,7 @@ def summed_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
     return tuple(sorted(int(a) for a in node.params["dimension_numbers"][0][side]))
 
 
-class MadeOf:
+class DerivedFrom:
     """Whether a value is computed from x by what a norm is made of.
 
     Attributes:
@@ -100,8 +100,8 @@ class Surroundings:
         if not self.sums:
             return
         self.x = self._normalised(self.sums[0])
-        self.of_x = MadeOf(self, self.x)
-        self._made, self._nodes = self.of_x.known, self.of_x.nodes
+        self.of_x = DerivedFrom(self, self.x)
+        self._derived, self._nodes = self.of_x.known, self.of_x.nodes
         self.results = self._results()
         self.is_norm = bool(self.quotients) and (self.is_mean or self._of_x_alone())
         if self.is_norm:
@@ -240,12 +240,12 @@ class Surroundings:
                     continue
                 seen.add(node.id)
                 self._nodes[node.id] = node
-                made = node.outputs[0]
-                self._made[made.id] = True
+                result = node.outputs[0]
+                self._derived[result.id] = True
                 adds = self._join(node, others)
                 if self._may_be_result(node):
-                    found.append(made)
-                stack.append((made, ended or adds))
+                    found.append(result)
+                stack.append((result, ended or adds))
         return sorted(found, key=lambda v: -v.id)
 
     def _others(self, node: Node, value: Value) -> list[Value]:
@@ -273,8 +273,8 @@ class Surroundings:
         return math.prod(value.shape) == math.prod(self.x.shape)
 
     def _may_be_result(self, node: Node) -> bool:
-        made = node.outputs[0]
-        return self._is_whole(made) and node.primitive not in VIEWS and is_float(made.dtype)
+        result = node.outputs[0]
+        return self._is_whole(result) and node.primitive not in VIEWS and is_float(result.dtype)
 
     def _after_root(self, value: Value) -> bool:
         """Whether a value is made of the root, as the shift of a norm is that is written as a scale and a shift."""
@@ -297,11 +297,11 @@ class Surroundings:
             return
         for value in self.results:
             ref = view.ref[value.id]
-            made = factored(view, ref.nid, root.operands[0].nid)
-            if made.nid != ref.nid:
-                dims = tuple(made.dims[d] if d >= 0 else d for d in ref.dims)
-                view.ref[value.id] = Ref(ref.coef * made.coef, made.nid, dims)
-                view.values_of.setdefault(made.nid, []).append(value)
+            product = factored(view, ref.nid, root.operands[0].nid)
+            if product.nid != ref.nid:
+                dims = tuple(product.dims[d] if d >= 0 else d for d in ref.dims)
+                view.ref[value.id] = Ref(ref.coef * product.coef, product.nid, dims)
+                view.values_of.setdefault(product.nid, []).append(value)
 
     def _view(self) -> CanonicalView:
         """Over the nodes between x and the results, and the views of whatever else those read."""
@@ -323,12 +323,12 @@ class Surroundings:
 
     def _read_beside(self) -> list[Value]:
         """What the nodes between x and the results read that is neither x nor made by one of them."""
-        made = {v.id for n in self._nodes.values() for v in n.outputs} | {self.x.id}
-        return [a for n in self._nodes.values() for a in n.values if a.id not in made]
+        inner = {v.id for n in self._nodes.values() for v in n.outputs} | {self.x.id}
+        return [a for n in self._nodes.values() for a in n.values if a.id not in inner]
 
 
 @dataclass(frozen=True)
-class Groups:
+class ChannelGroups:
     """Channels in groups: what a reshape makes of them, with statistics over a group's channels and over another axis, or more.
 
     Attributes:
@@ -343,14 +343,14 @@ class Groups:
     batch_axes: int | None
 
     @classmethod
-    def of(cls, around: Surroundings) -> Groups | None:
+    def of(cls, around: Surroundings) -> ChannelGroups | None:
         """What is normalised at a root, as groups; None where it is none."""
         value, sums = around.x, around.sums_of_x or around.sums
         while (maker := around.maker(value)) is not None and maker.primitive == "convert_element_type":
             value = maker.inputs[0]
         if maker is None or maker.primitive != "reshape" or not isinstance(x := maker.inputs[0], Value):
             return None
-        summed = set(summed_axes(sums[0], around.x))
+        summed = set(reduced_axes(sums[0], around.x))
         for i, groups, each in _taken_apart(x.shape, value.shape):
             if summed & {i, i + 1} == {i + 1} and len(summed) > 1:
                 return cls(x, groups, each, _batch_axes(x.shape, value.shape, i, summed))
