@@ -20,7 +20,7 @@ from ...graph.dtypes import is_float
 from ...graph.matching.region import Region, region_signature
 from ...graph.matching.wide import arithmetic_of, wider_in
 from ...graph.program.boundary import guarded
-from ...graph.program.explicit_axes import Misplaced, placing, told, typed_shapes
+from ...graph.program.explicit_axes import Misplaced, placing, spec_text, typed_shapes
 from ...graph.program.graph import Graph
 from ...graph.program.in_shard_map import DeviceSums, make_jaxpr
 from ...graph.program.ir import Block, Node
@@ -309,7 +309,7 @@ def _named(backends: Sequence[Backend]) -> str:
 def _asked(region: Region) -> str:
     """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
     asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
-    told_of = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
+    told_of = (f"{anchor_text(n)} asks for {spec_text(n.params['out_sharding'])}" for n in asking)
     return f" ({'; '.join(told_of)}, which the fused op's own product cannot be asked for)" if asking else ""
 
 

@@ -65,12 +65,12 @@ class BackwardPart:
 
     def operands(self, number: int, taken: Sequence[Taken] | None = None) -> list[Value | Key]:
         """What it reads beside the cotangent: values of its block, and keys of what travels there (in pair `number`)."""
-        return [self._operand(number, what, i) for what, i in (self.split.taken if taken is None else taken)]
+        return [self._operand(number, role, i) for role, i in (self.split.taken if taken is None else taken)]
 
-    def _operand(self, number: int, what: str, i: int) -> Value | Key:
-        if what == "residual":
+    def _operand(self, number: int, role: str, i: int) -> Value | Key:
+        if role == "residual":
             return number, "residual", i
-        value = self.root if what == "value" else self.leaves[i]
+        value = self.root if role == "value" else self.leaves[i]
         if self.block_path == self.site_path:
             return value
         here = value
@@ -80,8 +80,8 @@ class BackwardPart:
 
     def read(self) -> list[Value]:
         """The values of its block that it reads, and the root, with which its residuals are made."""
-        made = [self.root] if self.block_path == self.site_path else []
-        return [self.cotangent, *made, *(o for o in self.operands(0) if isinstance(o, Value))]
+        root = [self.root] if self.block_path == self.site_path else []
+        return [self.cotangent, *root, *(o for o in self.operands(0) if isinstance(o, Value))]
 
 
 Pairs = Sequence[tuple[int, BackwardPart]]

@@ -51,13 +51,13 @@ class Pairer:
         self.tree = BlockTree(graph)
         self.certifier = certifier
 
-    def plan(self, region: Region, fn: Callable[..., Any], what: Any, found: Backward) -> Pairing:
+    def plan(self, region: Region, fn: Callable[..., Any], description: Any, found: Backward) -> Pairing:
         """What it takes to have `fn` in place of a region, and its derivative in place of the backward pass found.
 
         Args:
           region: the site.
           fn: takes `region.inputs`, gives the region's root.
-          what: hashable description of `fn`, for the memory of proofs.
+          description: hashable description of `fn`, for the memory of proofs.
           found: the backward pass.
 
         Raises:
@@ -70,7 +70,7 @@ class Pairer:
         if len(read := _read_outside(found.view.block, placed, gone)) < len(placed):
             placed, gone = read, self._gone(region, found, read)
         self._order(found, region, placed)
-        split = self._split(region, fn, what, found, placed)
+        split = self._split(region, fn, description, found, placed)
         part = self._part(region, found, path, placed, split)
         own = region.node_ids
         gradients = {name: share.value for _, name, share in placed}
@@ -117,7 +117,7 @@ class Pairer:
         self,
         region: Region,
         fn: Callable[..., Any],
-        what: Any,
+        description: Any,
         found: Backward,
         placed: Placed,
     ) -> Split:
@@ -128,9 +128,9 @@ class Pairer:
         flat = list(itertools.chain(*terms))
         nodes = _slice(found.view, flat, {v.id for v in (*inputs, found.cotangent)})
         _check_arithmetic(region, found, nodes)
-        made = _signature(found.view, nodes, (*inputs, found.cotangent), terms)
+        signature = _signature(found.view, nodes, (*inputs, found.cotangent), terms)
         types = tuple(v.aval for v in (*inputs, region.root, found.cotangent))  # of what the programs are traced with
-        key = ("pair", region_signature(region), what, *made, tuple(wanted), types)
+        key = ("pair", region_signature(region), description, *signature, tuple(wanted), types)
         known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
 
         def prove() -> tuple[ProofOutcome, Split]:
@@ -155,7 +155,7 @@ class Pairer:
     def _known_there(self, region: Region, found: Backward, path: str, split: Split) -> dict[int, Value]:
         """Value of the site's block -> the other block's own name for it. Raises Unpaired where what has to travel there cannot."""
         known = _second_names(found.view.block)
-        taken = (region.inputs[i] for what, i in split.taken if what == "input")
+        taken = (region.inputs[i] for role, i in split.taken if role == "input")
         moving = [*(v.aval for v in taken if v.id not in known), *split.residuals, region.root.aval]
         _check_ways(list(self.tree.between(region.block.path, path)), moving)
         return known
@@ -248,7 +248,9 @@ def _values(block: Block, share: Share) -> list[Value]:
         for atom in maker.inputs:
             if isinstance(atom, Value) and atom.id in share.own:
                 found.append(atom)
-            elif isinstance(atom, Value) and (made := block.producer.get(atom.id)) and made.id in (share.through or ()):
+            elif (
+                isinstance(atom, Value) and (above := block.producer.get(atom.id)) and above.id in (share.through or ())
+            ):
                 stack.append(atom)
     return found
 

@@ -186,7 +186,7 @@ class CallParts:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The call with these arrays in their places."""
-        leaves = [[x for _, x in one] for one in self.leaves]
+        leaves = [[x for _, x in pairs] for pairs in self.leaves]
         held: dict[int, Any] = {}
         for a, tree in enumerate(_in_order(args, kwargs)):
             values = iter(jax.tree.leaves(tree))
@@ -195,8 +195,8 @@ class CallParts:
             held |= {k: next(values) for k, _ in self._state_of(a)}
         if self.objects is None:
             out = self._called(leaves, len(args))
-            made = _objects_in(out, self.carries)
-            return self._outcome(out, Objects(()).call([], lambda _: (None, made))[1] if made else None)
+            objects = _objects_in(out, self.carries)
+            return self._outcome(out, Objects(()).call([], lambda _: (None, objects))[1] if objects else None)
         out, left = self.objects.call([held[k] for k in range(len(held))], partial(self._on_objects, leaves, len(args)))
         return self._outcome(out, left)
 
@@ -207,7 +207,7 @@ class CallParts:
         return out, _objects_in(out, self.carries)
 
     def _called(self, leaves: list[list], width: int) -> Any:
-        trees = [jax.tree.unflatten(tree, one) for tree, one in zip(self.trees, leaves, strict=True)]
+        trees = [jax.tree.unflatten(tree, values) for tree, values in zip(self.trees, leaves, strict=True)]
         given = [] if self.carries else [(v, held_by(v)) for v in _variables_of_values(trees)]
         out = self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
         changed = [v for v, held in given if held_by(v) is not held]
@@ -341,11 +341,11 @@ def fixed_difference(before: Any, after: Any) -> str | None:
         return f"got a result of structure {new.tree}, needed the original's, {old.tree}"
     for b, a in zip(old.leaves, new.leaves, strict=True):
         if (isinstance(b, tuple) or isinstance(a, tuple)) and not _is_same(a, b):
-            return f"got {_told(a)} in the result, needed the original's {_told(b)}"
+            return f"got {_leaf_text(a)} in the result, needed the original's {_leaf_text(b)}"
     return None
 
 
-def _told(leaf: Any) -> str:
+def _leaf_text(leaf: Any) -> str:
     return f"{leaf[0]!r:.80}" if isinstance(leaf, tuple) else f"an {leaf}"
 
 

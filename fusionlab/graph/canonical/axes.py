@@ -68,9 +68,9 @@ def merged_axes(node: CNode) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]
     """For each group of a reshape: the operand's axes (below 0: broadcast) and the node's own."""
     before = after = 0
     axes = node.operands[0].axes
-    for many, made in node.params:
-        yield axes[before : before + many], tuple(range(after, after + made))
-        before, after = before + many, after + made
+    for old, new in node.params:
+        yield axes[before : before + old], tuple(range(after, after + new))
+        before, after = before + old, after + new
 
 
 def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
@@ -84,8 +84,8 @@ def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
             x = parent[x]
         return x
 
-    for one, other in links:
-        root = find(one)
+    for axis, other in links:
+        root = find(axis)
         if other is not None:
             parent[root] = find(other)
     numbers: dict[Axis, int] = {}

@@ -65,11 +65,11 @@ def _result_of(dot: CNode, ref: Ref, names: Mapping[Any, list[Any]]) -> list[Any
     return [y for x in labels for y in names.get(x, [x])]
 
 
-def _groups(source: Sequence[int], made: Sequence[int]) -> list[list[int]] | None:
-    """For a reshape: the axes of `source` that make each axis of `made`; None where one is split."""
+def _groups(source: Sequence[int], result: Sequence[int]) -> list[list[int]] | None:
+    """For a reshape: the axes of `source` that make each axis of `result`; None where one is split."""
     groups: list[list[int]] = []
     axes = iter(range(len(source)))
-    for size in made:
+    for size in result:
         group, product = [], 1
         while product < size:
             slot = next(axes, None)
@@ -93,7 +93,7 @@ def dot(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     size = _sizes(labels, shapes)
     names = [[x for x in side if size[x] != 1] for side in labels]
     out = _result_labels(names)
-    alone = _sum_of_one(view, ins, names, out, size)
+    alone = _sum_of_value(view, ins, names, out, size)
     if alone is not None:
         return [alone]
     on_nodes = _labels_on_nodes(view, ins, labels, shapes)
@@ -114,15 +114,17 @@ def _result_labels(names: Sequence[Sequence[tuple]]) -> list[tuple]:
     return sorted(x for x in names[0] if x[0] == "b") + [x for side in names for x in side if x[0] in ("l", "r")]
 
 
-def _sum_of_one(view: CanonicalView, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]) -> Ref | None:
+def _sum_of_value(
+    view: CanonicalView, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]
+) -> Ref | None:
     """A product that is a sum over one value: of what is multiplied by one number everywhere, or of squares, entry by entry."""
     summed = _summand(view, ins, names, size)
     if summed is None:
         return None
     ref, mine = summed
-    made = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
-    at = dict(zip((x for x in mine if x in out), made.dims, strict=True))
-    return Ref(made.coef, made.nid, tuple(at.get(x, ~size[x]) for x in out))
+    total = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
+    at = dict(zip((x for x in mine if x in out), total.dims, strict=True))
+    return Ref(total.coef, total.nid, tuple(at.get(x, ~size[x]) for x in out))
 
 
 def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[Any, int]) -> tuple[Ref, list] | None:
@@ -201,5 +203,5 @@ def _labels_on_nodes(
     view: CanonicalView, ins: list[Ref], labels: Sequence[list[tuple]], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, list]] | None:
     """The nodes of two operands, with a label for each of their axes; None as of `_labels_on_node`."""
-    one, two = (_labels_on_node(view, *side) for side in zip(ins, labels, shapes, strict=True))
-    return None if one is None or two is None else [(ins[0].nid, one), (ins[1].nid, two)]
+    left, right = (_labels_on_node(view, *side) for side in zip(ins, labels, shapes, strict=True))
+    return None if left is None or right is None else [(ins[0].nid, left), (ins[1].nid, right)]

@@ -75,9 +75,9 @@ def _same(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 def _stop_gradient(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Transparent only on the maximum that softmax subtracts (of a row, and of one logit more), whose gradient cancels; anywhere else it
     changes gradients."""
-    made = view.nodes[ins[0].nid]
-    if made.op == "reduce_max" or (
-        made.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in made.operands)
+    operand = view.nodes[ins[0].nid]
+    if operand.op == "reduce_max" or (
+        operand.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in operand.operands)
     ):
         return [ins[0]]
     return [_unary_ref(view, "stop_gradient", node, ins[0])]
@@ -291,22 +291,22 @@ def _reduced_by_law(view: CanonicalView, op: str, whole: Ref, axis: int) -> Ref 
 
     node = view.nodes[whole.nid]
     if op == "reduce_max" and node.op == "sum" and len(node.operands) == 2:
-        for one, other in itertools.permutations(node.operands):
+        for term, other in itertools.permutations(node.operands):
             below = view.nodes[other.nid].op in ("reduce_max", "max") and axis not in other.axes
-            if below and _is_its_maximum(view, whole, axis, one, other, reduce):
+            if below and _is_its_maximum(view, whole, axis, term, other, reduce):
                 return view.literal(0.0, [n for a, n in enumerate(node.shape) if a != axis])
     return reduced_by_parts(view, op, whole, axis, reduce)
 
 
 def _is_its_maximum(
-    view: CanonicalView, whole: Ref, axis: int, one: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
+    view: CanonicalView, whole: Ref, axis: int, term: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
 ) -> bool:
     """Whether, in a sum of two with all axes of the first, the second is minus the first's maximum over an axis."""
     every = range(len(view.nodes[whole.nid].shape))
-    own = {slot: a for a, slot in enumerate(one.axes)}
+    own = {slot: a for a, slot in enumerate(term.axes)}
     if set(own) != set(every):
         return False
-    top = reduce(Ref(whole.coef * one.coef, one.nid, tuple(own[d] for d in every)), axis)
+    top = reduce(Ref(whole.coef * term.coef, term.nid, tuple(own[d] for d in every)), axis)
     if top.nid != other.nid or tidy(top.coef) != tidy(-whole.coef * other.coef):
         return False
     return node_axes(top) == compose(other.axes, tuple(d for d in every if d != axis))

@@ -116,7 +116,7 @@ class KnownActivation:
 @dataclass(frozen=True)
 class Recognised:
     """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest, `origin`
-    where FusionLab itself failed on it. All of that is found out where someone asks (`told`): few ever do."""
+    where FusionLab itself failed on it. All of that is found out where someone asks (`explained`): few ever do."""
 
     name: str | None
     why: str = ""
@@ -125,7 +125,7 @@ class Recognised:
     origin: str = ""
     asked: Callable[[], Recognised] | None = None
 
-    def told(self) -> Recognised:
+    def explained(self) -> Recognised:
         """With `why` and `nearest`."""
         return self if self.asked is None else self.asked()
 
@@ -156,8 +156,8 @@ def cone(view: CanonicalView, start: Value) -> list[Node]:
 def _joins(view: CanonicalView, node: Node, inside: set[int], start: Value) -> bool:
     if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
         return False
-    made = node.outputs[0].dtype
-    if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and made != start.dtype:
+    dtype = node.outputs[0].dtype
+    if node.primitive == "convert_element_type" and np.dtype(dtype).kind != "b" and dtype != start.dtype:
         return False  # rounding, and what overflows where, is part of what the program means
     return all(isinstance(a, Literal) or a.id in inside or _written(view, a) for a in node.inputs)
 
@@ -430,15 +430,15 @@ def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: In
     """Evaluates an elementwise program of one array, and maybe its cotangent, with the points laid along one axis."""
     axis = next((i for i in reversed(range(len(shape))) if shape[i] != 1), None)
     if axis is None:
-        return _one_by_one(closed, shape, points, inline)
+        return _point_by_point(closed, shape, points, inline)
     # Axes of one real size reduce to one size: with a square shape every chunk of points becomes a square.
     alike = shape.count(shape[axis])
     chunk = len(points) if alike == 1 else max(2, int(_CHUNK_ELEMENTS ** (1 / alike)))
-    made = [_along(closed, shape, axis, points[i : i + chunk], inline) for i in range(0, len(points), chunk)]
-    return [np.concatenate(column) for column in zip(*made, strict=True)]
+    chunks = [_along(closed, shape, axis, points[i : i + chunk], inline) for i in range(0, len(points), chunk)]
+    return [np.concatenate(column) for column in zip(*chunks, strict=True)]
 
 
-def _one_by_one(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
+def _point_by_point(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
     """As `_on_points`, of an array of one entry."""
     ones = [np.ones(shape)] * (len(closed.in_avals) - 1)
     rows = [evaluate(closed, [np.full(shape, p), *ones], None, inline) for p in points]

@@ -78,9 +78,9 @@ class Programs:
         values = replace(self, old=_value_of(self.old), new=_value_of(self.new)) if "value" in names else None
         for special in specials(self.avals, _added(self.old, len(self.avals))):
             if special.exact:
-                verdict = self._told(special, given, names, tolerance, of)
+                verdict = self._on_special(special, given, names, tolerance, of)
             elif values is not None:
-                verdict = values._told(special, given, names[:1], tolerance)
+                verdict = values._on_special(special, given, names[:1], tolerance)
             else:
                 continue
             if not verdict.ok:
@@ -91,7 +91,7 @@ class Programs:
             None, lost=tuple(lost), edge=edge, regained=values is not None and self._regains(sizes, args[0])
         )
 
-    def _told(
+    def _on_special(
         self,
         special: Special,
         given: Given,
@@ -205,10 +205,10 @@ def _is_exponent(eqns: Sequence[Any], var: Any) -> bool:
 
 def _of_a_product(eqns: Sequence[Any], var: Any) -> bool:
     """Whether a value is a contraction, views and factors aside."""
-    made = next((eqn for eqn in eqns if any(v is var for v in eqn.outvars)), None)
-    if made is None or made.primitive.name == "dot_general":
-        return made is not None
-    return made.primitive.name in _PASS and any(_of_a_product(eqns, v) for v in made.invars)
+    maker = next((eqn for eqn in eqns if any(v is var for v in eqn.outvars)), None)
+    if maker is None or maker.primitive.name == "dot_general":
+        return maker is not None
+    return maker.primitive.name in _PASS and any(_of_a_product(eqns, v) for v in maker.invars)
 
 
 def _value_of(closed: Any) -> Any:

@@ -82,8 +82,8 @@ class _Walk:
         pairs = {"abs": [(ins[0], zero)], "sign": [(ins[0], zero)]}.get(name)
         if pairs is None:
             pairs = [(ins[1], ins[0]), (ins[1], ins[2])] if name == "clamp" else [(ins[0], ins[1])]
-        for one, other in pairs:
-            self.crossings |= _crossings(one, other)
+        for left, right in pairs:
+            self.crossings |= _crossings(left, right)
         if name == "abs":
             return _union([ins[0], _scaled(ins[0], -1.0)]), True
         if name == "sign":
@@ -91,9 +91,9 @@ class _Walk:
         return (_union(ins) if name in ("max", "min", "clamp") else _BOOLS), True
 
 
-def _crossings(one: Pieces, other: Pieces) -> set[float]:
+def _crossings(left: Pieces, right: Pieces) -> set[float]:
     """The inputs at which a piece of one meets a piece of the other."""
-    return {(d - b) / (a - c) for a, b in one or () for c, d in other or () if a != c}
+    return {(d - b) / (a - c) for a, b in left or () for c, d in right or () if a != c}
 
 
 def _union(parts: Sequence[Pieces]) -> Pieces:
@@ -111,27 +111,27 @@ def _scaled(pieces: Pieces, factor: float) -> Pieces:
 
 
 def _sum(sign: float) -> Callable[[Pieces, Pieces], Pieces]:
-    def rule(one: Pieces, other: Pieces) -> Pieces:
-        return _limited(frozenset((a + sign * c, b + sign * d) for a, b in one or () for c, d in other or ()))
+    def rule(left: Pieces, right: Pieces) -> Pieces:
+        return _limited(frozenset((a + sign * c, b + sign * d) for a, b in left or () for c, d in right or ()))
 
     return rule
 
 
-def _product(one: Pieces, other: Pieces) -> Pieces:
-    for constants, rest in ((one, other), (other, one)):
+def _product(left: Pieces, right: Pieces) -> Pieces:
+    for constants, rest in ((left, right), (right, left)):
         if constants is not None and all(a == 0 for a, _ in constants):
             return _limited(frozenset((a * c, b * c) for _, c in constants for a, b in rest or ()))
     return None
 
 
-def _quotient(one: Pieces, other: Pieces) -> Pieces:
-    if other is None or any(a != 0 or b == 0 for a, b in other):
+def _quotient(left: Pieces, right: Pieces) -> Pieces:
+    if right is None or any(a != 0 or b == 0 for a, b in right):
         return None
-    return _product(one, frozenset((0.0, 1 / b) for _, b in other))
+    return _product(left, frozenset((0.0, 1 / b) for _, b in right))
 
 
-def _same(one: Pieces) -> Pieces:
-    return one
+def _same(operand: Pieces) -> Pieces:
+    return operand
 
 
 _AFFINE: Mapping[str, Callable[..., Any]] = {
@@ -140,7 +140,7 @@ _AFFINE: Mapping[str, Callable[..., Any]] = {
     "sub": _sum(-1.0),
     "mul": _product,
     "div": _quotient,
-    "neg": lambda one: _scaled(one, -1.0),
+    "neg": lambda operand: _scaled(operand, -1.0),
     "copy": _same,
     "convert_element_type": _same,
     "broadcast_in_dim": _same,

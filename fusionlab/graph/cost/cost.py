@@ -141,9 +141,9 @@ class Costs:
     def _inside(self, node: Node) -> Cost:
         cost, stack = Cost(), [node]
         while stack:
-            one = stack.pop()
-            cost += self.nodes[one.id]
-            stack += [n for b in one.blocks for n in b.nodes]
+            inner = stack.pop()
+            cost += self.nodes[inner.id]
+            stack += [n for b in inner.blocks for n in b.nodes]
         return dataclasses.replace(cost, trips=self.nodes[node.id].trips)
 
     def fused(self, nodes: Iterable[Node | int]) -> Cost:
@@ -188,7 +188,7 @@ class Costs:
         heads = ("scope", "flop", "transcendentals", "read", "written", "flop/byte")
         return _aligned([heads, *rows, ("total", *_cells(self.total))])
 
-    def told(self, node: Node | int) -> str:
+    def summary(self, node: Node | int) -> str:
         """The cost of a node with what there is to say of it, on one line."""
         found = self._node(node)
         note = self.notes.get(found.id)
@@ -206,8 +206,8 @@ class Costs:
 
     def __str__(self) -> str:
         lines = [self.table()]
-        said = dict.fromkeys(f"{self.graph.node_by_id[i].primitive}: {text}" for i, text in self.notes.items())
-        return "\n".join([*lines, *(f"note: {text}" for text in said)])
+        notes = dict.fromkeys(f"{self.graph.node_by_id[i].primitive}: {text}" for i, text in self.notes.items())
+        return "\n".join([*lines, *(f"note: {text}" for text in notes)])
 
     def __repr__(self) -> str:
         return f"Costs({self.graph.name!r}, {self.total})"
@@ -228,8 +228,8 @@ def cost_of(graph: Graph, *, trips: Mapping[int, int] | None = None) -> Costs:
     for nid, n in trips.items():
         node = graph.node_by_id.get(nid)
         if node is None or node.primitive != "while" or n < 0:
-            what = node_text(node, sources=False) if node is not None else "no node"
-            raise ArgumentError(f"trips: got {n} for {nid} ({what}), needed trips of a while loop, 0 or more")
+            label = node_text(node, sources=False) if node is not None else "no node"
+            raise ArgumentError(f"trips: got {n} for {nid} ({label}), needed trips of a while loop, 0 or more")
     counter = _Counter(trips)
     counter.block(graph.top, 1, True)
     return Costs(graph, counter.nodes, counter.each, counter.notes)
@@ -254,9 +254,9 @@ class _Counter:
 
     def block(self, block: Block, count: int, known: bool, moves: bool = True) -> None:
         for node in block.nodes:
-            one = _each(node, moves)
-            self.each[node.id] = one
-            self.nodes[node.id] = one.times(count, count if known or not count else None)
+            cost = _each(node, moves)
+            self.each[node.id] = cost
+            self.nodes[node.id] = cost.times(count, count if known or not count else None)
             if (note := _note(node)) is not None:
                 self.notes[node.id] = note
             if node.primitive == "cond":

@@ -97,26 +97,26 @@ def _conv(node: Node) -> Arithmetic:
     p, (image, kernel) = node.params, node.inputs
     numbers = p["dimension_numbers"]
     pairs = 1
-    for i, (axis, tap, made) in enumerate(
+    for i, (axis, tap, result) in enumerate(
         zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     ):
         low, _ = p["padding"][i]
         pairs *= _taps(
             image.shape[axis],
             kernel.shape[tap],
-            node.outputs[0].shape[made],
+            node.outputs[0].shape[result],
             (p["window_strides"][i], low, p["lhs_dilation"][i], p["rhs_dilation"][i]),
         )
     features = kernel.shape[numbers.rhs_spec[0]] * kernel.shape[numbers.rhs_spec[1]]
     return 2 * image.shape[numbers.lhs_spec[0]] // p["batch_group_count"] * features * pairs, 0
 
 
-def _taps(entries: int, taps: int, made: int, where: tuple[int, int, int, int]) -> int:
+def _taps(entries: int, taps: int, results: int, where: tuple[int, int, int, int]) -> int:
     """How many (result, tap) pairs of one axis meet an entry of the image rather than padding or a hole of its dilation."""
     stride, low, spread, apart = where
     found = 0
     for tap in range(taps):
-        for out in range(made):
+        for out in range(results):
             place = out * stride + tap * apart - low
             found += 0 <= place <= (entries - 1) * spread and place % spread == 0
     return found

@@ -186,8 +186,8 @@ class _Run:
         ins = [as_jax(x) for x in ins]
         rule = SHAPED.get(name) or PLACED.get(name)
         if rule is not None:
-            made = rule(self, eqn, ins)
-            return made if isinstance(made, list) else [made]
+            outs = rule(self, eqn, ins)
+            return outs if isinstance(outs, list) else [outs]
         plain = PLAIN.get(name)
         if plain is None:
             raise CannotEvaluate(f"primitive {name}")
@@ -280,9 +280,9 @@ def _while(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
         goes_on = run.call(params["cond_jaxpr"], [*tested, *carry])[0]  # batched: each entry stops by itself
         if not np.any(goes_on):
             return carry
-        made = run.call(params["body_jaxpr"], [*fixed, *carry])
-        which = [goes_on.reshape(goes_on.shape + (1,) * (np.ndim(x) - goes_on.ndim)) for x in made]
-        carry = [np.where(w, new, old) for w, new, old in zip(which, made, carry, strict=True)]
+        stepped = run.call(params["body_jaxpr"], [*fixed, *carry])
+        which = [goes_on.reshape(goes_on.shape + (1,) * (np.ndim(x) - goes_on.ndim)) for x in stepped]
+        carry = [np.where(w, new, old) for w, new, old in zip(which, stepped, carry, strict=True)]
     raise CannotEvaluate(f"a while loop of more than {_MOST_TRIPS} trips")
 
 

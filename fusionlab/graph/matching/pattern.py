@@ -164,8 +164,8 @@ def _lacking(example: Example, view: CanonicalView, leaf_of: Mapping[int, str]) 
 def _as_written(example: Example, view: CanonicalView, root: int) -> None:
     """Raises where the example says something of its nodes that is not so."""
     if not example.fits(view, root):
-        made = view.nodes[root].op, len(view.nodes[root].operands)
-        raise ValueError(f"example {example.name}: its root is {made}, among {sorted(view.by_op)}")
+        root_form = view.nodes[root].op, len(view.nodes[root].operands)
+        raise ValueError(f"example {example.name}: its root is {root_form}, among {sorted(view.by_op)}")
 
 
 def views_of(example: Example) -> tuple[CanonicalView, CanonicalView]:

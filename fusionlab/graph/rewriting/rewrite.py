@@ -181,9 +181,9 @@ class _Emitter:
             return eqn.replace(params=params, invars=[*eqn.invars, *(env[key] for key in entering)])
         inside = [self.types[self.way[body, key], key] for key in leaving]
         params, outside = more_results(node, params, inside)
-        made = [jex_core.Var(aval) for aval in outside]
-        env.update(zip(leaving, made, strict=True))
-        return eqn.replace(params=params, outvars=[*eqn.outvars, *made])
+        results = [jex_core.Var(aval) for aval in outside]
+        env.update(zip(leaving, results, strict=True))
+        return eqn.replace(params=params, outvars=[*eqn.outvars, *results])
 
     def _params(self, node: Node) -> dict[str, Any]:
         params = dict(node.params)
@@ -229,11 +229,11 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
     info = source_info(at)
     program = _program_of(r)
     eqns, given = _strong([env[v.id] for v in r.leaves], r.weak, info)
-    more, made = inlined(program, given, info, extra)
-    residuals = made[len(r.roots) :]
-    if len(made) < len(r.roots) or (residuals and r.backward is None):
-        raise RewriteError(f"the replacement for {r.roots!r} gives {len(made)} arrays; this is a bug")
-    for value, atom in zip(r.roots, made, strict=False):
+    more, results = inlined(program, given, info, extra)
+    residuals = results[len(r.roots) :]
+    if len(results) < len(r.roots) or (residuals and r.backward is None):
+        raise RewriteError(f"the replacement for {r.roots!r} gives {len(results)} arrays; this is a bug")
+    for value, atom in zip(r.roots, results, strict=False):
         if kind(atom.aval) != kind(value.aval):
             raise RewriteError(
                 f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "

@@ -127,8 +127,8 @@ def _company(kernel: ModuleKernel, node: int) -> str:
 
 
 def _in_words(counts: Mapping[str, int]) -> str:
-    told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    return f" ({told})" if told else ""
+    listing = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    return f" ({listing})" if listing else ""
 
 
 def xla_view(
@@ -242,8 +242,8 @@ class _Reader:
         known = (self.graph.node_by_id[i].source for i in sorted(nodes))
         found = dict.fromkeys(s for s in known if s is not None)
         if not found:
-            told = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
-            found = dict.fromkeys(s for s in told if s is not None)
+            sources = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
+            found = dict.fromkeys(s for s in sources if s is not None)
         return tuple(found)
 
     def nodes(self, instruction: Instruction) -> frozenset[int]:

@@ -137,7 +137,7 @@ class Epilogue:
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
         """For a function that is no known activation."""
-        known = known.told()
+        known = known.explained()
         why = known.why.replace(known.nearest, shown(known.nearest)) if known.nearest else known.why
         sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
         edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
@@ -145,8 +145,8 @@ class Epilogue:
             name = shown(known.nearest).partition("_")[0]
             edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
         if known.origin:
-            told = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
-            return replace(told, origin=known.origin, failed=True)
+            explained = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
+            return replace(explained, origin=known.origin, failed=True)
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
@@ -188,8 +188,8 @@ class Epilogue:
 
     def with_what_follows(self, code: str, sentence: str, node: Node, edit: str | None) -> Rejection:
         """The rejection for a node that sets an activation apart, with what that is made of."""
-        told = self.site.rejection(code, sentence, [node], None, edit, [node])
-        return replace(told, site_ids=told.site_ids | {n.id for n in self.following(node.outputs[0])})
+        explained = self.site.rejection(code, sentence, [node], None, edit, [node])
+        return replace(explained, site_ids=explained.site_ids | {n.id for n in self.following(node.outputs[0])})
 
     def following(self, value: Value) -> list[Node]:
         """The activation of a copy of the start, node by node."""
