@@ -18,7 +18,7 @@ from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
 from ...graph.dtypes import is_float
 from ...graph.matching.region import Region, region_signature
-from ...graph.matching.wide import arithmetic_of, wider_in
+from ...graph.matching.wide import arithmetic_dtype, wider_in
 from ...graph.program.boundary import guarded
 from ...graph.program.explicit_axes import Misplaced, placing, spec_text, typed_shapes
 from ...graph.program.graph import Graph
@@ -195,7 +195,7 @@ def propose(
     problem = unfit(region, sums)
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
-    arithmetic = arithmetic_of(region.root.dtype)
+    arithmetic = arithmetic_dtype(region.root.dtype)
     wide = wider_in(region, arithmetic)
     if wide is not None:
         sentence, edit = wider_text(wide, arithmetic), WIDER_EDIT.format(jnp.dtype(arithmetic).name)

@@ -79,17 +79,17 @@ def _known(block: Block, forward: Node, first: Block, backward: Node, second: Bl
     return known
 
 
-Place = Any  # where an operand or result stands: two values are the same only in the same kind of place
+OperandPlace = Any  # where an operand or result stands: two values are the same only in the same kind of place
 
 
-def _places(node: Node, body: Block) -> list[tuple[Place, Atom, Atom]]:
+def _places(node: Node, body: Block) -> list[tuple[OperandPlace, Atom, Atom]]:
     """(place, what it is outside, what it is in the body) of a region's operands and results."""
     given = [(place, atom, value) for (place, atom), value in zip(_operands(node, body), body.inputs, strict=True)]
     outs = zip(_result_places(node), node.outputs, body.outputs, strict=True)
     return [*given, *((place, outer, inner) for place, outer, inner in outs if place is not None)]
 
 
-def _operands(node: Node, body: Block) -> Iterator[tuple[Place, Atom]]:
+def _operands(node: Node, body: Block) -> Iterator[tuple[OperandPlace, Atom]]:
     """(place, atom outside) for each input of a body."""
     atoms = node.inputs[len(node.inputs) - len(body.inputs) :]  # a cond's branches are not given its index
     if node.primitive == "scan":
@@ -102,7 +102,7 @@ def _operands(node: Node, body: Block) -> Iterator[tuple[Place, Atom]]:
     return zip((object() if k is None else k for k in kinds), atoms, strict=False)
 
 
-def _result_places(node: Node) -> list[Place | None]:
+def _result_places(node: Node) -> list[OperandPlace | None]:
     if node.primitive == "scan":
         carried = scan_counts(node.params)[1]
         return [None] * carried + ["x"] * (len(node.outputs) - carried)

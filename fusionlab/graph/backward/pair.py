@@ -12,7 +12,7 @@ from ..canonical.view import CanonicalView
 from ..certify.certify import Certifier, ProofOutcome, prove_gradients, with_vjp
 from ..jax_compat import has_side_effects
 from ..matching.region import Region, region_signature
-from ..matching.wide import arithmetic_of, computed_wider
+from ..matching.wide import arithmetic_dtype, computed_wider
 from ..primitives import having
 from ..program.crossing import CROSSED, BlockTree
 from ..program.equations import kind, slice_jaxpr
@@ -180,9 +180,9 @@ def _check_types(region: Region, found: Backward) -> None:
 
 def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
     """Raises Unpaired where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
-    wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_of(region.root.dtype))
+    wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_dtype(region.root.dtype))
     if wide is not None:
-        raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
+        raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_dtype(region.root.dtype)}")
     asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
     other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
     if other is not None:

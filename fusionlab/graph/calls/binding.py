@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ..settings import as_function
-from .parts import CallParts, LostValue, Outcome, Rest, flattened, is_array, is_hashable, keystr
+from .parts import CallParts, CallResult, LostValue, Rest, flattened, is_array, is_hashable, keystr
 from .passed import passed_through
 from .state import may_be_there
 from .wrappers import Jit, jit_of, unwrapped
@@ -30,7 +30,7 @@ class Bound:
     """A function at its arguments, with what is fixed bound to it.
 
     Attributes:
-      fn: function of the arrays, `args` and `kwargs`. It gives the user's result where that is made of arrays alone, else an `Outcome`.
+      fn: function of the arrays, `args` and `kwargs`. It gives the user's result where that is made of arrays alone, else a `CallResult`.
       args, kwargs: pytrees of arrays.
       positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
       leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
@@ -179,13 +179,13 @@ def _with_state(parts: CallParts, width: int, fields: dict[str, Any]) -> Bound:
     leaf_names = tuple(shape.leaf_names[i] for i in kept)
     rest = replace(rest, new=tuple(new))
 
-    def fn(*args: Any, **kwargs: Any) -> Outcome:
+    def fn(*args: Any, **kwargs: Any) -> CallResult:
         leaves = jax.tree.leaves((args, kwargs))
         if list(map(_shape, leaves)) == [_shape(v.aval) for v in closed.jaxpr.invars]:
             outs = as_function(closed)(*leaves)
         else:  # symbolic sizes, at numbers
             outs = _run_of(parts)(*args, **kwargs).arrays
-        return Outcome(tuple(outs[i] for i in kept), leaf_names, rest)
+        return CallResult(tuple(outs[i] for i in kept), leaf_names, rest)
 
     fn.__name__ = fn.__qualname__ = getattr(parts.fn, "__name__", "fn")
     mine = [i for i in new if not left.names[i][0]]

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .fused_nodes import Labelled, labels_of
+from .fused_nodes import Labelled, node_labels
 from .nodes import CNode
 
 Axis = tuple[Any, Any]
-Place = Any  # a node's key, or (key, what its fused op calls the axis)
+AxisPlace = Any  # a node's key, or (key, what its fused op calls the axis)
 Part = tuple[Any, str, int, int]  # (key of a reshape, "in" or "out", number of the group, number in the group)
 
 
@@ -27,7 +27,7 @@ def axis_links(node: CNode, key: Any, operand_keys: Sequence[Any]) -> list[tuple
     if node.op == "reshape":
         return _reshape_links(node, key, operand_keys[0])
     links: list[tuple[Axis, Axis | None]] = []
-    labels = labels_of(node)
+    labels = node_labels(node)
     for operand, source in zip(node.operands, operand_keys, strict=True):
         if source is None:
             continue
@@ -92,12 +92,12 @@ def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
     return {key: numbers.setdefault(find(key), len(numbers)) for key in list(parent)}
 
 
-def places(classes: Mapping[Axis, int], node_of: Mapping[Any, CNode]) -> dict[int, set[Place]]:
+def places(classes: Mapping[Axis, int], node_of: Mapping[Any, CNode]) -> dict[int, set[AxisPlace]]:
     """Class -> the places of its members. A node that labels its axes gives each its label's name, contracted ones too.
 
     `node_of` knows the nodes that are not leaves.
     """
-    found: dict[int, set[Place]] = {}
+    found: dict[int, set[AxisPlace]] = {}
     for (key, axis), number in classes.items():
         params = node_of[key].params if key in node_of else None
         if isinstance(params, Labelled):

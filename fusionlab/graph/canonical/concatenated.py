@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..primitives import COMMUTATIVE, ELEMENTWISE, having
+from ..primitives import CANONICAL_ELEMENTWISE, COMMUTATIVE, having
 from ..program.ir import Node
-from .algebra import Aligned, elementwise, product, total
+from .algebra import Aligned, elementwise, monomial, total
 from .nodes import CNode, Coef, Operand, Ref, node_axes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SLICES = having("slice") | {"split"}
 _MOST = 64  # nodes above the concatenations that are looked at; a softmax and its mask are ten
-_THROUGH = ELEMENTWISE | {"sum", "prod", "difference", "select", "cast", "stop_gradient"}
+_THROUGH = CANONICAL_ELEMENTWISE | {"sum", "prod", "difference", "select", "cast", "stop_gradient"}
 
 Bounds = tuple[int, int]
 Parts = dict[Bounds, Ref]  # first entry and the one after the last -> what stands there
@@ -245,7 +245,7 @@ def _again(view: CanonicalView, node: CNode, operands: Sequence[Aligned], sizes:
     if node.op == "sum":
         return total(view, [(ref, al, 1) for ref, al in operands], sizes)
     if node.op == "prod":
-        return product(view, [(*operand, e) for operand, e in zip(operands, node.params, strict=True)], sizes)
+        return monomial(view, [(*operand, e) for operand, e in zip(operands, node.params, strict=True)], sizes)
     return elementwise(view, node.op, node.params, operands, sizes, node.op in COMMUTATIVE)
 
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..program.ir import Node
-from .algebra import is_float, product, reduced
+from .algebra import gives_float, monomial, reduced
 from .convolutions import contraction
 from .nodes import CNode, Coef, Operand, Ref, node_axes
 
@@ -85,7 +85,7 @@ def _groups(source: Sequence[int], result: Sequence[int]) -> list[list[int]] | N
 
 def dot(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Einsum form: every axis is a label; batch, contracted and free follow from where a label occurs."""
-    if not is_float(node):
+    if not gives_float(node):
         return view.opaque(node, ins)
     (lc, rc), (lb, rb) = node.params["dimension_numbers"]
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
@@ -131,7 +131,7 @@ def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[
     """The value whose sum a product is, and the labels of its axes; None where it is none."""
     if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
         al = node_axes(ins[0])
-        return product(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
+        return monomial(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
     for ref, other, mine in ((ins[1], ins[0], names[1]), (ins[0], ins[1], names[0])):
         if view.is_literal(other) and math.isfinite(other.coef):
             return Ref(ref.coef * other.coef, ref.nid, ref.dims), mine
@@ -141,7 +141,7 @@ def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[
 def convolution(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """The same for a convolution that is a product."""
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
-    found = contraction(node.params, *shapes) if is_float(node) else None
+    found = contraction(node.params, *shapes) if gives_float(node) else None
     if found is None:
         return view.opaque(node, ins)
     labels: list[Any] = [[x or ("unit", d) for d, x in enumerate(names)] for names in (found.left, found.right)]
@@ -176,7 +176,7 @@ def _outer(view: CanonicalView, ins: list[Ref], labels: Any, shapes: Any, out: l
         dims = iter(ref.dims)
         at = {x: next(dims) for x, s in zip(names, shape, strict=True) if s != 1}
         factors.append((ref, tuple(a if (a := at.get(x)) is not None and a >= 0 else None for x in out), 1.0))
-    return product(view, factors, sizes)
+    return monomial(view, factors, sizes)
 
 
 def _labels(shape: Sequence[int], contract: Any, batch: Any, side: str) -> list[tuple]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from .algebra import compose, product, total
+from .algebra import compose, monomial, total
 from .nodes import ONE, Coef, Operand, Ref, node_axes, tidy
 from .view import CanonicalView
 
@@ -56,7 +56,7 @@ class _Factoring:
             rewritten = whole
             if nid != self.about and self.reads(nid):
                 rewritten = (
-                    self.summed(nid) if node.op == "sum" else self.multiplied(nid) if node.op == "prod" else whole
+                    self.of_sum(nid) if node.op == "sum" else self.of_product(nid) if node.op == "prod" else whole
                 )
             self.known[nid] = rewritten
         return self.known[nid]
@@ -67,7 +67,7 @@ class _Factoring:
             self.above[nid] = any(self.reads(o.nid) for o in self.view.nodes[nid].operands)
         return self.above[nid]
 
-    def multiplied(self, nid: int) -> Ref:
+    def of_product(self, nid: int) -> Ref:
         node = self.view.nodes[nid]
         refs = [self.of(o.nid) for o in node.operands]
         if all(ref.nid == o.nid for ref, o in zip(refs, node.operands, strict=True)):
@@ -76,9 +76,9 @@ class _Factoring:
         factors = [
             (Ref(ref.coef * o.coef, ref.nid, ref.dims), _seen(ref, o, len(node.shape)), float(e)) for ref, o, e in parts
         ]
-        return product(self.view, factors, node.shape)
+        return monomial(self.view, factors, node.shape)
 
-    def summed(self, nid: int) -> Ref:
+    def of_sum(self, nid: int) -> Ref:
         node = self.view.nodes[nid]
         terms = self.terms(nid)
         mine = [t for t in terms if t.has(self.about)]
@@ -95,7 +95,7 @@ class _Factoring:
         """The sum of some terms as what they share times the sum of what is left of them."""
         shared = reduce(_common, (t.factors for t in terms))
         inner = self.added([self.of_term(t.without(shared), sizes) for t in terms], sizes)
-        return product(self.view, [(inner, node_axes(inner), 1.0), *map(_as_factor, shared)], sizes)
+        return monomial(self.view, [(inner, node_axes(inner), 1.0), *map(_as_factor, shared)], sizes)
 
     def terms(self, nid: int) -> list[_Term]:
         """The terms of a sum, those of sums that it is a sum of among them."""
@@ -118,7 +118,7 @@ class _Factoring:
         return found
 
     def of_term(self, term: _Term, sizes: Sequence[int]) -> Ref:
-        ref = product(self.view, [_as_factor(f) for f in term.factors], sizes)
+        ref = monomial(self.view, [_as_factor(f) for f in term.factors], sizes)
         return Ref(ref.coef * term.coef, ref.nid, ref.dims)
 
     def added(self, refs: Sequence[Ref], sizes: Sequence[int]) -> Ref:

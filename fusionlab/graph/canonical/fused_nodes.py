@@ -52,7 +52,7 @@ class Labelled(NamedTuple):
     labels: tuple[int, ...]
 
 
-def labels_of(node: CNode) -> tuple[int, ...] | None:
+def node_labels(node: CNode) -> tuple[int, ...] | None:
     """The labels of a node's own axes, where its operands' axes are labels; else None."""
     if isinstance(node.params, Labelled):
         return node.params.labels

@@ -25,7 +25,7 @@ _ROWWISE = frozenset({"reduce_max", "reduce_sum"})
 _LIMIT = 40  # nodes between a reshape and the one that it undoes; a masked softmax has about 10
 
 # Neighbouring axes that become others: (axis or LACKING, size) of each, and the sizes they become.
-Group = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
+AxisGroup = tuple[tuple[tuple[int, int], ...], tuple[int, ...]]
 LACKING = -1  # a node repeats itself along it
 # A node, and where its axes are: ("kept", axis before) or ("new", group, number) -> axis.
 Regrouped = tuple[int, dict[Any, int]]
@@ -39,7 +39,7 @@ def regrouped(view: CanonicalView, ref: Ref, groups: Sequence[tuple[int, int]], 
     if view.nodes[ref.nid].op not in _ENTRYWISE:
         return None
     before = [(max(d, LACKING), size) for d, size in zip(ref.dims, view.dim_sizes(ref), strict=True)]
-    after, moved, axes = list(sizes), dict[int, Group](), list[Any]()
+    after, moved, axes = list(sizes), dict[int, AxisGroup](), list[Any]()
     for number, (old, new) in enumerate(groups):
         joined, sizes_after = tuple(before[:old]), tuple(after[:new])
         del before[:old], after[:new]
@@ -60,7 +60,7 @@ class _Regrouping:
     def __init__(self, view: CanonicalView) -> None:
         self.view, self.known, self.results = view, dict[Any, bool](), dict[Any, Regrouped | None]()
 
-    def undoes(self, nid: int, groups: Mapping[int, Group]) -> bool:
+    def undoes(self, nid: int, groups: Mapping[int, AxisGroup]) -> bool:
         """Whether regrouping a node's axes undoes a reshape that it is made of. Nothing is made before that is known."""
         key = nid, tuple(groups.items())
         if key not in self.known:
@@ -69,27 +69,27 @@ class _Regrouping:
                 self.known[key] = self._undoes(self.view.nodes[nid], groups)
         return self.known[key]
 
-    def _undoes(self, node: CNode, groups: Mapping[int, Group]) -> bool:
+    def _undoes(self, node: CNode, groups: Mapping[int, AxisGroup]) -> bool:
         if node.op == "reshape":
             return self._undone(node, groups) is not None
         if node.op not in _ENTRYWISE | _ROWWISE:
             return False
         return any(self.undoes(o.nid, own) for o in node.operands if (own := _on_operand(o, groups)))
 
-    def of(self, nid: int, groups: Mapping[int, Group]) -> Regrouped | None:
+    def of(self, nid: int, groups: Mapping[int, AxisGroup]) -> Regrouped | None:
         """A node with its axes regrouped; None where nothing that it is made of is undone."""
         key = nid, tuple(groups.items())
         if key not in self.results:
             self.results[key] = self._of(self.view.nodes[nid], groups) if self.undoes(nid, groups) else None
         return self.results[key]
 
-    def _of(self, node: CNode, groups: Mapping[int, Group]) -> Regrouped | None:
+    def _of(self, node: CNode, groups: Mapping[int, AxisGroup]) -> Regrouped | None:
         if node.op == "reshape":
             return self._undone(node, groups)
         parts = [self._operand(o, groups) for o in node.operands]
         return self._of_rows(node, *parts[0]) if node.op in _ROWWISE else self._of_entries(node, groups, parts)
 
-    def _of_entries(self, node: CNode, groups: Mapping[int, Group], parts: Sequence[Regrouped]) -> Regrouped:
+    def _of_entries(self, node: CNode, groups: Mapping[int, AxisGroup], parts: Sequence[Regrouped]) -> Regrouped:
         axes, sizes = _regrouped_axes(node, groups)
         operands = [
             (Ref(o.coef, nid, ()), tuple(where.get(a) for a in axes))
@@ -106,14 +106,14 @@ class _Regrouping:
         new_id = self.view.node(node.op, node.params, (edge,), [shape[d] for _, d in kept])
         return new_id, {a: slot[d] for a, d in kept}
 
-    def _operand(self, operand: Operand, groups: Mapping[int, Group]) -> Regrouped:
+    def _operand(self, operand: Operand, groups: Mapping[int, AxisGroup]) -> Regrouped:
         """An operand regrouped, its axes called as in the node that reads it."""
         own = _on_operand(operand, groups)
         found = self.of(operand.nid, own) if own else None
         nid, where = found or self._reshaped(self.view.nodes[operand.nid], own)
         return nid, {("kept", operand.axes[a[1]]) if a[0] == "kept" else a: d for a, d in where.items()}
 
-    def _reshaped(self, node: CNode, groups: Mapping[int, Group]) -> Regrouped:
+    def _reshaped(self, node: CNode, groups: Mapping[int, AxisGroup]) -> Regrouped:
         """A node of its own that regroups the axes of another, or that one where there is nothing to regroup."""
         if not groups:
             return node.id, {("kept", d): d for d in range(len(node.shape))}
@@ -126,7 +126,7 @@ class _Regrouping:
         nid = self.view.node("reshape", tuple(counts), (Operand(1.0, node.id, tuple(dims)),), sizes)
         return nid, {a: d for d, a in enumerate(axes)}
 
-    def _undone(self, node: CNode, groups: Mapping[int, Group]) -> Regrouped | None:
+    def _undone(self, node: CNode, groups: Mapping[int, AxisGroup]) -> Regrouped | None:
         """The product below a reshape, where the groups are those that it made, made again what they were."""
         (edge,) = node.operands
         if not self._is_whole_product(edge):
@@ -157,7 +157,7 @@ def _has_any(axes: Sequence[tuple[int, int]]) -> bool:
     return any(axis != LACKING for axis, _ in axes)
 
 
-def _regrouped_axes(node: CNode, groups: Mapping[int, Group]) -> tuple[list[Any], list[int]]:
+def _regrouped_axes(node: CNode, groups: Mapping[int, AxisGroup]) -> tuple[list[Any], list[int]]:
     """(names, sizes) of the axes of a node that is regrouped: those that are kept, then those that the groups become."""
     grouped = {axis for joined, _ in groups.values() for axis, _ in joined}
     axes: list[Any] = [("kept", d) for d in range(len(node.shape)) if d not in grouped]
@@ -173,10 +173,10 @@ def _new_axes(number: int, count: int) -> list[Any]:
     return [("new", number, i) for i in range(count)]
 
 
-def _on_operand(operand: Operand, groups: Mapping[int, Group]) -> dict[int, Group]:
+def _on_operand(operand: Operand, groups: Mapping[int, AxisGroup]) -> dict[int, AxisGroup]:
     """The groups by the axes of an operand, without those it has none of. An axis that is reduced is none of the node's (-1), and so not
     one that it lacks."""
-    own: dict[int, Group] = {}
+    own: dict[int, AxisGroup] = {}
     for number, (joined, new_sizes) in groups.items():
         mine = tuple(
             (operand.axes.index(a) if a != LACKING and a in operand.axes else LACKING, size) for a, size in joined

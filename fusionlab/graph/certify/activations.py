@@ -39,7 +39,7 @@ from .switch_points import breakpoints
 
 _LINEAR = having("difference", "scaling", "cast") | {"add", "copy"}
 # What an activation is made of; what is periodic, has poles or counts bits is part of none that is known.
-ELEMENTWISE = (
+ACTIVATION_PRIMITIVES = (
     _LINEAR
     | having(
         "extreme",
@@ -58,7 +58,7 @@ ELEMENTWISE = (
     | frozenset("sin cos atan sinh cosh asinh not and or".split())
 )
 # Functions that make an elementwise cone an activation rather than a scaling.
-NONLINEAR = ELEMENTWISE - _LINEAR | {"custom_jvp_call"}
+NONLINEAR = ACTIVATION_PRIMITIVES - _LINEAR | {"custom_jvp_call"}
 SMOOTH_POINTS = (
     -9.0,
     -4.0,
@@ -154,7 +154,7 @@ def cone(view: CanonicalView, start: Value) -> list[Node]:
 
 
 def _joins(view: CanonicalView, node: Node, inside: set[int], start: Value) -> bool:
-    if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
+    if node.primitive not in ACTIVATION_PRIMITIVES and not is_jax_rule(node):
         return False
     dtype = node.outputs[0].dtype
     if node.primitive == "convert_element_type" and np.dtype(dtype).kind != "b" and dtype != start.dtype:

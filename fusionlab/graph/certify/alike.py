@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..canonical.rules import is_jax_rule
-from ..cost.rules import ELEMENTWISE, EXPANDED, TRANSCENDENTAL
+from ..cost.rules import EXPANDED, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
 from ..interpret.evaluate import Inline
 from ..interpret.numpy_rules import KEPT_SIZES
 from ..jax_compat import varies
@@ -25,7 +25,7 @@ from ..program.ir import Block, Node, values_in
 from ..program.signature import block_signature
 from ..program.trace import FLATTENED, block_of_jaxpr
 
-_OF_ENTRIES = ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
+_OF_ENTRIES = UNIT_COST_ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
 _OF_SHAPES = having("layout")
 _SUMS = having("row reduction") | {"dot_general"}
 

@@ -228,12 +228,12 @@ def prove_gradients(
       groups: (name, number of terms) of each gradient, in the order of both.
     """
 
-    def summed(pair: ResultPair) -> ResultPair:
+    def with_terms_added(pair: ResultPair) -> ResultPair:
         terms = iter(pair[0])
         return [sum(next(terms) for _ in range(n)) for _, n in groups], pair[1][1:]
 
     programs = Programs(old, new, [v.aval for v in region.inputs], region.root.aval, inline)
-    return _same(region, [f"gradient of {name}" for name, _ in groups], programs, summed)
+    return _same(region, [f"gradient of {name}" for name, _ in groups], programs, with_terms_added)
 
 
 def _same(

@@ -26,7 +26,7 @@ _REDRAWS, _SEEDS = 30, 1000
 # The share of booleans that are True, draw by draw: a mask may hide where they are, or where not.
 _TRUE = (0.5, 0.7, 0.85, 0.3, 0.15)
 
-Given = tuple[ReducedSizes, list[list[Any]]]  # drawn inputs, of each device
+DrawnInputs = tuple[ReducedSizes, list[list[Any]]]  # drawn inputs, of each device
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Programs:
         """
         weights = summed_with(self.old)
 
-        def drawn(number: int) -> tuple[Given, list[np.ndarray]]:
+        def drawn(number: int) -> tuple[DrawnInputs, list[np.ndarray]]:
             given = self._drawn(seed + _SEEDS * number, reduction, _TRUE[number % len(_TRUE)], weights)
             return given, self._run(self.old, *given)
 
@@ -65,7 +65,7 @@ class Programs:
 
     def beyond(
         self,
-        given: Given,
+        given: DrawnInputs,
         names: Sequence[str],
         tolerance: float,
         of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
@@ -94,7 +94,7 @@ class Programs:
     def _on_special(
         self,
         special: Special,
-        given: Given,
+        given: DrawnInputs,
         names: Sequence[str],
         tolerance: float,
         of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
@@ -145,7 +145,7 @@ class Programs:
             return evaluate_together(program, args, self.axes, sizes, self.inline)
         return evaluate(program, args[0], sizes, self.inline)
 
-    def _drawn(self, first: int, reduction: Reduction, true: float, weights: Any) -> Given:
+    def _drawn(self, first: int, reduction: Reduction, true: float, weights: Any) -> DrawnInputs:
         sizes, args = inputs_of(self.avals, self.out, reduction, first, true, weights)
         every = [args]
         if self.axes:

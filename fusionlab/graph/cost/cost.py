@@ -24,7 +24,7 @@ from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
 from ..program.text import node_text
-from .rules import ROUGH, RULES, Arithmetic, entries_of
+from .rules import COST_RULES, ROUGH, Arithmetic, entries_of
 from .traffic import COMBINES, ideal_traffic, is_region, reads, writes
 
 _SOLVE = "jaxprs[2]"  # of those of a linear solve (matvec, vecmat, solve, transpose_solve), the one that runs
@@ -339,7 +339,7 @@ def _arithmetic(node: Node) -> Arithmetic | None:
         return None
     if is_region(node) or node.primitive in COMBINES:
         return 0, 0
-    rule = RULES.get(node.primitive)
+    rule = COST_RULES.get(node.primitive)
     return None if rule is None else rule(node)
 
 

@@ -21,11 +21,13 @@ from dataclasses import dataclass
 
 from ..program.ir import Atom, Block, Node, Value
 from .cost import Cost, Costs
-from .rules import ELEMENTWISE, EXPANDED, MOVES, REDUCTIONS, TRANSCENDENTAL
+from .rules import DATA_MOVES, EXPANDED, REDUCTIONS, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
 from .traffic import ONCE, is_region, is_view, reads, writes
 
 _ENDS = REDUCTIONS | frozenset({"dynamic_update_slice", "reduce"})
-_JOINS = (ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | MOVES | {"integer_pow", "polynomial"}) - frozenset(
+_JOINS = (
+    UNIT_COST_ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | DATA_MOVES | {"integer_pow", "polynomial"}
+) - frozenset(
     "gather dynamic_update_slice ppermute all_gather all_gather_invariant all_to_all ragged_all_to_all device_put".split()
 )
 _DEAR = TRANSCENDENTAL | EXPANDED.keys()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..primitives import having
 from ..program.ir import Block, Node, Value, values_in
-from .rules import VIEWS, entries_of
+from .rules import FREE_VIEWS, entries_of
 
 # Blocks that run once for each entry, on numbers that never reach memory: what a reduction or a scatter combines with.
 COMBINES = frozenset(
@@ -23,7 +23,7 @@ def is_region(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node's results are its operands' entries in their own order, so that nothing has to move."""
-    if node.primitive in VIEWS:
+    if node.primitive in FREE_VIEWS:
         return True
     if node.primitive == "broadcast_in_dim":
         return bool(node.inputs) and entries_of(node.inputs[0]) == entries_of(node.outputs[0])

@@ -103,9 +103,8 @@ def _convert(eqn: Any, ins: list[np.ndarray]) -> np.ndarray:
             return x != 0
         if dtype.kind not in "iu" or not np.isfinite(x).all() or (np.abs(x.astype(np.float64)) >= 1 << 31).any():
             raise _Unknown
-        if dtype.itemsize < 4 or (
-            dtype.kind == "u" and (x < 0).any()
-        ):  # of what does not fit numpy and XLA think apart
+        # Of what does not fit numpy and XLA think apart.
+        if dtype.itemsize < 4 or (dtype.kind == "u" and (x < 0).any()):
             raise _Unknown
     elif is_float(dtype) and x.dtype.kind in "iu" and x.size and max(int(x.max()), -int(x.min())) > _EXACT_POSITIONS:
         raise _Unknown

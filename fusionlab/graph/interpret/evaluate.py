@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from ..dtypes import is_float as is_float
+from ..dtypes import is_float
 from ..jax_compat import scan_counts, split_closed
 from ..primitives import SUMS_OVER_DEVICES, having
 from ..program.explicit_axes import make_typed_jaxpr
@@ -102,7 +102,7 @@ def evaluate(
         return run.block(jaxpr, env)
 
 
-def promote(x: Array) -> Array:
+def floats_to_float64(x: Array) -> Array:
     """Floats to float64; integers and booleans as they are."""
     return x.astype(np.float64) if is_float(x.dtype) else x
 
@@ -118,11 +118,11 @@ class _Run:
                 return env[a]
             # A weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1).
             aval: Any = a.aval
-            return promote(np.asarray(a.val, aval.dtype))
+            return floats_to_float64(np.asarray(a.val, aval.dtype))
 
         for eqn in jaxpr.eqns:
             number = self.of_literals(eqn)
-            outs = [promote(number)] if number is not None else self.eqn(eqn, [read(a) for a in eqn.invars])
+            outs = [floats_to_float64(number)] if number is not None else self.eqn(eqn, [read(a) for a in eqn.invars])
             if self.rounded:
                 outs = [_rounded(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -158,7 +158,7 @@ class _Run:
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return value  # a key
         array = np.asarray(value)
-        return promote(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
+        return floats_to_float64(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
 
     def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
         name = eqn.primitive.name
@@ -181,7 +181,7 @@ class _Run:
         # Its results are its operands, which XLA may not move other work across.
         if name == "optimization_barrier":
             return ins
-        if name in _CONTROL or name in BOUND:
+        if name in _CONTROL_RULES or name in BOUND:
             return self.whole(eqn, ins)
         ins = [as_jax(x) for x in ins]
         rule = SHAPED.get(name) or PLACED.get(name)
@@ -192,7 +192,7 @@ class _Run:
         if plain is None:
             raise CannotEvaluate(f"primitive {name}")
         try:
-            return [promote(np.asarray(plain(*ins)))]
+            return [floats_to_float64(np.asarray(plain(*ins)))]
         except ValueError as error:  # shapes that no longer broadcast: the sizes did not reduce consistently
             raise CannotEvaluate(f"primitive {name} at reduced sizes ({error})") from error
 
@@ -202,8 +202,8 @@ class _Run:
         if name == "random_bits":
             return random_bits(self.sizes, eqn, ins)
         at_real_sizes(self.sizes, eqn)
-        if name in _CONTROL:
-            return _CONTROL[name](self, eqn.params, [as_jax(x) for x in ins])
+        if name in _CONTROL_RULES:
+            return _CONTROL_RULES[name](self, eqn.params, [as_jax(x) for x in ins])
         return OF_KEYS.get(name, bound)(eqn, ins)
 
     def call(self, child: Any, ins: list[Array], operands: Sequence[Any] = ()) -> list[Array]:
@@ -292,7 +292,7 @@ def _cond(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
 
 
 _MOST_TRIPS = 10_000
-_CONTROL: dict[str, Callable[[_Run, dict[str, Any], list[Array]], list[Array]]] = {
+_CONTROL_RULES: dict[str, Callable[[_Run, dict[str, Any], list[Array]], list[Array]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -16,8 +16,8 @@ import numpy as np
 from .numpy_rules import (
     Array,
     CannotEvaluate,
+    NumpyRule,
     PositionsError,
-    Rule,
     SizesDifferError,
     at_real_sizes,
     no_positions,
@@ -183,7 +183,7 @@ def _rev(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.flip(ins[0], tuple(int(d) for d in eqn.params["dimensions"]))
 
 
-PLACED: dict[str, Rule] = {
+PLACED: dict[str, NumpyRule] = {
     "slice": _slice,
     "pad": _pad,
     "concatenate": _concatenate,

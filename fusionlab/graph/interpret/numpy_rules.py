@@ -24,7 +24,7 @@ KEPT_SIZES = 4  # axes of so few entries are not reduced
 _SMALL = 1 << 12  # entries of operands and results which no reduction makes too many of
 
 Array = np.ndarray
-Rule = Callable[[Any, Any, list[Array]], Any]
+NumpyRule = Callable[[Any, Any, list[Array]], Any]
 
 
 class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
@@ -259,7 +259,7 @@ def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
         letters.setdefault(name, chr(ord("a") + len(letters)))
     left, right = ("".join(letters[x] for x in names) for names in (found.left, found.right))
     out = "".join(letters[x] for x in found.out if x is not None)
-    product = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.summed)
+    product = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.contracted)
     return np.expand_dims(product, tuple(i for i, x in enumerate(found.out) if x is None))
 
 
@@ -285,7 +285,7 @@ def _iota(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.broadcast_to(line, shape).astype(np.float64 if is_float(kind) else kind)
 
 
-def _where_most(fn: Callable) -> Rule:
+def _where_most(fn: Callable) -> NumpyRule:
     def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
         axis = int(eqn.params["axes"][0])
         no_positions(run.sizes, eqn, axis)
@@ -302,7 +302,7 @@ def _pow_int(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return ins[0] ** (ins[0].dtype.type(eqn.params["y"]) if ins[0].dtype.kind == "f" else eqn.params["y"])
 
 
-def _cumulative(fn: Callable) -> Rule:
+def _cumulative(fn: Callable) -> NumpyRule:
     def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
         axis = int(eqn.params["axis"])
         if eqn.params["reverse"]:
@@ -326,7 +326,7 @@ def _empty(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.zeros(aval.shape, np.float64 if is_float(aval.dtype) else aval.dtype)
 
 
-def _unreduced(rule: Rule) -> Rule:
+def _unreduced(rule: NumpyRule) -> NumpyRule:
     """A rule whose parameters hold positions, which have no meaning along a reduced axis."""
 
     def guarded(run: Any, eqn: Any, ins: list[Array]) -> Any:
@@ -394,7 +394,7 @@ OF_KEYS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
 }
 
 
-SHAPED: dict[str, Rule] = {
+SHAPED: dict[str, NumpyRule] = {
     "round": _round,
     "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast_in_dim,

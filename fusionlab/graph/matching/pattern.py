@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..canonical.axes import Axis, Part, Place, axis_classes, axis_links, places, reshape_parts
+from ..canonical.axes import Axis, AxisPlace, Part, axis_classes, axis_links, places, reshape_parts
 from ..canonical.nodes import ONE, CNode, Coef
 from ..canonical.view import CanonicalView
 from ..program.ir import Block
@@ -116,7 +116,7 @@ class Pattern:
     leaf_of: Mapping[int, str]
     edges: Mapping[tuple[int, int], ScalarEdge]
     gauged: frozenset[int]
-    letters: Mapping[str, frozenset[Place]]
+    letters: Mapping[str, frozenset[AxisPlace]]
     parts: Mapping[Part, str]
     may_lack: Mapping[str, frozenset[int]]
     factor: Coef | ScalarEdge
@@ -239,7 +239,7 @@ def _may_lack(view: CanonicalView, leaf_of: Mapping[int, str], optional: frozens
 
 def _letters(
     view: CanonicalView, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]
-) -> tuple[dict[str, frozenset[Place]], dict[Part, str]]:
+) -> tuple[dict[str, frozenset[AxisPlace]], dict[Part, str]]:
     """Letter -> the places of its axes, and the letter of each axis that a reshape merges or splits.
 
     An axis that only exists inside (a head, split from an operand's features) is called "~0", "~1", ...; where one letter is the
@@ -252,7 +252,7 @@ def _letters(
     name_of = _names_of(view, example, classes)
     parts = _parts_of(nodes, classes)
     split = set(parts.values())
-    letters: dict[str, frozenset[Place]] = {}
+    letters: dict[str, frozenset[AxisPlace]] = {}
     for c in sorted(by_class):
         name_of.setdefault(c, f"~{c}")
         if c not in split and (name_of[c] in letters or name_of[c][0] == "~"):

@@ -25,6 +25,7 @@ from ..program.ir import Block, Node, Value, values_in
 from ..program.order import waits_for_itself
 from ..program.signature import Memo, Size, as_it_is, node_signature, type_key
 
+# Views as matching sees them, which a match may stand behind: narrower than what costs nothing (`FREE_VIEWS` in `cost/rules`).
 VIEWS = having("layout", "variance")
 # With True, with False and with zeros: the view drops them, as masks are combined with a mask of ones.
 IDENTITIES = frozenset("and or add sub".split())

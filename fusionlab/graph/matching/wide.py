@@ -15,7 +15,7 @@ from ..program.ir import Block, Node, Value, values_in
 from .region import CASTS, VIEWS, Region
 
 
-def arithmetic_of(dtype: Any) -> Any:
+def arithmetic_dtype(dtype: Any) -> Any:
     """The dtype that a fused op computes in where its result is of `dtype`: float32 for 16 bits, else the same."""
     return jnp.promote_types(dtype, jnp.float32)
 

@@ -14,7 +14,7 @@ from .hlo_text import Instruction, Module, instruction_kind, parse_hlo
 
 # Reductions of one value to all, and moves of data that a device lacks.
 SUMS = ("all-reduce", "reduce-scatter")
-MOVES = ("all-gather", "all-to-all", "collective-permute")
+COLLECTIVE_MOVES = ("all-gather", "all-to-all", "collective-permute")
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=\s]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")

@@ -236,7 +236,7 @@ _COLLECTIVES = (
     "send",
     "recv",
 )
-_CONTROL = frozenset({"while", "conditional"})
+_CONTROL_OPCODES = frozenset({"while", "conditional"})
 _TRANSPARENT = frozenset({"call", "async-start"})
 # Names for values that are there already, and the ends of what was started before.
 _NO_KERNEL = frozenset(
@@ -258,7 +258,7 @@ def instruction_kind(instruction: Instruction) -> str:
     opcode, target = instruction.opcode, instruction.target
     if opcode in _NO_KERNEL or opcode in _TRANSPARENT or opcode.endswith(("-done", "-update")):
         return ""
-    if opcode in _CONTROL:
+    if opcode in _CONTROL_OPCODES:
         return CONTROL
     base = opcode.removesuffix("-start")
     if base in _TARGETED:
@@ -281,7 +281,7 @@ def running(module: Module) -> Iterator[tuple[str, Instruction]]:
         inner: list[str] = []
         for instruction in module.computations.get(name, ()):
             yield name, instruction
-            if instruction.opcode in _CONTROL | _TRANSPARENT:
+            if instruction.opcode in _CONTROL_OPCODES | _TRANSPARENT:
                 inner += [c for names in instruction.called.values() for c in names]
         waiting += reversed(inner)
 

@@ -24,7 +24,7 @@ from ....graph.dtypes import narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes, shared_casts
-from ....graph.matching.wide import arithmetic_of, wider_in
+from ....graph.matching.wide import arithmetic_dtype, wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
 from ...engine.base import Search, anchor_text, examined, option, propose, reason_to_tell
@@ -330,7 +330,7 @@ class _SoftmaxSite(AttentionConditions):
         scaled = frozenset({"q", "k", "sink"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
         dtypes = _dtypes(region)
-        if len(dtypes) != 1 or wider_in(region, arithmetic_of(dtypes.pop())) is not None:
+        if len(dtypes) != 1 or wider_in(region, arithmetic_dtype(dtypes.pop())) is not None:
             region = cut(self.view, root, found.leaves, scaled)
         return shared_casts(region)
 

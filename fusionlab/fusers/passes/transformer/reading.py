@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....graph.canonical.fused_nodes import labels_of
+from ....graph.canonical.fused_nodes import node_labels
 from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import CanonicalView
 from ....graph.primitives import SUMS_OVER_DEVICES
@@ -202,7 +202,7 @@ class LayerReader(NormWalk, FactorWalk):
         if slots is None:
             return None
         known = self.slots(node, slots.x, side.shown)
-        rows, weight = known.keys() & (labels_of(node) or ()), node.operands[slots.w]
+        rows, weight = known.keys() & (node_labels(node) or ()), node.operands[slots.w]
         fresh = [x for x in weight.axes if x not in known]
         if len(fresh) > 1 or not rows.isdisjoint(weight.axes):
             raise Unread("a weight has rows, or columns along several axes", node.id, "axes")
