@@ -126,7 +126,7 @@ def bind(
         bound = _with_state(parts, len(dyn_args), fields)
         # Both take an object as a pytree: what is changed in it inside is not seen outside.
         if bound.lost and jit is not None and jit.kind in ("jax.jit", "filter_jit"):
-            raise lost_by(_SAID[jit.kind], inside, bound.lost[0])
+            raise lost_by(_FULL_NAMES[jit.kind], inside, bound.lost[0])
         return bound
     if parts.are_arrays and not may_be_there():
         return Bound(call, dyn_args, dyn_kwargs, leaf_names=parts.names, **fields)
@@ -134,7 +134,7 @@ def bind(
     return Bound(_run_of(parts), new_args, new_kwargs, leaf_names=parts.names, finish=parts.finish, **fields)
 
 
-_SAID = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
+_FULL_NAMES = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
 
 
 def _run_of(parts: CallParts) -> Callable:

@@ -77,6 +77,7 @@ def monomial(
         if power is None:  # cannot leave the edge (a root of a negative, a power of zero)
             flat.append((ref, al, exponent))
             continue
+        # Numbers of the program may overflow only together: the coefficient is a float64.
         if not math.isfinite(coef * power):
             flat.append((ref, al, exponent))
             continue
@@ -84,6 +85,7 @@ def monomial(
         inner = view.nodes[ref.nid]
         if ref.nid == ONE:
             continue
+        # (x**2)**0.5 is |x|: only whole exponents multiply.
         if inner.op == "prod" and float(exponent).is_integer():
             for edge, e in zip(inner.operands, inner.params, strict=True):
                 flat.append((Ref(edge.coef, edge.nid, ()), compose(edge.axes, al), e * exponent))

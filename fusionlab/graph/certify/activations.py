@@ -243,7 +243,8 @@ def _recognise(
         errors = cut.errors(alike, twice=any(n.blocks for n in nodes)) if alike else {}
     except CannotEvaluate as error:
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
-    except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
+    # JAX raises it for a mesh axis that is not bound: by a user's rule that sums over one in the derivative alone.
+    except NameError as error:
         return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
     return _verdict(errors, cut.tolerance) or Recognised(None, asked=functools.cache(lambda: cut.nearest(known)))
 

@@ -168,6 +168,7 @@ def _farther(
     held = np.isfinite(was) & np.isfinite(true)
     if (bad := held & ~np.isfinite(now)).any():
         return f"its {name} is {now[bad][0]} in {dtype} for {draw.description}, where it has to be a number"
+    # JAX runs 16 bits with fewer roundings than are made here (see `_ADDED`): gradients in them are not compared.
     if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
         return None
     size = float(np.max(np.abs(true[held])))

@@ -101,6 +101,7 @@ def _convert(eqn: Any, ins: list[np.ndarray]) -> np.ndarray:
         # JAX casts to bool by comparing with 0: NaN is True.
         if dtype.kind == "b":
             return x != 0
+        # The cast of NaN, an infinity or a float that is out of range is undefined in C, which is numpy's.
         if dtype.kind not in "iu" or not np.isfinite(x).all() or (np.abs(x.astype(np.float64)) >= 1 << 31).any():
             raise _Unknown
         # Of what does not fit numpy and XLA think apart.

@@ -196,6 +196,7 @@ class Interpreter:
         # What the program asks for may be fewer bits than its dtype has, on devices that have such products.
         if name in _CONTRACTIONS:
             params["precision"] = lax.Precision.HIGHEST
+        # JAX keeps the scalar computation of a reduce or a scatter as one jaxpr, typed for the operands' dtype.
         for key, index, child in child_jaxprs(eqn):
             if not name.startswith(_WITH_COMPUTATION) or index is not None:
                 raise TraceError(
