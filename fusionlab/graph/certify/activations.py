@@ -90,7 +90,7 @@ _GRID = np.geomspace(1e-6, 3e38, 1500)  # 34 points a decade
 # The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
 # rounding of a constant that was folded in another order: 2 units in the last place. tanh- and erf-GELU are 4.7e-4 apart: half of that is
 # the most that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
-TOLERANCE = {"float64": 1e-8, "float32": 2.5e-7, "float16": 1e-4, "bfloat16": 2e-4}
+ACTIVATION_TOLERANCE = {"float64": 1e-8, "float32": 2.5e-7, "float16": 1e-4, "bfloat16": 2e-4}
 _NEAR, _FAR = 9.0, 100.0
 _NOISE, _FAR_NOISE = 1e-13, 1e-30  # of 1 + tanh(h) near 0 in float64, for |h| up to _FAR; beyond that there is none
 
@@ -260,7 +260,7 @@ class _Cone:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE.get(np.dtype(self.start.dtype).name, 1e-6)
+        return ACTIVATION_TOLERANCE.get(np.dtype(self.start.dtype).name, 1e-6)
 
     @functools.cached_property
     def points(self) -> np.ndarray:

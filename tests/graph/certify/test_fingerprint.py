@@ -15,7 +15,7 @@ import fusionlab as fl
 from fusionlab.fusers.passes.linear.epilogues import KNOWN
 from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify import activations as fingerprint
-from fusionlab.graph.certify.activations import LOOKS, TOLERANCE, _known_profile, cone, distance, recognise
+from fusionlab.graph.certify.activations import ACTIVATION_TOLERANCE, LOOKS, _known_profile, cone, distance, recognise
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import meaning_of
@@ -182,7 +182,7 @@ def test_the_tolerance_is_below_half_of_what_tells_the_gelus_apart():
     erf = 0.5 * h * (1 + np.vectorize(math.erf)(h / math.sqrt(2)))
     gap = np.max(np.abs(tanh - erf))
     assert gap == pytest.approx(4.73e-4, rel=0.01)
-    assert max(TOLERANCE.values()) < gap / 2
+    assert max(ACTIVATION_TOLERANCE.values()) < gap / 2
 
 
 def test_a_cone_stops_at_what_is_not_elementwise_or_reads_other_values():
