@@ -12,6 +12,11 @@ def is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
+def arithmetic_dtype(dtype: Any) -> Any:
+    """The dtype of arithmetic, statistics and sums where a fused op's operands and results are of `dtype`: float32 or wider."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
 def narrows(dtype: Any, other: Any) -> bool:
     """Whether the float `dtype` cannot hold every value of the float `other` (fewer mantissa or exponent bits)."""
     a, b = jnp.finfo(dtype), jnp.finfo(other)

@@ -52,7 +52,9 @@ def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: l
     base, _ = split_closed(template)
     # High is what holds objects of the user's (nnx's variables, say), which JAX turns into arrays before it lowers anything.
     names = (base.debug_info.arg_names, len(invars)), (base.debug_info.result_paths, len(outvars))
-    arguments, results = (told if told is not None and len(told) == count else None for told, count in names)
+    arguments, results = (
+        names_known if names_known is not None and len(names_known) == count else None for names_known, count in names
+    )
     debug_info = base.debug_info._replace(arg_names=arguments, result_paths=results)
     new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, debug_info, base.is_high)
     if not hasattr(template, "consts"):  # an open jaxpr of jax 0.10

@@ -94,5 +94,5 @@ BINARY = (
     )
 )
 COMMUTATIVE = having("extreme", "equality") | frozenset("and or xor iadd imul".split())
-ELEMENTWISE = UNARY | BINARY
+CANONICAL_ELEMENTWISE = UNARY | BINARY
 SUMS_OVER_DEVICES = having("device sum")

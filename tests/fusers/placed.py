@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
-from fusionlab.graph.xla.collectives import MOVES, Traffic, traffic
+from fusionlab.graph.xla.collectives import COLLECTIVE_MOVES, Traffic, traffic
 from fusionlab.kernels import OPS
 from fusionlab.kernels.op.composite import CompositeOp
 from fusionlab.models import transformer
@@ -272,7 +272,7 @@ def more(before: dict[str, Traffic], after: dict[str, Traffic]) -> str | None:
     none = Traffic(0, 0)
     for kind, now in after.items():
         was = before.get(kind, none)
-        if now.bytes > was.bytes or (kind in MOVES and now.count > was.count):
+        if now.bytes > was.bytes or (kind in COLLECTIVE_MOVES and now.count > was.count):
             return f"{kind}: {was} before, {now} after"
     return None
 

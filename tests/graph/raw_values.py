@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate, promote
+from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate, floats_to_float64
 from fusionlab.graph.interpret.widen import CONSTANT, PLAIN, RANDOM, Interpreter, Val, plain
 from fusionlab.graph.jax_compat import enable_x64, split_closed
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value
@@ -111,7 +111,7 @@ def _constant(number: Any, like: Any) -> Val:
 
 def _wide(array: Any) -> Any:
     """numpy, floats in float64; a key stays a key."""
-    return array if is_key(array) else promote(np.asarray(array))
+    return array if is_key(array) else floats_to_float64(np.asarray(array))
 
 
 def _rounded(value: Val) -> Val:

@@ -12,7 +12,7 @@ import pytest
 
 import fusionlab
 import fusionlab as fl
-from fusionlab.graph.cost.rules import EXPANDED, RULES, TRANSCENDENTAL
+from fusionlab.graph.cost.rules import COST_RULES, EXPANDED, TRANSCENDENTAL
 from fusionlab.graph.primitives import FAMILIES, families_of, having
 
 PACKAGE = Path(fusionlab.__file__).parent
@@ -67,7 +67,7 @@ def test_what_is_counted_is_known():
     assert functions <= TRANSCENDENTAL | EXPANDED.keys()
     assert not TRANSCENDENTAL & EXPANDED.keys()
     for family in ("addition", "difference", "scaling", "extreme", "equality", "order", "reduction", "device sum"):
-        assert FAMILIES[family] <= RULES.keys()
+        assert FAMILIES[family] <= COST_RULES.keys()
 
 
 def test_sums_over_devices_are_one_family_wherever_they_are_read():

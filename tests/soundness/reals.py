@@ -14,7 +14,7 @@ from jax.extend import core as jex_core
 
 from fusionlab.graph.certify.verdict import relative_error
 from fusionlab.graph.dtypes import is_float
-from fusionlab.graph.interpret.evaluate import evaluate, promote
+from fusionlab.graph.interpret.evaluate import evaluate, floats_to_float64
 from fusionlab.graph.jax_compat import scan_counts
 from fusionlab.kernels import meaning_of
 
@@ -35,7 +35,7 @@ def values_and_gradients(fn: Callable[..., Any], args: Sequence[np.ndarray], see
     rng = np.random.default_rng(seed)
     cotangents = [rng.normal(size=o.shape) for o in outs]
     closed = jax.make_jaxpr(partial(_joint, fn))(avals, outs)
-    return evaluate(closed, [*map(promote, args), *cotangents], None, meaning)
+    return evaluate(closed, [*map(floats_to_float64, args), *cotangents], None, meaning)
 
 
 def _joint(fn: Callable[..., Any], args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:

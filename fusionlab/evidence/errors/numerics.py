@@ -11,7 +11,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
-from fusionlab.graph.calls.parts import Outcome, fixed_difference
+from fusionlab.graph.calls.parts import CallResult, fixed_difference
 from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .reduction_sizes import ReductionSizes, mantissa_bits
@@ -361,7 +361,7 @@ def _weighted(out: Any, cotangent: Any) -> Any:
 
 def named_outputs(outputs: Any) -> list[str]:
     """A name for each output leaf: "out['loss']"; of what is changed in place "model.layers[0].kernel"."""
-    if isinstance(outputs, Outcome):
+    if isinstance(outputs, CallResult):
         return list(outputs.leaf_names)
     return ["out" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
 

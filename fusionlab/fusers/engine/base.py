@@ -16,11 +16,11 @@ from ...errors import unknown_name
 from ...graph.backward.find import Derivatives
 from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
-from ...graph.dtypes import is_float
+from ...graph.dtypes import arithmetic_dtype, is_float
 from ...graph.matching.region import Region, region_signature
-from ...graph.matching.wide import arithmetic_of, wider_in
+from ...graph.matching.wide import wider_in
 from ...graph.program.boundary import guarded
-from ...graph.program.explicit_axes import Misplaced, placing, told, typed_shapes
+from ...graph.program.explicit_axes import Misplaced, placing, spec_text, typed_shapes
 from ...graph.program.graph import Graph
 from ...graph.program.in_shard_map import DeviceSums, make_jaxpr
 from ...graph.program.ir import Block, Node
@@ -196,7 +196,7 @@ def propose(
     if problem is not None:
         return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
     # Results of 16 bits are computed in float32, all others in their own dtype: what is wider inside would lose bits.
-    arithmetic = arithmetic_of(region.root.dtype)
+    arithmetic = arithmetic_dtype(region.root.dtype)
     wide = wider_in(region, arithmetic)
     if wide is not None:
         sentence, edit = wider_text(wide, arithmetic), WIDER_EDIT.format(jnp.dtype(arithmetic).name)
@@ -310,7 +310,7 @@ def _named(backends: Sequence[Backend]) -> str:
 def _asked(region: Region) -> str:
     """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
     asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
-    requests = (f"{anchor_text(n)} asks for {told(n.params['out_sharding'])}" for n in asking)
+    requests = (f"{anchor_text(n)} asks for {spec_text(n.params['out_sharding'])}" for n in asking)
     return f" ({'; '.join(requests)}, which the fused op's own product cannot be asked for)" if asking else ""
 
 

@@ -271,7 +271,7 @@ class Findings:
         texts = [_explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
-        texts.append(f"costs {self.cost().told(found)}")
+        texts.append(f"costs {self.cost().summary(found)}")
         return "\n".join([node_text(found), *("  " + text for text in texts)])
 
     def _explained_site(self, site: str, origin: bool) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...graph.canonical.fused_nodes import Labelled, labels_of
+from ...graph.canonical.fused_nodes import Labelled, node_labels
 from ...graph.canonical.nodes import CNode
 from ...graph.canonical.view import CanonicalView
 from ..passes.attention.scores import clip_of
@@ -140,7 +140,7 @@ def _are_pairs(view: CanonicalView, nid: int, axes: list[int], x: int) -> bool:
     """Whether axes of a projection are axes of what it is one of, and none that a weight gives it, as far as that is told."""
     node = view.nodes[nid]
     if node.op in ("dot", "gemm_epilogue"):
-        own = labels_of(node) or ()
+        own = node_labels(node) or ()
         mine = next((o for o in node.operands[:2] if o.nid == x), None)
         return mine is None or all(own[a] in mine.axes for a in axes)
     if node.op != "prod":

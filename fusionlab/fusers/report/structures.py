@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ...graph.canonical.blocks import views
-from ...graph.canonical.fused_nodes import Labelled, labels_of
+from ...graph.canonical.fused_nodes import Labelled, node_labels
 from ...graph.canonical.nodes import ONE, CNode, FoldedNodes, Operand
 from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match, match
@@ -260,7 +260,7 @@ class _Searcher:
     def factors(self, product: int) -> list[tuple[int, frozenset[int]]]:
         """The operands of a product, of a fused one x and w, each with its axes that are summed over."""
         node = self.view.nodes[product]
-        own = labels_of(node) or ()
+        own = node_labels(node) or ()
         return [(o.nid, frozenset(i for i, x in enumerate(o.axes) if x not in own)) for o in node.operands[:2]]
 
     def products_below(self, start: int) -> set[int]:
@@ -327,7 +327,7 @@ class _Searcher:
     def free_axes(self, product: int) -> list[frozenset[int]]:
         """For each factor of a product, the product's own axes that it alone has; none where the factors share an axis."""
         node, (left, right) = self.view.nodes[product], self.view.nodes[product].operands[:2]
-        own = labels_of(node) or ()
+        own = node_labels(node) or ()
         if any(x in left.axes and x in right.axes for x in own):
             return []
         return [frozenset(i for i, x in enumerate(own) if x in o.axes) for o in (left, right)]

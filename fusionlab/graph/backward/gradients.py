@@ -17,7 +17,7 @@ from .find import Share
 from .vjp_split import Split, Taken
 
 # What travels from a site's block to its backward pass: (number of the pair, "residual", number), or ("value", id).
-Key = tuple[Any, ...]
+TravelKey = tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,14 +63,14 @@ class BackwardPart:
     split: Split
     chain: Chain | None = None
 
-    def operands(self, number: int, taken: Sequence[Taken] | None = None) -> list[Value | Key]:
+    def operands(self, number: int, taken: Sequence[Taken] | None = None) -> list[Value | TravelKey]:
         """What it reads beside the cotangent: values of its block, and keys of what travels there (in pair `number`)."""
-        return [self._operand(number, what, i) for what, i in (self.split.taken if taken is None else taken)]
+        return [self._operand(number, role, i) for role, i in (self.split.taken if taken is None else taken)]
 
-    def _operand(self, number: int, what: str, i: int) -> Value | Key:
-        if what == "residual":
+    def _operand(self, number: int, role: str, i: int) -> Value | TravelKey:
+        if role == "residual":
             return number, "residual", i
-        value = self.root if what == "value" else self.leaves[i]
+        value = self.root if role == "value" else self.leaves[i]
         if self.block_path == self.site_path:
             return value
         here = value
@@ -80,8 +80,8 @@ class BackwardPart:
 
     def read(self) -> list[Value]:
         """The values of its block that it reads, and the root, with which its residuals are made."""
-        made = [self.root] if self.block_path == self.site_path else []
-        return [self.cotangent, *made, *(o for o in self.operands(0) if isinstance(o, Value))]
+        root = [self.root] if self.block_path == self.site_path else []
+        return [self.cotangent, *root, *(o for o in self.operands(0) if isinstance(o, Value))]
 
 
 Pairs = Sequence[tuple[int, BackwardPart]]
@@ -118,7 +118,7 @@ class Chosen:
         return chain.linked, env[self.number[chain.before.id], "residual", 0]
 
 
-Claims = list[tuple[Key, Share, Block]]  # key of a gradient, where it goes, the block that is in
+Claims = list[tuple[TravelKey, Share, Block]]  # key of a gradient, where it goes, the block that is in
 
 
 def claims_of(pairs: Pairs) -> dict[int, Claims]:
@@ -147,7 +147,7 @@ def terms_beside(block: Block, value: Value, shares: Sequence[Share]) -> list[Va
     return found
 
 
-def summed(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | None) -> list:
+def sum_of_gradients(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | None) -> list:
     """The equations that make a value of its gradients and what else it is the sum of; `env` gets the result."""
     beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
     atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]

@@ -26,12 +26,12 @@ def joined_views(found: Iterable[CanonicalView]) -> Iterator[tuple[str, Canonica
     while stack:
         block, view = stack.pop()
         for forward, backward in _pairs(block):
-            for one, two in zip(forward.blocks, backward.blocks, strict=True):
-                known = _known(block, forward, one, backward, two)
+            for first, second in zip(forward.blocks, backward.blocks, strict=True):
+                known = _known(block, forward, first, backward, second)
                 if known:
-                    whole = _joined(one, two, known, _kept(block, forward, backward, set(known)), backward)
+                    whole = _joined(first, second, known, _kept(block, forward, backward, set(known)), backward)
                     inside = CanonicalView(whole, literal_inputs(view, forward))
-                    yield one.path, inside
+                    yield first.path, inside
                     stack.append((whole, inside))
 
 
@@ -65,11 +65,11 @@ def _maker(block: Block, atom: Atom) -> Node | None:
     return block.producer.get(source.id) if isinstance(source, Value) else None
 
 
-def _known(block: Block, forward: Node, one: Block, backward: Node, two: Block) -> dict[int, Atom]:
+def _known(block: Block, forward: Node, first: Block, backward: Node, second: Block) -> dict[int, Atom]:
     """Number of an input of the second body -> the value of the first that it is, each time round."""
-    places = _places(forward, one)
+    places = _places(forward, first)
     known: dict[int, Atom] = {}
-    for i, (place, atom) in enumerate(_operands(backward, two)):
+    for i, (place, atom) in enumerate(_operands(backward, second)):
         source = _source(block, atom)
         if isinstance(source, Value):
             for mine, outer, inner in places:
@@ -79,17 +79,17 @@ def _known(block: Block, forward: Node, one: Block, backward: Node, two: Block) 
     return known
 
 
-Place = Any  # where an operand or result stands: two values are the same only in the same kind of place
+OperandPlace = Any  # where an operand or result stands: two values are the same only in the same kind of place
 
 
-def _places(node: Node, body: Block) -> list[tuple[Place, Atom, Atom]]:
+def _places(node: Node, body: Block) -> list[tuple[OperandPlace, Atom, Atom]]:
     """(place, what it is outside, what it is in the body) of a region's operands and results."""
     given = [(place, atom, value) for (place, atom), value in zip(_operands(node, body), body.inputs, strict=True)]
     outs = zip(_result_places(node), node.outputs, body.outputs, strict=True)
     return [*given, *((place, outer, inner) for place, outer, inner in outs if place is not None)]
 
 
-def _operands(node: Node, body: Block) -> Iterator[tuple[Place, Atom]]:
+def _operands(node: Node, body: Block) -> Iterator[tuple[OperandPlace, Atom]]:
     """(place, atom outside) for each input of a body."""
     atoms = node.inputs[len(node.inputs) - len(body.inputs) :]  # a cond's branches are not given its index
     if node.primitive == "scan":
@@ -102,7 +102,7 @@ def _operands(node: Node, body: Block) -> Iterator[tuple[Place, Atom]]:
     return zip((object() if k is None else k for k in kinds), atoms, strict=False)
 
 
-def _result_places(node: Node) -> list[Place | None]:
+def _result_places(node: Node) -> list[OperandPlace | None]:
     if node.primitive == "scan":
         carried = scan_counts(node.params)[1]
         return [None] * carried + ["x"] * (len(node.outputs) - carried)
@@ -144,24 +144,24 @@ def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[
     return [i < carried or elsewhere(value) for i, value in enumerate(forward.outputs)]
 
 
-def _joined(one: Block, two: Block, known: dict[int, Atom], kept: list[bool], like: Node) -> Block:
+def _joined(first: Block, second: Block, known: dict[int, Atom], kept: list[bool], like: Node) -> Block:
     """Both bodies in a row; a copy stands for each input, or captured array, of the second that is a value of the first.
 
     What the first returns (`kept`: to others than the second) and what the second returns is what both return. `like` is the second
     region's node, which lends the copies its equation.
     """
-    shared, own = _captured_again(one, two)
-    same = [*((two.inputs[i], atom) for i, atom in known.items()), *shared]
+    shared, own = _captured_again(first, second)
+    same = [*((second.inputs[i], atom) for i, atom in known.items()), *shared]
     copies = [replace(like, primitive="copy", inputs=(a,), outputs=(v,), blocks=(), id=-1 - v.id) for v, a in same]
-    inputs = (*one.inputs, *(v for i, v in enumerate(two.inputs) if i not in known))
-    consts = (*one.consts, *own)
-    returned = (a for a, keep in zip(one.outputs, kept, strict=True) if keep)
-    nodes, outputs = (*one.nodes, *copies, *two.nodes), (*returned, *two.outputs)
-    return Block(one.path, one.label, inputs, consts, nodes, outputs, one.jaxpr)
+    inputs = (*first.inputs, *(v for i, v in enumerate(second.inputs) if i not in known))
+    consts = (*first.consts, *own)
+    returned = (a for a, keep in zip(first.outputs, kept, strict=True) if keep)
+    nodes, outputs = (*first.nodes, *copies, *second.nodes), (*returned, *second.outputs)
+    return Block(first.path, first.label, inputs, consts, nodes, outputs, first.jaxpr)
 
 
-def _captured_again(one: Block, two: Block) -> tuple[list[tuple[Value, Value]], list[tuple[Value, Any]]]:
+def _captured_again(first: Block, second: Block) -> tuple[list[tuple[Value, Value]], list[tuple[Value, Any]]]:
     """(value of the second block and of the first that are one captured array, what the second captured besides)."""
-    arrays = {id(array): value for value, array in one.consts}
-    shared = [(value, arrays[id(array)]) for value, array in two.consts if id(array) in arrays]
-    return shared, [(value, array) for value, array in two.consts if id(array) not in arrays]
+    arrays = {id(array): value for value, array in first.consts}
+    shared = [(value, arrays[id(array)]) for value, array in second.consts if id(array) in arrays]
+    return shared, [(value, array) for value, array in second.consts if id(array) not in arrays]

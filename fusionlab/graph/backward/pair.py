@@ -10,9 +10,10 @@ from typing import Any
 
 from ..canonical.view import CanonicalView
 from ..certify.certify import Certifier, ProofOutcome, prove_gradients, with_vjp
+from ..dtypes import arithmetic_dtype
 from ..jax_compat import has_side_effects
 from ..matching.region import Region, region_signature
-from ..matching.wide import arithmetic_of, computed_wider
+from ..matching.wide import computed_wider
 from ..primitives import having
 from ..program.crossing import CROSSED, BlockTree
 from ..program.equations import kind, slice_jaxpr
@@ -51,13 +52,13 @@ class Pairer:
         self.tree = BlockTree(graph)
         self.certifier = certifier
 
-    def plan(self, region: Region, fn: Callable[..., Any], what: Any, found: Backward) -> Pairing:
+    def plan(self, region: Region, fn: Callable[..., Any], description: Any, found: Backward) -> Pairing:
         """What it takes to have `fn` in place of a region, and its derivative in place of the backward pass found.
 
         Args:
           region: the site.
           fn: takes `region.inputs`, gives the region's root.
-          what: hashable description of `fn`, for the memory of proofs.
+          description: hashable description of `fn`, for the memory of proofs.
           found: the backward pass.
 
         Raises:
@@ -70,7 +71,7 @@ class Pairer:
         if len(read := _read_outside(found.view.block, placed, gone)) < len(placed):
             placed, gone = read, self._gone(region, found, read)
         self._order(found, region, placed)
-        split = self._split(region, fn, what, found, placed)
+        split = self._split(region, fn, description, found, placed)
         part = self._part(region, found, path, placed, split)
         own = region.node_ids
         gradients = {name: share.value for _, name, share in placed}
@@ -117,7 +118,7 @@ class Pairer:
         self,
         region: Region,
         fn: Callable[..., Any],
-        what: Any,
+        description: Any,
         found: Backward,
         placed: Placed,
     ) -> Split:
@@ -128,9 +129,9 @@ class Pairer:
         flat = list(itertools.chain(*terms))
         nodes = _slice(found.view, flat, {v.id for v in (*inputs, found.cotangent)})
         _check_arithmetic(region, found, nodes)
-        made = _signature(found.view, nodes, (*inputs, found.cotangent), terms)
+        signature = _signature(found.view, nodes, (*inputs, found.cotangent), terms)
         types = tuple(v.aval for v in (*inputs, region.root, found.cotangent))  # of what the programs are traced with
-        key = ("pair", region_signature(region), what, *made, tuple(wanted), types)
+        key = ("pair", region_signature(region), description, *signature, tuple(wanted), types)
         known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
 
         def prove() -> tuple[ProofOutcome, Split]:
@@ -155,7 +156,7 @@ class Pairer:
     def _known_there(self, region: Region, found: Backward, path: str, split: Split) -> dict[int, Value]:
         """Value of the site's block -> the other block's own name for it. Raises Unpaired where what has to travel there cannot."""
         known = _second_names(found.view.block)
-        taken = (region.inputs[i] for what, i in split.taken if what == "input")
+        taken = (region.inputs[i] for role, i in split.taken if role == "input")
         moving = [*(v.aval for v in taken if v.id not in known), *split.residuals, region.root.aval]
         _check_ways(list(self.tree.between(region.block.path, path)), moving)
         return known
@@ -180,9 +181,9 @@ def _check_types(region: Region, found: Backward) -> None:
 
 def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
     """Raises Unpaired where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
-    wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_of(region.root.dtype))
+    wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_dtype(region.root.dtype))
     if wide is not None:
-        raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_of(region.root.dtype)}")
+        raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_dtype(region.root.dtype)}")
     asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
     other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
     if other is not None:
@@ -248,7 +249,9 @@ def _values(block: Block, share: Share) -> list[Value]:
         for atom in maker.inputs:
             if isinstance(atom, Value) and atom.id in share.own:
                 found.append(atom)
-            elif isinstance(atom, Value) and (made := block.producer.get(atom.id)) and made.id in (share.through or ()):
+            elif (
+                isinstance(atom, Value) and (above := block.producer.get(atom.id)) and above.id in (share.through or ())
+            ):
                 stack.append(atom)
     return found
 

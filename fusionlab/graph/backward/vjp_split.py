@@ -57,8 +57,8 @@ def split_of(closed: Any) -> Split:
     free = _free(first, {*inputs, *constants})
     back = _needed([*(eqn for eqn in first if id(eqn) in free), *again, *back], gradients)
     needed = _read_from_outside(back, gradients, {cotangent, *constants})
-    made = _made_by(first)
-    residuals = [v for v in needed if v in made and v is not value]
+    computed = _results_of(first)
+    residuals = [v for v in needed if v in computed and v is not value]
     taken = tuple(_taken(v, inputs, value, residuals) for v in needed)
     forward = _closed(jaxpr, constants, inputs, [value, *residuals], first)
     return Split(forward, _closed(jaxpr, constants, [*needed, cotangent], gradients, back), taken)
@@ -76,13 +76,13 @@ def _halves(eqns: Sequence[Any], cotangent: Any) -> tuple[list[Any], list[Any]]:
     return still, back
 
 
-def _made_by(eqns: Sequence[Any]) -> set[Any]:
+def _results_of(eqns: Sequence[Any]) -> set[Any]:
     return {v for eqn in eqns for v in eqn.outvars}
 
 
 def _read_from_outside(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
     """The variables, each once, that equations read, or are among their results, and that are neither made by them nor known."""
-    known = _made_by(eqns) | known
+    known = _results_of(eqns) | known
     atoms = itertools.chain(*(eqn.invars for eqn in eqns), results)
     return list(dict.fromkeys(v for v in variables_in(atoms) if v not in known))
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import ArgumentError
 from ..settings import as_function
-from .parts import CallParts, LostValue, Outcome, Rest, flattened, is_array, is_hashable, keystr
+from .parts import CallParts, CallResult, LostValue, Rest, flattened, is_array, is_hashable, keystr
 from .passed import passed_through
 from .state import may_be_there
 from .wrappers import Jit, jit_of, unwrapped
@@ -30,7 +30,7 @@ class Bound:
     """A function at its arguments, with what is fixed bound to it.
 
     Attributes:
-      fn: function of the arrays, `args` and `kwargs`. It gives the user's result where that is made of arrays alone, else an `Outcome`.
+      fn: function of the arrays, `args` and `kwargs`. It gives the user's result where that is made of arrays alone, else a `CallResult`.
       args, kwargs: pytrees of arrays.
       positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
       leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
@@ -53,7 +53,7 @@ class Bound:
     jit: Jit | None = None
     given: int = 0
 
-    def dynamic(self, argnums: Iterable[int], what: str) -> tuple[int, ...]:
+    def dynamic(self, argnums: Iterable[int], keyword: str) -> tuple[int, ...]:
         """Positions in the user's call -> positions in `args`.
 
         Raises:
@@ -62,7 +62,7 @@ class Bound:
         wanted = tuple(n + self.total if n < 0 else n for n in argnums)
         for n in wanted:
             if n not in self.positions:
-                raise ArgumentError(f"{what}: got {n}, needed the position of an array argument, {self.positions}")
+                raise ArgumentError(f"{keyword}: got {n}, needed the position of an array argument, {self.positions}")
         return tuple(self.positions.index(n) for n in wanted)
 
     def leaves_of(self, positions: Iterable[int]) -> tuple[int, ...]:
@@ -121,20 +121,20 @@ def bind(
     if parts.objects is not None and jit is not None and jit.placed:  # which would lose what it changes in them
         call, *_ = _without_static(jit.fn, args, kwargs, static_argnums, static_argnames)
         parts = replace(parts, fn=call)
-    told = {"positions": tuple(p - given for p in positions), "total": total, "jit": jit, "given": given}
+    fields = {"positions": tuple(p - given for p in positions), "total": total, "jit": jit, "given": given}
     if parts.objects is not None:
-        bound = _with_state(parts, len(dyn_args), told)
+        bound = _with_state(parts, len(dyn_args), fields)
         # Both take an object as a pytree: what is changed in it inside is not seen outside.
         if bound.lost and jit is not None and jit.kind in ("jax.jit", "filter_jit"):
-            raise lost_by(_SAID[jit.kind], inside, bound.lost[0])
+            raise lost_by(_FULL_NAMES[jit.kind], inside, bound.lost[0])
         return bound
     if parts.are_arrays and not may_be_there():
-        return Bound(call, dyn_args, dyn_kwargs, leaf_names=parts.names, **told)
+        return Bound(call, dyn_args, dyn_kwargs, leaf_names=parts.names, **fields)
     new_args, new_kwargs = (dyn_args, dyn_kwargs) if parts.are_arrays else parts.arguments(len(dyn_args))
-    return Bound(_run_of(parts), new_args, new_kwargs, leaf_names=parts.names, finish=parts.finish, **told)
+    return Bound(_run_of(parts), new_args, new_kwargs, leaf_names=parts.names, finish=parts.finish, **fields)
 
 
-_SAID = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
+_FULL_NAMES = {"jax.jit": "jax.jit", "filter_jit": "equinox.filter_jit"}
 
 
 def _run_of(parts: CallParts) -> Callable:
@@ -152,16 +152,16 @@ def _run_of(parts: CallParts) -> Callable:
     return run
 
 
-def lost_by(what: str, fn: Callable, value: str) -> ArgumentError:
+def lost_by(transformation: str, fn: Callable, value: str) -> ArgumentError:
     """The error for state that a transformation of JAX does not carry."""
     name = getattr(fn, "__name__", type(fn).__name__)
     return ArgumentError(
-        f"{name}: got it under {what}, which loses what it changes in place: {value} would keep its old value; needed nnx's own "
+        f"{name}: got it under {transformation}, which loses what it changes in place: {value} would keep its old value; needed nnx's own "
         f"transformation, nnx.jit({name}) say, or a function that takes and returns the state (nnx.split, nnx.merge)"
     )
 
 
-def _with_state(parts: CallParts, width: int, told: dict[str, Any]) -> Bound:
+def _with_state(parts: CallParts, width: int, fields: dict[str, Any]) -> Bound:
     """The call traced once, so that only what the function changes is among its results."""
     args, kwargs = parts.arguments(width)
     closed, shape = jax.make_jaxpr(_run_of(parts), return_shape=True)(*args, **kwargs)
@@ -179,13 +179,13 @@ def _with_state(parts: CallParts, width: int, told: dict[str, Any]) -> Bound:
     leaf_names = tuple(shape.leaf_names[i] for i in kept)
     rest = replace(rest, new=tuple(new))
 
-    def fn(*args: Any, **kwargs: Any) -> Outcome:
+    def fn(*args: Any, **kwargs: Any) -> CallResult:
         leaves = jax.tree.leaves((args, kwargs))
         if list(map(_shape, leaves)) == [_shape(v.aval) for v in closed.jaxpr.invars]:
             outs = as_function(closed)(*leaves)
         else:  # symbolic sizes, at numbers
             outs = _run_of(parts)(*args, **kwargs).arrays
-        return Outcome(tuple(outs[i] for i in kept), leaf_names, rest)
+        return CallResult(tuple(outs[i] for i in kept), leaf_names, rest)
 
     fn.__name__ = fn.__qualname__ = getattr(parts.fn, "__name__", "fn")
     mine = [i for i in new if not left.names[i][0]]
@@ -193,8 +193,8 @@ def _with_state(parts: CallParts, width: int, told: dict[str, Any]) -> Bound:
     lost = tuple(shape.leaf_names[first + i] for i in mine if left.names[i][1:] not in left.returned)
     if left.restructured and not changed:
         changed = lost = (f"what {parts.labels[parts.owners[0][0]]} is made of",)
-    told |= {"changed": changed, "lost": lost, "finish": parts.finish}
-    return Bound(fn, args, kwargs, leaf_names=parts.names, **told)
+    fields |= {"changed": changed, "lost": lost, "finish": parts.finish}
+    return Bound(fn, args, kwargs, leaf_names=parts.names, **fields)
 
 
 def _shape(x: Any) -> Any:
@@ -208,9 +208,9 @@ def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:
         label = label_of(fn, i) if i < len(args) else sorted(kwargs)[i - len(args)]
         for path, leaf in flattened(arg)[0]:
             if not is_array(leaf, numbers=False) and not is_hashable(leaf):
-                what = f"{label}{keystr(path)}: got {leaf!r:.80} ({type(leaf).__name__})"
+                leaf_text = f"{label}{keystr(path)}: got {leaf!r:.80} ({type(leaf).__name__})"
                 return ArgumentError(
-                    f"{what}, which is neither an array nor hashable; needed one of them, or a pytree of them"
+                    f"{leaf_text}, which is neither an array nor hashable; needed one of them, or a pytree of them"
                 )
     return ArgumentError(
         f"{getattr(fn, '__name__', 'fn')}: got arguments whose pytrees have an unhashable part that is no leaf"

@@ -41,7 +41,7 @@ class _Path(str):
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class CallResult:
     """A result that is not made of arrays alone, and what the function has left in its arguments.
 
     Attributes:
@@ -58,7 +58,7 @@ class Outcome:
         return self.arrays, (self.leaf_names, _Aside(self.rest))
 
     @classmethod
-    def tree_unflatten(cls, aside: tuple, arrays: Sequence[Any]) -> Outcome:
+    def tree_unflatten(cls, aside: tuple, arrays: Sequence[Any]) -> CallResult:
         return cls(tuple(arrays), aside[0], aside[1].value)
 
 
@@ -186,7 +186,7 @@ class CallParts:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The call with these arrays in their places."""
-        leaves = [[x for _, x in one] for one in self.leaves]
+        leaves = [[x for _, x in pairs] for pairs in self.leaves]
         held: dict[int, Any] = {}
         for a, tree in enumerate(_in_order(args, kwargs)):
             values = iter(jax.tree.leaves(tree))
@@ -195,10 +195,10 @@ class CallParts:
             held |= {k: next(values) for k, _ in self._state_of(a)}
         if self.objects is None:
             out = self._called(leaves, len(args))
-            made = _objects_in(out, self.carries)
-            return self._outcome(out, Objects(()).call([], lambda _: (None, made))[1] if made else None)
+            objects = _objects_in(out, self.carries)
+            return self._result_of(out, Objects(()).call([], lambda _: (None, objects))[1] if objects else None)
         out, left = self.objects.call([held[k] for k in range(len(held))], partial(self._on_objects, leaves, len(args)))
-        return self._outcome(out, left)
+        return self._result_of(out, left)
 
     def _on_objects(self, leaves: list[list], width: int, copies: tuple) -> tuple[Any, list[Any]]:
         for (a, i), copy in zip(self.owners, copies, strict=True):
@@ -207,7 +207,7 @@ class CallParts:
         return out, _objects_in(out, self.carries)
 
     def _called(self, leaves: list[list], width: int) -> Any:
-        trees = [jax.tree.unflatten(tree, one) for tree, one in zip(self.trees, leaves, strict=True)]
+        trees = [jax.tree.unflatten(tree, values) for tree, values in zip(self.trees, leaves, strict=True)]
         given = [] if self.carries else [(v, held_by(v)) for v in _variables_of_values(trees)]
         out = self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
         changed = [v for v, held in given if held_by(v) is not held]
@@ -224,18 +224,18 @@ class CallParts:
                     return label + keystr(path)
         return "a Variable"
 
-    def _outcome(self, out: Any, left: Left | None) -> Any:
+    def _result_of(self, out: Any, left: Left | None) -> Any:
         flat, tree = flattened(out, self.carries)
         kinds = _kinds(flat, self.numbers)
         if left is None and all(kind is _ARRAY for kind in kinds):
             return out
         mine = _named(flat, kinds, _ARRAY)
         if left is None:
-            return _outcome_of(mine, Rest(tree, kinds))
+            return _call_result(mine, Rest(tree, kinds))
         objects = [name for name, _ in _named(flat, kinds, OBJECT)]
         state = zip(left.names, left.arrays, strict=True)
         mine += [((objects[o] if side else self._owner(o)) + path, x) for (side, o, path), x in state]
-        return _outcome_of(mine, Rest(tree, kinds, replace(left, arrays=()), tuple(range(len(left.names)))))
+        return _call_result(mine, Rest(tree, kinds, replace(left, arrays=()), tuple(range(len(left.names)))))
 
     def _owner(self, o: int) -> str:
         a, i = self.owners[o]
@@ -243,7 +243,7 @@ class CallParts:
 
     def finish(self, out: Any) -> Any:
         """The user's result; changes the user's objects into what the call has left in them."""
-        if not isinstance(out, Outcome):
+        if not isinstance(out, CallResult):
             return out
         rest: Rest = out.rest
         count = sum(kind is _ARRAY for kind in rest.leaves)
@@ -295,8 +295,8 @@ def _named(flat: Sequence[tuple[Any, Any]], kinds: Sequence[Any], wanted: str) -
     return [("out" + keystr(path), x) for (path, x), kind in zip(flat, kinds, strict=True) if kind is wanted]
 
 
-def _outcome_of(named: Sequence[tuple[str, Any]], rest: Rest) -> Outcome:
-    return Outcome(tuple(x for _, x in named), tuple(name for name, _ in named), rest)
+def _call_result(named: Sequence[tuple[str, Any]], rest: Rest) -> CallResult:
+    return CallResult(tuple(x for _, x in named), tuple(name for name, _ in named), rest)
 
 
 def _not_in(out: Any, variables: Sequence[Any]) -> list[Any]:
@@ -315,18 +315,18 @@ def _variables_of_values(trees: Sequence[Any]) -> list[Any]:
 
 
 def without_fixed(out: Any) -> Any:
-    """A result as a pytree of arrays and objects with state: itself, or an `Outcome` where it has other leaves, Python numbers among
+    """A result as a pytree of arrays and objects with state: itself, or a `CallResult` where it has other leaves, Python numbers among
     them."""
     flat, tree = flattened(out, carries=True)
     kinds = tuple(_ARRAY if is_object(x) else _kind(x, numbers=False) for _, x in flat)
     if all(kind is _ARRAY for kind in kinds):
         return out
-    return _outcome_of(_named(flat, kinds, _ARRAY), Rest(tree, kinds))
+    return _call_result(_named(flat, kinds, _ARRAY), Rest(tree, kinds))
 
 
 def with_fixed(out: Any) -> Any:
     """The result that `without_fixed` was given."""
-    if not isinstance(out, Outcome):
+    if not isinstance(out, CallResult):
         return out
     arrays = iter(out.arrays)
     return jax.tree.unflatten(out.rest.tree, [k[0] if isinstance(k, tuple) else next(arrays) for k in out.rest.leaves])
@@ -334,18 +334,18 @@ def with_fixed(out: Any) -> Any:
 
 def fixed_difference(before: Any, after: Any) -> str | None:
     """What differs between two results beside their arrays; None where nothing does."""
-    if not (isinstance(before, Outcome) and isinstance(after, Outcome)):
+    if not (isinstance(before, CallResult) and isinstance(after, CallResult)):
         return None
     old, new = before.rest, after.rest
     if old.tree != new.tree:
         return f"got a result of structure {new.tree}, needed the original's, {old.tree}"
     for b, a in zip(old.leaves, new.leaves, strict=True):
         if (isinstance(b, tuple) or isinstance(a, tuple)) and not _is_same(a, b):
-            return f"got {_told(a)} in the result, needed the original's {_told(b)}"
+            return f"got {_leaf_text(a)} in the result, needed the original's {_leaf_text(b)}"
     return None
 
 
-def _told(leaf: Any) -> str:
+def _leaf_text(leaf: Any) -> str:
     return f"{leaf[0]!r:.80}" if isinstance(leaf, tuple) else f"an {leaf}"
 
 

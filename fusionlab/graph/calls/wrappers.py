@@ -131,12 +131,12 @@ def _of_nnx(fn: Any) -> Jit:
     nnx = sys.modules["flax.nnx"]
     options = jit_options(fn.jitted_fn) or {}
     given = "static_argnums", "static_argnames", "donate_argnums", "donate_argnames"
-    told = _some(options, *given, "keep_unused", "inline", "device", "backend")
+    settings = _some(options, *given, "keep_unused", "inline", "device", "backend")
     if fn.in_shardings is not None:
-        told["in_shardings"] = _without_static(fn.in_shardings, options["static_argnums"])
+        settings["in_shardings"] = _without_static(fn.in_shardings, options["static_argnums"])
     if fn.out_shardings is not None:
-        told["out_shardings"] = fn.out_shardings
-    again = functools.partial(nnx.jit, **told)
+        settings["out_shardings"] = fn.out_shardings
+    again = functools.partial(nnx.jit, **settings)
     if type(fn).__name__ == "SimpleJitWrapped":
         again = functools.partial(again, graph=fn.graph, graph_updates=False)
     return Jit(fn.fun, "nnx.jit", again, **_some(options, *given), compiling=_some(options, "keep_unused"))
@@ -158,8 +158,8 @@ def _of_equinox(fn: Any) -> Jit:
     if donate != "none" and not fn.filter_warning:
         donate = donate.replace("all", "warn")
     options = jit_options(fn._cached) or {}
-    told = _some(options, "keep_unused", "inline", "device", "backend", "compiler_options")
-    again = functools.partial(equinox.filter_jit, donate=donate, **told)
+    settings = _some(options, "keep_unused", "inline", "device", "backend", "compiler_options")
+    again = functools.partial(equinox.filter_jit, donate=donate, **settings)
     donates = {"donates_rest": fn.donate_rest, "keeps_first": fn.donate_rest and not fn.donate_first}
     compiling = _some(options, "compiler_options", "keep_unused")
     return Jit(fn.__wrapped__, "filter_jit", again, **donates, compiling=compiling)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..dtypes import is_float as is_floating
+from ..dtypes import is_float
 from ..program.ir import Node
 from .nodes import ONE, Coef, Operand, Ref, tidy
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Aligned = tuple[Ref, tuple[int | None, ...]]  # a Ref, and for each non-unit output axis its node axis or None
 
 
-def is_float(node: Node) -> bool:
-    return is_floating(node.outputs[0].dtype)
+def gives_float(node: Node) -> bool:
+    return is_float(node.outputs[0].dtype)
 
 
 def aligned(node: Node, i: int, ref: Ref) -> Aligned:
@@ -66,7 +66,7 @@ def placed(ref: Ref, al: tuple[int | None, ...], sizes: Sequence[int]) -> Ref:
     return Ref(ref.coef, ref.nid, tuple(a if a is not None else ~s for a, s in zip(al, sizes, strict=True)))
 
 
-def product(
+def monomial(
     view: CanonicalView, factors: Sequence[tuple[Ref, tuple[int | None, ...], float]], sizes: Sequence[int]
 ) -> Ref:
     """A monomial: factors with exponents, flattened and merged; scalar factors go to the coefficient."""
@@ -77,6 +77,7 @@ def product(
         if power is None:  # cannot leave the edge (a root of a negative, a power of zero)
             flat.append((ref, al, exponent))
             continue
+        # Numbers of the program may overflow only together: the coefficient is a float64.
         if not math.isfinite(coef * power):
             flat.append((ref, al, exponent))
             continue
@@ -84,6 +85,7 @@ def product(
         inner = view.nodes[ref.nid]
         if ref.nid == ONE:
             continue
+        # (x**2)**0.5 is |x|: only whole exponents multiply.
         if inner.op == "prod" and float(exponent).is_integer():
             for edge, e in zip(inner.operands, inner.params, strict=True):
                 flat.append((Ref(edge.coef, edge.nid, ()), compose(edge.axes, al), e * exponent))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .fused_nodes import Labelled, labels_of
+from .fused_nodes import Labelled, node_labels
 from .nodes import CNode
 
 Axis = tuple[Any, Any]
-Place = Any  # a node's key, or (key, what its fused op calls the axis)
+AxisPlace = Any  # a node's key, or (key, what its fused op calls the axis)
 Part = tuple[Any, str, int, int]  # (key of a reshape, "in" or "out", number of the group, number in the group)
 
 
@@ -27,7 +27,7 @@ def axis_links(node: CNode, key: Any, operand_keys: Sequence[Any]) -> list[tuple
     if node.op == "reshape":
         return _reshape_links(node, key, operand_keys[0])
     links: list[tuple[Axis, Axis | None]] = []
-    labels = labels_of(node)
+    labels = node_labels(node)
     for operand, source in zip(node.operands, operand_keys, strict=True):
         if source is None:
             continue
@@ -68,9 +68,9 @@ def merged_axes(node: CNode) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]
     """For each group of a reshape: the operand's axes (below 0: broadcast) and the node's own."""
     before = after = 0
     axes = node.operands[0].axes
-    for many, made in node.params:
-        yield axes[before : before + many], tuple(range(after, after + made))
-        before, after = before + many, after + made
+    for old, new in node.params:
+        yield axes[before : before + old], tuple(range(after, after + new))
+        before, after = before + old, after + new
 
 
 def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
@@ -84,20 +84,20 @@ def axis_classes(links: Iterable[tuple[Axis, Axis | None]]) -> dict[Axis, int]:
             x = parent[x]
         return x
 
-    for one, other in links:
-        root = find(one)
+    for axis, other in links:
+        root = find(axis)
         if other is not None:
             parent[root] = find(other)
     numbers: dict[Axis, int] = {}
     return {key: numbers.setdefault(find(key), len(numbers)) for key in list(parent)}
 
 
-def places(classes: Mapping[Axis, int], node_of: Mapping[Any, CNode]) -> dict[int, set[Place]]:
+def places(classes: Mapping[Axis, int], node_of: Mapping[Any, CNode]) -> dict[int, set[AxisPlace]]:
     """Class -> the places of its members. A node that labels its axes gives each its label's name, contracted ones too.
 
     `node_of` knows the nodes that are not leaves.
     """
-    found: dict[int, set[Place]] = {}
+    found: dict[int, set[AxisPlace]] = {}
     for (key, axis), number in classes.items():
         params = node_of[key].params if key in node_of else None
         if isinstance(params, Labelled):

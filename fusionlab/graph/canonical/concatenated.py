@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..primitives import COMMUTATIVE, ELEMENTWISE, having
+from ..primitives import CANONICAL_ELEMENTWISE, COMMUTATIVE, having
 from ..program.ir import Node
-from .algebra import Aligned, elementwise, product, total
+from .algebra import Aligned, elementwise, monomial, total
 from .nodes import CNode, Coef, Operand, Ref, node_axes
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 SLICES = having("slice") | {"split"}
 _MOST = 64  # nodes above the concatenations that are looked at; a softmax and its mask are ten
-_THROUGH = ELEMENTWISE | {"sum", "prod", "difference", "select", "cast", "stop_gradient"}
+_THROUGH = CANONICAL_ELEMENTWISE | {"sum", "prod", "difference", "select", "cast", "stop_gradient"}
 
 Bounds = tuple[int, int]
 Parts = dict[Bounds, Ref]  # first entry and the one after the last -> what stands there
@@ -245,7 +245,7 @@ def _again(view: CanonicalView, node: CNode, operands: Sequence[Aligned], sizes:
     if node.op == "sum":
         return total(view, [(ref, al, 1) for ref, al in operands], sizes)
     if node.op == "prod":
-        return product(view, [(*one, e) for one, e in zip(operands, node.params, strict=True)], sizes)
+        return monomial(view, [(*operand, e) for operand, e in zip(operands, node.params, strict=True)], sizes)
     return elementwise(view, node.op, node.params, operands, sizes, node.op in COMMUTATIVE)
 
 
@@ -267,7 +267,7 @@ def reduced_by_parts(
     if op not in ("reduce_max", "reduce_sum") or (op == "reduce_sum" and node.op != "exp"):
         return None
     bounds = _bounds(view, whole.nid, axis)
-    if not _is_one_beside_others(bounds):
+    if not _is_entry_beside_rest(bounds):
         return None
     rest = [n for a, n in enumerate(node.shape) if a != axis]
     terms = [_reduced_part(view, whole, axis, each, reduce) for each in bounds]
@@ -276,7 +276,7 @@ def reduced_by_parts(
     return elementwise(view, "max", (), terms, rest, True)
 
 
-def _is_one_beside_others(bounds: Sequence[Bounds]) -> bool:
+def _is_entry_beside_rest(bounds: Sequence[Bounds]) -> bool:
     widths = sorted(stop - start for start, stop in bounds)
     return len(widths) == 2 and widths[0] == 1 and widths[1] != 1
 

@@ -18,7 +18,7 @@ class Contraction:
     out: tuple[Label | None, ...]
 
     @property
-    def summed(self) -> tuple[int, ...]:
+    def contracted(self) -> tuple[int, ...]:
         """The axes of the input that are summed over."""
         return tuple(i for i, x in enumerate(self.left) if x is not None and x[0] == "c")
 

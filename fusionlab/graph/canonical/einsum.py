@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ..program.ir import Node
-from .algebra import is_float, product, reduced
+from .algebra import gives_float, monomial, reduced
 from .convolutions import contraction
 from .nodes import CNode, Coef, Operand, Ref, node_axes
 
@@ -65,11 +65,11 @@ def _result_of(dot: CNode, ref: Ref, names: Mapping[Any, list[Any]]) -> list[Any
     return [y for x in labels for y in names.get(x, [x])]
 
 
-def _groups(source: Sequence[int], made: Sequence[int]) -> list[list[int]] | None:
-    """For a reshape: the axes of `source` that make each axis of `made`; None where one is split."""
+def _groups(source: Sequence[int], result: Sequence[int]) -> list[list[int]] | None:
+    """For a reshape: the axes of `source` that make each axis of `result`; None where one is split."""
     groups: list[list[int]] = []
     axes = iter(range(len(source)))
-    for size in made:
+    for size in result:
         group, product = [], 1
         while product < size:
             slot = next(axes, None)
@@ -85,7 +85,7 @@ def _groups(source: Sequence[int], made: Sequence[int]) -> list[list[int]] | Non
 
 def dot(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Einsum form: every axis is a label; batch, contracted and free follow from where a label occurs."""
-    if not is_float(node):
+    if not gives_float(node):
         return view.opaque(node, ins)
     (lc, rc), (lb, rb) = node.params["dimension_numbers"]
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
@@ -93,7 +93,7 @@ def dot(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     size = _sizes(labels, shapes)
     names = [[x for x in side if size[x] != 1] for side in labels]
     out = _result_labels(names)
-    alone = _sum_of_one(view, ins, names, out, size)
+    alone = _sum_of_value(view, ins, names, out, size)
     if alone is not None:
         return [alone]
     on_nodes = _labels_on_nodes(view, ins, labels, shapes)
@@ -114,22 +114,24 @@ def _result_labels(names: Sequence[Sequence[tuple]]) -> list[tuple]:
     return sorted(x for x in names[0] if x[0] == "b") + [x for side in names for x in side if x[0] in ("l", "r")]
 
 
-def _sum_of_one(view: CanonicalView, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]) -> Ref | None:
+def _sum_of_value(
+    view: CanonicalView, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]
+) -> Ref | None:
     """A product that is a sum over one value: of what is multiplied by one number everywhere, or of squares, entry by entry."""
     summed = _summand(view, ins, names, size)
     if summed is None:
         return None
     ref, mine = summed
-    made = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
-    at = dict(zip((x for x in mine if x in out), made.dims, strict=True))
-    return Ref(made.coef, made.nid, tuple(at.get(x, ~size[x]) for x in out))
+    total = reduced(view, "reduce_sum", ref, [x not in out for x in mine])
+    at = dict(zip((x for x in mine if x in out), total.dims, strict=True))
+    return Ref(total.coef, total.nid, tuple(at.get(x, ~size[x]) for x in out))
 
 
 def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[Any, int]) -> tuple[Ref, list] | None:
     """The value whose sum a product is, and the labels of its axes; None where it is none."""
     if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
         al = node_axes(ins[0])
-        return product(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
+        return monomial(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
     for ref, other, mine in ((ins[1], ins[0], names[1]), (ins[0], ins[1], names[0])):
         if view.is_literal(other) and math.isfinite(other.coef):
             return Ref(ref.coef * other.coef, ref.nid, ref.dims), mine
@@ -139,7 +141,7 @@ def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[
 def convolution(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """The same for a convolution that is a product."""
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
-    found = contraction(node.params, *shapes) if is_float(node) else None
+    found = contraction(node.params, *shapes) if gives_float(node) else None
     if found is None:
         return view.opaque(node, ins)
     labels: list[Any] = [[x or ("unit", d) for d, x in enumerate(names)] for names in (found.left, found.right)]
@@ -174,7 +176,7 @@ def _outer(view: CanonicalView, ins: list[Ref], labels: Any, shapes: Any, out: l
         dims = iter(ref.dims)
         at = {x: next(dims) for x, s in zip(names, shape, strict=True) if s != 1}
         factors.append((ref, tuple(a if (a := at.get(x)) is not None and a >= 0 else None for x in out), 1.0))
-    return product(view, factors, sizes)
+    return monomial(view, factors, sizes)
 
 
 def _labels(shape: Sequence[int], contract: Any, batch: Any, side: str) -> list[tuple]:
@@ -201,5 +203,5 @@ def _labels_on_nodes(
     view: CanonicalView, ins: list[Ref], labels: Sequence[list[tuple]], shapes: Sequence[Sequence[int]]
 ) -> list[tuple[int, list]] | None:
     """The nodes of two operands, with a label for each of their axes; None as of `_labels_on_node`."""
-    one, two = (_labels_on_node(view, *side) for side in zip(ins, labels, shapes, strict=True))
-    return None if one is None or two is None else [(ins[0].nid, one), (ins[1].nid, two)]
+    left, right = (_labels_on_node(view, *side) for side in zip(ins, labels, shapes, strict=True))
+    return None if left is None or right is None else [(ins[0].nid, left), (ins[1].nid, right)]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from .algebra import compose, product, total
+from .algebra import compose, monomial, total
 from .nodes import ONE, Coef, Operand, Ref, node_axes, tidy
 from .view import CanonicalView
 
@@ -53,10 +53,12 @@ class _Factoring:
         if nid not in self.known:
             node = self.view.nodes[nid]
             whole = Ref(1.0, nid, tuple(range(len(node.shape))))
-            made = whole
+            rewritten = whole
             if nid != self.about and self.reads(nid):
-                made = self.summed(nid) if node.op == "sum" else self.multiplied(nid) if node.op == "prod" else whole
-            self.known[nid] = made
+                rewritten = (
+                    self.of_sum(nid) if node.op == "sum" else self.of_product(nid) if node.op == "prod" else whole
+                )
+            self.known[nid] = rewritten
         return self.known[nid]
 
     def reads(self, nid: int) -> bool:
@@ -65,35 +67,35 @@ class _Factoring:
             self.above[nid] = any(self.reads(o.nid) for o in self.view.nodes[nid].operands)
         return self.above[nid]
 
-    def multiplied(self, nid: int) -> Ref:
+    def of_product(self, nid: int) -> Ref:
         node = self.view.nodes[nid]
-        made = [self.of(o.nid) for o in node.operands]
-        if all(ref.nid == o.nid for ref, o in zip(made, node.operands, strict=True)):
+        refs = [self.of(o.nid) for o in node.operands]
+        if all(ref.nid == o.nid for ref, o in zip(refs, node.operands, strict=True)):
             return Ref(1.0, nid, tuple(range(len(node.shape))))
-        parts = zip(made, node.operands, node.params, strict=True)
+        parts = zip(refs, node.operands, node.params, strict=True)
         factors = [
             (Ref(ref.coef * o.coef, ref.nid, ref.dims), _seen(ref, o, len(node.shape)), float(e)) for ref, o, e in parts
         ]
-        return product(self.view, factors, node.shape)
+        return monomial(self.view, factors, node.shape)
 
-    def summed(self, nid: int) -> Ref:
+    def of_sum(self, nid: int) -> Ref:
         node = self.view.nodes[nid]
         terms = self.terms(nid)
         mine = [t for t in terms if t.has(self.about)]
-        made = [self.one(t, node.shape) for t in terms if not t.has(self.about)]
+        rewritten = [self.of_term(t, node.shape) for t in terms if not t.has(self.about)]
         if len(mine) > 1:
-            made.insert(0, self.together(mine, node.shape))
+            rewritten.insert(0, self.together(mine, node.shape))
         elif all(self.of(o.nid).nid == o.nid for o in node.operands):
             return Ref(1.0, nid, tuple(range(len(node.shape))))
         else:
-            made += [self.one(t, node.shape) for t in mine]
-        return made[0] if len(made) == 1 else self.added(made, node.shape)
+            rewritten += [self.of_term(t, node.shape) for t in mine]
+        return rewritten[0] if len(rewritten) == 1 else self.added(rewritten, node.shape)
 
     def together(self, terms: Sequence[_Term], sizes: Sequence[int]) -> Ref:
         """The sum of some terms as what they share times the sum of what is left of them."""
         shared = reduce(_common, (t.factors for t in terms))
-        inner = self.added([self.one(t.without(shared), sizes) for t in terms], sizes)
-        return product(self.view, [(inner, node_axes(inner), 1.0), *map(_as_factor, shared)], sizes)
+        inner = self.added([self.of_term(t.without(shared), sizes) for t in terms], sizes)
+        return monomial(self.view, [(inner, node_axes(inner), 1.0), *map(_as_factor, shared)], sizes)
 
     def terms(self, nid: int) -> list[_Term]:
         """The terms of a sum, those of sums that it is a sum of among them."""
@@ -115,17 +117,17 @@ class _Factoring:
                 found.append(_Term(coef, () if ref.nid == ONE else ((1.0, ref.nid, al, 1.0),)))
         return found
 
-    def one(self, term: _Term, sizes: Sequence[int]) -> Ref:
-        made = product(self.view, [_as_factor(f) for f in term.factors], sizes)
-        return Ref(made.coef * term.coef, made.nid, made.dims)
+    def of_term(self, term: _Term, sizes: Sequence[int]) -> Ref:
+        ref = monomial(self.view, [_as_factor(f) for f in term.factors], sizes)
+        return Ref(ref.coef * term.coef, ref.nid, ref.dims)
 
     def added(self, refs: Sequence[Ref], sizes: Sequence[int]) -> Ref:
         return total(self.view, [(r, node_axes(r), 1) for r in refs], sizes)
 
 
-def _common(one: tuple[_Factor, ...], two: tuple[_Factor, ...]) -> tuple[_Factor, ...]:
-    rest = list(two)
-    return tuple(f for f in one if f in rest and (rest.remove(f) is None))
+def _common(first: tuple[_Factor, ...], second: tuple[_Factor, ...]) -> tuple[_Factor, ...]:
+    rest = list(second)
+    return tuple(f for f in first if f in rest and (rest.remove(f) is None))
 
 
 def _as_factor(factor: _Factor) -> tuple[Ref, tuple[int | None, ...], float]:

@@ -52,7 +52,7 @@ class Labelled(NamedTuple):
     labels: tuple[int, ...]
 
 
-def labels_of(node: CNode) -> tuple[int, ...] | None:
+def node_labels(node: CNode) -> tuple[int, ...] | None:
     """The labels of a node's own axes, where its operands' axes are labels; else None."""
     if isinstance(node.params, Labelled):
         return node.params.labels
@@ -67,11 +67,11 @@ def fused(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref] | None:
     number: dict[str, int] = {}
     operands = _nonunit(node, form)
     edges = [_edge(view, ref, labels, number) for ref, labels in zip(ins, operands, strict=True)]
-    made = node.outputs[0]
-    result = _longer(form.result, made.shape)
+    out = node.outputs[0]
+    result = _longer(form.result, out.shape)
     if not set[str]().union(*operands).difference(result) <= number.keys():
         return None
-    size = dict(zip(form.result, made.shape, strict=True))
+    size = dict(zip(form.result, out.shape, strict=True))
     own = sorted((x for x in result if x in number), key=number.__getitem__)
     edges += [Operand(value, ONE, ()) for _, value in form.numbers]
     nid = view.node(node.primitive, _params(form, number, own), edges, [size[x] for x in own])

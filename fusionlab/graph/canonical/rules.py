@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..dtypes import is_float as is_floating
+from ..dtypes import is_float
 from ..jax_compat import has_side_effects, rule_functions, scan_counts
 from ..primitives import BINARY, COMMUTATIVE, UNARY, having
 from ..program.ir import Atom, Block, Node, Value
 from ..program.literals import scalar_result
 from ..program.scopes import defined_in_jax, is_jax_file
-from .algebra import aligned, compose, elementwise, is_float, placed, product, reduced, total
+from .algebra import aligned, compose, elementwise, gives_float, monomial, placed, reduced, total
 from .concatenated import concatenate, reduced_by_parts, sliced, split, unstacked
 from .einsum import convolution, dot, split_rows
 from .fused_nodes import fused
@@ -31,7 +31,7 @@ from .regroup import regrouped
 if TYPE_CHECKING:
     from .view import CanonicalView
 
-Rule: TypeAlias = "Callable[[CanonicalView, Node, list[Ref]], list[Ref]]"
+CanonicalRule: TypeAlias = "Callable[[CanonicalView, Node, list[Ref]], list[Ref]]"
 
 TRANSPARENT = having("copy", "variance") | {"device_put"}
 _NUMBERS: dict[str, type[Any]] = {"b": bool, "i": int, "u": int}  # kind of a dtype -> what a number of it is in Python
@@ -45,7 +45,7 @@ def apply_rule(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     folded = _fold(view, node, ins)
     if folded is not None:
         return [folded]
-    rule = RULES.get(node.primitive)
+    rule = CANONICAL_RULES.get(node.primitive)
     if rule is not None:
         return rule(view, node, ins)
     return fused(view, node, ins) or view.opaque(node, ins)
@@ -75,9 +75,9 @@ def _same(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 def _stop_gradient(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Transparent only on the maximum that softmax subtracts (of a row, and of one logit more), whose gradient cancels; anywhere else it
     changes gradients."""
-    made = view.nodes[ins[0].nid]
-    if made.op == "reduce_max" or (
-        made.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in made.operands)
+    operand = view.nodes[ins[0].nid]
+    if operand.op == "reduce_max" or (
+        operand.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in operand.operands)
     ):
         return [ins[0]]
     return [_unary_ref(view, "stop_gradient", node, ins[0])]
@@ -85,9 +85,9 @@ def _stop_gradient(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]
 
 def _convert(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     src, dst = node.inputs[0].dtype, node.outputs[0].dtype
-    if (is_floating(src) and is_floating(dst)) or src == dst:
+    if (is_float(src) and is_float(dst)) or src == dst:
         return [ins[0]]
-    name = "float" if is_floating(dst) else np.dtype(dst).name
+    name = "float" if is_float(dst) else np.dtype(dst).name
     sizes = nonunit(node.outputs[0].shape)
     return [elementwise(view, "cast", name, [aligned(node, 0, ins[0])], sizes)]
 
@@ -186,10 +186,10 @@ def _rev(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     return view.opaque(node, ins) if turned else [ins[0]]
 
 
-def _add(sign: int) -> Rule:
+def _add(sign: int) -> CanonicalRule:
     def rule(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
         sizes = nonunit(node.outputs[0].shape)
-        if not is_float(node):
+        if not gives_float(node):
             op = "iadd" if sign == 1 else "isub"
             return [elementwise(view, op, (), [aligned(node, i, r) for i, r in enumerate(ins)], sizes, sign == 1)]
         return [total(view, [(*aligned(node, i, r), (1, sign)[i]) for i, r in enumerate(ins)], sizes)]
@@ -197,14 +197,14 @@ def _add(sign: int) -> Rule:
     return rule
 
 
-def _mul(exponents: tuple[float, ...]) -> Rule:
+def _mul(exponents: tuple[float, ...]) -> CanonicalRule:
     def rule(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
         sizes = nonunit(node.outputs[0].shape)
-        if not is_float(node):
+        if not gives_float(node):
             op = "imul" if node.primitive == "mul" else node.primitive
             edges = [aligned(node, i, r) for i, r in enumerate(ins)]
             return [elementwise(view, op, str(node.params.get("y", "")), edges, sizes, op == "imul")]
-        return [product(view, [(*aligned(node, i, r), exponents[i]) for i, r in enumerate(ins)], sizes)]
+        return [monomial(view, [(*aligned(node, i, r), exponents[i]) for i, r in enumerate(ins)], sizes)]
 
     return rule
 
@@ -215,13 +215,13 @@ def _integer_pow(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 
 def _pow(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """A power with a literal exponent is a monomial, as the square and the square root are."""
-    if is_float(node) and view.is_literal(ins[1]):
+    if gives_float(node) and view.is_literal(ins[1]):
         return _mul((float(ins[1].coef),))(view, node, ins[:1])
     return _binary(view, node, ins)
 
 
 def _neg(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    if is_float(node):
+    if gives_float(node):
         return [Ref(-ins[0].coef, ins[0].nid, ins[0].dims)]
     return [_unary_ref(view, "neg", node, ins[0])]
 
@@ -275,7 +275,7 @@ def _reduce(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     axes = {int(a) for a in node.params["axes"]}
     places = [d for d, s in enumerate(node.inputs[0].shape) if s != 1]
     gone = [d in axes for d in places]
-    return [reduced(view, op, ref, gone, is_float(node), lambda part, axis: _reduced_by_law(view, op, part, axis))]
+    return [reduced(view, op, ref, gone, gives_float(node), lambda part, axis: _reduced_by_law(view, op, part, axis))]
 
 
 def _reduced_by_law(view: CanonicalView, op: str, whole: Ref, axis: int) -> Ref | None:
@@ -291,22 +291,22 @@ def _reduced_by_law(view: CanonicalView, op: str, whole: Ref, axis: int) -> Ref 
 
     node = view.nodes[whole.nid]
     if op == "reduce_max" and node.op == "sum" and len(node.operands) == 2:
-        for one, other in itertools.permutations(node.operands):
+        for term, other in itertools.permutations(node.operands):
             below = view.nodes[other.nid].op in ("reduce_max", "max") and axis not in other.axes
-            if below and _is_its_maximum(view, whole, axis, one, other, reduce):
+            if below and _is_its_maximum(view, whole, axis, term, other, reduce):
                 return view.literal(0.0, [n for a, n in enumerate(node.shape) if a != axis])
     return reduced_by_parts(view, op, whole, axis, reduce)
 
 
 def _is_its_maximum(
-    view: CanonicalView, whole: Ref, axis: int, one: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
+    view: CanonicalView, whole: Ref, axis: int, term: Operand, other: Operand, reduce: Callable[[Ref, int], Ref]
 ) -> bool:
     """Whether, in a sum of two with all axes of the first, the second is minus the first's maximum over an axis."""
     every = range(len(view.nodes[whole.nid].shape))
-    own = {slot: a for a, slot in enumerate(one.axes)}
+    own = {slot: a for a, slot in enumerate(term.axes)}
     if set(own) != set(every):
         return False
-    top = reduce(Ref(whole.coef * one.coef, one.nid, tuple(own[d] for d in every)), axis)
+    top = reduce(Ref(whole.coef * term.coef, term.nid, tuple(own[d] for d in every)), axis)
     if top.nid != other.nid or tidy(top.coef) != tidy(-whole.coef * other.coef):
         return False
     return node_axes(top) == compose(other.axes, tuple(d for d in every if d != axis))
@@ -314,7 +314,7 @@ def _is_its_maximum(
 
 def _iota(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     shape, axis = node.outputs[0].shape, int(node.params["dimension"])
-    kind = "float" if is_float(node) else np.dtype(node.outputs[0].dtype).name
+    kind = "float" if gives_float(node) else np.dtype(node.outputs[0].dtype).name
     nid = view.node("iota", kind, (), [shape[axis]] if shape[axis] != 1 else [])
     if shape[axis] == 1:
         return [view.literal(0.0 if kind == "float" else 0, shape)]
@@ -388,7 +388,7 @@ def literal_inputs(view: CanonicalView, node: Node) -> dict[int, Coef]:
     return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
 
 
-RULES: dict[str, Rule] = {
+CANONICAL_RULES: dict[str, CanonicalRule] = {
     **dict.fromkeys(TRANSPARENT, _same),
     **dict.fromkeys(UNARY, _unary),
     **dict.fromkeys(BINARY | {"lt", "le"}, _binary),

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..jax_compat import has_side_effects
 from ..program.captured import number
-from ..program.identical import made_alike
+from ..program.identical import computed_alike
 from ..program.ir import Atom, Block, Node, Value, values_in
 from .nodes import ONE, CNode, Coef, FoldedNodes, Operand, Ref, as_number, as_scalar, nonunit, tidy
 from .rules import apply_rule, inline, passed_whole
@@ -237,7 +237,7 @@ def _given_alike(outer: tuple[CanonicalView, Node] | None) -> dict[int, int]:
     for i, atom in enumerate(atoms):
         if isinstance(atom, Value):
             known = firsts.setdefault(view.ref[atom.id], [])
-            same = (k for k in known if made_alike(view.block, atoms[k], atom, view.twins))
+            same = (k for k in known if computed_alike(view.block, atoms[k], atom, view.twins))
             found[i] = next(same, i)
             if found[i] == i:
                 known.append(i)
@@ -246,8 +246,8 @@ def _given_alike(outer: tuple[CanonicalView, Node] | None) -> dict[int, int]:
 
 def _read_beside(nodes: Sequence[Node]) -> Iterator[Value]:
     """The values that some nodes read and do not make."""
-    made = {v.id for n in nodes for v in n.outputs}
-    return (v for n in nodes for v in values_in(n.inputs) if v.id not in made)
+    own = {v.id for n in nodes for v in n.outputs}
+    return (v for n in nodes for v in values_in(n.inputs) if v.id not in own)
 
 
 def _is_parameter(block: Block, value: Atom) -> bool:

@@ -39,7 +39,7 @@ from .switch_points import breakpoints
 
 _LINEAR = having("difference", "scaling", "cast") | {"add", "copy"}
 # What an activation is made of; what is periodic, has poles or counts bits is part of none that is known.
-ELEMENTWISE = (
+ACTIVATION_PRIMITIVES = (
     _LINEAR
     | having(
         "extreme",
@@ -58,7 +58,7 @@ ELEMENTWISE = (
     | frozenset("sin cos atan sinh cosh asinh not and or".split())
 )
 # Functions that make an elementwise cone an activation rather than a scaling.
-NONLINEAR = ELEMENTWISE - _LINEAR | {"custom_jvp_call"}
+NONLINEAR = ACTIVATION_PRIMITIVES - _LINEAR | {"custom_jvp_call"}
 SMOOTH_POINTS = (
     -9.0,
     -4.0,
@@ -90,7 +90,7 @@ _GRID = np.geomspace(1e-6, 3e38, 1500)  # 34 points a decade
 # The known functions are traced at the cone's own dtype, so their literals round as the cone's do; what is left is the
 # rounding of a constant that was folded in another order: 2 units in the last place. tanh- and erf-GELU are 4.7e-4 apart: half of that is
 # the most that can be allowed anywhere (a bfloat16 GELU with 0.8 for 0.7979 is 7e-4 away from the nearest).
-TOLERANCE = {"float64": 1e-8, "float32": 2.5e-7, "float16": 1e-4, "bfloat16": 2e-4}
+ACTIVATION_TOLERANCE = {"float64": 1e-8, "float32": 2.5e-7, "float16": 1e-4, "bfloat16": 2e-4}
 _NEAR, _FAR = 9.0, 100.0
 _NOISE, _FAR_NOISE = 1e-13, 1e-30  # of 1 + tanh(h) near 0 in float64, for |h| up to _FAR; beyond that there is none
 
@@ -116,7 +116,7 @@ class KnownActivation:
 @dataclass(frozen=True)
 class Recognised:
     """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest, `origin`
-    where FusionLab itself failed on it. All of that is found out where someone asks (`told`): few ever do."""
+    where FusionLab itself failed on it. All of that is found out where someone asks (`explained`): few ever do."""
 
     name: str | None
     why: str = ""
@@ -125,7 +125,7 @@ class Recognised:
     origin: str = ""
     asked: Callable[[], Recognised] | None = None
 
-    def told(self) -> Recognised:
+    def explained(self) -> Recognised:
         """With `why` and `nearest`."""
         return self if self.asked is None else self.asked()
 
@@ -154,10 +154,10 @@ def cone(view: CanonicalView, start: Value) -> list[Node]:
 
 
 def _joins(view: CanonicalView, node: Node, inside: set[int], start: Value) -> bool:
-    if node.primitive not in ELEMENTWISE and not is_jax_rule(node):
+    if node.primitive not in ACTIVATION_PRIMITIVES and not is_jax_rule(node):
         return False
-    made = node.outputs[0].dtype
-    if node.primitive == "convert_element_type" and np.dtype(made).kind != "b" and made != start.dtype:
+    dtype = node.outputs[0].dtype
+    if node.primitive == "convert_element_type" and np.dtype(dtype).kind != "b" and dtype != start.dtype:
         return False  # rounding, and what overflows where, is part of what the program means
     return all(isinstance(a, Literal) or a.id in inside or _written(view, a) for a in node.inputs)
 
@@ -243,7 +243,8 @@ def _recognise(
         errors = cut.errors(alike, twice=any(n.blocks for n in nodes)) if alike else {}
     except CannotEvaluate as error:
         return Recognised(None, f"it holds {error}, which cannot be evaluated", "uncertified")
-    except NameError as error:  # as a user's rule that sums over a mesh axis in the derivative alone
+    # JAX raises it for a mesh axis that is not bound: by a user's rule that sums over one in the derivative alone.
+    except NameError as error:
         return Recognised(None, f"its derivative cannot be traced here: {error}", "uncertified")
     return _verdict(errors, cut.tolerance) or Recognised(None, asked=functools.cache(lambda: cut.nearest(known)))
 
@@ -259,7 +260,7 @@ class _Cone:
 
     @property
     def tolerance(self) -> float:
-        return TOLERANCE.get(np.dtype(self.start.dtype).name, 1e-6)
+        return ACTIVATION_TOLERANCE.get(np.dtype(self.start.dtype).name, 1e-6)
 
     @functools.cached_property
     def points(self) -> np.ndarray:
@@ -430,15 +431,15 @@ def _on_points(closed: Any, shape: Sequence[int], points: np.ndarray, inline: In
     """Evaluates an elementwise program of one array, and maybe its cotangent, with the points laid along one axis."""
     axis = next((i for i in reversed(range(len(shape))) if shape[i] != 1), None)
     if axis is None:
-        return _one_by_one(closed, shape, points, inline)
+        return _point_by_point(closed, shape, points, inline)
     # Axes of one real size reduce to one size: with a square shape every chunk of points becomes a square.
     alike = shape.count(shape[axis])
     chunk = len(points) if alike == 1 else max(2, int(_CHUNK_ELEMENTS ** (1 / alike)))
-    made = [_along(closed, shape, axis, points[i : i + chunk], inline) for i in range(0, len(points), chunk)]
-    return [np.concatenate(column) for column in zip(*made, strict=True)]
+    chunks = [_along(closed, shape, axis, points[i : i + chunk], inline) for i in range(0, len(points), chunk)]
+    return [np.concatenate(column) for column in zip(*chunks, strict=True)]
 
 
-def _one_by_one(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
+def _point_by_point(closed: Any, shape: Sequence[int], points: np.ndarray, inline: Inline) -> list[np.ndarray]:
     """As `_on_points`, of an array of one entry."""
     ones = [np.ones(shape)] * (len(closed.in_avals) - 1)
     rows = [evaluate(closed, [np.full(shape, p), *ones], None, inline) for p in points]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..canonical.rules import is_jax_rule
-from ..cost.rules import ELEMENTWISE, EXPANDED, TRANSCENDENTAL
+from ..cost.rules import EXPANDED, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
 from ..interpret.evaluate import Inline
 from ..interpret.numpy_rules import KEPT_SIZES
 from ..jax_compat import varies
@@ -25,7 +25,7 @@ from ..program.ir import Block, Node, values_in
 from ..program.signature import block_signature
 from ..program.trace import FLATTENED, block_of_jaxpr
 
-_OF_ENTRIES = ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
+_OF_ENTRIES = UNIT_COST_ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
 _OF_SHAPES = having("layout")
 _SUMS = having("row reduction") | {"dot_general"}
 
@@ -59,13 +59,13 @@ class Alike:
     inline: Inline
     _proved: dict[Any, list[_Proved]] = field(default_factory=dict)
 
-    def once(self, region: Region, replacement: Callable[[], Block], what: Any, prove: Callable[[], Any]) -> Any:
+    def once(self, region: Region, replacement: Callable[[], Block], description: Any, prove: Callable[[], Any]) -> Any:
         """`prove()`, or what it gave for a region and a replacement like these, if that was a proof (`ok`)."""
         if not _is_blind(region):
             return prove()
         names = Names()
         signature = region_signature(region, names)
-        earlier = self._proved.setdefault((len(region.nodes), what), [])
+        earlier = self._proved.setdefault((len(region.nodes), description), [])
 
         @functools.cache
         def replaced() -> Any:
@@ -86,15 +86,15 @@ class Alike:
         return verdict
 
 
-def _is_case(one: Any, of: Any, renamed: dict[Any, Any]) -> bool:
+def _is_case(signature: Any, of: Any, renamed: dict[Any, Any]) -> bool:
     """Whether a signature is another by other names for its sizes; `renamed` holds those known, and is extended."""
     if not isinstance(of, tuple):
-        return bool(one == of)
-    if not isinstance(one, tuple) or len(one) != len(of):
+        return bool(signature == of)
+    if not isinstance(signature, tuple) or len(signature) != len(of):
         return False
     if of[:1] == ("size",):
-        return one[:1] == ("size",) and renamed.setdefault(of, one) == one
-    return all(_is_case(a, b, renamed) for a, b in zip(one, of, strict=True))
+        return signature[:1] == ("size",) and renamed.setdefault(of, signature) == signature
+    return all(_is_case(a, b, renamed) for a, b in zip(signature, of, strict=True))
 
 
 def _is_blind(region: Region) -> bool:

@@ -55,7 +55,7 @@ class Certifier(Memo):
         self,
         region: Region,
         replacement: Callable[..., Any],
-        what: Any,
+        description: Any,
         derivative: Callable[[Region], Any] | None = None,
         ours: Callable[[], Block] | None = None,
     ) -> ProofOutcome:
@@ -64,19 +64,19 @@ class Certifier(Memo):
         Args:
           region: the raw region.
           replacement: what would stand in its place, taking `region.inputs`.
-          what: hashable description of the replacement (op and attributes), part of the cache key.
+          description: hashable description of the replacement (op and attributes), part of the cache key.
           derivative: gives the region's own as `with_vjp` does, where that is asked for elsewhere too; else it is traced here.
           ours: what the replacement is traced to, where it is one of this package's ops, whose values and gradients are the same formulas
             whatever the sizes: what was proved of programs that are alike (see alike.py) is not proved again.
         """
-        key = ("region", region_signature(region), what)
+        key = ("region", region_signature(region), description)
 
         def prove() -> ProofOutcome:
             return _prove(region, replacement, self.inline, derivative, ours is not None)
 
-        return self.once(key, lambda: prove() if ours is None else self._alike.once(region, ours, what, prove))
+        return self.once(key, lambda: prove() if ours is None else self._alike.once(region, ours, description, prove))
 
-    def extremes(self, region: Region, replacement: Callable[..., Any], what: Any) -> ProofOutcome:
+    def extremes(self, region: Region, replacement: Callable[..., Any], description: Any) -> ProofOutcome:
         """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as
         `region`. For a replacement that is not this package's own.
         """
@@ -85,7 +85,7 @@ class Certifier(Memo):
             avals, out = [v.aval for v in region.inputs], region.root.aval
             old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
             names = [f"gradient of {n}" for n in _float_names(region)]
-            inline = traced_once(_on_one_device(self.inline))
+            inline = traced_once(_on_single_device(self.inline))
             try:
                 with placing((*avals, out)):
                     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
@@ -95,7 +95,7 @@ class Certifier(Memo):
             found = _tried(old, new, avals, out, inline, ["value", *names], lambda run: at_sizes(run, avals))
             return _at_its_own_size(region, old, new, inline) if found.ok else found
 
-        return self.once(("extremes", region_signature(region), what), prove)
+        return self.once(("extremes", region_signature(region), description), prove)
 
 
 def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> ProofOutcome:
@@ -133,7 +133,7 @@ def prove_function(
     if (other := _other_type(*outs)) is not None:
         return other
     given, new_ones = (with_vjp(fn, avals, outs[0]) for fn in (old, new))
-    told = ["value", *(f"gradient of {n}" for n in names)]
+    result_names = ["value", *(f"gradient of {n}" for n in names)]
     tolerance = tolerance_of((*avals, outs[0]))
     draws = _draws(avals)
 
@@ -141,12 +141,12 @@ def prove_function(
     try:
         programs = Programs(given, new_ones, avals, outs[0], inline)
         found = [programs.results(seed, _REAL) for seed in range(draws)]
-        wrong = _first_wrong(tolerance, told, found)
+        wrong = _first_wrong(tolerance, result_names, found)
     except CannotEvaluate as error:
         return ProofOutcome("uncertified", f"it cannot be told: {error}")
     if wrong is not None or ordinary:
         return wrong or ProofOutcome(None)
-    return _tried(given, new_ones, avals, outs[0], inline, told, lambda run: run(_REAL))
+    return _tried(given, new_ones, avals, outs[0], inline, result_names, lambda run: run(_REAL))
 
 
 def _other_type(old: Any, new: Any) -> ProofOutcome | None:
@@ -159,7 +159,7 @@ def _other_type(old: Any, new: Any) -> ProofOutcome | None:
 
 
 def _first_wrong(tolerance: float, names: Sequence[str], found: Sequence[Results]) -> ProofOutcome | None:
-    verdicts = (agree(tolerance, names, one) for one in found)
+    verdicts = (agree(tolerance, names, results) for results in found)
     return next((verdict for verdict in verdicts if not verdict.ok), None)
 
 
@@ -228,12 +228,12 @@ def prove_gradients(
       groups: (name, number of terms) of each gradient, in the order of both.
     """
 
-    def summed(pair: ResultPair) -> ResultPair:
+    def with_terms_added(pair: ResultPair) -> ResultPair:
         terms = iter(pair[0])
         return [sum(next(terms) for _ in range(n)) for _, n in groups], pair[1][1:]
 
     programs = Programs(old, new, [v.aval for v in region.inputs], region.root.aval, inline)
-    return _same(region, [f"gradient of {name}" for name, _ in groups], programs, summed)
+    return _same(region, [f"gradient of {name}" for name, _ in groups], programs, with_terms_added)
 
 
 def _same(
@@ -243,7 +243,7 @@ def _same(
 
     `of` makes results of these names of what the programs give. Those that sum over mesh axes are evaluated on several devices.
     """
-    inline = traced_once(programs.inline if programs.axes else _on_one_device(programs.inline))
+    inline = traced_once(programs.inline if programs.axes else _on_single_device(programs.inline))
     programs = replace(programs, inline=inline)
     avals, tolerance = programs.avals, tolerance_of((*region.inputs, region.root))
 
@@ -252,8 +252,10 @@ def _same(
 
     try:
         found = at_sizes(attempt, avals)
-        for one in found:
-            verdict = agree(tolerance, names, Results(of(one.pair), lambda n, one=one: of(one.nudged(n))))
+        for results in found:
+            verdict = agree(
+                tolerance, names, Results(of(results.pair), lambda n, results=results: of(results.nudged(n)))
+            )
             if not verdict.ok:
                 return verdict
         return programs.beyond(found[0].given, names, tolerance, of)
@@ -265,7 +267,7 @@ def _draws(avals: Sequence[Any]) -> int:
     return _DRAWS if elements(avals) <= FEW else STEPS if any(map(is_number, avals)) else 1
 
 
-def _on_one_device(inline: Inline) -> Inline:
+def _on_single_device(inline: Inline) -> Inline:
     """In the gradients of a site without collectives sums over devices are those of what its operands do not vary along: the
     transpose of an operand's copy to every device, in both programs alike. What is left to prove is what one device does.
     """
@@ -339,8 +341,8 @@ def with_gradients(
         moving = tuple(primals[i] for i in floats)
 
         def tangent(*ts: Any) -> Any:
-            made, moved = jax.jvp(of_floats, moving, ts)
-            value.append(made)
+            primal, moved = jax.jvp(of_floats, moving, ts)
+            value.append(primal)
             return moved
 
         gradients = jax.linear_transpose(tangent, *moving)(ct)
@@ -365,8 +367,8 @@ def weak_gradients(region: Region) -> frozenset[int]:
     if not weak:
         return frozenset()
     fn = jex_core.jaxpr_as_fun(region.jaxpr())
-    made = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval, weak, region.sums, weak=True).out_avals[1:]
-    return frozenset(i for i, aval in zip(weak, made, strict=True) if is_weak(aval))
+    gradients = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval, weak, region.sums, weak=True).out_avals[1:]
+    return frozenset(i for i, aval in zip(weak, gradients, strict=True) if is_weak(aval))
 
 
 def _float_names(region: Region) -> list[str]:

@@ -21,7 +21,8 @@ from ..interpret.random_bits import Keys
 from ..jax_compat import split_closed, threefry_key
 
 STEPS = 3  # a site that is told a number, as where to write into a cache, is looked at with each of 0, 1 and 2
-_VIEWS = frozenset(
+# What hands an input on to a product: views and casts, and the parts it is split into.
+_VIEWS_AND_SPLITS = frozenset(
     "reshape transpose convert_element_type broadcast_in_dim squeeze expand_dims slice split unstack copy".split()
 )
 
@@ -140,7 +141,7 @@ def _products_of_inputs(jaxpr: Any) -> tuple[list[tuple[Any, list[int | None]]],
     for eqn in jaxpr.eqns:
         sources = [None if isinstance(a, jex_core.Literal) else came_from.get(a) for a in eqn.invars]
         name = eqn.primitive.name
-        if name in _VIEWS and sources[0] is not None:
+        if name in _VIEWS_AND_SPLITS and sources[0] is not None:
             came_from.update((v, sources[0]) for v in eqn.outvars)
             continue
         reads.update(sources)

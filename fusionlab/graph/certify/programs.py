@@ -26,7 +26,7 @@ _REDRAWS, _SEEDS = 30, 1000
 # The share of booleans that are True, draw by draw: a mask may hide where they are, or where not.
 _TRUE = (0.5, 0.7, 0.85, 0.3, 0.15)
 
-Given = tuple[ReducedSizes, list[list[Any]]]  # drawn inputs, of each device
+DrawnInputs = tuple[ReducedSizes, list[list[Any]]]  # drawn inputs, of each device
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class Programs:
         """
         weights = summed_with(self.old)
 
-        def drawn(number: int) -> tuple[Given, list[np.ndarray]]:
+        def drawn(number: int) -> tuple[DrawnInputs, list[np.ndarray]]:
             given = self._drawn(seed + _SEEDS * number, reduction, _TRUE[number % len(_TRUE)], weights)
             return given, self._run(self.old, *given)
 
@@ -65,7 +65,7 @@ class Programs:
 
     def beyond(
         self,
-        given: Given,
+        given: DrawnInputs,
         names: Sequence[str],
         tolerance: float,
         of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
@@ -78,9 +78,9 @@ class Programs:
         values = replace(self, old=_value_of(self.old), new=_value_of(self.new)) if "value" in names else None
         for special in specials(self.avals, _added(self.old, len(self.avals))):
             if special.exact:
-                verdict = self._told(special, given, names, tolerance, of)
+                verdict = self._on_special(special, given, names, tolerance, of)
             elif values is not None:
-                verdict = values._told(special, given, names[:1], tolerance)
+                verdict = values._on_special(special, given, names[:1], tolerance)
             else:
                 continue
             if not verdict.ok:
@@ -91,10 +91,10 @@ class Programs:
             None, lost=tuple(lost), edge=edge, regained=values is not None and self._regains(sizes, args[0])
         )
 
-    def _told(
+    def _on_special(
         self,
         special: Special,
-        given: Given,
+        given: DrawnInputs,
         names: Sequence[str],
         tolerance: float,
         of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
@@ -145,7 +145,7 @@ class Programs:
             return evaluate_together(program, args, self.axes, sizes, self.inline)
         return evaluate(program, args[0], sizes, self.inline)
 
-    def _drawn(self, first: int, reduction: Reduction, true: float, weights: Any) -> Given:
+    def _drawn(self, first: int, reduction: Reduction, true: float, weights: Any) -> DrawnInputs:
         sizes, args = inputs_of(self.avals, self.out, reduction, first, true, weights)
         every = [args]
         if self.axes:
@@ -205,10 +205,10 @@ def _is_exponent(eqns: Sequence[Any], var: Any) -> bool:
 
 def _of_a_product(eqns: Sequence[Any], var: Any) -> bool:
     """Whether a value is a contraction, views and factors aside."""
-    made = next((eqn for eqn in eqns if any(v is var for v in eqn.outvars)), None)
-    if made is None or made.primitive.name == "dot_general":
-        return made is not None
-    return made.primitive.name in _PASS and any(_of_a_product(eqns, v) for v in made.invars)
+    maker = next((eqn for eqn in eqns if any(v is var for v in eqn.outvars)), None)
+    if maker is None or maker.primitive.name == "dot_general":
+        return maker is not None
+    return maker.primitive.name in _PASS and any(_of_a_product(eqns, v) for v in maker.invars)
 
 
 def _value_of(closed: Any) -> Any:

@@ -12,7 +12,7 @@ from ..interpret.evaluate import CannotEvaluate, PositionsError, SizesDifferErro
 from ..interpret.numpy_rules import KEPT_SIZES
 from .inputs import Reduction
 
-_PRODUCTS = 16  # sizes that are products of others
+_MOST_PRODUCT_SIZES = 16  # sizes that are products of others
 _REAL_SIZE_LIMIT = 1 << 16  # elements; a region this small may be evaluated as it stands
 # Entries of an array, and terms that it is made of: within seconds, and on any machine.
 SOON = 1 << 25, 1 << 30
@@ -47,7 +47,7 @@ def _at_parts(attempt: Callable[[Reduction], Any], split: set[int], avals: Seque
     """`attempt` at sizes of which the parts `split` are reduced too, but for those along which the program asks for positions."""
     known = {int(s) for a in avals for s in a.shape}
     whole: set[int] = set()
-    for _ in range(_PRODUCTS):
+    for _ in range(_MOST_PRODUCT_SIZES):
         parts = sorted(split - known - whole)
         if not parts:
             break
@@ -75,7 +75,7 @@ def _at_products(attempt: Callable[[Reduction], Any], reduction: Reduction, spli
         except SizesDifferError as error:
             split.update(error.split)
             now = (error.real, error.other)  # of a product of products again, once those are known
-            if now in tried or len(tried) >= _PRODUCTS:
+            if now in tried or len(tried) >= _MOST_PRODUCT_SIZES:
                 raise
             tried.add(now)
             reduction = replace(reduction, known={**reduction.known, error.real: error.other})

@@ -25,13 +25,13 @@ _AGAIN = 3  # draws of each for a site of few elements
 
 @dataclass(frozen=True)
 class Special:
-    """Drawn inputs, changed: `told` says how.
+    """Drawn inputs, changed: `description` says how.
 
     Attributes: `exact` (numbers that are made of them are compared; else only where the value is one), `hides` (masks alone are changed,
     so that queries may see no key), `alike` (values are compared as numbers, and not where either is none).
     """
 
-    told: str
+    description: str
     of: Callable[[Sequence[Any]], list[Any]]
     exact: bool = False
     hides: bool = False
@@ -74,11 +74,13 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
         held, holds = np.isfinite(a), np.isfinite(b)
         code = "value" if name == "value" else "gradient"
         if (held & ~holds).any():
-            return ProofOutcome(code, f"{name} would be {b[held & ~holds][0]} for {special.told}, where it is a number")
+            return ProofOutcome(
+                code, f"{name} would be {b[held & ~holds][0]} for {special.description}, where it is a number"
+            )
         if (~held & holds).any():
             if not special.hides:
-                told = f"{name} is {a[~held & holds][0]} for {special.told}, which would become a number"
-                return ProofOutcome(code, told)
+                sentence = f"{name} is {a[~held & holds][0]} for {special.description}, which would become a number"
+                return ProofOutcome(code, sentence)
             lost.append(name)
     verdict = _numbers_agree(special, names, found, tolerance) if special.exact else ProofOutcome(None)
     return replace(verdict, lost=tuple(lost))
@@ -87,7 +89,7 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
 def _numbers_agree(special: Special, names: Sequence[str], found: Results, tolerance: float) -> ProofOutcome:
     numbers = Results(_numbers(found.pair), lambda n: _numbers(found.nudged(n)))
     verdict = agree(tolerance, names, numbers)
-    return verdict if verdict.ok else ProofOutcome(verdict.code, f"{verdict.detail} for {special.told}")
+    return verdict if verdict.ok else ProofOutcome(verdict.code, f"{verdict.detail} for {special.description}")
 
 
 def _numbers(pair: ResultPair) -> ResultPair:

@@ -37,7 +37,7 @@ class _Draw:
 
     seed: int
     where: tuple[int, ...]
-    told: str
+    description: str
     of: Callable[[np.ndarray, Any], np.ndarray]
     compared: bool
     near: float
@@ -48,8 +48,8 @@ def _draws(floats: Sequence[int], tolerance: float) -> Iterator[_Draw]:
 
     def sized(size: float, where: tuple[int, ...], compared: bool) -> _Draw:
         near = max(tolerance * max(size, 1.0), _NEAR if size >= 30 else 0.0)
-        told = f"inputs as large as {size:g}" if size else "inputs of 0"
-        return _Draw(next(seed), where, told, lambda a, dtype: _fitting(a, size, dtype), compared, near)
+        description = f"inputs as large as {size:g}" if size else "inputs of 0"
+        return _Draw(next(seed), where, description, lambda a, dtype: _fitting(a, size, dtype), compared, near)
 
     apart = dict.fromkeys([*((i,) for i in floats), every])
     yield from (sized(size, where, True) for size in _APART for where in apart)
@@ -125,12 +125,12 @@ def _other(want: np.ndarray, got: np.ndarray, draw: _Draw) -> str | None:
     """What a program makes of a draw instead, in float64."""
     held = np.isfinite(want)
     if (bad := held & ~np.isfinite(got)).any():
-        return f"{got[bad][0]} for {draw.told}, where it has to be a number"
+        return f"{got[bad][0]} for {draw.description}, where it has to be a number"
     a, b = want[held], got[held]
     if not draw.compared:
         return None
     allowed = draw.near * np.max(np.abs(a), initial=0.0) + 1e-12
-    return f"another one for {draw.told}" if np.any(np.abs(a - b) > allowed) else None
+    return f"another one for {draw.description}" if np.any(np.abs(a - b) > allowed) else None
 
 
 def _rounded(
@@ -149,10 +149,10 @@ def _rounded(
     ]
     args.append(drawn[-1])
     true = evaluate(old, args, sizes, inline)
-    given, made = (evaluate(program, args, sizes, inline, rounded=True) for program in (old, new))
+    given, replaced = (evaluate(program, args, sizes, inline, rounded=True) for program in (old, new))
     floats = [i for i, v in enumerate(avals) if is_float(v.dtype)]
     dtype = max((np.dtype(avals[i].dtype) for i in floats), key=lambda d: float(jnp.finfo(d).eps))
-    for name, t, a, b in zip(names, true, given, made, strict=True):
+    for name, t, a, b in zip(names, true, given, replaced, strict=True):
         # What cancels is as large as the terms were: at most as the inputs or 1, of a gradient as the cotangent.
         terms = args[-1:] if name != "value" else [np.clip(args[i], -1, 1) for i in floats]
         if wrong := _farther(name, (t, a, b), terms, dtype, draw):
@@ -167,7 +167,8 @@ def _farther(
     true, was, now = results
     held = np.isfinite(was) & np.isfinite(true)
     if (bad := held & ~np.isfinite(now)).any():
-        return f"its {name} is {now[bad][0]} in {dtype} for {draw.told}, where it has to be a number"
+        return f"its {name} is {now[bad][0]} in {dtype} for {draw.description}, where it has to be a number"
+    # JAX runs 16 bits with fewer roundings than are made here (see `_ADDED`): gradients in them are not compared.
     if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
         return None
     size = float(np.max(np.abs(true[held])))
@@ -176,5 +177,5 @@ def _farther(
     added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
     if after <= added + _WORSE * before:
         return None
-    told = f"its {name}, computed in {dtype}, is {after / (size or 1):.1g} off for {draw.told}"
-    return f"{told}, where it was {before / (size or 1):.1g} off"
+    sentence = f"its {name}, computed in {dtype}, is {after / (size or 1):.1g} off for {draw.description}"
+    return f"{sentence}, where it was {before / (size or 1):.1g} off"

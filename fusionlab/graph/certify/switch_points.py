@@ -16,9 +16,9 @@ from ..canonical.view import CanonicalView
 from ..primitives import having
 from ..program.ir import Atom, Literal, Node, Value
 
-Pieces = frozenset[tuple[float, float]] | None  # None: not piecewise affine
+AffinePieces = frozenset[tuple[float, float]] | None  # None: not piecewise affine
 _LIMIT = 24  # pieces followed; more is given up on
-_BOOLS: Pieces = frozenset({(0.0, 0.0), (0.0, 1.0)})
+_BOOLS: AffinePieces = frozenset({(0.0, 0.0), (0.0, 1.0)})
 _COMPARES = having("equality", "order", "extreme")
 _ROUNDS = having("rounding")
 
@@ -35,13 +35,13 @@ def breakpoints(view: CanonicalView, start: Value, nodes: Sequence[Node]) -> lis
 class _Walk:
     def __init__(self, view: CanonicalView) -> None:
         self.view = view
-        self.pieces: dict[int, Pieces] = {}
+        self.pieces: dict[int, AffinePieces] = {}
         self.crossings: set[float] = {0.0}
 
     def run(self, nodes: Sequence[Node]) -> bool:
         return all(self.node(node) for node in nodes)
 
-    def read(self, atom: Atom) -> Pieces:
+    def read(self, atom: Atom) -> AffinePieces:
         if isinstance(atom, Value) and atom.id in self.pieces:
             return self.pieces[atom.id]
         if isinstance(atom, Literal):
@@ -63,7 +63,7 @@ class _Walk:
         self.pieces.update((v.id, out) for v in node.outputs)
         return known
 
-    def apply(self, name: str, ins: list[Pieces]) -> tuple[Pieces, bool]:
+    def apply(self, name: str, ins: list[AffinePieces]) -> tuple[AffinePieces, bool]:
         if name in _ROUNDS:
             return None, False
         if name in _COMPARES or name in ("abs", "sign", "clamp"):
@@ -75,15 +75,15 @@ class _Walk:
         rule = _AFFINE.get(name)
         return (rule(*ins) if rule and None not in ins else None), True
 
-    def compare(self, name: str, ins: list[Pieces]) -> tuple[Pieces, bool]:
+    def compare(self, name: str, ins: list[AffinePieces]) -> tuple[AffinePieces, bool]:
         if None in ins:
             return None, False
-        zero: Pieces = frozenset({(0.0, 0.0)})
+        zero: AffinePieces = frozenset({(0.0, 0.0)})
         pairs = {"abs": [(ins[0], zero)], "sign": [(ins[0], zero)]}.get(name)
         if pairs is None:
             pairs = [(ins[1], ins[0]), (ins[1], ins[2])] if name == "clamp" else [(ins[0], ins[1])]
-        for one, other in pairs:
-            self.crossings |= _crossings(one, other)
+        for left, right in pairs:
+            self.crossings |= _crossings(left, right)
         if name == "abs":
             return _union([ins[0], _scaled(ins[0], -1.0)]), True
         if name == "sign":
@@ -91,47 +91,47 @@ class _Walk:
         return (_union(ins) if name in ("max", "min", "clamp") else _BOOLS), True
 
 
-def _crossings(one: Pieces, other: Pieces) -> set[float]:
+def _crossings(left: AffinePieces, right: AffinePieces) -> set[float]:
     """The inputs at which a piece of one meets a piece of the other."""
-    return {(d - b) / (a - c) for a, b in one or () for c, d in other or () if a != c}
+    return {(d - b) / (a - c) for a, b in left or () for c, d in right or () if a != c}
 
 
-def _union(parts: Sequence[Pieces]) -> Pieces:
+def _union(parts: Sequence[AffinePieces]) -> AffinePieces:
     if any(p is None for p in parts):
         return None
     return _limited(frozenset().union(*(p for p in parts if p is not None)))
 
 
-def _limited(pieces: frozenset[tuple[float, float]]) -> Pieces:
+def _limited(pieces: frozenset[tuple[float, float]]) -> AffinePieces:
     return pieces if len(pieces) <= _LIMIT else None
 
 
-def _scaled(pieces: Pieces, factor: float) -> Pieces:
+def _scaled(pieces: AffinePieces, factor: float) -> AffinePieces:
     return None if pieces is None else frozenset((a * factor, b * factor) for a, b in pieces)
 
 
-def _sum(sign: float) -> Callable[[Pieces, Pieces], Pieces]:
-    def rule(one: Pieces, other: Pieces) -> Pieces:
-        return _limited(frozenset((a + sign * c, b + sign * d) for a, b in one or () for c, d in other or ()))
+def _sum(sign: float) -> Callable[[AffinePieces, AffinePieces], AffinePieces]:
+    def rule(left: AffinePieces, right: AffinePieces) -> AffinePieces:
+        return _limited(frozenset((a + sign * c, b + sign * d) for a, b in left or () for c, d in right or ()))
 
     return rule
 
 
-def _product(one: Pieces, other: Pieces) -> Pieces:
-    for constants, rest in ((one, other), (other, one)):
+def _product(left: AffinePieces, right: AffinePieces) -> AffinePieces:
+    for constants, rest in ((left, right), (right, left)):
         if constants is not None and all(a == 0 for a, _ in constants):
             return _limited(frozenset((a * c, b * c) for _, c in constants for a, b in rest or ()))
     return None
 
 
-def _quotient(one: Pieces, other: Pieces) -> Pieces:
-    if other is None or any(a != 0 or b == 0 for a, b in other):
+def _quotient(left: AffinePieces, right: AffinePieces) -> AffinePieces:
+    if right is None or any(a != 0 or b == 0 for a, b in right):
         return None
-    return _product(one, frozenset((0.0, 1 / b) for _, b in other))
+    return _product(left, frozenset((0.0, 1 / b) for _, b in right))
 
 
-def _same(one: Pieces) -> Pieces:
-    return one
+def _same(operand: AffinePieces) -> AffinePieces:
+    return operand
 
 
 _AFFINE: Mapping[str, Callable[..., Any]] = {
@@ -140,7 +140,7 @@ _AFFINE: Mapping[str, Callable[..., Any]] = {
     "sub": _sum(-1.0),
     "mul": _product,
     "div": _quotient,
-    "neg": lambda one: _scaled(one, -1.0),
+    "neg": lambda operand: _scaled(operand, -1.0),
     "copy": _same,
     "convert_element_type": _same,
     "broadcast_in_dim": _same,

@@ -19,7 +19,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 4e-6, "float16": 1e-2, "bfloat16": 4e-2
 # What float64 leaves of a sum that cancels: at most so much of the largest number that both programs make; and another number, of at
 # least an eighth of its size, when the inputs are moved a little. One of several moves shows it: few elements may stay by chance.
 NOISE = 1e-13
-_SPREAD, _MOVES = 8, 4
+_SPREAD, _INPUT_MOVES = 8, 4
 
 ResultPair = tuple[Sequence[Any], Sequence[Any]]  # results of the old program, and of the new one
 
@@ -84,7 +84,7 @@ def _is_noise(number: int, found: Results) -> bool:
     if want.shape != got.shape:
         return False
     difference = np.max(np.abs(want - got), initial=0.0)
-    for move in range(_MOVES):
+    for move in range(_INPUT_MOVES):
         moved = _at(found.nudged(move), number)
         spread = sum(np.max(np.abs(a - b), initial=0.0) for a, b in zip((want, got), moved, strict=True))
         if difference <= _SPREAD * spread:

@@ -24,7 +24,7 @@ from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
 from ..program.text import node_text
-from .rules import ROUGH, RULES, Arithmetic, entries_of
+from .rules import COST_RULES, ROUGH, Arithmetic, entries_of
 from .traffic import COMBINES, ideal_traffic, is_region, reads, writes
 
 _SOLVE = "jaxprs[2]"  # of those of a linear solve (matvec, vecmat, solve, transpose_solve), the one that runs
@@ -141,9 +141,9 @@ class Costs:
     def _inside(self, node: Node) -> Cost:
         cost, stack = Cost(), [node]
         while stack:
-            one = stack.pop()
-            cost += self.nodes[one.id]
-            stack += [n for b in one.blocks for n in b.nodes]
+            inner = stack.pop()
+            cost += self.nodes[inner.id]
+            stack += [n for b in inner.blocks for n in b.nodes]
         return dataclasses.replace(cost, trips=self.nodes[node.id].trips)
 
     def fused(self, nodes: Iterable[Node | int]) -> Cost:
@@ -188,7 +188,7 @@ class Costs:
         heads = ("scope", "flop", "transcendentals", "read", "written", "flop/byte")
         return _aligned([heads, *rows, ("total", *_cells(self.total))])
 
-    def told(self, node: Node | int) -> str:
+    def summary(self, node: Node | int) -> str:
         """The cost of a node with what there is to say of it, on one line."""
         found = self._node(node)
         note = self.notes.get(found.id)
@@ -206,8 +206,8 @@ class Costs:
 
     def __str__(self) -> str:
         lines = [self.table()]
-        said = dict.fromkeys(f"{self.graph.node_by_id[i].primitive}: {text}" for i, text in self.notes.items())
-        return "\n".join([*lines, *(f"note: {text}" for text in said)])
+        notes = dict.fromkeys(f"{self.graph.node_by_id[i].primitive}: {text}" for i, text in self.notes.items())
+        return "\n".join([*lines, *(f"note: {text}" for text in notes)])
 
     def __repr__(self) -> str:
         return f"Costs({self.graph.name!r}, {self.total})"
@@ -228,8 +228,8 @@ def cost_of(graph: Graph, *, trips: Mapping[int, int] | None = None) -> Costs:
     for nid, n in trips.items():
         node = graph.node_by_id.get(nid)
         if node is None or node.primitive != "while" or n < 0:
-            what = node_text(node, sources=False) if node is not None else "no node"
-            raise ArgumentError(f"trips: got {n} for {nid} ({what}), needed trips of a while loop, 0 or more")
+            label = node_text(node, sources=False) if node is not None else "no node"
+            raise ArgumentError(f"trips: got {n} for {nid} ({label}), needed trips of a while loop, 0 or more")
     counter = _Counter(trips)
     counter.block(graph.top, 1, True)
     return Costs(graph, counter.nodes, counter.each, counter.notes)
@@ -254,9 +254,9 @@ class _Counter:
 
     def block(self, block: Block, count: int, known: bool, moves: bool = True) -> None:
         for node in block.nodes:
-            one = _each(node, moves)
-            self.each[node.id] = one
-            self.nodes[node.id] = one.times(count, count if known or not count else None)
+            cost = _each(node, moves)
+            self.each[node.id] = cost
+            self.nodes[node.id] = cost.times(count, count if known or not count else None)
             if (note := _note(node)) is not None:
                 self.notes[node.id] = note
             if node.primitive == "cond":
@@ -339,7 +339,7 @@ def _arithmetic(node: Node) -> Arithmetic | None:
         return None
     if is_region(node) or node.primitive in COMBINES:
         return 0, 0
-    rule = RULES.get(node.primitive)
+    rule = COST_RULES.get(node.primitive)
     return None if rule is None else rule(node)
 
 

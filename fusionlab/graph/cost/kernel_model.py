@@ -21,11 +21,13 @@ from dataclasses import dataclass
 
 from ..program.ir import Atom, Block, Node, Value
 from .cost import Cost, Costs
-from .rules import ELEMENTWISE, EXPANDED, MOVES, REDUCTIONS, TRANSCENDENTAL
+from .rules import DATA_MOVES, EXPANDED, REDUCTIONS, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
 from .traffic import ONCE, is_region, is_view, reads, writes
 
 _ENDS = REDUCTIONS | frozenset({"dynamic_update_slice", "reduce"})
-_JOINS = (ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | MOVES | {"integer_pow", "polynomial"}) - frozenset(
+_JOINS = (
+    UNIT_COST_ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | DATA_MOVES | {"integer_pow", "polynomial"}
+) - frozenset(
     "gather dynamic_update_slice ppermute all_gather all_gather_invariant all_to_all ragged_all_to_all device_put".split()
 )
 _DEAR = TRANSCENDENTAL | EXPANDED.keys()
@@ -105,10 +107,10 @@ class _Flat:
         readers = self._readers()
         kept = []
         for node in self.nodes:
-            made_by = self.producer.get(getattr(self.of(node.inputs[0]), "id", -1)) if node.inputs else None
+            maker = self.producer.get(getattr(self.of(node.inputs[0]), "id", -1)) if node.inputs else None
             users = readers.get(node.outputs[0].id, []) if node.outputs else []
             to_products = bool(users) and all(n.primitive == "dot_general" for n in users)
-            if node.primitive == "transpose" and (to_products or (made_by and made_by.primitive == "dot_general")):
+            if node.primitive == "transpose" and (to_products or (maker and maker.primitive == "dot_general")):
                 self.alias[node.outputs[0].id] = node.inputs[0]
             else:
                 kept.append(node)
@@ -173,14 +175,14 @@ class _Flat:
 
     def _traffic(self, members: Iterable[Node], root: Node) -> tuple[int, int]:
         members = list(members)
-        made = {v.id for n in members for v in n.outputs}
+        own_values = {v.id for n in members for v in n.outputs}
         read: dict[int, int] = {}
         whole: dict[int, int] = {}
         for node in members:
             own = reads(node)
             for a in {a.id: a for a in node.inputs if isinstance(a, Value)}.values():
                 base = self.of(a)
-                if isinstance(base, Value) and base.id not in made:
+                if isinstance(base, Value) and base.id not in own_values:
                     read[base.id] = read.get(base.id, 0) + own.get(a.id, 0)
                     whole[base.id] = base.nbytes
         return sum(min(n, whole[i]) for i, n in read.items()), sum(writes(root).values())

@@ -15,9 +15,10 @@ from ..primitives import having
 from ..program.ir import Node
 
 Arithmetic = tuple[int, int]  # operations, transcendentals
-Rule = Callable[[Node], Arithmetic]
+CostRule = Callable[[Node], Arithmetic]
 
-ELEMENTWISE = frozenset(
+# Elementwise at one operation an entry; the others are in `TRANSCENDENTAL`, `EXPANDED` and `SERIES`.
+UNIT_COST_ELEMENTWISE = frozenset(
     """
     add add_any sub mul div max min neg abs sign floor ceil round square rem clamp select_n convert_element_type reduce_precision is_finite
     and or xor not eq ne ge gt le lt eq_to le_to lt_to real imag complex conj clz population_count mulhi shift_left shift_right_logical
@@ -39,13 +40,14 @@ SERIES: dict[str, Arithmetic] = {
     "random_gamma_grad": (335, 14), "regularized_incomplete_beta": (293, 17), "random_gamma": (240, 8),
 }  # fmt: skip
 # Another look at the same entries: no bytes move either.
-VIEWS = frozenset(
+FREE_VIEWS = frozenset(
     """
     reshape squeeze expand_dims stop_gradient name optimization_barrier pvary sharding_constraint reshard mesh_cast bitcast_convert_type
     random_wrap random_unwrap dce_sink create_token after_all empty empty2 platform_index axis_index layout_constraint
     """.split()
 )
-MOVES = frozenset(
+# The same entries elsewhere, on this device or another: bytes move, nothing is computed.
+DATA_MOVES = frozenset(
     """
     broadcast_in_dim transpose concatenate pad rev slice dynamic_slice dynamic_update_slice split stack unstack tile gather copy copy_p
     device_put iota ppermute all_gather all_gather_invariant all_to_all ragged_all_to_all pbroadcast lu_pivots_to_permutation
@@ -70,7 +72,7 @@ def entries_of(atom: Any) -> int:
     return math.prod(int(n) for n in atom.shape)
 
 
-def _per_entry(flops: int, transcendentals: int) -> Rule:
+def _per_entry(flops: int, transcendentals: int) -> CostRule:
     return lambda node: (flops * entries_of(node.outputs[0]), transcendentals * entries_of(node.outputs[0]))
 
 
@@ -97,32 +99,32 @@ def _conv(node: Node) -> Arithmetic:
     p, (image, kernel) = node.params, node.inputs
     numbers = p["dimension_numbers"]
     pairs = 1
-    for i, (axis, tap, made) in enumerate(
+    for i, (axis, tap, result) in enumerate(
         zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
     ):
         low, _ = p["padding"][i]
         pairs *= _taps(
             image.shape[axis],
             kernel.shape[tap],
-            node.outputs[0].shape[made],
+            node.outputs[0].shape[result],
             (p["window_strides"][i], low, p["lhs_dilation"][i], p["rhs_dilation"][i]),
         )
     features = kernel.shape[numbers.rhs_spec[0]] * kernel.shape[numbers.rhs_spec[1]]
     return 2 * image.shape[numbers.lhs_spec[0]] // p["batch_group_count"] * features * pairs, 0
 
 
-def _taps(entries: int, taps: int, made: int, where: tuple[int, int, int, int]) -> int:
+def _taps(entries: int, taps: int, results: int, where: tuple[int, int, int, int]) -> int:
     """How many (result, tap) pairs of one axis meet an entry of the image rather than padding or a hole of its dilation."""
     stride, low, spread, apart = where
     found = 0
     for tap in range(taps):
-        for out in range(made):
+        for out in range(results):
             place = out * stride + tap * apart - low
             found += 0 <= place <= (entries - 1) * spread and place % spread == 0
     return found
 
 
-def _cumulative(flops: int, transcendentals: int) -> Rule:
+def _cumulative(flops: int, transcendentals: int) -> CostRule:
     def rule(node: Node) -> Arithmetic:
         (x,) = node.inputs[:1]
         steps = entries_of(x) - entries_of(x) // max(1, int(x.shape[node.params["axis"]]))
@@ -167,7 +169,7 @@ def _random(node: Node) -> Arithmetic:
     return (_THREEFRY_WORD if threefry else _PHILOX_WORD) * words, 0
 
 
-def _window(per_window: Callable[[int], int]) -> Rule:
+def _window(per_window: Callable[[int], int]) -> CostRule:
     def rule(node: Node) -> Arithmetic:
         windows = entries_of(min((*node.inputs[:1], *node.outputs[:1]), key=entries_of))
         return windows * per_window(math.prod(int(n) for n in node.params["window_dimensions"])), 0
@@ -175,7 +177,7 @@ def _window(per_window: Callable[[int], int]) -> Rule:
     return rule
 
 
-def _matrix(count: Callable[[int, int], float]) -> Rule:
+def _matrix(count: Callable[[int, int], float]) -> CostRule:
     """Of each matrix [m, n] of the first operand."""
 
     def rule(node: Node) -> Arithmetic:
@@ -204,9 +206,9 @@ def _qr(m: int, n: int) -> float:
     return 2 * (2 * m * n * k - (m + n) * k * k + 2 * k**3 / 3)
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(VIEWS | MOVES | {"scatter"}, _nothing),
-    **dict.fromkeys(ELEMENTWISE | COMBINES_OVER_DEVICES, _per_entry(1, 0)),
+COST_RULES: dict[str, CostRule] = {
+    **dict.fromkeys(FREE_VIEWS | DATA_MOVES | {"scatter"}, _nothing),
+    **dict.fromkeys(UNIT_COST_ELEMENTWISE | COMBINES_OVER_DEVICES, _per_entry(1, 0)),
     **dict.fromkeys(TRANSCENDENTAL, _per_entry(0, 1)),
     **{name: _per_entry(*counts) for name, counts in (EXPANDED | SERIES).items()},
     **dict.fromkeys(REDUCTIONS, _reduce),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ..primitives import having
 from ..program.ir import Block, Node, Value, values_in
-from .rules import VIEWS, entries_of
+from .rules import FREE_VIEWS, entries_of
 
 # Blocks that run once for each entry, on numbers that never reach memory: what a reduction or a scatter combines with.
 COMBINES = frozenset(
@@ -23,7 +23,7 @@ def is_region(node: Node) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node's results are its operands' entries in their own order, so that nothing has to move."""
-    if node.primitive in VIEWS:
+    if node.primitive in FREE_VIEWS:
         return True
     if node.primitive == "broadcast_in_dim":
         return bool(node.inputs) and entries_of(node.inputs[0]) == entries_of(node.outputs[0])
@@ -62,8 +62,8 @@ def writes(node: Node) -> dict[int, int]:
         return {}
     found = {v.id: v.nbytes for v in node.outputs}
     if node.primitive == "dynamic_update_slice" or node.primitive.startswith("scatter"):
-        (made,) = node.outputs
-        found[made.id] = min(made.nbytes, _updates(node))
+        (result,) = node.outputs
+        found[result.id] = min(result.nbytes, _updates(node))
     return found
 
 
@@ -100,14 +100,14 @@ def _taken(node: Node) -> dict[int, int]:
 
 def _read_from_outside(block: Block, nodes: Mapping[int, Node]) -> int:
     """Bytes that nodes read of what they do not make, of a value and its views together no more than it has."""
-    made = {v.id for n in nodes.values() for v in n.outputs}
+    own = {v.id for n in nodes.values() for v in n.outputs}
     read: dict[int, int] = {}
     whole: dict[int, int] = {}
     for node in nodes.values():
         taken = _taken(node)
         for a in {v.id: v for v in values_in(node.inputs)}.values():
             base = base_of(block, a)
-            if base.id not in made and a.id not in made and a.id in taken:
+            if base.id not in own and a.id not in own and a.id in taken:
                 read[base.id] = read.get(base.id, 0) + taken[a.id]
                 whole[base.id] = base.nbytes
     return sum(min(n, whole[i]) for i, n in read.items())

@@ -60,13 +60,13 @@ def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
     name, rule = eqn.primitive.name, _RULES.get(eqn.primitive.name)
     if rule is None or not all(isinstance(x, np.ndarray) for x in ins):
         raise _Unknown
-    made = rule(eqn, ins)
+    result = rule(eqn, ins)
     aval: Any = eqn.outvars[0].aval
-    if made.dtype != aval.dtype or made.shape != tuple(aval.shape):
+    if result.dtype != aval.dtype or result.shape != tuple(aval.shape):
         raise _Unknown
-    if is_float(made.dtype) and name in _ROUNDING:
-        _ordinary(made, *ins)
-    return made
+    if is_float(result.dtype) and name in _ROUNDING:
+        _ordinary(result, *ins)
+    return result
 
 
 def _by_jax(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
@@ -96,18 +96,20 @@ def _of(fn: Callable[..., Any]) -> Callable[[Any, list[np.ndarray]], np.ndarray]
 
 
 def _convert(eqn: Any, ins: list[np.ndarray]) -> np.ndarray:
-    (x,), made = ins, np.dtype(eqn.params["new_dtype"])
-    if is_float(x.dtype) and not is_float(made):
+    (x,), dtype = ins, np.dtype(eqn.params["new_dtype"])
+    if is_float(x.dtype) and not is_float(dtype):
         # JAX casts to bool by comparing with 0: NaN is True.
-        if made.kind == "b":
+        if dtype.kind == "b":
             return x != 0
-        if made.kind not in "iu" or not np.isfinite(x).all() or (np.abs(x.astype(np.float64)) >= 1 << 31).any():
+        # The cast of NaN, an infinity or a float that is out of range is undefined in C, which is numpy's.
+        if dtype.kind not in "iu" or not np.isfinite(x).all() or (np.abs(x.astype(np.float64)) >= 1 << 31).any():
             raise _Unknown
-        if made.itemsize < 4 or (made.kind == "u" and (x < 0).any()):  # of what does not fit numpy and XLA think apart
+        # Of what does not fit numpy and XLA think apart.
+        if dtype.itemsize < 4 or (dtype.kind == "u" and (x < 0).any()):
             raise _Unknown
-    elif is_float(made) and x.dtype.kind in "iu" and x.size and max(int(x.max()), -int(x.min())) > _EXACT_POSITIONS:
+    elif is_float(dtype) and x.dtype.kind in "iu" and x.size and max(int(x.max()), -int(x.min())) > _EXACT_POSITIONS:
         raise _Unknown
-    return x.astype(made)
+    return x.astype(dtype)
 
 
 def _iota(eqn: Any, ins: list[np.ndarray]) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from ..dtypes import is_float as is_float
+from ..dtypes import is_float
 from ..jax_compat import scan_counts, split_closed
 from ..primitives import SUMS_OVER_DEVICES, having
 from ..program.explicit_axes import make_typed_jaxpr
@@ -102,7 +102,7 @@ def evaluate(
         return run.block(jaxpr, env)
 
 
-def promote(x: Array) -> Array:
+def floats_to_float64(x: Array) -> Array:
     """Floats to float64; integers and booleans as they are."""
     return x.astype(np.float64) if is_float(x.dtype) else x
 
@@ -118,11 +118,11 @@ class _Run:
                 return env[a]
             # A weakly typed literal holds the number as it was written: 0.1, where the program has float32(0.1).
             aval: Any = a.aval
-            return promote(np.asarray(a.val, aval.dtype))
+            return floats_to_float64(np.asarray(a.val, aval.dtype))
 
         for eqn in jaxpr.eqns:
             number = self.of_literals(eqn)
-            outs = [promote(number)] if number is not None else self.eqn(eqn, [read(a) for a in eqn.invars])
+            outs = [floats_to_float64(number)] if number is not None else self.eqn(eqn, [read(a) for a in eqn.invars])
             if self.rounded:
                 outs = [_rounded(x, v.aval.dtype) for x, v in zip(outs, eqn.outvars, strict=True)]
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -158,7 +158,7 @@ class _Run:
         if jnp.issubdtype(value.dtype, jax.dtypes.extended):
             return value  # a key
         array = np.asarray(value)
-        return promote(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
+        return floats_to_float64(array[tuple(slice(0, self.sizes(s)) for s in array.shape)])
 
     def eqn(self, eqn: Any, ins: list[Array]) -> list[Array]:
         name = eqn.primitive.name
@@ -170,6 +170,7 @@ class _Run:
         ours = self.inline(eqn)
         if ours is not None:
             return self.call(_traced(ours, eqn) if callable(ours) else ours, ins)
+        # A function of JAX's own whose body splits the bit patterns of float32 is known by its name alone.
         if name == "custom_jvp_call" and defined_in_jax(eqn.params["call_jaxpr"]):
             known = _JAX_FUNCTIONS.get(_function_name(eqn.params["call_jaxpr"]))
             if known is not None:
@@ -181,18 +182,18 @@ class _Run:
         # Its results are its operands, which XLA may not move other work across.
         if name == "optimization_barrier":
             return ins
-        if name in _CONTROL or name in BOUND:
+        if name in _CONTROL_RULES or name in BOUND:
             return self.whole(eqn, ins)
         ins = [as_jax(x) for x in ins]
         rule = SHAPED.get(name) or PLACED.get(name)
         if rule is not None:
-            made = rule(self, eqn, ins)
-            return made if isinstance(made, list) else [made]
+            outs = rule(self, eqn, ins)
+            return outs if isinstance(outs, list) else [outs]
         plain = PLAIN.get(name)
         if plain is None:
             raise CannotEvaluate(f"primitive {name}")
         try:
-            return [promote(np.asarray(plain(*ins)))]
+            return [floats_to_float64(np.asarray(plain(*ins)))]
         except ValueError as error:  # shapes that no longer broadcast: the sizes did not reduce consistently
             raise CannotEvaluate(f"primitive {name} at reduced sizes ({error})") from error
 
@@ -202,8 +203,8 @@ class _Run:
         if name == "random_bits":
             return random_bits(self.sizes, eqn, ins)
         at_real_sizes(self.sizes, eqn)
-        if name in _CONTROL:
-            return _CONTROL[name](self, eqn.params, [as_jax(x) for x in ins])
+        if name in _CONTROL_RULES:
+            return _CONTROL_RULES[name](self, eqn.params, [as_jax(x) for x in ins])
         return OF_KEYS.get(name, bound)(eqn, ins)
 
     def call(self, child: Any, ins: list[Array], operands: Sequence[Any] = ()) -> list[Array]:
@@ -280,9 +281,9 @@ def _while(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
         goes_on = run.call(params["cond_jaxpr"], [*tested, *carry])[0]  # batched: each entry stops by itself
         if not np.any(goes_on):
             return carry
-        made = run.call(params["body_jaxpr"], [*fixed, *carry])
-        which = [goes_on.reshape(goes_on.shape + (1,) * (np.ndim(x) - goes_on.ndim)) for x in made]
-        carry = [np.where(w, new, old) for w, new, old in zip(which, made, carry, strict=True)]
+        stepped = run.call(params["body_jaxpr"], [*fixed, *carry])
+        which = [goes_on.reshape(goes_on.shape + (1,) * (np.ndim(x) - goes_on.ndim)) for x in stepped]
+        carry = [np.where(w, new, old) for w, new, old in zip(which, stepped, carry, strict=True)]
     raise CannotEvaluate(f"a while loop of more than {_MOST_TRIPS} trips")
 
 
@@ -292,7 +293,7 @@ def _cond(run: _Run, params: dict[str, Any], ins: list[Array]) -> list[Array]:
 
 
 _MOST_TRIPS = 10_000
-_CONTROL: dict[str, Callable[[_Run, dict[str, Any], list[Array]], list[Array]]] = {
+_CONTROL_RULES: dict[str, Callable[[_Run, dict[str, Any], list[Array]], list[Array]]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,

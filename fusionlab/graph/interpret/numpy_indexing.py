@@ -16,8 +16,8 @@ import numpy as np
 from .numpy_rules import (
     Array,
     CannotEvaluate,
+    NumpyRule,
     PositionsError,
-    Rule,
     SizesDifferError,
     at_real_sizes,
     no_positions,
@@ -123,12 +123,12 @@ def _tile(run: Any, eqn: Any, ins: list[Array]) -> Array:
     (x,) = ins
     times = []
     for axis, count in enumerate(map(int, eqn.params["reps"])):
-        real, made = _axis(eqn.invars[0], axis), _axis(eqn.outvars[0], axis)
+        real, tiled = _axis(eqn.invars[0], axis), _axis(eqn.outvars[0], axis)
         if real == 1 or count == 1:
-            times.append(run.sizes(made) if real == 1 else 1)
+            times.append(run.sizes(tiled) if real == 1 else 1)
             continue
         times.append(run.sizes(count))
-        run.sizes.learn(made, times[-1] * x.shape[axis])
+        run.sizes.learn(tiled, times[-1] * x.shape[axis])
     return np.tile(x, times)
 
 
@@ -183,7 +183,7 @@ def _rev(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.flip(ins[0], tuple(int(d) for d in eqn.params["dimensions"]))
 
 
-PLACED: dict[str, Rule] = {
+PLACED: dict[str, NumpyRule] = {
     "slice": _slice,
     "pad": _pad,
     "concatenate": _concatenate,

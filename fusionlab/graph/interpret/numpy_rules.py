@@ -24,7 +24,7 @@ KEPT_SIZES = 4  # axes of so few entries are not reduced
 _SMALL = 1 << 12  # entries of operands and results which no reduction makes too many of
 
 Array = np.ndarray
-Rule = Callable[[Any, Any, list[Array]], Any]
+NumpyRule = Callable[[Any, Any, list[Array]], Any]
 
 
 class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
@@ -39,8 +39,8 @@ class SizesDifferError(CannotEvaluate):
       split: where it is split, the sizes of its parts that are not reduced but might be.
     """
 
-    def __init__(self, real: int, one: int, other: int, split: Sequence[int] = ()) -> None:
-        super().__init__(f"axis size {real} would reduce to {one} and to {other}")
+    def __init__(self, real: int, size: int, other: int, split: Sequence[int] = ()) -> None:
+        super().__init__(f"axis size {real} would reduce to {size} and to {other}")
         self.real, self.other, self.split = real, other, tuple(split)
 
 
@@ -235,10 +235,10 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
     right = [next(letters) for _ in rhs.shape]
     for i, j in (*zip(lc, rc, strict=True), *zip(lb, rb, strict=True)):
         right[int(j)] = left[int(i)]
-        one, other = lhs.shape[int(i)], rhs.shape[int(j)]
-        if one != other:  # what one of them is made of was reduced apart
+        size, other_size = lhs.shape[int(i)], rhs.shape[int(j)]
+        if size != other_size:  # what one of them is made of was reduced apart
             real = eqn.invars[0].aval.shape[int(i)]
-            raise SizesDifferError(real, one, other if one == run.sizes(real) else one)
+            raise SizesDifferError(real, size, other_size if size == run.sizes(real) else size)
     batch = [left[int(i)] for i in lb]
     free = _free(left, lc, lb) + _free(right, rc, rb)
     return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
@@ -259,8 +259,8 @@ def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
         letters.setdefault(name, chr(ord("a") + len(letters)))
     left, right = ("".join(letters[x] for x in names) for names in (found.left, found.right))
     out = "".join(letters[x] for x in found.out if x is not None)
-    made = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.summed)
-    return np.expand_dims(made, tuple(i for i, x in enumerate(found.out) if x is None))
+    product = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.contracted)
+    return np.expand_dims(product, tuple(i for i, x in enumerate(found.out) if x is None))
 
 
 def _reduce(fn: Callable) -> Callable:
@@ -285,7 +285,7 @@ def _iota(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return np.broadcast_to(line, shape).astype(np.float64 if is_float(kind) else kind)
 
 
-def _where_most(fn: Callable) -> Rule:
+def _where_most(fn: Callable) -> NumpyRule:
     def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
         axis = int(eqn.params["axes"][0])
         no_positions(run.sizes, eqn, axis)
@@ -302,7 +302,7 @@ def _pow_int(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return ins[0] ** (ins[0].dtype.type(eqn.params["y"]) if ins[0].dtype.kind == "f" else eqn.params["y"])
 
 
-def _cumulative(fn: Callable) -> Rule:
+def _cumulative(fn: Callable) -> NumpyRule:
     def rule(run: Any, eqn: Any, ins: list[Array]) -> Array:
         axis = int(eqn.params["axis"])
         if eqn.params["reverse"]:
@@ -313,20 +313,20 @@ def _cumulative(fn: Callable) -> Rule:
 
 
 def _bitcast(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    source, made = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    if np.dtype(source).itemsize != np.dtype(made).itemsize:
+    source, dtype = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if np.dtype(source).itemsize != np.dtype(dtype).itemsize:
         raise CannotEvaluate("primitive bitcast_convert_type to another width")
-    bits = np.asarray(ins[0].astype(source), order="C").view(np.dtype(made))
-    return bits.astype(np.float64) if is_float(made) else bits
+    bits = np.asarray(ins[0].astype(source), order="C").view(np.dtype(dtype))
+    return bits.astype(np.float64) if is_float(dtype) else bits
 
 
 def _empty(run: Any, eqn: Any, ins: list[Array]) -> Array:
     """What stands for a residual of the branch of a cond that is not taken."""
-    made = eqn.outvars[0].aval
-    return np.zeros(made.shape, np.float64 if is_float(made.dtype) else made.dtype)
+    aval = eqn.outvars[0].aval
+    return np.zeros(aval.shape, np.float64 if is_float(aval.dtype) else aval.dtype)
 
 
-def _unreduced(rule: Rule) -> Rule:
+def _unreduced(rule: NumpyRule) -> NumpyRule:
     """A rule whose parameters hold positions, which have no meaning along a reduced axis."""
 
     def guarded(run: Any, eqn: Any, ins: list[Array]) -> Any:
@@ -382,8 +382,8 @@ def _unwrapped(eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def _wrapped(eqn: Any, ins: list[Any]) -> list[Any]:
-    made = eqn.outvars[0].aval.dtype
-    return [Keys(np.asarray(ins[0]), made)] if made == threefry_key() else bound(eqn, ins)
+    dtype = eqn.outvars[0].aval.dtype
+    return [Keys(np.asarray(ins[0]), dtype)] if dtype == threefry_key() else bound(eqn, ins)
 
 
 # What is known of keys and their bits without JAX: a program that it compiles takes longer than all the rest of a proof.
@@ -394,7 +394,7 @@ OF_KEYS: dict[str, Callable[[Any, list[Any]], list[Any]]] = {
 }
 
 
-SHAPED: dict[str, Rule] = {
+SHAPED: dict[str, NumpyRule] = {
     "round": _round,
     "convert_element_type": _convert,
     "broadcast_in_dim": _broadcast_in_dim,

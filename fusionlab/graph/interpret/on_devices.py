@@ -30,13 +30,13 @@ class _Team:
     def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
         self.given: list[Any] = [None] * COUNT
-        self.made: Any = None
+        self.totals: Any = None
         self.all_here = threading.Barrier(COUNT, action=self._add)
 
     def _add(self) -> None:
         kinds = {kind for kind, _ in self.given}
         # Both run one program: they can only be at different sums where it branches on what differs.
-        self.made = (
+        self.totals = (
             [sum(arrays) for arrays in zip(*(a for _, a in self.given), strict=True)] if len(kinds) == 1 else None
         )
 
@@ -56,11 +56,11 @@ class _Team:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} over {', '.join(map(str, over))}")
         self.given[device] = tuple(str(v.aval) for v in eqn.invars), ins
         self.all_here.wait()
-        made = self.made
+        sums = self.totals
         self.all_here.wait()  # nobody overwrites what another has not read
-        if made is None:
+        if sums is None:
             raise CannotEvaluate("devices that sum at different places")
-        return [np.array(a) for a in made]
+        return [np.array(a) for a in sums]
 
 
 _KNOWN = SUMS_OVER_DEVICES - {"reduce_scatter"}
@@ -80,16 +80,16 @@ def evaluate_together(
     def run(device: int) -> list[Array]:
         ended = False
         try:
-            made = evaluate(closed, args[device], sizes, inline, sums=team.of(device))
+            outs = evaluate(closed, args[device], sizes, inline, sums=team.of(device))
             ended = True
         finally:
             if not ended:
                 team.all_here.abort()  # nobody waits for this one any more
-        return made
+        return outs
 
     with ThreadPoolExecutor(COUNT) as pool:
         runs = [pool.submit(run, device) for device in range(COUNT)]
-    errors = [e for one in runs if (e := one.exception()) is not None]
+    errors = [e for future in runs if (e := future.exception()) is not None]
     if errors:
         raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return [np.stack(arrays) for arrays in zip(*(one.result() for one in runs), strict=True)]
+    return [np.stack(arrays) for arrays in zip(*(future.result() for future in runs), strict=True)]

@@ -141,7 +141,7 @@ class Interpreter:
         rule = _REGIONS.get(eqn.primitive.name)
         if rule is None:
             return self._first_order(eqn, vals)
-        if eqn.primitive.name in _LOOPS and self._is_draw(eqn, vals):
+        if eqn.primitive.name in _LOOPS_AND_BRANCHES and self._is_draw(eqn, vals):
             return self._low(eqn, vals)
         return rule(self, eqn, vals)
 
@@ -196,6 +196,7 @@ class Interpreter:
         # What the program asks for may be fewer bits than its dtype has, on devices that have such products.
         if name in _CONTRACTIONS:
             params["precision"] = lax.Precision.HIGHEST
+        # JAX keeps the scalar computation of a reduce or a scatter as one jaxpr, typed for the operands' dtype.
         for key, index, child in child_jaxprs(eqn):
             if not name.startswith(_WITH_COMPUTATION) or index is not None:
                 raise TraceError(
@@ -405,7 +406,7 @@ def _with_float0(avals: Sequence, diff: Sequence[bool], live: Iterable) -> tuple
 
 
 _I = Interpreter
-_LOOPS = having("loop", "branch")
+_LOOPS_AND_BRANCHES = having("loop", "branch")
 _REGIONS: dict[str, Callable[[Interpreter, Any, list[Val]], list[Val]]] = {
     **dict.fromkeys(FLATTENED, _I._call),
     **dict.fromkeys(having("remat"), _I._remat),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..canonical.axes import Axis, Place, axis_classes, axis_links, places, reshape_kind, reshape_parts
+from ..canonical.axes import Axis, AxisPlace, axis_classes, axis_links, places, reshape_kind, reshape_parts
 from ..canonical.fused_nodes import Labelled
 from ..canonical.nodes import ONE, CNode, Coef, Operand
 from ..canonical.view import CanonicalView, view_node_text
@@ -220,12 +220,12 @@ class _Matcher:
         own = (((pid, axis), c) for (pid, axis), c in classes.items() if isinstance(axis, int))
         return {c: self.view.nodes[state.nodes[pid]].shape[axis] for (pid, axis), c in own}
 
-    def _letters_of(self, pids: frozenset[Place]) -> list[str]:
+    def _letters_of(self, pids: frozenset[AxisPlace]) -> list[str]:
         """The letters whose part axes in these places play, those of which they play most."""
         played = {x: len(full - pids) for x, full in self.pattern.letters.items() if self._plays(x, full, pids)}
         return [x for x, missing in played.items() if missing == min(played.values())]
 
-    def _no_part(self, state: _State, pids: Iterable[Place], size: int) -> Miss:
+    def _no_part(self, state: _State, pids: Iterable[AxisPlace], size: int) -> Miss:
         """The miss of an axis in these places that plays no letter's part, or several."""
         names = sorted(self.pattern.leaf_of[p] for p in pids if p in self.pattern.leaf_of)
         owner = " and ".join(names) or "no operand"
@@ -248,7 +248,7 @@ class _Matcher:
                         return False
         return True
 
-    def _plays(self, letter: str, full: frozenset[Place], pids: frozenset[Place]) -> bool:
+    def _plays(self, letter: str, full: frozenset[AxisPlace], pids: frozenset[AxisPlace]) -> bool:
         may_lack = self.pattern.may_lack.get(letter, frozenset())
         return full - may_lack <= pids <= full
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..canonical.axes import Axis, Part, Place, axis_classes, axis_links, places, reshape_parts
+from ..canonical.axes import Axis, AxisPlace, Part, axis_classes, axis_links, places, reshape_parts
 from ..canonical.nodes import ONE, CNode, Coef
 from ..canonical.view import CanonicalView
 from ..program.ir import Block
@@ -116,7 +116,7 @@ class Pattern:
     leaf_of: Mapping[int, str]
     edges: Mapping[tuple[int, int], ScalarEdge]
     gauged: frozenset[int]
-    letters: Mapping[str, frozenset[Place]]
+    letters: Mapping[str, frozenset[AxisPlace]]
     parts: Mapping[Part, str]
     may_lack: Mapping[str, frozenset[int]]
     factor: Coef | ScalarEdge
@@ -164,8 +164,8 @@ def _lacking(example: Example, view: CanonicalView, leaf_of: Mapping[int, str]) 
 def _as_written(example: Example, view: CanonicalView, root: int) -> None:
     """Raises where the example says something of its nodes that is not so."""
     if not example.fits(view, root):
-        made = view.nodes[root].op, len(view.nodes[root].operands)
-        raise ValueError(f"example {example.name}: its root is {made}, among {sorted(view.by_op)}")
+        root_form = view.nodes[root].op, len(view.nodes[root].operands)
+        raise ValueError(f"example {example.name}: its root is {root_form}, among {sorted(view.by_op)}")
 
 
 def views_of(example: Example) -> tuple[CanonicalView, CanonicalView]:
@@ -239,7 +239,7 @@ def _may_lack(view: CanonicalView, leaf_of: Mapping[int, str], optional: frozens
 
 def _letters(
     view: CanonicalView, example: Example, leaf_of: Mapping[int, str], needed: frozenset[int]
-) -> tuple[dict[str, frozenset[Place]], dict[Part, str]]:
+) -> tuple[dict[str, frozenset[AxisPlace]], dict[Part, str]]:
     """Letter -> the places of its axes, and the letter of each axis that a reshape merges or splits.
 
     An axis that only exists inside (a head, split from an operand's features) is called "~0", "~1", ...; where one letter is the
@@ -252,7 +252,7 @@ def _letters(
     name_of = _names_of(view, example, classes)
     parts = _parts_of(nodes, classes)
     split = set(parts.values())
-    letters: dict[str, frozenset[Place]] = {}
+    letters: dict[str, frozenset[AxisPlace]] = {}
     for c in sorted(by_class):
         name_of.setdefault(c, f"~{c}")
         if c not in split and (name_of[c] in letters or name_of[c][0] == "~"):

@@ -19,12 +19,13 @@ from ..jax_compat import has_side_effects
 from ..primitives import having
 from ..program.captured import read, readable
 from ..program.equations import slice_jaxpr
-from ..program.identical import made_alike
+from ..program.identical import computed_alike
 from ..program.in_shard_map import DeviceSums, make_jaxpr
 from ..program.ir import Block, Node, Value, values_in
 from ..program.order import waits_for_itself
 from ..program.signature import Memo, Size, as_it_is, node_signature, type_key
 
+# Views as matching sees them, which a match may stand behind: narrower than what costs nothing (`FREE_VIEWS` in `cost/rules`).
 VIEWS = having("layout", "variance")
 # With True, with False and with zeros: the view drops them, as masks are combined with a mask of ones.
 IDENTITIES = frozenset("and or add sub".split())
@@ -83,8 +84,8 @@ class Region:
         """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
         if not self.others:
             return self
-        made = {v.id: n for n in (*self.nodes, *self.support) for v in n.outputs}
-        wanted = _makers(made, root, {v.id for v in self.inputs})
+        producers = {v.id: n for n in (*self.nodes, *self.support) for v in n.outputs}
+        wanted = _makers(producers, root, {v.id for v in self.inputs})
         nodes, support = (tuple(n for n in ns if n.id in wanted) for ns in (self.nodes, self.support))
         return replace(self, root=root, others=(), nodes=nodes, support=support, whole=self)
 
@@ -95,11 +96,11 @@ class Region:
         return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
 
 
-def _makers(made: Mapping[int, Node], root: Value, stop: Set[int]) -> set[int]:
-    """The ids of those nodes of `made` (by the ids of their results) that a value is made by, of the values `stop` at last."""
+def _makers(producers: Mapping[int, Node], root: Value, stop: Set[int]) -> set[int]:
+    """The ids of those nodes of `producers` (by the ids of their results) that a value is made by, of the values `stop` at last."""
     wanted, stack = set[int](), [root.id]
     while stack:
-        node = made.get(stack.pop())
+        node = producers.get(stack.pop())
         if node is not None and node.id not in wanted:
             wanted.add(node.id)
             stack += [v.id for v in values_in(node.inputs) if v.id not in stop]
@@ -238,7 +239,7 @@ def cut(
     walk = _RegionWalk(
         view, (root, *others), _names_of(leaves), _Binding(through_scale, as_read, through_casts, shapes or {})
     )
-    chosen = {name: _one(view, walk.bound[nid], name) for name, nid in leaves.items()}
+    chosen = {name: _leaf_value(view, walk.bound[nid], name) for name, nid in leaves.items()}
     inner = walk.inner | dead_with(block, walk.inner, walk.support, chosen.values())
     support = {i: n for i, n in walk.support.items() if i not in inner}
     support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], walk.bound[nid]))
@@ -315,14 +316,14 @@ def widens(node: Node) -> bool:
     """Whether a node is a cast of a float to a float that holds all its values."""
     if node.primitive not in CASTS:
         return False
-    source, made = node.inputs[0].dtype, node.outputs[0].dtype
-    return is_float(source) and is_float(made) and not narrows(made, source)
+    before, after = node.inputs[0].dtype, node.outputs[0].dtype
+    return is_float(before) and is_float(after) and not narrows(after, before)
 
 
-def _one(view: CanonicalView, values: dict[int, Value], name: str) -> Value:
+def _leaf_value(view: CanonicalView, values: dict[int, Value], name: str) -> Value:
     """The value that an operand is: of several that are made alike, the first."""
     first = values[min(values)] if values else None
-    if first is not None and all(made_alike(view.block, first, other, view.twins) for other in values.values()):
+    if first is not None and all(computed_alike(view.block, first, other, view.twins) for other in values.values()):
         return first
     raise NotARegion(f"operand {name} is read in {len(values)} different forms")
 
@@ -425,16 +426,16 @@ def constant_array(view: CanonicalView, value: Value, memo: Memo, outside: bool 
     if math.prod(value.shape) > _CONSTANT_LIMIT:
         return None
     consts = {v.id: c for v, c in view.block.consts}
-    made = _made_of_constants(view, value, memo, consts, outside)
-    if made is None:
+    makers = _constant_makers(view, value, memo, consts, outside)
+    if makers is None:
         return None
-    if not made.nodes:
-        if made.given:
-            return made.given[value.id][1]
+    if not makers.nodes:
+        if makers.given:
+            return makers.given[value.id][1]
         return read(consts[value.id]) if value.id in consts else None
-    ordered = [made.nodes[i] for i in sorted(made.nodes)]
-    key = _constant_key(view, ordered, value, consts, made.given)
-    return memo.once(key, lambda: _compute(view, ordered, value, tuple(made.given.values())))
+    ordered = [makers.nodes[i] for i in sorted(makers.nodes)]
+    key = _constant_key(view, ordered, value, consts, makers.given)
+    return memo.once(key, lambda: _compute(view, ordered, value, tuple(makers.given.values())))
 
 
 def _constant_key(
@@ -459,7 +460,7 @@ class _Makers:
     given: Mapping[int, tuple[Value, np.ndarray]]
 
 
-def _made_of_constants(
+def _constant_makers(
     view: CanonicalView, value: Value, memo: Memo, consts: Mapping[int, Any], outside: bool
 ) -> _Makers | None:
     """What a value is made of, if of nothing but constants; None where it is of anything else."""

@@ -8,16 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import jax.numpy as jnp
-
 from ..dtypes import is_float, narrows
 from ..program.ir import Block, Node, Value, values_in
 from .region import CASTS, VIEWS, Region
-
-
-def arithmetic_of(dtype: Any) -> Any:
-    """The dtype that a fused op computes in where its result is of `dtype`: float32 for 16 bits, else the same."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def wider_in(region: Region, dtype: Any) -> Node | None:

@@ -54,7 +54,7 @@ class Captured:
         self._held: list[Any] = []
         self._kinds: dict[Any, list[Any]] = {}
 
-    def one(self, const: Any, aval: Any) -> Any:
+    def representative(self, const: Any, aval: Any) -> Any:
         """The array that stands for this one: the first that equals it."""
         if id(const) not in self._chosen:
             self._held.append(const)
@@ -72,11 +72,11 @@ class Captured:
         return const if equal is None else equal
 
 
-def _equal(one: Any, two: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Whether two readable arrays of one type have the same bytes; False where that is not worth its price."""
-    if not (_cheap(one) and _cheap(two)):
+    if not (_cheap(first) and _cheap(second)):
         return False
-    mine, other = read(one).reshape(-1), read(two).reshape(-1)
+    mine, other = read(first).reshape(-1), read(second).reshape(-1)
     step = max(1, mine.size // _SAMPLES)
     if mine[::step].tobytes() != other[::step].tobytes() or (mine == mine[:1]).all():
         return False

@@ -76,14 +76,14 @@ def _emitted(node: Node, env: Env, constant: bool, instead: Mapping[int, Any]) -
     """The equations that a node becomes in a slice; `env` gets its results."""
     # A pvary is an identity that only has a meaning inside its shard_map; a node without a number of the program's is a copy.
     if node.id < 0 or (constant and node.primitive == "pvary"):
-        made, outs = [], [atom_in(env, a) for a in node.inputs]
+        eqns, outs = [], [atom_in(env, a) for a in node.inputs]
     elif node.id in instead:
-        made, outs = inlined(instead[node.id], [atom_in(env, a) for a in node.inputs], source_info(node), None)
+        eqns, outs = inlined(instead[node.id], [atom_in(env, a) for a in node.inputs], source_info(node), None)
     else:
         eqn = copied(node, env)
         return [eqn.replace(params=placeless(eqn.params)) if constant else eqn]
     env.update((v.id, atom) for v, atom in zip(node.outputs, outs, strict=True))
-    return made
+    return eqns
 
 
 def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list, constant: bool) -> dict[int, Any]:
@@ -102,9 +102,9 @@ def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list
             env[i] = jex_core.Literal(scalar, aval)
             continue
         fill = functools.partial(_filled, aval.shape, scalar)
-        made, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
-        eqns += made.eqns
-        env[i] = made.outvars[0]
+        jaxpr, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
+        eqns += jaxpr.eqns
+        env[i] = jaxpr.outvars[0]
     return env
 
 

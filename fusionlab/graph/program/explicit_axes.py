@@ -102,7 +102,7 @@ def placeless(params: dict[str, Any]) -> dict[str, Any]:
     return params | {name: None for name in ("sharding", "out_sharding") if name in params}
 
 
-def told(sharding: NamedSharding) -> str:
+def spec_text(sharding: NamedSharding) -> str:
     """ "P('data', None)"."""
     return f"P({', '.join(map(repr, sharding.spec))})"
 

@@ -22,7 +22,7 @@ from .signature import params_signature
 _STEPS = 8  # of arithmetic on literals
 
 
-def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]) -> dict[int, Value] | None:
+def computed_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]) -> dict[int, Value] | None:
     """For each input of `program` that its one result hangs on, by number, the value of `block` that stands for it where `value` is made
     as that result is; None where it is not.
 
@@ -50,20 +50,20 @@ def made_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]
         if other.id in inputs:
             bound[inputs[other.id]] = mine
             continue
-        operands = _made_of(block, mine, program, other)
+        operands = _paired_inputs(block, mine, program, other)
         if operands is None:
             return None
         stack += operands
     return bound
 
 
-def made_alike(block: Block, one: Atom, two: Atom, twins: Mapping[int, int] | None = None) -> bool:
+def computed_alike(block: Block, first: Atom, second: Atom, twins: Mapping[int, int] | None = None) -> bool:
     """Whether two values of a block are made of the same values by the same equations, and so are equal to the bit.
 
     `twins` are inputs of the block that are given what other inputs are, by their ids.
     """
     given = twins or {}
-    stack: list[tuple[Atom, Atom]] = [(one, two)]
+    stack: list[tuple[Atom, Atom]] = [(first, second)]
     known: set[tuple[int, int]] = set()
     while stack:
         mine, other = stack.pop()
@@ -74,33 +74,33 @@ def made_alike(block: Block, one: Atom, two: Atom, twins: Mapping[int, int] | No
         if given.get(mine.id, mine.id) == given.get(other.id, other.id) or (mine.id, other.id) in known:
             continue
         known.add((mine.id, other.id))
-        operands = _made_of(block, mine, block, other)
+        operands = _paired_inputs(block, mine, block, other)
         if operands is None:
             return False
         stack += operands
     return True
 
 
-def _same_literal(one: Atom, two: Atom) -> bool:
-    if not isinstance(one, Literal) or not isinstance(two, Literal):
+def _same_literal(first: Atom, second: Atom) -> bool:
+    if not isinstance(first, Literal) or not isinstance(second, Literal):
         return False
-    return _same_bits(np.asarray(one.val).astype(one.dtype), np.asarray(two.val).astype(two.dtype))
+    return _same_bits(np.asarray(first.val).astype(first.dtype), np.asarray(second.val).astype(second.dtype))
 
 
-def _same_bits(one: np.ndarray | None, two: np.ndarray) -> bool:
-    if one is None or (one.shape, one.dtype) != (two.shape, two.dtype):
+def _same_bits(first: np.ndarray | None, second: np.ndarray) -> bool:
+    if first is None or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
-    return one.tobytes() == two.tobytes()
+    return first.tobytes() == second.tobytes()
 
 
-def _made_of(block: Block, mine: Value, program: Block, other: Value) -> list[tuple[Atom, Atom]] | None:
+def _paired_inputs(block: Block, mine: Value, program: Block, other: Value) -> list[tuple[Atom, Atom]] | None:
     """What two values are made of, in pairs, where they are the same result of the same equation; None where they are not."""
-    made, wanted = block.producer.get(mine.id), program.producer.get(other.id)
-    if made is None or wanted is None or not _alike(made, wanted):
+    maker, wanted = block.producer.get(mine.id), program.producer.get(other.id)
+    if maker is None or wanted is None or not _alike(maker, wanted):
         return None
-    if made.outputs.index(mine) != wanted.outputs.index(other):
+    if maker.outputs.index(mine) != wanted.outputs.index(other):
         return None
-    return list(zip(made.inputs, wanted.inputs, strict=True))
+    return list(zip(maker.inputs, wanted.inputs, strict=True))
 
 
 class _Numbers:
@@ -120,10 +120,10 @@ class _Numbers:
         if isinstance(atom, Literal):
             return None if atom.shape else np.asarray(atom.val, atom.dtype)
         if atom.id not in self.found:
-            self.found[atom.id] = self._made(atom, steps - 1)
+            self.found[atom.id] = self._computed(atom, steps - 1)
         return self.found[atom.id]
 
-    def _made(self, value: Value, steps: int) -> np.ndarray | None:
+    def _computed(self, value: Value, steps: int) -> np.ndarray | None:
         given = self.known.get(value.id, self.consts.get(value.id))
         if given is not None:
             return np.asarray(given, value.dtype)

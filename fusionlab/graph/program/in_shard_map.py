@@ -21,10 +21,10 @@ from .ir import Node
 _ANY = 2  # the size of a mesh axis that is summed over: no equation tells
 
 
-def summed_axes(node: Node) -> set[str]:
+def summed_mesh_axes(node: Node) -> set[str]:
     """The mesh axes that a node, or one in its blocks, sums over."""
     found = {str(axis) for axis in node.params.get("axes", ())} if node.primitive in SUMS_OVER_DEVICES else set()
-    return found.union(*(summed_axes(inner) for block in node.blocks for inner in block.nodes))
+    return found.union(*(summed_mesh_axes(inner) for block in node.blocks for inner in block.nodes))
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DeviceSums:
     def of(cls, nodes: Iterable[Node]) -> DeviceSums:
         """Those of some nodes."""
         all_of = list(nodes)
-        axes = frozenset(axis for node in all_of for axis in summed_axes(node))
+        axes = frozenset(axis for node in all_of for axis in summed_mesh_axes(node))
         values = (v.aval for node in all_of for v in node.outputs) if axes else ()
         return cls(axes, _mesh_in(values))
 

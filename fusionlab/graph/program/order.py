@@ -114,9 +114,9 @@ class _Before:
         if node.id in self.site_at:
             read += self.site_at[node.id][1].leaves
         read += [v for _, part in self.waiting.get(node.id, ()) for v in part.read()]
-        made = (self.maker.get(v.id) or self.block.producer.get(v.id) for v in read)
+        makers = (self.maker.get(v.id) or self.block.producer.get(v.id) for v in read)
         effect = self.block.effect_before.get(node.id)
-        return [m for m in (*made, effect) if m is not None]
+        return [m for m in (*makers, effect) if m is not None]
 
     def error(self, stack: Sequence[Node], under_way: Set[int]) -> RewriteError:
         """For the node on top of a stack, which waits for itself by way of nodes under way (ids)."""
@@ -132,19 +132,19 @@ def waits_for_itself(block: Block, leaves: Iterable[Value], roots: Sequence[Valu
     one can.
     """
     makers = (block.producer[v.id].id for v in roots if v.id in block.producer)
-    made = {v.id for v in roots}
+    root_ids = {v.id for v in roots}
     first = min((block.position[i] for i in makers), default=len(block.nodes))
     for effects in (False, True):
         for leaf in leaves:
-            value = _met(block, leaf, made, first, effects)
+            value = _met(block, leaf, root_ids, first, effects)
             if value is not None:
                 after = "made after effects that follow from it" if effects else "computed from it"
                 return f"{value!r} is a result of the site, and {leaf!r}, which the site reads, is {after}"
     return None
 
 
-def _met(block: Block, leaf: Value, made: Set[int], first: int, effects: bool) -> Value | None:
-    """The first value of `made` (ids) that is met on the way from a leaf back to what it is made of, no farther than position `first`.
+def _met(block: Block, leaf: Value, targets: Set[int], first: int, effects: bool) -> Value | None:
+    """The first value of `targets` (ids) that is met on the way from a leaf back to what it is made of, no farther than position `first`.
     With `effects` what comes before these in the order of side effects is followed as well.
     """
     stack, seen, passed = [leaf], {leaf.id}, set[int]()
@@ -153,7 +153,7 @@ def _met(block: Block, leaf: Value, made: Set[int], first: int, effects: bool) -
         maker = block.producer.get(value.id)
         if maker is None or block.position[maker.id] < first:
             continue
-        if value.id in made:
+        if value.id in targets:
             return value
         read = values_in(maker.inputs)
         if effects:

@@ -37,11 +37,11 @@ class Numbered:
     nodes: dict[int, int]
 
 
-def needs_numbers(graph: Graph, what: str) -> None:
+def needs_numbers(graph: Graph, action: str) -> None:
     """Raises ArgumentError for a program whose sizes are symbolic."""
     if graph.numbered is not None:
         names = ", ".join(graph.numbered.symbols)
-        raise ArgumentError(f"{graph.name}: got symbolic sizes ({names}), {what} needs numbers: trace it at numbers")
+        raise ArgumentError(f"{graph.name}: got symbolic sizes ({names}), {action} needs numbers: trace it at numbers")
 
 
 def symbols_of(avals: Iterable[Any]) -> tuple[str, ...]:

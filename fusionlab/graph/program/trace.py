@@ -198,7 +198,7 @@ class _Flattener:
 
     def _bind_consts(self, constvars: Sequence, consts: Sequence, env: dict, const_values: dict) -> None:
         for var, given in zip(constvars, consts, strict=True):
-            const = self.captured.one(given, var.aval)
+            const = self.captured.representative(given, var.aval)
             if id(const) not in const_values:
                 const_values[id(const)] = (self.value(var.aval), const)
             env[var] = const_values[id(const)][0]

@@ -16,7 +16,7 @@ from ..jax_compat import has_pending_sums, variables_read
 from ..program.equations import kind
 from ..program.explicit_axes import is_split_in_type
 
-_VIEWS = ("reshape", "squeeze")
+_RESHAPES = ("reshape", "squeeze")
 
 
 def with_row_sums(eqns: list, outvars: list) -> list:
@@ -52,7 +52,9 @@ def _with_row_sum(eqn: Any, maker: dict[Any, Any], read: set[Any], changed: dict
 def _rows_of(var: Any, maker: dict[Any, Any]) -> Any:
     """The array whose columns a variable has, its rows in another shape."""
     while (
-        not isinstance(var, jex_core.Literal) and (eqn := maker.get(var)) is not None and eqn.primitive.name in _VIEWS
+        not isinstance(var, jex_core.Literal)
+        and (eqn := maker.get(var)) is not None
+        and eqn.primitive.name in _RESHAPES
     ):
         (source, *more) = eqn.invars
         turned = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None  # it transposes first

@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from ...errors import RewriteError
-from ..backward.gradients import BackwardPart, Chosen, Key, claims_of, first_gradients, summed
+from ..backward.gradients import BackwardPart, Chosen, TravelKey, claims_of, first_gradients, sum_of_gradients
 from ..jax_compat import rebuild, split_closed, types_in, variable_like, with_weakness, without_dead_code
 from ..primitives import having
 from ..program.crossing import BlockTree, more_operands, more_results
@@ -88,10 +88,10 @@ class _Emitter:
         parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
         self.chosen = Chosen(parts)
         self.backward = _grouped((part.block_path, i, part) for i, part in parts)
-        self.exports: dict[str, list[Key]] = {}
-        self.imports: dict[str, list[Key]] = {}
-        self.types: dict[tuple[str, Key], Any] = {}  # of what enters a block
-        self.way: dict[tuple[str, Key], str] = {}  # the block a key leaves -> the one it enters
+        self.exports: dict[str, list[TravelKey]] = {}
+        self.imports: dict[str, list[TravelKey]] = {}
+        self.types: dict[tuple[str, TravelKey], Any] = {}  # of what enters a block
+        self.way: dict[tuple[str, TravelKey], str] = {}  # the block a key leaves -> the one it enters
         for i, part in parts:
             if part.block_path != part.site_path:
                 self._send(i, part)
@@ -157,7 +157,7 @@ class _Emitter:
                 eqns += _spliced(number, r, block.producer[r.root.id], env, extra)
             for value in node.outputs:
                 if value.id in claims:
-                    eqns += summed(value, claims[value.id], node, env, extra)
+                    eqns += sum_of_gradients(value, claims[value.id], node, env, extra)
         return eqns, extra
 
     def eqn(self, node: Node, env: Env) -> Any:
@@ -181,9 +181,9 @@ class _Emitter:
             return eqn.replace(params=params, invars=[*eqn.invars, *(env[key] for key in entering)])
         inside = [self.types[self.way[body, key], key] for key in leaving]
         params, outside = more_results(node, params, inside)
-        made = [jex_core.Var(aval) for aval in outside]
-        env.update(zip(leaving, made, strict=True))
-        return eqn.replace(params=params, outvars=[*eqn.outvars, *made])
+        results = [jex_core.Var(aval) for aval in outside]
+        env.update(zip(leaving, results, strict=True))
+        return eqn.replace(params=params, outvars=[*eqn.outvars, *results])
 
     def _params(self, node: Node) -> dict[str, Any]:
         params = dict(node.params)
@@ -229,11 +229,11 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
     info = source_info(at)
     program = _program_of(r)
     eqns, given = _strong([env[v.id] for v in r.leaves], r.weak, info)
-    more, made = inlined(program, given, info, extra)
-    residuals = made[len(r.roots) :]
-    if len(made) < len(r.roots) or (residuals and r.backward is None):
-        raise RewriteError(f"the replacement for {r.roots!r} gives {len(made)} arrays; this is a bug")
-    for value, atom in zip(r.roots, made, strict=False):
+    more, results = inlined(program, given, info, extra)
+    residuals = results[len(r.roots) :]
+    if len(results) < len(r.roots) or (residuals and r.backward is None):
+        raise RewriteError(f"the replacement for {r.roots!r} gives {len(results)} arrays; this is a bug")
+    for value, atom in zip(r.roots, results, strict=False):
         if kind(atom.aval) != kind(value.aval):
             raise RewriteError(
                 f"the replacement for {value!r} gives {atom.aval.str_short()}, needed the same shape and dtype (and, in a "

@@ -14,7 +14,7 @@ from .hlo_text import Instruction, Module, instruction_kind, parse_hlo
 
 # Reductions of one value to all, and moves of data that a device lacks.
 SUMS = ("all-reduce", "reduce-scatter")
-MOVES = ("all-gather", "all-to-all", "collective-permute")
+COLLECTIVE_MOVES = ("all-gather", "all-to-all", "collective-permute")
 
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=\s]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
@@ -76,9 +76,9 @@ def collectives(module: Module | str) -> tuple[Collective, ...]:
 def traffic(module: Module | str) -> dict[str, Traffic]:
     """Kind -> the collectives of that kind, in alphabetical order."""
     counts: dict[str, tuple[int, int]] = {}
-    for one in collectives(module):
-        count, size = counts.get(one.kind, (0, 0))
-        counts[one.kind] = count + one.runs, size + one.runs * one.bytes
+    for collective in collectives(module):
+        count, size = counts.get(collective.kind, (0, 0))
+        counts[collective.kind] = count + collective.runs, size + collective.runs * collective.bytes
     return {kind: Traffic(*counts[kind]) for kind in sorted(counts)}
 
 
@@ -93,7 +93,7 @@ def _running(module: Module) -> Iterator[tuple[str, Instruction, int]]:
             if instruction.opcode in _RUN_WHAT_THEY_CALL:
                 times = runs * max(instruction.trips, 1)
                 inner += [(c, times, above | {name}) for cs in instruction.called.values() for c in cs]
-        waiting += reversed([one for one in inner if one[0] not in one[2]])
+        waiting += reversed([call for call in inner if call[0] not in call[2]])
 
 
 def _bytes(text: str) -> int:

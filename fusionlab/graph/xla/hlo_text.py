@@ -133,7 +133,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     end = _closing(rest, opcode.end() - 1)
     attributes = rest[end + 1 :]
-    metadata = _told(_METADATA.search(attributes))
+    metadata = _matched(_METADATA.search(attributes))
     attributes = _METADATA.sub("", attributes)
     kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
     target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
@@ -144,18 +144,18 @@ def _instruction(line: str) -> Instruction | None:
         opcode=opcode.group(1),
         operands=_operands(rest[opcode.end() : end]),
         called={key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
-        fusion_kind=_told(kind),
-        target=_told(target),
+        fusion_kind=_matched(kind),
+        target=_matched(target),
         op_name=_quoted(metadata, "op_name"),
         frame=int(numbers.get("stack_frame_id", 0)),
         file=_quoted(metadata, "source_file"),
         line=int(numbers.get("source_line", 0)),
         type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
-        trips=int(_told(trips) or 0),
+        trips=int(_matched(trips) or 0),
     )
 
 
-def _told(match: re.Match[str] | None) -> str:
+def _matched(match: re.Match[str] | None) -> str:
     """What an attribute says that is there; "" where it is not."""
     return match.group(1) if match else ""
 
@@ -236,7 +236,7 @@ _COLLECTIVES = (
     "send",
     "recv",
 )
-_CONTROL = frozenset({"while", "conditional"})
+_CONTROL_OPCODES = frozenset({"while", "conditional"})
 _TRANSPARENT = frozenset({"call", "async-start"})
 # Names for values that are there already, and the ends of what was started before.
 _NO_KERNEL = frozenset(
@@ -258,7 +258,7 @@ def instruction_kind(instruction: Instruction) -> str:
     opcode, target = instruction.opcode, instruction.target
     if opcode in _NO_KERNEL or opcode in _TRANSPARENT or opcode.endswith(("-done", "-update")):
         return ""
-    if opcode in _CONTROL:
+    if opcode in _CONTROL_OPCODES:
         return CONTROL
     base = opcode.removesuffix("-start")
     if base in _TARGETED:
@@ -281,7 +281,7 @@ def running(module: Module) -> Iterator[tuple[str, Instruction]]:
         inner: list[str] = []
         for instruction in module.computations.get(name, ()):
             yield name, instruction
-            if instruction.opcode in _CONTROL | _TRANSPARENT:
+            if instruction.opcode in _CONTROL_OPCODES | _TRANSPARENT:
                 inner += [c for names in instruction.called.values() for c in names]
         waiting += reversed(inner)
 

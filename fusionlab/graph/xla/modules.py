@@ -127,8 +127,8 @@ def _company(kernel: ModuleKernel, node: int) -> str:
 
 
 def _in_words(counts: Mapping[str, int]) -> str:
-    told = ", ".join(f"{n} {kind}" for kind, n in counts.items())
-    return f" ({told})" if told else ""
+    listing = ", ".join(f"{n} {kind}" for kind, n in counts.items())
+    return f" ({listing})" if listing else ""
 
 
 def xla_view(
@@ -204,7 +204,7 @@ def read_hlo(text: str, graph: Graph) -> CompiledModule:
 
 
 _PRODUCTS = having("product")
-_VIEWS = having("layout", "cast") | {"copy"}
+_VIEWS_AND_CASTS = having("layout", "cast") | {"copy"}
 
 
 def _multiplies(instruction: Instruction) -> bool:
@@ -242,8 +242,8 @@ class _Reader:
         known = (self.graph.node_by_id[i].source for i in sorted(nodes))
         found = dict.fromkeys(s for s in known if s is not None)
         if not found:
-            told = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
-            found = dict.fromkeys(s for s in told if s is not None)
+            sources = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
+            found = dict.fromkeys(s for s in sources if s is not None)
         return tuple(found)
 
     def nodes(self, instruction: Instruction) -> frozenset[int]:
@@ -260,13 +260,13 @@ class _Reader:
         tag = tag_in(instruction.op_name)
         if tag not in self.graph.node_by_id:
             return frozenset()
-        return frozenset({tag, *(self.product(tag) if _multiplies(instruction) else ())})
+        return frozenset({tag, *(self.viewed_product(tag) if _multiplies(instruction) else ())})
 
-    def product(self, nid: int) -> Iterable[int]:
+    def viewed_product(self, nid: int) -> Iterable[int]:
         """The product that a node's result is a view of: XLA writes a transposed product as one product, named by the transpose."""
         node: Node | None = self.graph.node_by_id[nid]
         views: list[int] = []
-        while node is not None and node.primitive in _VIEWS:
+        while node is not None and node.primitive in _VIEWS_AND_CASTS:
             views.append(node.id)
             node = self.graph.block_of[node.id].producer.get(getattr(node.inputs[0], "id", -1))
         return (*views, node.id) if node is not None and node.primitive in _PRODUCTS else ()

@@ -12,6 +12,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from ...errors import ArgumentError
+from ...graph.dtypes import arithmetic_dtype
 from ...graph.program.explicit_axes import is_split_in_type, sharding_in_type
 
 Array = Any
@@ -52,11 +53,6 @@ def batch_to_front(values: list[Array], dims: list[int | None], size: int | None
         jnp.broadcast_to(v, (size, *v.shape)) if d is None else jnp.moveaxis(v, d, 0)
         for v, d in zip(values, dims, strict=True)
     ]
-
-
-def arithmetic_dtype(dtype: Any) -> Any:
-    """The dtype of arithmetic, statistics and sums for operands of `dtype`: float32 or wider."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def wide(a: Array) -> Array:

@@ -302,7 +302,9 @@ def test_each_proof_looks_at_zeros_masks_and_the_edge(monkeypatch):
 
     told = []
     original = programs.specials
-    monkeypatch.setattr(programs, "specials", lambda *given: (told.append(s.told) or s for s in original(*given)))
+    monkeypatch.setattr(
+        programs, "specials", lambda *given: (told.append(s.description) or s for s in original(*given))
+    )
     edges = []
     at_edge = programs.at_edge
     monkeypatch.setattr(programs, "at_edge", lambda *a: edges.append(1) or at_edge(*a))

@@ -8,7 +8,7 @@ import pytest
 
 from fusionlab import ops
 from fusionlab.graph.canonical.axes import reshape_kind
-from fusionlab.graph.canonical.fused_nodes import Labelled, labels_of
+from fusionlab.graph.canonical.fused_nodes import Labelled, node_labels
 from fusionlab.graph.canonical.nodes import FoldedNodes
 from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.matching.match import Match, Miss, match
@@ -40,7 +40,7 @@ def test_a_fused_op_labels_its_axes_and_names_its_operands():
     assert node.params.slots == ("x", "w", "bias")
     assert node.params.names == ("m", "m", "k", "n")
     assert [o.axes for o in node.operands] == [(0, 1, 2), (2, 3), (3,)]
-    assert labels_of(node) == (0, 1, 3)
+    assert node_labels(node) == (0, 1, 3)
     assert (ref.coef, ref.dims, node.shape) == (1.0, (0, 1, 2), (3, 5, 16))
 
 

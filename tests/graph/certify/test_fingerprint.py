@@ -15,7 +15,7 @@ import fusionlab as fl
 from fusionlab.fusers.passes.linear.epilogues import KNOWN
 from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify import activations as fingerprint
-from fusionlab.graph.certify.activations import LOOKS, TOLERANCE, _known_profile, cone, distance, recognise
+from fusionlab.graph.certify.activations import ACTIVATION_TOLERANCE, LOOKS, _known_profile, cone, distance, recognise
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import meaning_of
@@ -101,7 +101,7 @@ def test_a_function_computed_in_f32_inside_a_bf16_model_is_judged_by_its_own_con
     assert recognised(in_f32(jax.nn.relu), jnp.bfloat16).name == "relu"
     found = recognised(in_f32(jax.nn.gelu), jnp.bfloat16)
     assert (found.name, found.code) == (None, "activation")
-    assert found.told().why.startswith("the nearest known function is gelu_tanh: at ")
+    assert found.explained().why.startswith("the nearest known function is gelu_tanh: at ")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -146,7 +146,7 @@ def test_another_function_is_not_taken_for_a_known_one(name, dtype):
     fn, code = TRAPS[name]
     found = recognised(fn, DTYPES[dtype])
     assert (found.name, found.code) == (None, code), found
-    assert "nearest known function is" in found.told().why
+    assert "nearest known function is" in found.explained().why
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -154,7 +154,7 @@ def test_the_right_values_with_another_gradient_are_declined_for_the_gradient(dt
     """At a tie the gradient of where(h < 0, 0, h) is 1: neither relu's 0 nor maximum's 1/2."""
     found = recognised(lambda h: jnp.where(h < 0, 0, h), DTYPES[dtype])
     assert (found.name, found.code) == (None, "gradient")
-    assert found.told().why in (
+    assert found.explained().why in (
         "its values are relu's but its gradient is not",
         "its values are relu_tie's but its gradient is not",
     )
@@ -168,12 +168,12 @@ def test_the_two_gelus_are_told_apart_in_both_dtypes():
 
 def test_gelu_by_the_normal_distribution_is_gelu_erf_or_says_why_not():
     found = recognised(lambda h: h * norm.cdf(h))
-    assert found.name == "gelu_erf", found.told().why
+    assert found.name == "gelu_erf", found.explained().why
 
 
 def test_another_result_dtype_is_said():
     found = recognised(lambda h: jax.nn.relu(h).astype(jnp.bfloat16))
-    assert (found.name, found.told().why) == (None, "its result is bfloat16, not float32")
+    assert (found.name, found.explained().why) == (None, "its result is bfloat16, not float32")
 
 
 def test_the_tolerance_is_below_half_of_what_tells_the_gelus_apart():
@@ -182,7 +182,7 @@ def test_the_tolerance_is_below_half_of_what_tells_the_gelus_apart():
     erf = 0.5 * h * (1 + np.vectorize(math.erf)(h / math.sqrt(2)))
     gap = np.max(np.abs(tanh - erf))
     assert gap == pytest.approx(4.73e-4, rel=0.01)
-    assert max(TOLERANCE.values()) < gap / 2
+    assert max(ACTIVATION_TOLERANCE.values()) < gap / 2
 
 
 def test_a_cone_stops_at_what_is_not_elementwise_or_reads_other_values():

@@ -46,7 +46,7 @@ def test_reading_is_no_transfer_of_the_program():
 
 def one_of(*arrays):
     kept = Captured()
-    return [kept.one(a, jax.typeof(a)) for a in arrays]
+    return [kept.representative(a, jax.typeof(a)) for a in arrays]
 
 
 def test_equal_arrays_are_one_and_others_are_not():
@@ -62,8 +62,8 @@ def test_equal_arrays_are_one_and_others_are_not():
 
 def test_zeros_of_two_signs_and_nan_are_told_by_their_bytes():
     plus, minus, nan, again = jnp.zeros(3), -jnp.zeros(3), jnp.full(3, jnp.nan), jnp.full(3, jnp.nan)
-    one, two, three, four = one_of(plus, minus, nan, again)
-    assert one is plus
+    representative, two, three, four = one_of(plus, minus, nan, again)
+    assert representative is plus
     assert two is minus
     assert three is four
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionlab.graph.canonical.view import CanonicalView
-from fusionlab.graph.program.identical import made_as
+from fusionlab.graph.program.identical import computed_as
 from fusionlab.graph.program.trace import block_of_jaxpr
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -40,7 +40,7 @@ def test_only_the_same_equations_are_the_same(name):
     fn = OTHERS.get(name, drawn)
     mine = block(lambda key, x: jnp.sin(fn(jax.random.fold_in(key, 3), jnp.cos(x))), KEY, X)
     value = mine.nodes[-1].inputs[0]
-    found = made_as(mine, value, program, CanonicalView(mine).known_inputs)
+    found = computed_as(mine, value, program, CanonicalView(mine).known_inputs)
     if name in OTHERS:
         assert found is None
     else:
@@ -52,7 +52,7 @@ def test_one_operand_is_one_value():
     program = block(lambda x: x * x, X)
     for fn, same in ((lambda x, y: x * x, True), (lambda x, y: x * y, False)):
         mine = block(fn, X, X)
-        assert (made_as(mine, mine.outputs[0], program, {}) is not None) is same
+        assert (computed_as(mine, mine.outputs[0], program, {}) is not None) is same
 
 
 def test_numbers_that_were_worked_out_elsewhere_are_the_numbers():
@@ -60,6 +60,6 @@ def test_numbers_that_were_worked_out_elsewhere_are_the_numbers():
     program = block(lambda x: x * (jnp.float32(1) - jnp.float32(0.25)), X)
     mine = block(lambda c, x: x * c, jax.ShapeDtypeStruct((), jnp.float32), X)
     number = mine.inputs[0].id
-    assert made_as(mine, mine.outputs[0], program, {number: 0.75}) is not None
-    assert made_as(mine, mine.outputs[0], program, {number: float(np.nextafter(np.float32(0.75), 1))}) is None
-    assert made_as(mine, mine.outputs[0], program, {}) is None
+    assert computed_as(mine, mine.outputs[0], program, {number: 0.75}) is not None
+    assert computed_as(mine, mine.outputs[0], program, {number: float(np.nextafter(np.float32(0.75), 1))}) is None
+    assert computed_as(mine, mine.outputs[0], program, {}) is None

@@ -20,11 +20,11 @@ import numpy as np
 
 from ....graph.canonical.nodes import Coef
 from ....graph.certify.alike import most_sizes_first
-from ....graph.dtypes import narrows
+from ....graph.dtypes import arithmetic_dtype, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, shared_casts
-from ....graph.matching.wide import arithmetic_of, wider_in
+from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
 from ...engine.base import Search, anchor_text, examined
@@ -306,7 +306,7 @@ class _SoftmaxSite(AttentionProposals):
         scaled = frozenset({"q", "k", "sink"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))
         dtypes = _dtypes(region)
-        if len(dtypes) != 1 or wider_in(region, arithmetic_of(dtypes.pop())) is not None:
+        if len(dtypes) != 1 or wider_in(region, arithmetic_dtype(dtypes.pop())) is not None:
             region = cut(self.view, root, found.leaves, scaled)
         return shared_casts(region)
 

@@ -18,7 +18,7 @@ from ....graph.canonical.view import CanonicalView
 from ....graph.jax_compat import threefry_key
 from ....graph.matching.region import VIEWS, Region
 from ....graph.primitives import having
-from ....graph.program.identical import made_as
+from ....graph.program.identical import computed_as
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.literals import scalar_result
 from ....graph.program.signature import Memo
@@ -82,7 +82,7 @@ def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> DrawnFactors:
             raise NotDrawn(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
     for keep in probabilities:
         program = memo.once(("drawn", keep, mask.shape), lambda keep=keep: _program(keep, mask.shape))
-        found = made_as(view.block, mask, program, view.known_inputs)
+        found = computed_as(view.block, mask, program, view.known_inputs)
         if found is not None:
             return DrawnFactors(found[0], keep, mask, float(kept), chain)
     raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")

@@ -17,9 +17,9 @@ from ....graph.program.trace import FLATTENED
 def primitive_names() -> frozenset[str]:
     """Names of primitives that a rule knows by name, and of those that JAX shows."""
     tables = (
-        rules.RULES,
+        rules.CANONICAL_RULES,
         rules.TRANSPARENT,
-        cost_rules.RULES,
+        cost_rules.COST_RULES,
         numpy_rules.PLAIN,
         numpy_rules.SHAPED,
         numpy_rules.BOUND,

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ....graph.certify.activations import ELEMENTWISE
+from ....graph.certify.activations import ACTIVATION_PRIMITIVES
 from ....graph.dtypes import is_float
 from ....graph.matching.region import VIEWS
 from ....graph.primitives import SUMS_OVER_DEVICES, having
@@ -146,7 +146,7 @@ def _read_back(search: Search, activation: Node) -> Between | None:
 
 def _passed_on(node: Node) -> list[Value] | None:
     """Which of the values a node reads may be a product on its way to an activation; None where none gets through it."""
-    if node.primitive in ELEMENTWISE | VIEWS | _COPIES | SUMS_OVER_DEVICES:
+    if node.primitive in ACTIVATION_PRIMITIVES | VIEWS | _COPIES | SUMS_OVER_DEVICES:
         return node.values
     source = node.inputs[0] if node.primitive in PARTS else None
     return [source] if isinstance(source, Value) else None
@@ -180,7 +180,7 @@ def _rank(search: Search, node: Node, operands: int) -> int:
     if node.primitive in PARTS:
         return 1
     given = [a for a in node.values if not _is_number(search, a)]
-    bias = node.primitive in _COPIES | {"add"} or (node.primitive in ELEMENTWISE and len(given) == 1)
+    bias = node.primitive in _COPIES | {"add"} or (node.primitive in ACTIVATION_PRIMITIVES and len(given) == 1)
     return 3 if bias or _adds_unit_axes(node) else 2
 
 
@@ -252,7 +252,11 @@ def _gates(search: Search, activation: Node) -> list[Node]:
     stack, seen = [activation], {activation.id}
     while stack:
         for user in search.block.users.get(stack.pop().outputs[0].id, ()):
-            if user.id in seen or user.primitive not in ELEMENTWISE | VIEWS | _COPIES or is_backward(user.eqn):
+            if (
+                user.id in seen
+                or user.primitive not in ACTIVATION_PRIMITIVES | VIEWS | _COPIES
+                or is_backward(user.eqn)
+            ):
                 continue
             seen.add(user.id)
             if user.primitive == "mul" and len(_parts_below(search, user)) > 1:
@@ -276,6 +280,6 @@ def _parts_below(search: Search, node: Node) -> set[int]:
             stack += maker.values
         elif maker.primitive in PARTS:
             found.add(value.id)
-        elif maker.primitive in ELEMENTWISE | VIEWS | _COPIES | _RULES:
+        elif maker.primitive in ACTIVATION_PRIMITIVES | VIEWS | _COPIES | _RULES:
             stack += maker.values
     return found

@@ -137,7 +137,7 @@ class Epilogue:
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
         """For a function that is no known activation."""
-        known = known.told()
+        known = known.explained()
         why = known.why.replace(known.nearest, activation_name(known.nearest)) if known.nearest else known.why
         sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
         edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"

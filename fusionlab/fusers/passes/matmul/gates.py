@@ -10,7 +10,7 @@ from typing import Any
 
 from ....graph.canonical.rules import TRANSPARENT
 from ....graph.canonical.view import CanonicalView
-from ....graph.certify.activations import ELEMENTWISE, NONLINEAR
+from ....graph.certify.activations import ACTIVATION_PRIMITIVES, NONLINEAR
 from ....graph.matching.region import VIEWS
 from ....graph.primitives import having
 from ....graph.program.ir import Node, Value
@@ -28,7 +28,7 @@ BETWEEN = {
 COPIES = TRANSPARENT - VIEWS  # the value itself
 _PARTS = having("part")
 _RULES = having("rule")  # JAX's own, or a user's, which is declined
-_BY_ENTRY = ELEMENTWISE | COPIES | _RULES | BETWEEN.keys()
+_BY_ENTRY = ACTIVATION_PRIMITIVES | COPIES | _RULES | BETWEEN.keys()
 
 
 @dataclass(frozen=True)

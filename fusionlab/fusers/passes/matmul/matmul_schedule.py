@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....errors import ArgumentError
-from ....graph.certify.activations import ELEMENTWISE
+from ....graph.certify.activations import ACTIVATION_PRIMITIVES
 from ....graph.matching.region import NotARegion, escapes
 from ....graph.program.ir import Node, dtype_text
 from ....graph.program.scopes import is_backward
@@ -116,10 +116,10 @@ class Routed(Site):
         parts = []
         for operand in (call.a, call.b):
             maker = self.search.block.producer.get(operand.id)
-            if maker is not None and maker.primitive in ELEMENTWISE:
+            if maker is not None and maker.primitive in ACTIVATION_PRIMITIVES:
                 parts.append(f"{operand.name} = {maker.primitive} before it")
         readers = self.users(call.value)
-        if len(readers) == 1 and readers[0].primitive in ELEMENTWISE:
+        if len(readers) == 1 and readers[0].primitive in ACTIVATION_PRIMITIVES:
             parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} behind it")
         return ", ".join(parts)
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ....graph.dtypes import is_float, narrows
+from ....graph.dtypes import arithmetic_dtype, is_float, narrows
 from ....graph.matching.match import Miss
 from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Node
-from ....kernels.op.arrays import arithmetic_dtype
 from ....kernels.ops.layer_norm.op import DTYPES
 from ...engine.base import anchor_text
 from ...engine.nearly import canonical_text

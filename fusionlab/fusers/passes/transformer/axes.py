@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.canonical.axes import merged_axes
-from ....graph.canonical.fused_nodes import Labelled, labels_of
+from ....graph.canonical.fused_nodes import Labelled, node_labels
 from ....graph.canonical.nodes import ONE, CNode
 from ....graph.canonical.view import CanonicalView
 from ....graph.program.ir import Value
@@ -184,7 +184,7 @@ class Walk:
 
     def operand(self, node: CNode, shown: Shown, slot: int, new: Mapping[int, str] | None = None) -> Side:
         """What an operand's axes are, where those of the node are known; `new` names labels that the node has no axis of."""
-        labels = labels_of(node)
+        labels = node_labels(node)
         edge = node.operands[slot]
         found = []
         for axis, label in enumerate(edge.axes):
@@ -217,7 +217,7 @@ class Walk:
 
     def result(self, node: CNode, known: Mapping[int, Atoms]) -> Side:
         """The node's own axes, by its labels."""
-        labels = labels_of(node)
+        labels = node_labels(node)
         labels = tuple(range(len(node.shape))) if labels is None else labels
         if any(label not in known for label in labels):
             raise Unread("it has an axis that the layer does not have", node.id, "axes")

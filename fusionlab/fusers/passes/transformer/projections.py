@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....graph.canonical.fused_nodes import Labelled, labels_of
+from ....graph.canonical.fused_nodes import Labelled, node_labels
 from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import CanonicalView
 from .axes import Atoms, AxisPart, Side, Unread, all_letters, letters_in, slot_of, slot_reading
@@ -99,7 +99,7 @@ class ProjectionWalk(RotaryWalk):
         """The product that makes a value with the axis `feature` from its weight, through views."""
         out = self.through(self.up(side))
         node = self.node(out.nid)
-        known = dict(zip(labels_of(node) or (), out.shown, strict=False))
+        known = dict(zip(node_labels(node) or (), out.shown, strict=False))
         slots = _slots_of_gemm(node) or self.slots_of_dot(node, known, feature)
         if slots is None:
             raise Unread(f"{node.op} stands where the op has a projection", node.id)

@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ....graph.canonical.fused_nodes import labels_of
+from ....graph.canonical.fused_nodes import node_labels
 from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import CanonicalView
 from .axes import Side, Unread, is_plain, is_product_of, read_by, side_of, slot_of, slot_reading
@@ -184,7 +184,7 @@ class LayerReader(NormWalk, ResidualWalk):
         if slots is None:
             return None
         known = self.slots(node, slots.x, side.shown)
-        rows, weight = known.keys() & (labels_of(node) or ()), node.operands[slots.w]
+        rows, weight = known.keys() & (node_labels(node) or ()), node.operands[slots.w]
         fresh = [x for x in weight.axes if x not in known]
         if len(fresh) > 1 or not rows.isdisjoint(weight.axes):
             raise Unread("a weight has rows, or columns along several axes", node.id, "axes")

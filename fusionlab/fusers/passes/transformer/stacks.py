@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....graph.matching.region import Region, region_signature
-from ....graph.program.identical import made_alike
+from ....graph.program.identical import computed_alike
 from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
 from ...engine.base import Substitution
@@ -56,7 +56,7 @@ def _joins(first: Found, second: Found) -> bool:
     if not alone or _kind(first) != _kind(second) or first.planned.gives != second.planned.takes:
         return False
     mine, theirs = first.region.leaves, second.region.leaves
-    return all(made_alike(block, mine[n], theirs[n]) for n in mine if _is_shared(n) and n != "x")
+    return all(computed_alike(block, mine[n], theirs[n]) for n in mine if _is_shared(n) and n != "x")
 
 
 def _is_shared(name: str) -> bool:

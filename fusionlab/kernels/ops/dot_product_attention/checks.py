@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import ArgumentError
-from ...op.arrays import arithmetic_dtype
+from ....graph.dtypes import arithmetic_dtype
 from .layouts import AttentionSizes
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -40,7 +40,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....device import Device
-from ...op.arrays import arithmetic_dtype, summed_to
+from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import summed_to
 
 Array = Any
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...op.arrays import arithmetic_dtype, wide
+from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import wide
 from ..gemm_epilogue.activations import ACTIVATIONS
 
 Array = Any

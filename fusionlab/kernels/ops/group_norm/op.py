@@ -11,7 +11,8 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ...op.arrays import arithmetic_dtype, batch_of_rows, check_dtypes, check_vectors
+from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
 from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
 from ...op.labels import Axes
 from ...op.op import Op

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...op.arrays import arithmetic_dtype
+from ....graph.dtypes import arithmetic_dtype
 
 Array = Any
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...op.arrays import arithmetic_dtype
+from ....graph.dtypes import arithmetic_dtype
 
 Array = Any
 Weights = Mapping[str, Array]  # slot, without the layer's number -> array; absent ones are not there

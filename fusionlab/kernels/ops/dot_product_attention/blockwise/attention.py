@@ -21,7 +21,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ....op.arrays import arithmetic_dtype
+from .....graph.dtypes import arithmetic_dtype
 from ..reference import AttentionNumbers, near, rounded, statistics, through_softcap, weigh
 from .blocks import (
     Broadcast,
