@@ -92,14 +92,14 @@ class Original:
         return program
 
     def _forward_of(self, version: Bound, name: str) -> Program:
-        told = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
-        return compile_program(version.fn, version.args, version.kwargs, **told)
+        options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
+        return compile_program(version.fn, version.args, version.kwargs, **options)
 
     def backward_of(self, version: Bound, name: str = "after") -> Program:
         """The value and the gradients of a version, compiled."""
         args = (self.cotangents, version.args, version.kwargs)
-        told = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
-        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **told)
+        options = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
+        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
 
     @functools.cached_property
     def reference(self) -> Reference:

@@ -201,8 +201,8 @@ def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[A
         where = "fl.fuse" if found is not None else "fl.find"
         return CallOutcome(*_counts(found), fault=f"raises under {where}, not under jax.jit: {error_text(error)}")
     got = arrays_of(out, (args, kwargs))
-    said = _other_types(want, got) or _other_values(want, got, lambda: _numerics(fn, fused, call))
-    return CallOutcome(*_counts(found), fault=said)
+    fault = _other_types(want, got) or _other_values(want, got, lambda: _numerics(fn, fused, call))
+    return CallOutcome(*_counts(found), fault=fault)
 
 
 def _counts(found: lab.Findings | None) -> tuple[int, int]:

@@ -70,7 +70,7 @@ class Everywhere:
         passes = config.option.fusionlab_everywhere_passes
         self._passes = None if passes is None else passes.split(",")
         self._most = config.option.fusionlab_everywhere_seconds
-        self._watch = Watch(self._told)
+        self._watch = Watch(self._on_call)
         self._watch.install()
         self._start()
 
@@ -100,7 +100,7 @@ class Everywhere:
             pytest.fail(text, pytrace=False)
         return result
 
-    def _told(self, fn: Callable, run: Callable, args: tuple, kwargs: dict) -> Any:
+    def _on_call(self, fn: Callable, run: Callable, args: tuple, kwargs: dict) -> Any:
         """The test's own call, then the same beside it."""
         start = time.perf_counter()
         self._counts["calls"] += 1
@@ -155,9 +155,9 @@ class Everywhere:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         counts: Counter[str] = Counter()
         tests = 0
-        for told in _properties(terminalreporter.stats):
+        for counted in _properties(terminalreporter.stats):
             tests += 1
-            counts.update(told)
+            counts.update(counted)
         terminalreporter.section("fl.fuse beside jax.jit")
         n = {name: counts[name] for name in ("calls", "programs", "sites", "declined", "faults")}
         terminalreporter.line(

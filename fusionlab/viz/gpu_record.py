@@ -44,9 +44,9 @@ def ratios(record: Mapping[str, Any]) -> dict[str, tuple[float, dict[str, Ratio]
         base = programs[BASE]
         rivals = {}
         for rival in (r for r in RIVALS if r in programs):
-            one = programs[rival]
-            interval = ratio_interval(base["samples_s"], one["samples_s"])
-            rivals[rival] = Ratio(one["median_s"], base["median_s"] / one["median_s"], interval)
+            rival_times = programs[rival]
+            interval = ratio_interval(base["samples_s"], rival_times["samples_s"])
+            rivals[rival] = Ratio(rival_times["median_s"], base["median_s"] / rival_times["median_s"], interval)
         found[name] = base["median_s"], rivals
     return found
 
@@ -115,8 +115,8 @@ def record_html(record: Mapping[str, Any]) -> str:
     )
 
 
-def _cell(one: Ratio | None) -> str:
-    if one is None:
+def _cell(ratio: Ratio | None) -> str:
+    if ratio is None:
         return ""
-    low, high = one.interval
-    return f"{seconds(one.median_s)}, {one.ratio:.2f}× [{low:.2f}, {high:.2f}]"
+    low, high = ratio.interval
+    return f"{seconds(ratio.median_s)}, {ratio.ratio:.2f}× [{low:.2f}, {high:.2f}]"

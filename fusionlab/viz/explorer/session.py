@@ -84,7 +84,7 @@ class Session:
         self._roofs: dict[Strategy | None, Roofline] = {}
         self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
-        self._told: tuple[Any, dict[str, Any]] = (None, {})
+        self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
 
@@ -102,7 +102,7 @@ class Session:
     def can_undo(self) -> bool:
         return bool(self._past)
 
-    def decide(self, what: str, setting: Setting) -> bool:
+    def decide(self, words: str, setting: Setting) -> bool:
         """Makes this the setting and writes a line into the ledger; False where it is the setting already.
 
         Raises:
@@ -116,7 +116,7 @@ class Session:
         except BaseException:
             self._past.pop()
             raise
-        self._decisions.append(Decision(what, setting))
+        self._decisions.append(Decision(words, setting))
         self._changed()
         return True
 
@@ -126,8 +126,8 @@ class Session:
             return False
         setting, was = self._past.pop(), self.setting
         self._become(setting)
-        said = _words(self.findings, was.enabled, setting.enabled)
-        self._decisions.append(Decision(f"undone: {said or 'options as before'}", setting))
+        words = _words(self.findings, was.enabled, setting.enabled)
+        self._decisions.append(Decision(f"undone: {words or 'options as before'}", setting))
         self._changed()
         return True
 
@@ -152,7 +152,7 @@ class Session:
         if option not in known:
             raise unknown_name(f"option of {name}", option, known)
         choices = known[option]["choices"]
-        if not _is_one_of(value, choices):
+        if not _is_choice(value, choices):
             raise ArgumentError(f"{name}.{option}: got {value!r}, needed one of {', '.join(map(repr, choices))}")
         strategy = with_option(self.setting.strategy, self.findings.passes, name, option, value)
         found = self._findings(strategy)
@@ -373,8 +373,8 @@ class Session:
             self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
         elif awaited and self._last_tabs:
             shown = [self._awaited(tab) for tab in shown]
-        told = [{"name": "Ledger", "html": self.ledger.html()}]
-        return shown + told + ([{"name": "Code", "html": code(script)}] if script else [])
+        ledger = [{"name": "Ledger", "html": self.ledger.html()}]
+        return shown + ledger + ([{"name": "Code", "html": code(script)}] if script else [])
 
     def _own_code(self) -> int:
         """How many sites are on that run anything but what XLA runs anyway."""
@@ -403,11 +403,11 @@ class Session:
 
     def _summary(self) -> dict[str, Any]:
         key = self.setting, id(self.evidence)
-        if self._told[0] != key:
+        if self._last_summary[0] != key:
             # Structures are left out: looking for them takes as long as the search itself.
-            told = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
-            self._told = key, told
-        return self._told[1]
+            facts = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
+            self._last_summary = key, facts
+        return self._last_summary[1]
 
     def _hits(self) -> Any:
         return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)
@@ -422,7 +422,7 @@ class Session:
         return inspect(
             self.shown_graph,
             self.shown_findings,
-            chosen.what,
+            chosen.target,
             enabled=self.enabled,
             compiled=self.compiled_shown,
             shares=shares,
@@ -430,7 +430,7 @@ class Session:
         )
 
 
-def _is_one_of(value: Any, choices: Sequence[Any] | None) -> bool:
+def _is_choice(value: Any, choices: Sequence[Any] | None) -> bool:
     """Whether an option takes a value: any where there are no choices, else an equal one of the same type (True is no 1)."""
     if choices is None:
         return True

@@ -43,7 +43,7 @@ class Explorer(anywidget.AnyWidget):
       graph: the original program.
       findings: what was found in it.
       measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It may call
-        `progress(what, done, total)`, and should stop once `cancel()` is True.
+        `progress(task, done, total)`, and should stop once `cancel()` is True.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
       rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
@@ -307,10 +307,10 @@ class Explorer(anywidget.AnyWidget):
         with contextlib.suppress(Exception):
             run(setting, token)
 
-    def _progress(self, token: Cancel, what: str, done: int, total: int) -> None:
+    def _progress(self, token: Cancel, task: str, done: int, total: int) -> None:
         if not token.is_set():
-            status = f"{what} {done}/{total}" if total else what
-            self._say(status, {"running": True, "what": what, "done": done, "total": total})
+            status = f"{task} {done}/{total}" if total else task
+            self._say(status, {"running": True, "what": task, "done": done, "total": total})
 
     def _finish(self, token: Cancel, status: str, error: BaseException | None = None) -> None:
         if not self._background.end(token):  # cancelled, and perhaps another one runs already

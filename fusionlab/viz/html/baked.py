@@ -111,16 +111,18 @@ def bake(
     queue = _closed(first)
     seen = set(queue)
     for gid in queue:  # grows while it is walked
-        view = _one(scenes, gid, deadline, max_bytes, lambda g=gid: view_of(opened.union(tree.around(g)), ()), scene_of)
+        view = _bake_scene(
+            scenes, gid, deadline, max_bytes, lambda g=gid: view_of(opened.union(tree.around(g)), ()), scene_of
+        )
         new = [g for g in _closed(view) if g not in seen] if view is not None else []
         queue += new
         seen.update(new)
     for gid in sorted(opened & tree.parents.keys(), key=lambda g: len([*tree.around(g)])):
-        _one(scenes, f"-{gid}", deadline, max_bytes, lambda g=gid: view_of(opened - {g}, (g,)), scene_of)
+        _bake_scene(scenes, f"-{gid}", deadline, max_bytes, lambda g=gid: view_of(opened - {g}, (g,)), scene_of)
     return scenes
 
 
-def _one(
+def _bake_scene(
     scenes: Scenes,
     key: str,
     deadline: float,

@@ -179,9 +179,9 @@ class _Inspector:
         return f"{_typed(atom)} {self.origin(atom, block)}"
 
     def origin(self, value: Value, block: Block) -> str:
-        made_by = block.producer.get(value.id)
-        if made_by is not None:
-            return f"← {pick_node(made_by)}"
+        maker = block.producer.get(value.id)
+        if maker is not None:
+            return f"← {pick_node(maker)}"
         if any(v.id == value.id for v, _ in block.consts):
             return "← an array captured by the program"
         if block is not self.graph.top:
@@ -190,7 +190,7 @@ class _Inspector:
         placed = dict(
             zip((v.id for v in self.graph.top.inputs), map(sharding_text, self.graph.in_shardings), strict=False)
         )
-        sharded = f", sharded {mono(told)}" if (told := placed.get(value.id)) else ""
+        sharded = f", sharded {mono(sharding)}" if (sharding := placed.get(value.id)) else ""
         return f"← argument {mono(names.get(value.id, value.name))}{sharded}"
 
     def cost(self, node: Node) -> str:
@@ -211,10 +211,13 @@ class _Inspector:
         for k in kernels:
             others = [i for i in k.nodes if i != node.id]
             ops = f"{len(k.nodes)} {plural('op', len(k.nodes))}"
-            said = f"{pick(k.name)} {text(f'{k.kind}, {k.target}')}, {ops}"
+            kernel_text = f"{pick(k.name)} {text(f'{k.kind}, {k.target}')}, {ops}"
             beside = f"<br>with {pick_nodes(self.graph, others)}" if others else ""
             rows.append(
-                ("belongs to" if k.inferred else "fused into" if k.kind == "fusion" else "runs as", said + beside)
+                (
+                    "belongs to" if k.inferred else "fused into" if k.kind == "fusion" else "runs as",
+                    kernel_text + beside,
+                )
             )
         if not any(not k.inferred for k in kernels):
             rows.append(("fate", text(self.compiled.fate(node))))
@@ -283,11 +286,11 @@ class _Inspector:
         if kernel is None:
             return None
         ids = [i for i in kernel.nodes if i in self.graph.node_by_id]
-        made = "for" if kernel.inferred else "of"
+        relation = "for" if kernel.inferred else "of"
         rows: list[Fact] = [
             ("kind", text(f"{kernel.kind}, {kernel.target}")),
             ("in", text(kernel.computation)),
-            (f"{made} {len(ids)} {plural('op', len(ids))}", pick_nodes(self.graph, ids)),
+            (f"{relation} {len(ids)} {plural('op', len(ids))}", pick_nodes(self.graph, ids)),
             ("computes", _primitives(self.graph.node_by_id[i] for i in ids)),
             *self.traffic(kernel, ids),
         ]

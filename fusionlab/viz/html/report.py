@@ -60,8 +60,8 @@ def report_html(
       **view_options: further options of `view_model`.
     """
     pictures = Pictures(graph, findings)
-    told: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
-    view = pictures.view(enabled=enabled, **told, **view_options)
+    content: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
+    view = pictures.view(enabled=enabled, **content, **view_options)
     title = title or f"FusionLab: {view['title']}"
     later = (after, view_model(after, None, **view_options)) if after is not None else None
 

@@ -97,8 +97,8 @@ def _candidate(s: Mapping[str, Any]) -> list[str]:
     state = "applied" if s["state"] == "applied" else "not applied"
     lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
     lines += [_e(s["paired"])] if s["paired"] else []
-    told = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
-    lines += [f'<span class="quiet">{_e(n)}</span>' for n in told]
+    remarks = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
+    lines += [f'<span class="quiet">{_e(n)}</span>' for n in remarks]
     rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
     return lines + ([table(["backend", "verdict", "reason"], rows)] if rows else [])
 

@@ -67,7 +67,7 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
         "worst": _worst(leaves),
         "regressions": len(numerics.regressions) if numerics is not None else 0,
         "notes": list(evidence.all_notes),
-        "memory": [{"what": what, **dataclasses.asdict(m)} for what, m in memories if m is not None],
+        "memory": [{"what": call, **dataclasses.asdict(m)} for call, m in memories if m is not None],
         "devices": _devices_dict(evidence),
         "environment": environment_dict(evidence),
     }
@@ -81,7 +81,7 @@ def _devices_dict(evidence: Evidence) -> dict[str, Any] | None:
     return {
         "place": over.place,
         "collectives": [
-            [what, kind, b.count, a.count, bytes_text(b.bytes), bytes_text(a.bytes)] for what, kind, b, a in rows
+            [call, kind, b.count, a.count, bytes_text(b.bytes), bytes_text(a.bytes)] for call, kind, b, a in rows
         ],
         "device_s": {version: dict(times) for version, times in over.device_s.items()},
     }

@@ -80,12 +80,12 @@ class GroupTree:
         shown = own + list(members(group.children))
         before = [self._copies.get(nid, {}) for nid in shown]
         # Equal records are one object: there are as many as copies, not as nodes.
-        made: dict[tuple[int, int], dict[str, int]] = {}
+        shared: dict[tuple[int, int], dict[str, int]] = {}
         for k, unit in enumerate(itertools.chain([None], group.hidden)):
             for nid, twin, others in zip(shown if unit is None else members(unit), shown, before, strict=True):
                 if unit is not None:
                     self._twin[nid] = self.twin(twin)
-                self._copies[nid] = made.setdefault((id(others), k) if others else (0, k), {**others, group.id: k})
+                self._copies[nid] = shared.setdefault((id(others), k) if others else (0, k), {**others, group.id: k})
 
     def _linked(self, edges: Iterable[tuple[Key, Key, Value]]) -> Iterator[Link]:
         found: dict[tuple[Key, Key, frozenset[str]], Link] = {}
@@ -184,10 +184,10 @@ def sites_inside(item: Item) -> list[ShownSite]:
 
 def _type_once(value: Value, known: dict[int, str]) -> str:
     """The text of a value's type, made once for all values of one `aval`."""
-    told = known.get(id(value.aval))
-    if told is None:
-        told = known[id(value.aval)] = type_text(value.aval)
-    return told
+    known_text = known.get(id(value.aval))
+    if known_text is None:
+        known_text = known[id(value.aval)] = type_text(value.aval)
+    return known_text
 
 
 def _runs_of_copy(there: dict[str, int]) -> frozenset[str]:
