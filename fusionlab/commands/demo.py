@@ -106,10 +106,10 @@ class Demo:
         yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
         yield from (f"  {line}" for line in self.elsewhere.reasons())
         if self.record is not None:
-            from ..viz.gpu_record import summary, where
+            from ..viz.gpu_record import ratio_range, where
 
             yield f"\nOn record from a GPU ({where(self.record)})"
-            yield f"  {summary(self.record)}"
+            yield f"  {ratio_range(self.record)}"
         yield f"\n{self.seconds:.0f} s in all. Open {os.path.join(self.folder, 'report.html')}"
 
     def _rows(self) -> Iterator[list[str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fusionlab.errors import ArgumentError, MissingDependencyError
-from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 
 from .errors.numerics import Error, LeafNumerics, Numerics
@@ -19,7 +19,7 @@ from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import CompiledMemory, Memory
 from .instruments.progress import Progress
 from .instruments.record import Environment, environment, load_json, save_json, to_json
-from .instruments.timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
+from .instruments.timing import WALL, Runs, Timing, Verdict, check_effort, seconds
 from .measuring import Measuring
 from .over_devices import OverDevices
 

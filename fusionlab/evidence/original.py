@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.interpret.promote import Promoted, promote
 from fusionlab.kernels.op.op import meaning_of
 
@@ -25,7 +25,6 @@ from .errors.numerics import (
 from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
-from .instruments.timing import as_tuple
 
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 

@@ -116,11 +116,11 @@ def over_devices(pairs: Mapping[str, tuple[Program, Program] | None], timed: boo
     )
     forward = known.get("forward", ())
     times = {p.name: device_seconds(p) for p in forward} if timed else {}
-    mesh = next((m for pair in known.values() for p in pair if (m := mesh_of(p))), {})
+    mesh = next((m for pair in known.values() for p in pair if (m := mesh_sizes(p))), {})
     return OverDevices(mesh, len(devices), len({d.process_index for d in devices}), sent, times)
 
 
-def mesh_of(program: Program) -> dict[str, int]:
+def mesh_sizes(program: Program) -> dict[str, int]:
     """Axis -> size of the mesh that its arguments lie on, or else of its first shard_map; empty where there is none."""
     placed = (
         getattr(a.sharding, "mesh", None) for a in jax.tree.leaves((program.args, program.kwargs)) if _is_array(a)

@@ -69,7 +69,7 @@ def bisect(
     found, chosen, call = _selected(fn, args, kwargs, asked)
     tried = _trials(found, call, grad)
     effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
-    return trials.bisect(tried, found.graph.name, of, list(chosen), **effort)
+    return trials.bisect_subsets(tried, found.graph.name, of, list(chosen), **effort)
 
 
 def errors_by_site(

@@ -59,7 +59,7 @@ def where(record: Mapping[str, Any]) -> str:
     return ", ".join(p for p in parts if p)
 
 
-def summary(record: Mapping[str, Any]) -> str:
+def ratio_range(record: Mapping[str, Any]) -> str:
     """The record in a line: the range of FusionLab's ratios."""
     found = [rivals["fusionlab"].ratio for _, rivals in ratios(record).values()]
     return f"{min(found):.2f}x to {max(found):.2f}x of jax.jit's speed on {len(found)} perceptrons, forward + backward"

@@ -11,7 +11,7 @@ import jax
 
 from fusionlab.errors import OutOfMemoryError
 
-from ..units import size
+from ..units import binary_bytes
 
 _STATUS = "RESOURCE_EXHAUSTED"  # XLA's word; other failures of the runtime are none of ours
 _ASKED = re.compile(r"allocat\w* ([\d.,]+) ?(bytes|[KMGT]?i?B)\b")
@@ -44,7 +44,7 @@ def _asked(text: str) -> str:
     if found is None:
         return ""
     number, unit = found.group(1).rstrip(".,"), found.group(2)
-    return f", asking for {size(int(number)) if unit == 'bytes' and number.isdigit() else f'{number} {unit}'}"
+    return f", asking for {binary_bytes(int(number)) if unit == 'bytes' and number.isdigit() else f'{number} {unit}'}"
 
 
 def _first_line(error: Exception) -> str:

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.calls.binding import as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
 
@@ -219,10 +220,6 @@ def time_pair(
     programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **options) for name, c in named]
     effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
     return time_programs("forward", programs[0], programs[1], **effort)
-
-
-def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def check_effort(samples: int, budget_s: float) -> None:

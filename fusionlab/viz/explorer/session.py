@@ -18,7 +18,7 @@ from fusionlab.graph.program.graph import Graph
 
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
-from ..html.tabs import counted, evidence_tabs
+from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
 from ..model.panel import options_of, panel, with_option
 from ..model.search import search
@@ -26,7 +26,7 @@ from ..model.selection import Selection, selection
 from ..model.setting import Decision, Ledger, Setting
 from ..model.summaries import sentence, summary
 from .stage import Stage
-from .state_file import Saved, digest
+from .state_file import Saved, program_digest
 from .toggles import Toggles
 
 Changed = Callable[[], None]
@@ -174,7 +174,7 @@ class Session:
         enabled = frozenset(c.id for c in found.candidates if c.id in wanted)
         self._become(Setting(enabled, saved.setting.strategy))
         lost = []
-        if saved.program != digest(self.graph):
+        if saved.program != program_digest(self.graph):
             lost = [
                 f"this is another program than the one that was saved ({saved.function}): its measurements are left out"
             ]
@@ -398,7 +398,7 @@ class Session:
             return None
         key = self.setting.strategy
         if key not in self._roofs:
-            self._roofs[key] = counted(self.findings, self.rates)
+            self._roofs[key] = roofline_of(self.findings, self.rates)
         return self._roofs[key]
 
     def _summary(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from .session import Session
 from .state_file import Saved, saved_text
 from .toggles import Toggles
 
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 _HERE = Path(__file__).parents[1] / "assets"
 _IDLE = {"running": False, "what": "", "done": 0, "total": 0}
 
@@ -95,8 +95,8 @@ class Explorer(anywidget.AnyWidget):
         graph: Graph,
         findings: Findings,
         *,
-        measure: Callable[[Setting, Progress, Cancel], Any] | None = None,
-        shares: Callable[[Setting, Findings, Progress, Cancel], Any] | None = None,
+        measure: Callable[[Setting, OnProgress, Cancel], Any] | None = None,
+        shares: Callable[[Setting, Findings, OnProgress, Cancel], Any] | None = None,
         rates: Callable[[], Device] | None = None,
         rates_at_once: bool = False,
         after: Callable[[Setting, Findings], Graph] | None = None,

@@ -134,7 +134,7 @@ def _bake_scene(
     if scenes.size < max_bytes and time.monotonic() < deadline:
         view = view_of()
         if len(view["boxes"]) <= _MOST_BOXES:
-            text = pack(scene_of(view))
+            text = packed_json(scene_of(view))
             if scenes.size + len(text) <= max_bytes:
                 scenes.packed[key] = text
                 scenes.size += len(text)
@@ -181,7 +181,7 @@ def index(graph: Graph, tree: BakedGroups, opened: Collection[str]) -> dict[str,
     return {"groups": groups, "strings": [*strings], "nodes": rows}
 
 
-def pack(data: Any) -> str:
+def packed_json(data: Any) -> str:
     """JSON, gzip, base64: what the browser's DecompressionStream opens. The same data always gives the same text."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

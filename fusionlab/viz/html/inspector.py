@@ -14,8 +14,8 @@ from typing import Any
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.attribution import SiteShares
-from fusionlab.evidence.instruments.memory import size as bytes_text
 from fusionlab.evidence.roofline import Roofline
+from fusionlab.evidence.units import binary_bytes
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.structures import Structure
@@ -44,7 +44,7 @@ from ..markup import (
 )
 from ..model.node_data import find_node
 from ..model.selection import kernel_named, record_named
-from .inspector_sites import site_html, structure_html, summed, touching_html, xla_html
+from .inspector_sites import site_html, structure_html, total_cost, touching_html, xla_html
 
 _LINE = re.compile(r".+:\d+")
 _OWNER = re.compile(r"(?:^|\.)n(\d+)\.")
@@ -239,7 +239,7 @@ class _Inspector:
                 if value.name != name:
                     continue
                 readers = block.users.get(value.id, ())
-                rows = [("type", mono(type_text(value.aval))), ("size", bytes_text(value.nbytes))]
+                rows = [("type", mono(type_text(value.aval))), ("size", binary_bytes(value.nbytes))]
                 rows += [("is", self.origin(value, block).removeprefix("← ")), ("", self.readers(value, block))]
                 named = dict(zip((v.id for v in self.graph.top.inputs), self.graph.in_names, strict=False))
                 title = f"{name} {named.get(value.id, '')}".strip()
@@ -304,7 +304,7 @@ class _Inspector:
             return []
         if len({self.graph.block_of[i].path for i in ids}) == 1:
             return cost_rows(self.costs.fused(ids))
-        return [("node by node", text(summed(self.costs, ids)))]
+        return [("node by node", text(total_cost(self.costs, ids)))]
 
     # Lines and groups ------------------------------------------------------------------------------------------------
     def line(self, name: str) -> Inspected | None:
@@ -318,7 +318,7 @@ class _Inspector:
             ("line", "<br>".join(map(source_line, sources[:4]))),
             ("equations", f"{len(nodes):,}: {pick_nodes(self.graph, ids)}"),
             ("computes", _primitives(nodes)),
-            *cost_rows(summed(self.costs, ids)),
+            *cost_rows(total_cost(self.costs, ids)),
             ("sites", _pick_sites(self.sites_in(ids))),
         ]
         return Inspected(name, facts(rows) + section("XLA", xla_html(ids, self.compiled)), (), ids)
@@ -344,7 +344,7 @@ class _Inspector:
         rows: list[Fact] = [
             ("nodes", f"{len(nodes):,}"),
             ("computes", _primitives(nodes)),
-            *cost_rows(summed(self.costs, known)),
+            *cost_rows(total_cost(self.costs, known)),
             ("scopes", text(", ".join(_counted((n.scope or "(top)" for n in nodes), 6)))),
             ("lines", _pick_lines(nodes)),
         ]
@@ -385,14 +385,14 @@ def cost_rows(cost: Cost) -> list[Fact]:
 
 
 def _typed(value: Value) -> str:
-    return f"{pick(value.name)} {mono(type_text(value.aval))} {bytes_text(value.nbytes)}"
+    return f"{pick(value.name)} {mono(type_text(value.aval))} {binary_bytes(value.nbytes)}"
 
 
 def _over_devices(node: Node) -> list[Fact]:
     """Of a shard_map its mesh, of a collective the axes and the bytes of one device in one run."""
     axes = collective_axes(node)
     rows: list[Fact] = [("region", text(mesh))] if (mesh := region_mesh_text(node)) else []
-    return rows + ([("over", text(", ".join(axes))), ("bytes", bytes_text(collective_bytes(node)))] if axes else [])
+    return rows + ([("over", text(", ".join(axes))), ("bytes", binary_bytes(collective_bytes(node)))] if axes else [])
 
 
 def _around(node: Node, block: Block) -> list[Fact]:

@@ -17,22 +17,22 @@ from fusionlab.graph.program.graph import Graph
 from ..draw.dot import dom_id
 from ..model.panel import panel
 from ..model.pictures import Pictures
-from .baked import MAX_BYTES, BakedGroups, bake, folded_tree, index, pack, slim
+from .baked import MAX_BYTES, BakedGroups, bake, folded_tree, index, packed_json, slim
 from .inspector import inspect
 
-PREFIX = "fl-"
-AFTER = "fl-after-"
+ID_PREFIX = "fl-"
+AFTER_ID_PREFIX = "fl-after-"
 MAX_PAGE = 1_350_000  # bytes that a page is filled up to with pictures; measurements and tables come first
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
 _MOST_NAMES = 400  # sites, and source lines, that are told of without being drawn
-Draw = Callable[[Mapping[str, Any], str], str]
+DrawView = Callable[[Mapping[str, Any], str], str]
 
 
 def page_data(
     pictures: Pictures,
     enabled: Collection[str] | None,
     view: Mapping[str, Any],
-    draw: Draw,
+    draw: DrawView,
     after: tuple[Graph, Mapping[str, Any]] | None = None,
     used: int = 0,
     **view_options: Any,
@@ -54,21 +54,21 @@ def page_data(
         return pictures.view(enabled=enabled, **options)
 
     def scene_of(shown: Mapping[str, Any]) -> dict[str, Any]:
-        return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": teller.view(shown)}
+        return {"svg": slim(draw(shown, ID_PREFIX)), "items": items(shown, ID_PREFIX), "inspector": teller.view(shown)}
 
     tree = folded_tree(graph, findings, enabled, view_options.get("max_nodes", 60))
-    teller = Teller(graph, findings, enabled, PREFIX, tree)
+    teller = Teller(graph, findings, enabled, ID_PREFIX, tree)
     panes = teller.view(view) | teller.names()
     if after is not None:
-        panes |= Teller(after[0], None, None, AFTER, None).view(after[1])
+        panes |= Teller(after[0], None, None, AFTER_ID_PREFIX, None).view(after[1])
     data = {
         "head": head(view, after is not None),
         "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
-        "items": items(view, PREFIX),
-        "after": items(after[1], AFTER) if after else None,
-        "inspector": pack(panes),
+        "items": items(view, ID_PREFIX),
+        "after": items(after[1], AFTER_ID_PREFIX) if after else None,
+        "inspector": packed_json(panes),
         "sites": {s["id"]: [dom_id(s["id"]), *s["nodes"][:1]] for s in view["sites"]},
-        "index": pack(index(graph, tree, [g["id"] for g in view["groups"]])),
+        "index": packed_json(index(graph, tree, [g["id"] for g in view["groups"]])),
     }
     room = MAX_PAGE - used - len(json.dumps(data))
     scenes = bake(view, tree, view_of, scene_of, max_bytes=min(MAX_BYTES, room))

@@ -14,7 +14,7 @@ from fusionlab.graph.cost.cost import Cost, quantity, total_of
 from fusionlab.graph.program.graph import Graph
 
 from ..markup import quiet, section, table, text
-from ..model.evidence_view import Table, evidence_dict, evidence_tables, measured_on
+from ..model.evidence_view import EvidenceTable, evidence_dict, evidence_tables, measured_on
 from ..model.sites import is_applied
 from .diff import diff_html
 from .kernel_sources import kernels_html
@@ -77,7 +77,7 @@ def _missing(evidence: Any, done: str) -> str:
     return quiet(NOT_MEASURED if evidence is None else f"Not {done}: {evidence.verdict}.")
 
 
-def _table(entry: Table | None) -> str:
+def _table(entry: EvidenceTable | None) -> str:
     return table(entry[1], entry[2], entry[3]) if entry is not None else ""
 
 
@@ -117,14 +117,14 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
         return quiet(why) + _costs(findings)
     costs = _costs(findings)
     try:
-        known = counted(findings, device) if under is None and device is not None else under
+        known = roofline_of(findings, device) if under is None and device is not None else under
     except ArgumentError as error:  # a device whose rates are not known
         return quiet(f"No roof: {error}") + costs
     assert known is not None
     return _pictures(known) + _predictions(known, len(findings.candidates)) + costs
 
 
-def counted(findings: Findings, device: Device) -> Roofline:
+def roofline_of(findings: Findings, device: Device) -> Roofline:
     """The findings under the roof of a device; with predicted gains where that takes no longer than anybody waits."""
     few = findings.graph.node_count * len(findings.candidates) <= _PREDICTED_NODES
     return roofline(findings if few else findings.graph, device)

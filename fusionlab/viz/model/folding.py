@@ -68,8 +68,8 @@ class Group:
     def size(self) -> int:
         """Node count, own node and hidden copies included."""
         if self._size is None:
-            own = (self.node is not None) + sum(map(size, self.children))
-            self._size = own + sum(size(i) for unit in self.hidden for i in unit)
+            own = (self.node is not None) + sum(map(nodes_in, self.children))
+            self._size = own + sum(nodes_in(i) for unit in self.hidden for i in unit)
         return self._size
 
     @property
@@ -101,7 +101,7 @@ class Group:
 Item = NodeBox | Group
 
 
-def size(item: Item) -> int:
+def nodes_in(item: Item) -> int:
     """Node count of an item, hidden copies included."""
     return 1 if isinstance(item, NodeBox) else item.size
 
@@ -355,7 +355,7 @@ class _Builder:
         if len(items) == 1:
             return items[0]
         gid = self.fresh(f"{prefix}/part" if prefix else "part")
-        label = f"{sum(map(size, items)):,} nodes"
+        label = f"{sum(map(nodes_in, items)):,} nodes"
         return Group(gid, "chunk", label, self.cut(items, gid) if len(items) > _FAN_OUT else items)
 
 
@@ -445,7 +445,7 @@ def _best_repeat(sigs: list[int], start: int, positions: list[int], items: list[
             count += 1
         if count < 2:
             continue
-        nodes = sum(map(size, items[start:p]))
+        nodes = sum(map(nodes_in, items[start:p]))
         worth = nodes >= _WORTH or nodes * count >= 3 * _WORTH
         if worth and period * count > best[0] * best[1]:
             best = (period, count)

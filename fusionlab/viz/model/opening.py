@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fusionlab.graph.program.ir import Value, type_text
 
-from .flow import Key
+from .flow import FlowEnd
 from .folding import Group, Item, NodeBox, function_name, has_site, members
 from .sites import ShownSite
 
@@ -32,8 +32,8 @@ class Link:
       type: of the first value; `count` of them flow there.
     """
 
-    start: Key
-    end: Key
+    start: FlowEnd
+    end: FlowEnd
     copies: frozenset[str]
     type: str
     count: int = 1
@@ -47,7 +47,7 @@ class GroupTree:
       links: what flows between nodes, in program order.
     """
 
-    def __init__(self, root: Group, edges: Iterable[tuple[Key, Key, Value]]):
+    def __init__(self, root: Group, edges: Iterable[tuple[FlowEnd, FlowEnd, Value]]):
         self.root = root
         self._parent: dict[str, Group] = {}
         self._home: dict[int, Group] = {}
@@ -87,8 +87,8 @@ class GroupTree:
                     self._twin[nid] = self.twin(twin)
                 self._copies[nid] = shared.setdefault((id(others), k) if others else (0, k), {**others, group.id: k})
 
-    def _linked(self, edges: Iterable[tuple[Key, Key, Value]]) -> Iterator[Link]:
-        found: dict[tuple[Key, Key, frozenset[str]], Link] = {}
+    def _linked(self, edges: Iterable[tuple[FlowEnd, FlowEnd, Value]]) -> Iterator[Link]:
+        found: dict[tuple[FlowEnd, FlowEnd, frozenset[str]], Link] = {}
         nothing: frozenset[str] = frozenset()
         copies, twins = self._copies, self._twin
         types: dict[int, str] = {}
@@ -98,12 +98,12 @@ class GroupTree:
             if isinstance(producer, int):
                 if there and _carried(copies.get(producer), there):
                     continue
-                start: Key = twins.get(producer, producer)
+                start: FlowEnd = twins.get(producer, producer)
             else:
                 start = producer
                 if there:
                     runs = _runs_of_copy(there)
-            end: Key = twins.get(reader, reader) if isinstance(reader, int) else reader
+            end: FlowEnd = twins.get(reader, reader) if isinstance(reader, int) else reader
             known = found.get((start, end, runs))
             if known is not None:
                 known.count += 1

@@ -18,7 +18,7 @@ from fusionlab.graph.program.meshes import collective_axes, collective_bytes, sh
 from ..markup import short
 from ..palette import colour_of, pass_of_op, tint_of
 from .flow import Flow, flow
-from .folding import LAYOUT_OPS, FoldFacts, Group, NodeBox, fold_graph, size
+from .folding import LAYOUT_OPS, FoldFacts, Group, NodeBox, fold_graph, nodes_in
 from .node_data import node_dict
 from .opening import GroupTree, sites_inside
 from .sites import ShownSite, drawn_sites, is_applied
@@ -312,7 +312,7 @@ def _group_label(group: Group) -> str:
 
 def _size(group: Group) -> int:
     """Node count of one copy, the region's own node not counted."""
-    return sum(map(size, group.children))
+    return sum(map(nodes_in, group.children))
 
 
 def _inside_text(sites: list[ShownSite]) -> list[str]:
