@@ -111,6 +111,7 @@ def over_devices(pairs: Mapping[str, tuple[Program, Program] | None], timed: boo
     devices = frozenset().union(*(p.devices for pair in known.values() for p in pair))
     if len(devices) < 2:
         return None
+    # as_text() is None where a backend does not give its HLO.
     sent = tuple(
         Collectives(call, *(traffic(p.compiled.as_text() or "") for p in pair)) for call, pair in known.items()
     )

@@ -199,6 +199,7 @@ class Fused:
                 if not _are_traced(args, kwargs):
                     raise
                 return self._rewritten(self._way_of(caller), args, kwargs)  # nothing of it is kept
+            # jax.jit raises TypeError at a leaf that is no array; of a traced number where Python needs one, the other two.
             except (TypeError, *_WANTS_A_NUMBER) as error:
                 self._learn(error, args, kwargs)
                 if self._jit is not None or self._by(caller, args, kwargs) is run:

@@ -20,7 +20,8 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import type_text
 
 from ..draw.dot import dom_id
-from ..model.folding import Group, NodeBox, fold_graph, members
+from ..model.folding import fold_graph
+from ..model.groups import Group, NodeBox, members
 from ..model.sites import drawn_sites
 
 View = Mapping[str, Any]

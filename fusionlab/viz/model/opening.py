@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from fusionlab.graph.program.ir import Value, type_text
 
 from .flow import FlowEnd
-from .folding import Group, Item, NodeBox, function_name, has_site, members
+from .folding import function_name
+from .groups import Group, Item, NodeBox, has_site, members
 from .sites import ShownSite
 
 # A picture beyond this many boxes is not readable; sites are opened up to here even above `max_nodes`.

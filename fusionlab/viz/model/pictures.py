@@ -18,7 +18,8 @@ from fusionlab.graph.program.meshes import collective_axes, collective_bytes, sh
 from ..markup import short
 from ..palette import colour_of, pass_of_op, tint_of
 from .flow import Flow, flow
-from .folding import LAYOUT_OPS, FoldFacts, Group, NodeBox, fold_graph, nodes_in
+from .folding import LAYOUT_OPS, FoldFacts, fold_graph
+from .groups import Group, NodeBox, nodes_in
 from .node_data import node_dict
 from .opening import GroupTree, sites_inside
 from .sites import ShownSite, drawn_sites, is_applied
