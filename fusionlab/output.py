@@ -30,28 +30,28 @@ def output_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
             yield Path(nowhere)
         return
     target = Path(target)
-    made: list[Path] = []
+    new_folders: list[Path] = []
     try:
         existed = target.is_dir()
         parent = target if existed else target.absolute().parent
         for folder in reversed([p for p in (parent, *parent.parents) if not p.exists()]):
             folder.mkdir()
-            made.append(folder)
+            new_folders.append(folder)
         if not existed and target.exists():
             raise NotADirectoryError(f"{target} is a file")
         work = Path(tempfile.mkdtemp(prefix=".fusionlab-", dir=parent))
     except OSError as e:
-        _remove_empty(made)
+        _remove_empty(new_folders)
         raise OutputError(
             f"cannot write to the folder {str(target)!r} ({e.strerror or e}); give a folder you can write to"
         ) from e
     try:
         yield work
         _publish(work, target, existed)
-        made = []
+        new_folders = []
     finally:
         shutil.rmtree(work, ignore_errors=True)
-        _remove_empty(made)
+        _remove_empty(new_folders)
 
 
 def check_file(target: str | os.PathLike[str], suffix: str | None, folders: bool = False) -> Path:

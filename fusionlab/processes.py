@@ -30,7 +30,7 @@ def several(devices: Iterable[Any]) -> bool:
     return len({device.process_index for device in devices}) > 1
 
 
-def from_process_0(value: Any, what: str) -> np.ndarray:
+def from_process_0(value: Any, task: str) -> np.ndarray:
     """What process 0 gives, in every process; all have to call it at the same point. Values of other processes count only by their shape.
 
     Raises:
@@ -43,7 +43,7 @@ def from_process_0(value: Any, what: str) -> np.ndarray:
     except jax.errors.JaxRuntimeError as error:
         first = next(iter(str(error).splitlines()), "")
         raise ProcessError(
-            f"{what}: this is process {jax.process_index()} of {jax.process_count()}, and not all of them answered ({first}); needed every "
+            f"{task}: this is process {jax.process_index()} of {jax.process_count()}, and not all of them answered ({first}); needed every "
             "process to be alive and to make the same calls in the same order: look for the first error in the others' output, and start "
             "all again"
         ) from error

@@ -106,10 +106,10 @@ class Demo:
         yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
         yield from (f"  {line}" for line in self.elsewhere.reasons())
         if self.record is not None:
-            from ..viz.gpu_record import summary, where
+            from ..viz.gpu_record import ratio_range, where
 
             yield f"\nOn record from a GPU ({where(self.record)})"
-            yield f"  {summary(self.record)}"
+            yield f"  {ratio_range(self.record)}"
         yield f"\n{self.seconds:.0f} s in all. Open {os.path.join(self.folder, 'report.html')}"
 
     def _rows(self) -> Iterator[list[str]]:
@@ -120,11 +120,11 @@ class Demo:
         yield from self._error_rows()
 
     def _memory_rows(self) -> Iterator[list[str]]:
-        for what, memory in (("forward", self.result.memory), ("forward + backward", self.result.memory_grad)):
+        for call, memory in (("forward", self.result.memory), ("forward + backward", self.result.memory_grad)):
             if memory is not None:
                 before, after = memory.before.temp, memory.after.temp
                 ratio = f"{before / after:.2f}x" if after else ""
-                yield [f"compiled temporaries, {what}", mebibytes(before), mebibytes(after), ratio, ""]
+                yield [f"compiled temporaries, {call}", mebibytes(before), mebibytes(after), ratio, ""]
 
     def _error_rows(self) -> Iterator[list[str]]:
         leaves = self.result.numerics.leaves if self.result.numerics else ()

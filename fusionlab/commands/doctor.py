@@ -196,11 +196,11 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     )
 
 
-def _cuda_backend(name: str, what: str, device: Device, *missing: str | None) -> Ability:
+def _cuda_backend(name: str, ability: str, device: Device, *missing: str | None) -> Ability:
     """Ready where JAX sees a CUDA GPU and nothing is missing; else with everything that is."""
     needs = [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
     needs += [m for m in missing if m is not None]
-    return Ability(f"backend {name}", not needs, f"needs {'; '.join(needs)}" if needs else what)
+    return Ability(f"backend {name}", not needs, f"needs {'; '.join(needs)}" if needs else ability)
 
 
 def _launcher() -> Ability:

@@ -62,8 +62,8 @@ class PartTimings:
     @property
     def reconciliation(self) -> Reconciliation:
         """The parts, each without its dispatch, and one dispatch, beside the whole."""
-        told = (*((p.name, p.net_s) for p in self.parts), (_DISPATCH, self.dispatch.median_s))
-        return Reconciliation(told, self.whole.median_s, LONGER, SHORTER)
+        parts = (*((p.name, p.net_s) for p in self.parts), (_DISPATCH, self.dispatch.median_s))
+        return Reconciliation(parts, self.whole.median_s, LONGER, SHORTER)
 
     def __str__(self) -> str:
         clock = f"medians of {len(self.whole.samples_s)} samples, {self.whole.clock}, on {self.hardware}"
@@ -146,10 +146,10 @@ def _compiled(block: Block, cut: Sequence[tuple[str, list[Node]]], leaves: Seque
 
 def _ends(block: Block, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
     """What a part of a block reads that it does not make, and what it makes for the rest."""
-    made = {v.id: v for n in nodes for v in n.outputs}
-    taken = {a.id: a for n in nodes for a in n.values if a.id not in made}
+    outputs = {v.id: v for n in nodes for v in n.outputs}
+    taken = {a.id: a for n in nodes for a in n.values if a.id not in outputs}
     inside = {n.id for n in nodes}
-    given = [v for v in made.values() if v.id in block.returned or _leaves_part(block, v, inside)]
+    given = [v for v in outputs.values() if v.id in block.returned or _leaves_part(block, v, inside)]
     return list(taken.values()), given
 
 
@@ -197,8 +197,8 @@ class SiteShare:
     def __str__(self) -> str:
         low, high = self.interval
         sign = "-" if self.saved_s < 0 else ""
-        said = "" if self.is_clear else ", no clear difference"
-        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} [{low:.3f}, {high:.3f}]{said}"
+        verdict = "" if self.is_clear else ", no clear difference"
+        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} [{low:.3f}, {high:.3f}]{verdict}"
 
 
 @dataclass(frozen=True)
@@ -261,9 +261,9 @@ def sites_of(
         )
     leaves = jax.tree.leaves((args, kwargs))
     names = [c.id for c in chosen]
-    made = {name: found.rewritten(names, skip=[name]) for name in toggled}
-    made |= {"(all)": found.rewritten(names), "(none)": found.rewritten([])}
-    programs = [_program(name, closed, leaves) for name, closed in made.items()]
+    versions = {name: found.rewritten(names, skip=[name]) for name in toggled}
+    versions |= {"(all)": found.rewritten(names), "(none)": found.rewritten([])}
+    programs = [_program(name, closed, leaves) for name, closed in versions.items()]
     with Reporter(progress, "timing sites", samples) as reporter:
         runs, _ = runs_of(programs, samples, budget_s, reporter.step, cancel)
     *without, fused, unfused = runs

@@ -20,7 +20,7 @@ class Trial:
 
     sites: tuple[str, ...]
     bad: bool
-    told: str
+    observed: str
 
 
 @dataclass(frozen=True)
@@ -29,14 +29,14 @@ class Cause:
 
     Attributes:
       sites: ids, in program order.
-      told: what the program with these alone fused shows.
+      observed: what the program with these alone fused shows.
     """
 
     sites: tuple[str, ...]
-    told: str
+    observed: str
 
     def __str__(self) -> str:
-        return f"{' with '.join(self.sites)}: {self.told}"
+        return f"{' with '.join(self.sites)}: {self.observed}"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Bisection:
         if self.stopped:
             head += f", stopped: {self.stopped}"
         if not self.causes:
-            seen = f" ({self.trials[0].told})" if self.trials else ""
+            seen = f" ({self.trials[0].observed})" if self.trials else ""
             return f"{head}: fused, it is not {fault}{seen}"
         return "\n".join([f"{head}: fused, it is {fault}; alone that is so of", *(f"  {c}" for c in self.causes)])
 
@@ -75,8 +75,8 @@ class Bisection:
             "name": self.name,
             "of": self.of,
             "sites": list(self.sites),
-            "causes": [{"sites": list(c.sites), "told": c.told} for c in self.causes],
-            "trials": [{"sites": list(t.sites), "bad": t.bad, "told": t.told} for t in self.trials],
+            "causes": [{"sites": list(c.sites), "told": c.observed} for c in self.causes],
+            "trials": [{"sites": list(t.sites), "bad": t.bad, "told": t.observed} for t in self.trials],
             "stopped": self.stopped,
         }
 
@@ -92,17 +92,17 @@ class _Bisection:
         self, attempt: Callable[[tuple[str, ...]], tuple[bool, str]], most: int, cancel: Any, step: Any
     ) -> None:
         self.attempt, self.most, self.cancel, self.step = attempt, most, cancel, step
-        self.made: dict[tuple[str, ...], Trial] = {}
+        self.tried: dict[tuple[str, ...], Trial] = {}
 
     def bad(self, sites: tuple[str, ...]) -> bool:
-        if sites not in self.made:
+        if sites not in self.tried:
             if self.cancel is not None and self.cancel():
                 raise _Stop("cancelled")
-            if len(self.made) >= self.most:
+            if len(self.tried) >= self.most:
                 raise _Stop("most trials")
-            self.made[sites] = Trial(sites, *self.attempt(sites))
+            self.tried[sites] = Trial(sites, *self.attempt(sites))
             self.step()
-        return self.made[sites].bad
+        return self.tried[sites].bad
 
     def cause(self, sites: tuple[str, ...]) -> Cause:
         """The smallest set in a bad one, by its last member first: where a prefix turns bad is one that cannot be left out."""
@@ -115,7 +115,7 @@ class _Bisection:
                 good, bad = (good, middle) if self.bad((*pool[:middle], *needed)) else (middle, bad)
             needed = (pool[bad - 1], *needed)
             pool = pool[: bad - 1]
-        return Cause(needed, self.made[needed].told)
+        return Cause(needed, self.tried[needed].observed)
 
 
 def bisect_sites(
@@ -136,7 +136,7 @@ def bisect_sites(
       sites: ids, in program order.
       attempt: sites -> (whether the program with these alone fused shows the fault, what was seen).
       most: trials at most.
-      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      progress: False, True (a tqdm bar) or a function of (task, done, total).
       cancel: asked before each trial; when it says True, what was found so far is returned.
     """
     causes: list[Cause] = []
@@ -150,4 +150,4 @@ def bisect_sites(
                 left = tuple(s for s in left if s not in causes[-1].sites)
         except _Stop as why:
             stopped = str(why)
-    return Bisection(name, of, tuple(sites), tuple(causes), tuple(search.made.values()), stopped)
+    return Bisection(name, of, tuple(sites), tuple(causes), tuple(search.tried.values()), stopped)

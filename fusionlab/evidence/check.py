@@ -19,9 +19,9 @@ def check_same(before: Any, after: Any, name: str) -> None:
 
     The tolerance is that of a long reduction (2**16 terms), relative to the leaf's largest entry: both versions round.
     """
-    what = fixed_difference(before, after)
-    if what is not None:
-        raise RewriteError(f"{name}: {what}; this is a bug")
+    difference = fixed_difference(before, after)
+    if difference is not None:
+        raise RewriteError(f"{name}: {difference}; this is a bug")
     old, tree = jax.tree_util.tree_flatten_with_path(before)
     new = jax.tree.leaves(after)
     if jax.tree.structure(after) != tree or len(new) != len(old):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fusionlab.errors import ArgumentError, MissingDependencyError
-from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 
 from .errors.numerics import Error, LeafNumerics, Numerics
@@ -19,7 +19,7 @@ from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import CompiledMemory, Memory
 from .instruments.progress import Progress
 from .instruments.record import Environment, environment, load_json, save_json, to_json
-from .instruments.timing import WALL, Runs, Timing, Verdict, as_tuple, check_effort, seconds
+from .instruments.timing import WALL, Runs, Timing, Verdict, check_effort, seconds
 from .measuring import Measuring
 from .over_devices import OverDevices
 
@@ -185,10 +185,10 @@ class Evidence:
         for timing in self.timings:
             for runs in (timing.before, timing.after):
                 rows += [("time", timing.what, runs.name, s, "s", "", timing.hardware) for s in runs.samples_s]
-        for what, memory in (("forward", self.memory), ("forward + backward", self.memory_grad)):
+        for call, memory in (("forward", self.memory), ("forward + backward", self.memory_grad)):
             if memory is not None:
                 plans = (memory.before, memory.after)
-                rows += [("compiled peak memory", what, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
+                rows += [("compiled peak memory", call, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
         for version, counts in self.kernels.versions if self.kernels else ():
             where = self.environment.hardware
             rows += [("XLA kernels", kind, version, n, "", "", where) for kind, n in counts.items()]
@@ -227,12 +227,12 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
     def runs(d: Mapping[str, Any]) -> Runs:
         keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
         # Older records have neither.
-        told: dict[str, Any] = {
+        later_fields: dict[str, Any] = {
             "clock": d.get("clock", WALL),
             "cold": d.get("cold", False),
             "dispatch_s": d.get("dispatch_s"),
         }
-        return Runs(samples_s=tuple(d["samples_s"]), **told, **{k: d[k] for k in keys})
+        return Runs(samples_s=tuple(d["samples_s"]), **later_fields, **{k: d[k] for k in keys})
 
     low, high = (float(x) for x in data["interval"])
     return Timing(
@@ -330,7 +330,7 @@ def measure(
       same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
         instructions, nothing is timed and the verdict says so.
       timing, numerics, memory: what to measure.
-      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      progress: False, True (a tqdm bar) or a function of (task, done, total).
       cancel: asked between steps; when it says True, what is there so far is returned, with a note.
 
     Raises:
@@ -357,5 +357,5 @@ def measure(
     if same_code and not same and measuring.differs:
         notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
     hlo = measuring.hlo()
-    told = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
-    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **told, **parts)
+    compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)

@@ -140,8 +140,8 @@ def _kernels(trace: Any, runs: int, on_gpu: bool) -> tuple[KernelTime, ...]:
         # Kernels of a stream stand beside one another, and may overlap where one starts before the one ahead has ended.
         for event, own_s in ((e, e.seconds) for e in line) if on_gpu else _own_times(line):
             taken[event.name, event.hlo].append((event.run, own_s))
-    made = (KernelTime(*key, _by_run(launches, runs), len(launches) / runs) for key, launches in taken.items())
-    return tuple(sorted(made, key=lambda k: -k.median_s))
+    kernels = (KernelTime(*key, _by_run(launches, runs), len(launches) / runs) for key, launches in taken.items())
+    return tuple(sorted(kernels, key=lambda k: -k.median_s))
 
 
 def _by_run(launches: Sequence[tuple[Any, float]], runs: int) -> tuple[float, ...]:
@@ -183,11 +183,11 @@ def _lines(trace: Any, on_gpu: bool) -> Iterator[list[_Event]]:
 def _event(event: Any, on_gpu: bool) -> _Event | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of the binding's own making
-        told = dict(event.stats)
-    if not on_gpu and "hlo_op" not in told:
+        stats = dict(event.stats)
+    if not on_gpu and "hlo_op" not in stats:
         return None
-    hlo = str(told.get("hlo_op", ""))
-    run = told.get("run_id", told.get("group_id"))
+    hlo = str(stats.get("hlo_op", ""))
+    run = stats.get("run_id", stats.get("group_id"))
     return _Event(event.name, hlo, run, event.start_ns, event.start_ns + event.duration_ns)
 
 
@@ -204,6 +204,6 @@ def _own_times(events: Iterable[_Event]) -> Iterator[tuple[_Event, float]]:
         yield _closed(open_.pop())
 
 
-def _closed(one: tuple[_Event, list[float]]) -> tuple[_Event, float]:
-    event, inside = one
+def _closed(frame: tuple[_Event, list[float]]) -> tuple[_Event, float]:
+    event, inside = frame
     return event, max(0.0, event.end_ns - event.start_ns - sum(inside)) * 1e-9

@@ -76,10 +76,10 @@ class Measuring:
         return not all(self._equal().values())
 
     def _equal(self) -> dict[str, bool]:
-        for what, pair in (("forward", self._forward), ("forward + backward", self._backward)):
-            if pair is not None and what not in self._compared:
+        for call, pair in (("forward", self._forward), ("forward + backward", self._backward)):
+            if pair is not None and call not in self._compared:
                 before, after = (instructions(p.compiled.as_text()) for p in pair)
-                self._compared[what] = before == after
+                self._compared[call] = before == after
         return self._compared
 
     def devices(self, timed: bool) -> OverDevices | None:
@@ -88,7 +88,7 @@ class Measuring:
 
     def notes(self) -> list[str]:
         """What was seen of the compiled programs, in sentences."""
-        equal = [what for what, same in self._equal().items() if same]
+        equal = [call for call, same in self._equal().items() if same]
         return [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
 
     def hlo(self) -> dict[str, str]:
@@ -114,17 +114,17 @@ class Measuring:
                 reporter.step()
                 leaves = original.errors(after, backward)
             except TraceError as error:
-                told = str(error)
+                reason = str(error)
             except OutOfMemoryError as error:
-                told = f"{error}; fl.errors_by_site(..., local=True) takes one site at a time to float64"
+                reason = f"{error}; fl.errors_by_site(..., local=True) takes one site at a time to float64"
             else:
-                told = ""
+                reason = ""
                 reporter.step()
-        if told:  # outside of the handler, which holds on to what the failed run held
+        if reason:  # outside of the handler, which holds on to what the failed run held
             original.forget_reference()
             for program in (*self.forward, *(self.backward if self.grad else ())):
                 program.run()  # what has too little memory without the reference as well is no matter of a note
-            notes.append(f"no errors were measured: {told}")
+            notes.append(f"no errors were measured: {reason}")
             return None
         sums = original.sums
         left_out = original.left_out if self.grad else ()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.interpret.promote import Promoted, promote
 from fusionlab.kernels.op.op import meaning_of
 
@@ -25,7 +25,6 @@ from .errors.numerics import (
 from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
-from .instruments.timing import as_tuple
 
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
@@ -92,14 +91,14 @@ class Original:
         return program
 
     def _forward_of(self, version: Bound, name: str) -> Program:
-        told = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
-        return compile_program(version.fn, version.args, version.kwargs, **told)
+        options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
+        return compile_program(version.fn, version.args, version.kwargs, **options)
 
     def backward_of(self, version: Bound, name: str = "after") -> Program:
         """The value and the gradients of a version, compiled."""
         args = (self.cotangents, version.args, version.kwargs)
-        told = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
-        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **told)
+        options = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
+        return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
 
     @functools.cached_property
     def reference(self) -> Reference:

@@ -44,10 +44,10 @@ class Collectives:
     def __str__(self) -> str:
         """ "collectives of a device, forward: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
         pairs = ((kind, *self.of(kind)) for kind in self.kinds)
-        told = ", ".join(
+        counts = ", ".join(
             f"{kind} {b.count} ({bytes_text(b.bytes)}) -> {a.count} ({bytes_text(a.bytes)})" for kind, b, a in pairs
         )
-        return f"collectives of a device, {self.what}: {told or 'none'}"
+        return f"collectives of a device, {self.what}: {counts or 'none'}"
 
 
 @dataclass(frozen=True)
@@ -82,45 +82,46 @@ class OverDevices:
 
     @property
     def _times(self) -> str:
-        told = [
+        spans = [
             f"{name} {seconds(min(times.values()))} to {seconds(max(times.values()))}"
             for name, times in self.device_s.items()
             if times
         ]
-        return f"time until a device is done (first to last): {', '.join(told)}" if told else ""
+        return f"time until a device is done (first to last): {', '.join(spans)}" if spans else ""
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OverDevices:
         """Reads what `dataclasses.asdict` gave back."""
 
         def sent(kinds: Mapping[str, Any]) -> dict[str, Traffic]:
-            return {kind: Traffic(**one) for kind, one in kinds.items()}
+            return {kind: Traffic(**counts) for kind, counts in kinds.items()}
 
         calls = (Collectives(c["what"], sent(c["before"]), sent(c["after"])) for c in data["collectives"])
         return cls(data["mesh"], data["devices"], data["processes"], tuple(calls), data["device_s"])
 
 
 def over_devices(pairs: Mapping[str, tuple[Program, Program] | None], timed: bool) -> OverDevices | None:
-    """What may be said of programs (what -> before and after) that run on several devices; None of one.
+    """What may be said of programs (call -> before and after) that run on several devices; None of one.
 
     Args:
       pairs: "forward" and "forward + backward", as far as they were compiled.
       timed: also run the forward programs, to see how long each device takes.
     """
-    known = {what: pair for what, pair in pairs.items() if pair is not None}
+    known = {call: pair for call, pair in pairs.items() if pair is not None}
     devices = frozenset().union(*(p.devices for pair in known.values() for p in pair))
     if len(devices) < 2:
         return None
+    # as_text() is None where a backend does not give its HLO.
     sent = tuple(
-        Collectives(what, *(traffic(p.compiled.as_text() or "") for p in pair)) for what, pair in known.items()
+        Collectives(call, *(traffic(p.compiled.as_text() or "") for p in pair)) for call, pair in known.items()
     )
     forward = known.get("forward", ())
     times = {p.name: device_seconds(p) for p in forward} if timed else {}
-    mesh = next((m for pair in known.values() for p in pair if (m := mesh_of(p))), {})
+    mesh = next((m for pair in known.values() for p in pair if (m := mesh_sizes(p))), {})
     return OverDevices(mesh, len(devices), len({d.process_index for d in devices}), sent, times)
 
 
-def mesh_of(program: Program) -> dict[str, int]:
+def mesh_sizes(program: Program) -> dict[str, int]:
     """Axis -> size of the mesh that its arguments lie on, or else of its first shard_map; empty where there is none."""
     placed = (
         getattr(a.sharding, "mesh", None) for a in jax.tree.leaves((program.args, program.kwargs)) if _is_array(a)

@@ -69,10 +69,10 @@ def diff_records(old: Evidence, new: Evidence) -> RecordDiff:
     notes = []
     if old.name != new.name:
         notes.append(f"the records are of two functions, {old.name} and {new.name}")
-    for what in ("hardware", "versions", "xla_flags", "settings"):
-        before, after = getattr(old.environment, what), getattr(new.environment, what)
+    for part in ("hardware", "versions", "xla_flags", "settings"):
+        before, after = getattr(old.environment, part), getattr(new.environment, part)
         if before != after:
-            notes.append(f"{what}: {_differing(before, after)}")
+            notes.append(f"{part}: {_differing(before, after)}")
     changes = (*_times(old, new), *_memories(old, new), *_errors(old, new))
     return RecordDiff(new.name, changes, tuple(notes))
 
@@ -90,14 +90,14 @@ def _times(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
         either = after or before
         if either is None:
             continue
-        what = f"time, {either.what}"
+        quantity = f"time, {either.what}"
         was, now = _time_text(before, old), _time_text(after, new)
         if before is None or after is None:
-            yield RecordChange(what, was, now, "not compared", "timed in one of them only")
+            yield RecordChange(quantity, was, now, "not compared", "timed in one of them only")
         elif before.hardware != after.hardware or before.clock != after.clock:
-            yield RecordChange(what, was, now, "not compared", "measured on other hardware, or by another clock")
+            yield RecordChange(quantity, was, now, "not compared", "measured on other hardware, or by another clock")
         else:
-            yield RecordChange(what, was, now, _faster(before, after))
+            yield RecordChange(quantity, was, now, _faster(before, after))
 
 
 def _time_text(timing: Timing | None, record: Evidence) -> str:
@@ -116,20 +116,20 @@ def _faster(old: Timing, new: Timing) -> str:
 
 
 def _memories(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
-    for part, what in (("memory", "forward"), ("memory_grad", "forward + backward")):
+    for part, call in (("memory", "forward"), ("memory_grad", "forward + backward")):
         before, after = getattr(old, part), getattr(new, part)
-        what = f"compiled peak memory of the fused version, {what}"
+        quantity = f"compiled peak memory of the fused version, {call}"
         if before is None and after is None:
             continue
         was, now = _peak(before), _peak(after)
         if before is None or after is None:
-            yield RecordChange(what, was, now, "not compared", "known in one of them only")
+            yield RecordChange(quantity, was, now, "not compared", "known in one of them only")
         elif before.hardware != after.hardware:
-            yield RecordChange(what, was, now, "not compared", "measured on other hardware")
+            yield RecordChange(quantity, was, now, "not compared", "measured on other hardware")
         else:
             growth = after.after.peak / max(before.after.peak, 1) - 1
             verdict = "worse" if growth > MEMORY_GROWTH else "better" if growth < -MEMORY_GROWTH else "same"
-            yield RecordChange(what, was, now, verdict)
+            yield RecordChange(quantity, was, now, verdict)
 
 
 def _peak(memory: Memory | None) -> str:

@@ -154,8 +154,8 @@ class Roofline:
 
     def with_measured(self, saved_s: Mapping[str, float]) -> Roofline:
         """With the seconds that sites (by id) saved where measured."""
-        told = (dataclasses.replace(p, measured_saved_s=saved_s.get(p.site)) for p in self.predictions)
-        return dataclasses.replace(self, predictions=tuple(told))
+        predictions = (dataclasses.replace(p, measured_saved_s=saved_s.get(p.site)) for p in self.predictions)
+        return dataclasses.replace(self, predictions=tuple(predictions))
 
     def __str__(self) -> str:
         d = self.device
@@ -164,8 +164,8 @@ class Roofline:
         lines += [f"  {p}" for p in sorted(self.points, key=lambda p: -p.attainable_s)[:12]]
         more = len(self.points) - 12
         lines += [f"  ... and {more} more: .points"] if more > 0 else []
-        told = f"at best {seconds(self.attainable_s)} in {len(self.points)} kernels as XLA is expected to fuse it"
-        lines += [f"{told}, {seconds(self.unfused_s)} with no fusion at all"]
+        total = f"at best {seconds(self.attainable_s)} in {len(self.points)} kernels as XLA is expected to fuse it"
+        lines += [f"{total}, {seconds(self.unfused_s)} with no fusion at all"]
         lines += ["predicted gains beyond XLA:", *(f"  {p}" for p in self.predictions)] if self.predictions else []
         lines += [str(self.reconcile())] if self.measured_s is not None else []
         return "\n".join([*lines, *(f"note: {n}" for n in self.notes)])
@@ -257,9 +257,9 @@ def _predicted(found: Findings, candidate: Candidate, kernels: tuple[ModelKernel
 
 def _why(before: Cost, after: Cost, kernels: tuple[int, int]) -> str:
     parts = []
-    for what, was, now in (("B", before.bytes_moved, after.bytes_moved), ("flop", before.operations, after.operations)):
+    for unit, was, now in (("B", before.bytes_moved, after.bytes_moved), ("flop", before.operations, after.operations)):
         if was != now:
-            parts.append(f"{quantity(abs(was - now))}{what} {'less' if now < was else 'more'}")
+            parts.append(f"{quantity(abs(was - now))}{unit} {'less' if now < was else 'more'}")
     parts.append(f"{kernels[0]} kernels -> {kernels[1]}" if kernels[0] != kernels[1] else "as many kernels")
     return ", ".join(parts)
 

@@ -95,7 +95,7 @@ def each_site(
     return tuple(found)
 
 
-def bisect(
+def bisect_subsets(
     trials: Trials,
     name: str,
     of: str,

@@ -74,11 +74,11 @@ class Tuned:
             why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
             return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
         lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
-        lines += [f"  {_told(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
+        lines += [f"  {_case_text(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
         return "\n".join(lines)
 
 
-def _told(text: str) -> str:
+def _case_text(text: str) -> str:
     """A case for a reader: the op, its sizes, what it is asked for."""
     c = json.loads(text)
     op, role = c.pop("op"), {"call": "forward", "cotangent": "backward"}[c.pop("role")]
@@ -86,15 +86,15 @@ def _told(text: str) -> str:
     if op == "gemm_epilogue":
         shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
         return f"{op} {c['activation']} {shape} {c['dtype']} {role}" + (", mask in bits" if c["packed"] else "")
-    told = (f"{k} {_value_text(v)}" for k, v in c.items() if v is not False)
-    return f"{op} {', '.join(told)}, {role}"
+    settings = (f"{k} {_value_text(v)}" for k, v in c.items() if v is not False)
+    return f"{op} {', '.join(settings)}, {role}"
 
 
 def _value_text(value: Any) -> str:
     """A setting for a reader: a list of numbers as sizes."""
     if not isinstance(value, list):
         return str(value)
-    return (" " if all(isinstance(one, str) for one in value) else "x").join(map(str, value))
+    return (" " if all(isinstance(item, str) for item in value) else "x").join(map(str, value))
 
 
 def _with_times(choice: Choice) -> str:
@@ -143,8 +143,8 @@ def _inner(value: Any) -> Iterator[Any]:
     elif isinstance(value, jex_core.Jaxpr):
         yield from _equations(value)
     elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _inner(one)
+        for item in value:
+            yield from _inner(item)
 
 
 def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: int = SAMPLES) -> Measured:
@@ -190,7 +190,7 @@ def _variants(
     for change in op.variants(role, **dict(call.params)):
         params = dict(call.params) | change
         shapes = op.operand_shapes(dict(call.shapes), **params)
-        names = [n for n, one in op.implementations.items() if not one.refuses(shapes, device, role=role, **params)]
+        names = [n for n, impl in op.implementations.items() if not impl.refuses(shapes, device, role=role, **params)]
         yield change, params, shapes, names
 
 
@@ -201,16 +201,16 @@ def _program(function: Any, operands: Sequence[Any]) -> Any:
 
 def _operands(shapes: Iterable[Any]) -> list[Any]:
     key = jax.random.key(0)
-    made = []
+    arrays = []
     for i, s in enumerate(shapes):
-        one = jax.random.fold_in(key, i)
+        draw_key = jax.random.fold_in(key, i)
         if jnp.issubdtype(s.dtype, jnp.floating):
-            made.append(jax.random.normal(one, s.shape, jnp.float32).astype(s.dtype))
+            arrays.append(jax.random.normal(draw_key, s.shape, jnp.float32).astype(s.dtype))
         elif s.dtype == jnp.bool_:
-            made.append(jax.random.bernoulli(one, 0.5, s.shape))
+            arrays.append(jax.random.bernoulli(draw_key, 0.5, s.shape))
         else:
-            made.append(jax.random.randint(one, s.shape, 0, 2 if s.dtype == jnp.int8 else 127).astype(s.dtype))
-    return jax.block_until_ready(made)
+            arrays.append(jax.random.randint(draw_key, s.shape, 0, 2 if s.dtype == jnp.int8 else 127).astype(s.dtype))
+    return jax.block_until_ready(arrays)
 
 
 def _try_algorithms(function: Any, operands: Sequence[Any], samples: int) -> None:
@@ -249,16 +249,16 @@ def _cublaslt_plan(eqn: Any) -> Any:
 def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
     """For each call and variant its best implementation, and with it the variant that is best for all calls that share it."""
     groups: dict[str, list[Rivals]] = {}
-    for one in measured:
-        content = json.loads(one.call.case() or "{}")
+    for rivals in measured:
+        content = json.loads(rivals.call.case() or "{}")
         alone = content["role"] == "call" and not content.get("residuals")
         key = json.dumps([content[k] for k in _SHARED if k in content] + [alone])
-        groups.setdefault(key, []).append(one)
+        groups.setdefault(key, []).append(rivals)
     for group in groups.values():
         best = _best_variant(group)
-        for one in group:
-            for change, times in one.times_us:
-                text = one.call.case(**change)
+        for rivals in group:
+            for change, times in rivals.times_us:
+                text = rivals.call.case(**change)
                 if text is not None:
                     yield text, Choice(_quickest(times), times, best)
 
@@ -267,7 +267,8 @@ def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:
     """The settings for which the calls of a group together take least time."""
     variants = [change for change, _ in group[0].times_us]
     totals = [
-        sum(times[_quickest(times)] for one in group for change, times in one.times_us if change == v) for v in variants
+        sum(times[_quickest(times)] for rivals in group for change, times in rivals.times_us if change == v)
+        for v in variants
     ]
     return variants[totals.index(min(totals))]
 

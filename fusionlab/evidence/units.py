@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def size(n: float) -> str:
+def binary_bytes(n: float) -> str:
     """Bytes with a binary unit: "1.5 MiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(n) < 1024 or unit == "GiB":

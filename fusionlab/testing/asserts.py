@@ -33,7 +33,7 @@ class Asserted:
       args, kwargs: example arguments.
       passes, device, implementation: as for `fusionlab.find`.
       static_argnums, static_argnames: as in `jax.jit`.
-      told: is given the findings of each search.
+      on_found: is given the findings of each search.
 
     Raises:
       ArgumentError: `args` is no tuple or list, or `fn` is fused already.
@@ -47,7 +47,7 @@ class Asserted:
     implementation: str | None = None
     static_argnums: int | Sequence[int] = ()
     static_argnames: str | Iterable[str] = ()
-    told: Callable[[lab.Findings], None] | None = None
+    on_found: Callable[[lab.Findings], None] | None = None
 
     def __post_init__(self) -> None:
         __tracebackhide__ = True
@@ -75,8 +75,8 @@ class Asserted:
         """As `fusionlab.find`; keyword arguments of the function may have the names of options."""
         graph = lab.trace(self.fn, *self.args, **self.static, **self.kwargs)
         found = lab.find(graph, passes=self.passes, device=self.device, implementation=self.implementation)
-        if self.told is not None:
-            self.told(found)
+        if self.on_found is not None:
+            self.on_found(found)
         return found
 
     def fuse(self) -> lab.Fused:
@@ -87,12 +87,12 @@ def fused_counts(found: Findings) -> dict[str, int | str]:
     """`Findings.counts()` of what is fused: sites that are left as they are on this device do not count."""
     chosen = found.select()
     counts: dict[str, int | str] = {}
-    for name, said in found.counts().items():
+    for name, count in found.counts().items():
         if name in found.passes:
             counts[name] = sum(c.pass_name == name for c in chosen)
         else:
             mine = [c for c in chosen if f"{c.pass_name}_grad" == name]
-            counts[name] = said if said == RUNS_UNDER_GRAD else sum(_with_backward(c) for c in mine)
+            counts[name] = count if count == RUNS_UNDER_GRAD else sum(_with_backward(c) for c in mine)
     return counts
 
 
@@ -140,9 +140,9 @@ def assert_fused(
     left = {name: (n, survivors(found, after, name)) for name, n in survive.items()}
     odd = {name: (n, stay) for name, (n, stay) in left.items() if len(stay) != n}
     if wrong or odd:
-        said = [f"{name}: {_count_text(counts[name])}, expected {n}" for name, n in wrong.items()]
-        said += [f"{name}: {len(stay)} not fused, expected {n}" for name, (n, stay) in odd.items()]
-        lines = [f"{call.name}: {'; '.join(said)}", *_count_lines(found, wrong, counts, odd)]
+        differences = [f"{name}: {_count_text(counts[name])}, expected {n}" for name, n in wrong.items()]
+        differences += [f"{name}: {len(stay)} not fused, expected {n}" for name, (n, stay) in odd.items()]
+        lines = [f"{call.name}: {'; '.join(differences)}", *_count_lines(found, wrong, counts, odd)]
         raise FusionAssertionError("\n".join(lines), found)
     return found
 

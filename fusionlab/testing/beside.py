@@ -45,14 +45,14 @@ class CallOutcome:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
+class CallArguments:
     """The arguments of a call as they were before it."""
 
     leaves: tuple[Any, ...]
     tree: Any
 
     @classmethod
-    def of(cls, args: tuple, kwargs: dict, donated: bool = False) -> Given:
+    def of(cls, args: tuple, kwargs: dict, donated: bool = False) -> CallArguments:
         """A copy of what a call may change: objects of nnx, arrays of numpy, and with `donated` arrays of JAX."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         return cls(copied(leaves, donated), tree)
@@ -105,7 +105,7 @@ class Closed:
     Its result is the list of arrays and objects in the function's own.
     """
 
-    def __init__(self, fn: Callable, given: Given, numbers: bool) -> None:
+    def __init__(self, fn: Callable, given: CallArguments, numbers: bool) -> None:
         self._fn, self._given = fn, given
         self._moves = [is_object(x) or _is_data(x, numbers) for x in given.leaves]
         self.holds_objects = any(map(is_object, given.leaves))
@@ -145,7 +145,7 @@ def _is_key(x: Any) -> bool:
     return hasattr(x, "dtype") and jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = None) -> CallOutcome:
+def beside(fn: Callable, given: CallArguments, after: tuple[Any, Any], passes: Any = None) -> CallOutcome:
     """Runs `fl.fuse(fn)` on the arguments of a call and compares.
 
     Args:
@@ -163,7 +163,7 @@ def beside(fn: Callable, given: Given, after: tuple[Any, Any], passes: Any = Non
     return _beside_a_jit_of_ours(fn, given, passes)
 
 
-def _beside_a_jit_of_ours(fn: Callable, given: Given, passes: Any) -> CallOutcome:
+def _beside_a_jit_of_ours(fn: Callable, given: CallArguments, passes: Any) -> CallOutcome:
     refused: Exception | None = None
     for numbers in (True, False):
         closed = Closed(fn, given, numbers)
@@ -201,8 +201,8 @@ def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[A
         where = "fl.fuse" if found is not None else "fl.find"
         return CallOutcome(*_counts(found), fault=f"raises under {where}, not under jax.jit: {error_text(error)}")
     got = arrays_of(out, (args, kwargs))
-    said = _other_types(want, got) or _other_values(want, got, lambda: _numerics(fn, fused, call))
-    return CallOutcome(*_counts(found), fault=said)
+    fault = _other_types(want, got) or _other_values(want, got, lambda: _numerics(fn, fused, call))
+    return CallOutcome(*_counts(found), fault=fault)
 
 
 def _counts(found: lab.Findings | None) -> tuple[int, int]:

@@ -37,7 +37,7 @@ import pytest
 from ..graph.calls.parts import is_array
 from ..graph.calls.state import is_object
 from ..graph.calls.wrappers import jit_of
-from .beside import CallOutcome, Given, beside
+from .beside import CallArguments, CallOutcome, beside
 from .closures import put_back
 from .watching import Watch
 
@@ -70,7 +70,7 @@ class Everywhere:
         passes = config.option.fusionlab_everywhere_passes
         self._passes = None if passes is None else passes.split(",")
         self._most = config.option.fusionlab_everywhere_seconds
-        self._watch = Watch(self._told)
+        self._watch = Watch(self._on_call)
         self._watch.install()
         self._start()
 
@@ -100,7 +100,7 @@ class Everywhere:
             pytest.fail(text, pytrace=False)
         return result
 
-    def _told(self, fn: Callable, run: Callable, args: tuple, kwargs: dict) -> Any:
+    def _on_call(self, fn: Callable, run: Callable, args: tuple, kwargs: dict) -> Any:
         """The test's own call, then the same beside it."""
         start = time.perf_counter()
         self._counts["calls"] += 1
@@ -126,12 +126,12 @@ class Everywhere:
             self._counts[f"{_SKIPPED}the plugin failed: {type(error).__name__}"] += 1
             return None
 
-    def _new(self, fn: Callable, args: tuple, kwargs: dict) -> Given | None:
+    def _new(self, fn: Callable, args: tuple, kwargs: dict) -> CallArguments | None:
         """A copy of the arguments where this is a program that the test has not called before."""
         donates = (jit := jit_of(fn)) is not None and bool(
             jit.donate_argnums or jit.donate_argnames or jit.donates_rest
         )
-        given = Given.of(args, kwargs, donates)
+        given = CallArguments.of(args, kwargs, donates)
         key = _key(fn, given)
         if key in self._programs:
             return None
@@ -142,7 +142,7 @@ class Everywhere:
         self._counts["programs"] += 1
         return given
 
-    def _count(self, fn: Callable, given: Given, verdict: CallOutcome) -> None:
+    def _count(self, fn: Callable, given: CallArguments, verdict: CallOutcome) -> None:
         self._counts["sites"] += verdict.sites
         self._counts["declined"] += verdict.declined
         if verdict.skipped:
@@ -155,9 +155,9 @@ class Everywhere:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         counts: Counter[str] = Counter()
         tests = 0
-        for told in _properties(terminalreporter.stats):
+        for counted in _properties(terminalreporter.stats):
             tests += 1
-            counts.update(told)
+            counts.update(counted)
         terminalreporter.section("fl.fuse beside jax.jit")
         n = {name: counts[name] for name in ("calls", "programs", "sites", "declined", "faults")}
         terminalreporter.line(
@@ -176,7 +176,7 @@ def _properties(stats: dict[str, list[Any]]) -> Iterator[dict[str, int]]:
                 yield from (json.loads(str(v)) for k, v in report.user_properties if k == _KEY)
 
 
-def _key(fn: Callable, given: Given) -> Any:
+def _key(fn: Callable, given: CallArguments) -> Any:
     """What tells a program of a test from its others: the function, the types of arrays, what is held fixed."""
     return id(fn), str(given.tree), tuple(_kind(x) for x in given.leaves)
 

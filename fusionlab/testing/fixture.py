@@ -127,7 +127,7 @@ class FusionLabFixture:
         __tracebackhide__ = True
         self._summary.assertions += 1
         try:
-            return assertion(fn, args, **self._with(options), told=self._tell)
+            return assertion(fn, args, **self._with(options), on_found=self._tell)
         except FusionAssertionError as failure:
             message = "\n".join([str(failure), *self._report(failure)])
             raise FusionAssertionError(message, failure.found, failure.evidence) from None

@@ -87,14 +87,14 @@ def source_lines(sources: Sequence[Source]) -> list[str]:
 
 def survivor_lines(survivors: Sequence[Survivor]) -> list[str]:
     """Where each of what is left stands."""
-    told = [f"  {s.name} at {s.source}: {s.source.text}" if s.source else f"  {s.name}" for s in survivors[:_MOST]]
-    return [*told, f"  and {len(survivors) - _MOST} more"] if len(survivors) > _MOST else told
+    lines = [f"  {s.name} at {s.source}: {s.source.text}" if s.source else f"  {s.name}" for s in survivors[:_MOST]]
+    return [*lines, f"  and {len(survivors) - _MOST} more"] if len(survivors) > _MOST else lines
 
 
 def site_lines(items: Sequence[Candidate]) -> list[str]:
     """The sites that are fused, where there are too many."""
-    told = [f"  {c.id}: {c.formula}{f' at {c.source}' if c.source else ''}" for c in items[:_MOST]]
-    return [*told, f"  and {len(items) - _MOST} more"] if len(items) > _MOST else told
+    lines = [f"  {c.id}: {c.formula}{f' at {c.source}' if c.source else ''}" for c in items[:_MOST]]
+    return [*lines, f"  and {len(items) - _MOST} more"] if len(items) > _MOST else lines
 
 
 def _code(item: Candidate | Rejection) -> str:

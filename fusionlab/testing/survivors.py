@@ -107,6 +107,7 @@ def _ends_alike(view: CanonicalView, start: Value) -> Iterator[Node]:
 
 
 def _is_float(value: Value) -> bool:
+    # The dtype of random keys is JAX's own, no np.dtype.
     return jnp.issubdtype(value.dtype, np.floating) if isinstance(value.dtype, np.dtype) else False
 
 

@@ -22,8 +22,8 @@ from jax.core import Tracer
 from ..graph.calls.state import is_object
 from ..graph.calls.wrappers import Jit, jit_of
 
-# What is told of a call: (the function to fuse, what runs it, arguments by position, by name) -> the result.
-Told = Callable[[Callable, Callable, tuple, dict], Any]
+# What is called in place of a call: (the function to fuse, what runs it, arguments by position, by name) -> the result.
+OnCall = Callable[[Callable, Callable, tuple, dict], Any]
 _TRANSFORMATIONS = ("jit", "grad", "value_and_grad", "vmap")
 _MACHINERY = {"jax", "flax", "equinox", "fusionlab"}
 _JITS_OF_NNX = ("JitWrapped", "SimpleJitWrapped")
@@ -51,10 +51,10 @@ class Jitted:
 
 
 class Watch:
-    """Tells `told` of each call that a test makes, between `start` and `stop`, in the thread that started it."""
+    """Calls `on_call` for each call that a test makes, between `start` and `stop`, in the thread that started it."""
 
-    def __init__(self, told: Told) -> None:
-        self._told = told
+    def __init__(self, on_call: OnCall) -> None:
+        self._on_call = on_call
         self._thread: int | None = None
         self._undo: list[tuple[Any, str, Any]] = []
         self._seen: set[type] = set()
@@ -86,7 +86,7 @@ class Watch:
             return run(*args, **kwargs)
         self._thread, thread = None, self._thread
         try:
-            return self._told(fn, run, args, kwargs)
+            return self._on_call(fn, run, args, kwargs)
         finally:
             self._thread = thread
 
@@ -99,16 +99,16 @@ class Watch:
 
         @functools.wraps(real)
         def transformation(*args: Any, **kwargs: Any) -> Any:
-            made = real(*args, **kwargs)
+            result = real(*args, **kwargs)
             caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            return made if caller in _MACHINERY else self._of_result(made, bool(args) or "fun" in kwargs)
+            return result if caller in _MACHINERY else self._of_result(result, bool(args) or "fun" in kwargs)
 
         return transformation
 
-    def _of_result(self, made: Any, has_function: bool) -> Any:
+    def _of_result(self, result: Any, has_function: bool) -> Any:
         if not has_function:  # a decorator
-            return lambda fn: self._of_result(made(fn), True)
-        return Jitted(made, self) if jit_of(made) is not None else self._of_function(made)
+            return lambda fn: self._of_result(result(fn), True)
+        return Jitted(result, self) if jit_of(result) is not None else self._of_function(result)
 
     def _of_function(self, function: Any) -> Callable:
         @functools.wraps(function)
@@ -142,13 +142,13 @@ class Watch:
             make = meta.__call__
 
             @functools.wraps(make)
-            def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+            def make_watched(cls: type, *args: Any, **kwargs: Any) -> Any:
                 for c in type.mro(cls) if cls not in self._seen else ():
                     if issubclass(c, base):
                         self._add_class(c)
                 return make(cls, *args, **kwargs)
 
-            self._replace(meta, "__call__", made)
+            self._replace(meta, "__call__", make_watched)
 
     def _add_tree(self, cls: type) -> None:
         self._add_class(cls)

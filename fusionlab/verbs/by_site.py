@@ -50,7 +50,7 @@ def bisect(
       passes, implementation: as for `fuse`.
       grad: also gradients of all float arguments; with `of="time"`, time of value and gradient instead of the forward call.
       samples, budget_s: of each timing.
-      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      progress: False, True (a tqdm bar) or a function of (task, done, total).
       cancel: asked before each trial; when it says True, what was found so far is returned.
       static_argnums, static_argnames: as in `jax.jit`.
 
@@ -69,7 +69,7 @@ def bisect(
     found, chosen, call = _selected(fn, args, kwargs, asked)
     tried = _trials(found, call, grad)
     effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
-    return trials.bisect(tried, found.graph.name, of, list(chosen), **effort)
+    return trials.bisect_subsets(tried, found.graph.name, of, list(chosen), **effort)
 
 
 def errors_by_site(

@@ -35,7 +35,7 @@ def is_disabled() -> bool:
     return os.environ.get(DISABLE, "") not in ("", "0")
 
 
-def search(
+def find_with_notes(
     graph: PlainGraph, passes: Sequence[tuple[Pass, Any]], device: Device, implementation: str | None
 ) -> Findings:
     """`find_in`, with a note on what a named implementation leaves out."""
@@ -199,6 +199,7 @@ class Fused:
                 if not _are_traced(args, kwargs):
                     raise
                 return self._rewritten(self._way_of(caller), args, kwargs)  # nothing of it is kept
+            # jax.jit raises TypeError at a leaf that is no array; of a traced number where Python needs one, the other two.
             except (TypeError, *_WANTS_A_NUMBER) as error:
                 self._learn(error, args, kwargs)
                 if self._jit is not None or self._by(caller, args, kwargs) is run:
@@ -260,7 +261,7 @@ class Fused:
         """What is found, and fused unless skipped, for these arguments."""
         o = self._options
         graph = trace(self.original, *args, **self.asked, **kwargs)
-        return search(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
+        return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""

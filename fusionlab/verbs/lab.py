@@ -14,7 +14,7 @@ from ..fusers import registry as _registry
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import trace as _trace
 from .fused import Fused as Fused
-from .fused import search
+from .fused import find_with_notes
 from .shown import Findings as Findings
 from .shown import Graph as Graph
 from .shown import fields_of
@@ -88,7 +88,7 @@ def find(
         graph = fn
     else:
         graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    found = search(graph, chosen, where, implementation)
+    found = find_with_notes(graph, chosen, where, implementation)
     if dump is not None:
         from .dump import write_dump
 

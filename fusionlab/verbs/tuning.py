@@ -47,7 +47,7 @@ def tune(
       passes: as for `fuse`.
       grad: also the backward calls of `fn`'s gradient; a train step that is differentiated already has its own.
       path: the plan file; None takes `$FUSIONLAB_PLAN_FILE` or `~/.cache/fusionlab/plans.json`, where `fuse` looks.
-      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      progress: False, True (a tqdm bar) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -127,8 +127,8 @@ def _calls(
 
 def _pulled_back(fn: Callable, *values: Any) -> Any:
     out, back = jax.vjp(fn, *values)
-    return out, back(jax.tree.map(_one, out))
+    return out, back(jax.tree.map(_cotangent, out))
 
 
-def _one(out: Any) -> Any:
+def _cotangent(out: Any) -> Any:
     return jnp.ones_like(out) if jnp.issubdtype(out.dtype, jnp.inexact) else np.zeros(out.shape, float0)

@@ -44,9 +44,9 @@ def ratios(record: Mapping[str, Any]) -> dict[str, tuple[float, dict[str, Ratio]
         base = programs[BASE]
         rivals = {}
         for rival in (r for r in RIVALS if r in programs):
-            one = programs[rival]
-            interval = ratio_interval(base["samples_s"], one["samples_s"])
-            rivals[rival] = Ratio(one["median_s"], base["median_s"] / one["median_s"], interval)
+            rival_times = programs[rival]
+            interval = ratio_interval(base["samples_s"], rival_times["samples_s"])
+            rivals[rival] = Ratio(rival_times["median_s"], base["median_s"] / rival_times["median_s"], interval)
         found[name] = base["median_s"], rivals
     return found
 
@@ -59,7 +59,7 @@ def where(record: Mapping[str, Any]) -> str:
     return ", ".join(p for p in parts if p)
 
 
-def summary(record: Mapping[str, Any]) -> str:
+def ratio_range(record: Mapping[str, Any]) -> str:
     """The record in a line: the range of FusionLab's ratios."""
     found = [rivals["fusionlab"].ratio for _, rivals in ratios(record).values()]
     return f"{min(found):.2f}x to {max(found):.2f}x of jax.jit's speed on {len(found)} perceptrons, forward + backward"
@@ -115,8 +115,8 @@ def record_html(record: Mapping[str, Any]) -> str:
     )
 
 
-def _cell(one: Ratio | None) -> str:
-    if one is None:
+def _cell(ratio: Ratio | None) -> str:
+    if ratio is None:
         return ""
-    low, high = one.interval
-    return f"{seconds(one.median_s)}, {one.ratio:.2f}× [{low:.2f}, {high:.2f}]"
+    low, high = ratio.interval
+    return f"{seconds(ratio.median_s)}, {ratio.ratio:.2f}× [{low:.2f}, {high:.2f}]"

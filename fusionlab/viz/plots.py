@@ -212,8 +212,8 @@ def _leaf_name(leaf: LeafNumerics) -> str:
     name = _printable(leaf.name)
     exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
     # The end of a path tells a parameter from its neighbours; the start is the same for all of them.
-    told = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
-    return f"{'∂ ' if leaf.kind == 'gradient' else ''}{told}{exact}"
+    shown = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
+    return f"{'∂ ' if leaf.kind == 'gradient' else ''}{shown}{exact}"
 
 
 # Above the axes, where it covers no point, and below the title, which may be as long as the axes are wide.

@@ -74,8 +74,8 @@ def _draw_measured(ax: Any, points: Iterable[Point]) -> None:
     for p in (p for p in points if p.measured_s is not None):
         x, y = p.intensity, (p.attained or 0) / 1e9
         ax.plot([x], [y], marker="D", linestyle="", color=BEFORE, markersize=7)
-        told = {"textcoords": "offset points", "fontsize": 7, "color": QUIET, "ha": "right"}
-        ax.annotate(f"{short(p.name, 24)}, measured", (x, y), (-9, 7), **told, **AS_IT_IS)
+        style = {"textcoords": "offset points", "fontsize": 7, "color": QUIET, "ha": "right"}
+        ax.annotate(f"{short(p.name, 24)}, measured", (x, y), (-9, 7), **style, **AS_IT_IS)
 
 
 def _name_longest(ax: Any, points: list[Point]) -> None:
@@ -94,15 +94,15 @@ def _name_longest(ax: Any, points: list[Point]) -> None:
         placed.append((first.intensity, slope))
         # Under the roof there is room to the right of the slope, and below the flat part, which ends at the right edge.
         where = (10, -4 - 14 * near) if slope else (14, -16 - 14 * near)
-        told = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope else "right"}
-        ax.annotate(name, (first.intensity, first.attainable / 1e9), where, **told, **AS_IT_IS)
+        style = {"textcoords": "offset points", "fontsize": 7, "color": INK, "ha": "left" if slope else "right"}
+        ax.annotate(name, (first.intensity, first.attainable / 1e9), where, **style, **AS_IT_IS)
 
 
 def _title(roofline: Roofline, left_out: int) -> str:
-    said = f"; {left_out} kernels that compute nothing not shown" if left_out else ""
+    left_text = f"; {left_out} kernels that compute nothing not shown" if left_out else ""
     d = roofline.device
     rates = f"{(d.gemm_flop_per_s or 0) / 1e9:.3g} Gflop/s, {(d.copy_bytes_per_s or 0) / 1e9:.3g} GB/s, measured"
-    return f"{roofline.name}: {len(roofline.points)} kernels as XLA is expected to fuse it{said}\n{d} ({rates})"
+    return f"{roofline.name}: {len(roofline.points)} kernels as XLA is expected to fuse it{left_text}\n{d} ({rates})"
 
 
 def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:

@@ -58,7 +58,7 @@ def _check_products(tables: Sequence[Routes]) -> None:
             "plot_routes: no product to draw; needed findings.routes() of a program with a matrix product"
         )
     names = [[(row.value, row.shape) for row in table] for table in tables]
-    if any(one != names[0] for one in names):
+    if any(product_names != names[0] for product_names in names):
         raise ArgumentError(
             "plot_routes: the tables are not of the same products; needed those of one program on several devices"
         )
@@ -84,13 +84,13 @@ def _tag_cell(row: ProductRoute) -> tuple[str, str]:
 
 def _route_cells(row: ProductRoute) -> list[tuple[str, str]]:
     """Text and tag of each route's cell; no tag where it does not take the product."""
-    told = {a.route.name: a for a in row.answers}
-    if not told:
+    answers = {a.route.name: a for a in row.answers}
+    if not answers:
         middle, why = len(ROUTES) // 2, short(row.reason.partition(":")[0], 60)
         return [(why if i == middle else "", row.tag) for i in range(len(ROUTES))]
     cells = []
     for route in ROUTES:
-        answer = told.get(route.name)
+        answer = answers.get(route.name)
         if answer is None:
             cells.append(("not asked", ""))
         else:
@@ -113,11 +113,11 @@ def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequen
     ax = axes_or_new(ax, 7.2, 1.2 + 0.24 * len(cases))
     colours = {"evaluate": "#009e73", "kernel": "#d55e00", "xla": BEFORE}
     for y, found in enumerate(cases.values()):
-        one = found["fusionlab"]
+        bar = found["fusionlab"]
         tag = _tag_of(found["products"]["fusionlab"])
-        low, high = one["interval"]
-        bars = [[max(0.0, one["ratio"] - low)], [max(0.0, high - one["ratio"])]]
-        ax.errorbar([one["ratio"]], [y], xerr=bars, marker="D", markersize=4, capsize=2, color=colours[tag])
+        low, high = bar["interval"]
+        bars = [[max(0.0, bar["ratio"] - low)], [max(0.0, high - bar["ratio"])]]
+        ax.errorbar([bar["ratio"]], [y], xerr=bars, marker="D", markersize=4, capsize=2, color=colours[tag])
     for tag, colour in colours.items():
         ax.plot([], [], marker="D", linestyle="", markersize=4, color=colour, label=tag)
     ax.axvline(1, color=AFTER, linewidth=1)

@@ -131,7 +131,7 @@ def test_two_planted_sites_are_found_in_few_trials(arguments, planted, layers, b
     assert len(found.sites) == layers
     assert [c.sites for c in found.causes] == [(f"gemm_epilogue@layer_{i}#1",) for i in bad]
     assert len(found.trials) <= most
-    assert "WORSE" in found.causes[0].told
+    assert "WORSE" in found.causes[0].observed
 
 
 def test_nothing_is_blamed_where_nothing_is_wrong(arguments):
@@ -207,7 +207,7 @@ def test_of_time(arguments, monkeypatch):
     weights, x = arguments
     found = fl.bisect(model, weights[:4], x, of="time", grad=False)
     assert [c.sites for c in found.causes] == [("gemm_epilogue@layer_2#1",)]
-    assert "slower" in found.causes[0].told
+    assert "slower" in found.causes[0].observed
 
 
 def test_what_each_site_is_worth_in_time():

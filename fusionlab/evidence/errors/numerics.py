@@ -368,9 +368,9 @@ def named_outputs(outputs: Any) -> list[str]:
 
 def check_same_outputs(before: Any, after: Any) -> None:
     """Raises ArgumentError where two trees of arrays (or shapes) differ in structure, shape or dtype."""
-    what = fixed_difference(before, after)
-    if what is not None:
-        raise ArgumentError(f"fused: {what}")
+    difference = fixed_difference(before, after)
+    if difference is not None:
+        raise ArgumentError(f"fused: {difference}")
     (first, tree), (second, other) = map(jax.tree_util.tree_flatten, (before, after))
     if tree != other:
         raise ArgumentError(f"fused: got outputs of structure {other}, needed the original's, {tree}")

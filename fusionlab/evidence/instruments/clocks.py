@@ -42,14 +42,14 @@ class Clocks:
     load: float | None = None
 
     def __str__(self) -> str:
-        told = (
+        readings = (
             (self.processor_mhz, "{:.0f} MHz"),
             (self.memory_mhz, "memory {:.0f} MHz"),
             (self.temperature_c, "{:.0f} C"),
             (self.power_w, "{:.0f} W"),
             (self.load, "load {:.1f}"),
         )
-        parts = [form.format(value) for value, form in told if value is not None]
+        parts = [form.format(value) for value, form in readings if value is not None]
         return ", ".join([*parts, *(f"throttled: {why}" for why in self.throttled)]) or "not readable"
 
     def to_dict(self) -> dict[str, Any]:

@@ -31,9 +31,9 @@ class KernelCounts:
     def __str__(self) -> str:
         """ "XLA kernels: 14 -> 9 (fusion 10 -> 4, library 4 -> 4, custom 0 -> 1), loop bodies counted once"."""
         kinds = dict.fromkeys((*self.before, *self.after))
-        told = ", ".join(f"{kind} {self.before.get(kind, 0)} -> {self.after.get(kind, 0)}" for kind in kinds)
+        counts = ", ".join(f"{kind} {self.before.get(kind, 0)} -> {self.after.get(kind, 0)}" for kind in kinds)
         before, after = self.total
-        return f"XLA kernels: {before} -> {after}{f' ({told})' if told else ''}, loop bodies counted once"
+        return f"XLA kernels: {before} -> {after}{f' ({counts})' if counts else ''}, loop bodies counted once"
 
 
 def kernels_of(hlo: Mapping[str, str]) -> KernelCounts | None:

@@ -14,7 +14,7 @@ import jax
 
 from fusionlab.errors import ArgumentError, BackendError
 
-from ..units import size
+from ..units import binary_bytes
 from .out_of_memory import out_of_memory
 from .program import Program
 from .record import hardware
@@ -62,8 +62,8 @@ class Memory:
         ratio = b.peak / a.peak if a.peak else 1.0
         change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
         return (
-            f"compiled peak memory: {size(b.peak)} -> {size(a.peak)}{change} "
-            f"(temporaries {size(b.temp)} -> {size(a.temp)}){self._peak}"
+            f"compiled peak memory: {binary_bytes(b.peak)} -> {binary_bytes(a.peak)}{change} "
+            f"(temporaries {binary_bytes(b.temp)} -> {binary_bytes(a.temp)}){self._peak}"
         )
 
     @property
@@ -71,7 +71,7 @@ class Memory:
         return (
             ""
             if self.device_peak is None
-            else f", device peak {size(self.device_peak[0])} -> {size(self.device_peak[1])}"
+            else f", device peak {binary_bytes(self.device_peak[0])} -> {binary_bytes(self.device_peak[1])}"
         )
 
 

@@ -11,7 +11,7 @@ import jax
 
 from fusionlab.errors import OutOfMemoryError
 
-from ..units import size
+from ..units import binary_bytes
 
 _STATUS = "RESOURCE_EXHAUSTED"  # XLA's word; other failures of the runtime are none of ours
 _ASKED = re.compile(r"allocat\w* ([\d.,]+) ?(bytes|[KMGT]?i?B)\b")
@@ -22,8 +22,8 @@ _ADVICE = (
 
 
 @contextlib.contextmanager
-def out_of_memory(what: str) -> Iterator[None]:
-    """Turns XLA's error of exhausted memory into one that names `what` was run; every other error comes through as it is.
+def out_of_memory(task: str) -> Iterator[None]:
+    """Turns XLA's error of exhausted memory into one that names the `task` that was run; every other error comes through as it is.
 
     Raises:
       OutOfMemoryError: the device had too little memory.
@@ -33,10 +33,10 @@ def out_of_memory(what: str) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if _STATUS not in str(error):
             raise
-        told = f"{what} ran out of memory{_asked(str(error))}; {_ADVICE}. XLA: {_first_line(error)}"
+        sentence = f"{task} ran out of memory{_asked(str(error))}; {_ADVICE}. XLA: {_first_line(error)}"
         # The frames that failed hold the arrays that filled the memory, for as long as the error is looked at.
         traceback.clear_frames(error.__traceback__)
-        raise OutOfMemoryError(told) from error
+        raise OutOfMemoryError(sentence) from error
 
 
 def _asked(text: str) -> str:
@@ -44,7 +44,7 @@ def _asked(text: str) -> str:
     if found is None:
         return ""
     number, unit = found.group(1).rstrip(".,"), found.group(2)
-    return f", asking for {size(int(number)) if unit == 'bytes' and number.isdigit() else f'{number} {unit}'}"
+    return f", asking for {binary_bytes(int(number)) if unit == 'bytes' and number.isdigit() else f'{number} {unit}'}"
 
 
 def _first_line(error: Exception) -> str:

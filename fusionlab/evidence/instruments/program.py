@@ -158,11 +158,11 @@ def refuse_side_effects(name: str, jaxpr: Any) -> None:
     if not jaxpr.effects:
         return
     eqn = _first_with_effects(jaxpr)
-    what = f"{eqn.primitive.name}" if eqn is not None else f"effect {next(iter(jaxpr.effects))}"
+    effect = f"{eqn.primitive.name}" if eqn is not None else f"effect {next(iter(jaxpr.effects))}"
     source = source_of(eqn) if eqn is not None else None
     where = f" at {source} ({source.text})" if source else ""
     raise SideEffectError(
-        f"{name}: got a function with a side effect, {what}{where}; a measurement runs it hundreds of times. "
+        f"{name}: got a function with a side effect, {effect}{where}; a measurement runs it hundreds of times. "
         "Needed: a function without prints, callbacks or mutation; take that line out, or use jax.pure_callback."
     )
 

@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.calls.binding import as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
 
@@ -170,12 +171,12 @@ def judge(ratio: float, interval: tuple[float, float], samples: int) -> Verdict:
     return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
 
 
-def timing_of(what: str, before: Runs, after: Runs, stopped: str = "", clocks: Sequence[Clocks] = ()) -> Timing:
+def timing_of(call: str, before: Runs, after: Runs, stopped: str = "", clocks: Sequence[Clocks] = ()) -> Timing:
     """Statistics and verdict over samples taken."""
     ratio = before.median_s / after.median_s
     interval = ratio_interval(before.samples_s, after.samples_s)
     verdict = judge(ratio, interval, min(len(before.samples_s), len(after.samples_s)))
-    return Timing(what, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
+    return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
 
 
 def time_pair(
@@ -203,7 +204,7 @@ def time_pair(
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
       cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
-      progress: False, True (a tqdm bar) or a function of (what, done, total).
+      progress: False, True (a tqdm bar) or a function of (task, done, total).
       cancel: asked before each round; when it says True, what was taken so far is returned.
 
     Raises:
@@ -214,15 +215,11 @@ def time_pair(
     check_effort(samples, budget_s)
     calls = [bind_users(fn, args, kwargs, static_argnums, static_argnames) for fn in (before, after)]
     donated = calls[0].dynamic(as_tuple(donate_argnums), "donate_argnums") or calls[0].donated
-    told = {"donate_argnums": donated, "compiling": compiling(calls[0])}
+    options = {"donate_argnums": donated, "compiling": compiling(calls[0])}
     named = zip(("before", "after"), calls, strict=True)
-    programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **told) for name, c in named]
+    programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **options) for name, c in named]
     effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
     return time_programs("forward", programs[0], programs[1], **effort)
-
-
-def as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
-    return (value,) if isinstance(value, int) else tuple(value)
 
 
 def check_effort(samples: int, budget_s: float) -> None:
@@ -234,7 +231,7 @@ def check_effort(samples: int, budget_s: float) -> None:
 
 
 def time_programs(
-    what: str,
+    call: str,
     before: Program,
     after: Program,
     *,
@@ -258,9 +255,9 @@ def time_programs(
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform
     clocks = [read_clocks(platform)]
-    with Reporter(progress, f"timing {what}", samples) as reporter:
+    with Reporter(progress, f"timing {call}", samples) as reporter:
         (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold, enough)
-    return timing_of(what, first, second, stopped, (*clocks, read_clocks(platform)))
+    return timing_of(call, first, second, stopped, (*clocks, read_clocks(platform)))
 
 
 def runs_of(
@@ -275,9 +272,9 @@ def runs_of(
     """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
     devices = frozenset().union(*(p.devices for p in programs))
     clock = device_clock.NAME if device_clock.can_time(devices) else WALL
-    made = {p.name: _sampler(p, clock, cold) for p in programs}
+    samplers = {p.name: _sampler(p, clock, cold) for p in programs}
     taken, stopped = take_turns(
-        {name: sample for name, (sample, _) in made.items()},
+        {name: sample for name, (sample, _) in samplers.items()},
         samples,
         budget_s=budget_s,
         step=step,
@@ -289,7 +286,7 @@ def runs_of(
         Runs(
             p.name,
             tuple(taken[p.name]),
-            made[p.name][1],
+            samplers[p.name][1],
             p.trace_s,
             p.lower_s,
             p.compile_s,

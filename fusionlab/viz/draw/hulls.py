@@ -17,7 +17,7 @@ from ..palette import QUIET
 from .dot import dom_id
 from .layered import text_width
 
-Point = tuple[float, float]
+XY = tuple[float, float]
 Rect = tuple[float, float, float, float]  # left, top, right, bottom
 
 _PAD = 5.0
@@ -109,7 +109,7 @@ def with_hulls(svg: str, drawn: Sequence[Mapping[str, Any]], id_prefix: str = "f
     return svg[:at] + f'<g class="hulls">{"".join(parts)}</g>\n' + svg[at:] if parts else svg
 
 
-def _drawn(hull: Mapping[str, Any], outline: list[Point], prefix: str, texts: list[Rect], page: Rect) -> str:
+def _drawn(hull: Mapping[str, Any], outline: list[XY], prefix: str, texts: list[Rect], page: Rect) -> str:
     name = short(hull["kernel"], _LABEL)
     where = _label_place(outline, text_width(name, _FONT), texts, page)
     texts.append(where)
@@ -141,7 +141,7 @@ def _places(svg: str) -> dict[str, Rect]:
     return found
 
 
-def _outline(element: str) -> Iterable[Point]:
+def _outline(element: str) -> Iterable[XY]:
     """The corners that an element's outline touches: of rectangles, polygons and paths."""
     for rect in re.finditer(
         rf'<rect x="({_NUMBER})" y="({_NUMBER})" width="({_NUMBER})" height="({_NUMBER})"', element
@@ -182,24 +182,24 @@ def _below_boxes(svg: str) -> int:
 
 
 # Geometry -----------------------------------------------------------------------------------------------------------
-def _around(points: Iterable[Point]) -> Rect:
+def _around(points: Iterable[XY]) -> Rect:
     xs, ys = zip(*points, strict=True)
     return min(xs), min(ys), max(xs), max(ys)
 
 
-def _corners(rect: Rect) -> tuple[Point, ...]:
+def _corners(rect: Rect) -> tuple[XY, ...]:
     left, top, right, bottom = rect
     return (left, top), (right, top), (right, bottom), (left, bottom)
 
 
-def _convex(points: Iterable[Point]) -> list[Point]:
+def _convex(points: Iterable[XY]) -> list[XY]:
     """The convex hull, clockwise as seen on a screen (Andrew's monotone chain)."""
     ordered = sorted(set(points))
     if len(ordered) < 3:
         return ordered
 
-    def chain(some: Iterable[Point]) -> list[Point]:
-        line: list[Point] = []
+    def chain(some: Iterable[XY]) -> list[XY]:
+        line: list[XY] = []
         for p in some:
             while len(line) > 1 and _turn(line[-2], line[-1], p) <= 0:
                 line.pop()
@@ -209,11 +209,11 @@ def _convex(points: Iterable[Point]) -> list[Point]:
     return chain(ordered) + chain(reversed(ordered))
 
 
-def _turn(a: Point, b: Point, c: Point) -> float:
+def _turn(a: XY, b: XY, c: XY) -> float:
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
-def _rounded(outline: list[Point], pad: float) -> str:
+def _rounded(outline: list[XY], pad: float) -> str:
     """The outline moved outwards by `pad`, its corners arcs."""
     parts = []
     for i, b in enumerate(outline):
@@ -224,12 +224,12 @@ def _rounded(outline: list[Point], pad: float) -> str:
     return " ".join(parts) + " Z"
 
 
-def _outwards(a: Point, b: Point, pad: float) -> Point:
+def _outwards(a: XY, b: XY, pad: float) -> XY:
     length = math.hypot(b[0] - a[0], b[1] - a[1]) or 1.0
     return (b[1] - a[1]) / length * pad, -(b[0] - a[0]) / length * pad
 
 
-def _label_place(outline: list[Point], width: float, texts: Sequence[Rect], page: Rect) -> Rect:
+def _label_place(outline: list[XY], width: float, texts: Sequence[Rect], page: Rect) -> Rect:
     """Where the label fits at a corner of the hull: the first place that hides nothing, else the one that hides least."""
     left, top, right, bottom = _around(outline)
     peak, foot = min(outline, key=lambda p: (p[1], p[0])), max(outline, key=lambda p: (p[1], -p[0]))

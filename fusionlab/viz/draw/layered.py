@@ -60,16 +60,16 @@ def text_lines(label: str) -> list[str]:
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
-def parse(dot_text: str) -> Drawing:
+def parse_drawing(dot_text: str) -> Drawing:
     """Reads the DOT we write: digraph, nested subgraphs, node and edge statements with attribute lists.
 
     Raises:
       ArgumentError: the text is not such a graph; names the place.
     """
-    return _Parser(dot_text).graph()
+    return _DrawingParser(dot_text).graph()
 
 
-class _Parser:
+class _DrawingParser:
     def __init__(self, text: str):
         self.tokens: list[tuple[str, int]] = []
         pos = 0
@@ -302,7 +302,7 @@ def _shift(box: Box, dx: float, dy: float) -> None:
 # Drawing ------------------------------------------------------------------------------------------------------------
 def svg(dot_text: str) -> str:
     """DOT text -> SVG text, laid out here."""
-    drawing = parse(dot_text)
+    drawing = parse_drawing(dot_text)
     layout(drawing)
     root = drawing.root
     by_name = {b.name: b for b in root.boxes() if not b.is_cluster}

@@ -64,13 +64,13 @@ def _imports(fn: Callable[..., Any], name: str) -> list[str]:
 
 
 def _strategy(strategy: Strategy) -> list[str]:
-    one = f"strategy = fl.{strategy!r}"
-    if len(one) <= _WIDTH:
-        return [one]
+    line = f"strategy = fl.{strategy!r}"
+    if len(line) <= _WIDTH:
+        return [line]
     return ["strategy = fl.Strategy(", *(f"    {k}={v!r}," for k, v in strategy.items()), ")"]
 
 
 def _listed(name: str, texts: list[str]) -> list[str]:
     quoted = [json.dumps(t, ensure_ascii=False) for t in texts]
-    one = f"{name} = [{', '.join(quoted)}]"
-    return [one] if len(one) <= _WIDTH else [f"{name} = [", *(f"    {q}," for q in quoted), "]"]
+    line = f"{name} = [{', '.join(quoted)}]"
+    return [line] if len(line) <= _WIDTH else [f"{name} = [", *(f"    {q}," for q in quoted), "]"]

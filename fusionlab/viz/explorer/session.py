@@ -5,12 +5,11 @@ The widget (`widget.py`) mirrors what these methods give; a script, a test or an
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fusionlab.device import Device
-from fusionlab.errors import ArgumentError, unknown_name
+from fusionlab.errors import ArgumentError
 from fusionlab.evidence.roofline import Roofline
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
@@ -18,16 +17,16 @@ from fusionlab.graph.program.graph import Graph
 
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
-from ..html.tabs import counted, evidence_tabs
+from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
-from ..model.panel import options_of, panel, with_option
+from ..model.panel import panel
 from ..model.search import search
 from ..model.selection import Selection, selection
-from ..model.setting import Decision, Ledger, Setting
+from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
+from .decided import Decided
 from .stage import Stage
-from .state_file import Saved, digest
-from .toggles import Toggles
+from .state_file import Saved, program_digest
 
 Changed = Callable[[], None]
 _MOST_HITS = 60
@@ -37,7 +36,7 @@ _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made whe
 _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
 
 
-class Session:
+class Session(Decided):
     """What is switched on, what is shown, what is selected.
 
     Args:
@@ -65,155 +64,21 @@ class Session:
         engine: str | None = None,
         changed: Changed = lambda: None,
     ) -> None:
-        on = frozenset(c.id for c in findings.select()) if enabled is None else frozenset(enabled)
-        self.lock = threading.RLock()  # held while the state changes, and by who reads much of it at once
-        self.graph, self.findings = graph, findings
-        self.toggles = Toggles(findings, on, self._toggled)
-        self.setting = self.opened = Setting(on, strategy)
-        self.measured: dict[Setting, Any] = {}
+        super().__init__(findings, enabled, strategy, find, changed)
+        self.graph = graph
         self.shares: dict[Setting, Any] = {}
         self.compiled: Any = None
         self.selected, self.query = "", ""
-        self._found = {strategy: findings}
-        self._find, self._after, self._changed = find, after, changed
+        self._after = after
         self._formulas = dict(formulas or {})
-        self._decisions = [Decision("opened", self.setting)]
-        self._past: list[Setting] = []
         self._fused: dict[Setting, Graph] = {}
         self.rates: Device | None = None  # this process's device with measured rates, for the roofline
         self._roofs: dict[Strategy | None, Roofline] = {}
         self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
-        self._told: tuple[Any, dict[str, Any]] = (None, {})
+        self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection = Selection()
         self.stage = Stage(graph, engine)
-
-    # What is on ----------------------------------------------------------------------------------------------------
-    @property
-    def enabled(self) -> frozenset[str]:
-        return self.setting.enabled
-
-    @property
-    def ledger(self) -> Ledger:
-        """Every decision so far, with what was measured of it."""
-        return Ledger(self._decisions, self.measured)
-
-    @property
-    def can_undo(self) -> bool:
-        return bool(self._past)
-
-    def decide(self, what: str, setting: Setting) -> bool:
-        """Makes this the setting and writes a line into the ledger; False where it is the setting already.
-
-        Raises:
-          UnknownNameError: a site, pass or option that is not there; nothing is changed.
-        """
-        if setting == self.setting:
-            return False
-        self._past.append(self.setting)
-        try:
-            self._become(setting)
-        except BaseException:
-            self._past.pop()
-            raise
-        self._decisions.append(Decision(what, setting))
-        self._changed()
-        return True
-
-    def undo(self) -> bool:
-        """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
-        if not self._past:
-            return False
-        setting, was = self._past.pop(), self.setting
-        self._become(setting)
-        said = _words(self.findings, was.enabled, setting.enabled)
-        self._decisions.append(Decision(f"undone: {said or 'options as before'}", setting))
-        self._changed()
-        return True
-
-    def reset(self) -> bool:
-        """Goes back to what was on when it was opened; undo brings the setting before back."""
-        return self.decide("reset", self.opened)
-
-    def group(self, ids: list[str], on: bool) -> bool:
-        """Switches sites on or off together, as one decision."""
-        sites = frozenset(s for name in ids for s in self.toggles.sites(name))
-        return self.toggles.set(self.enabled | sites if on else self.enabled - sites)
-
-    def option(self, name: str, option: str, value: Any) -> bool:
-        """Sets an option of a pass and searches again: what is on stays on, what is new is on unless idle.
-
-        Raises:
-          ArgumentError: this explorer cannot search again, or the value is none that the option takes. UnknownNameError: no such option.
-        """
-        if self._find is None:
-            raise ArgumentError("option: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
-        known = {o["name"]: o for o in options_of(name, self.setting.strategy)}
-        if option not in known:
-            raise unknown_name(f"option of {name}", option, known)
-        choices = known[option]["choices"]
-        if not _is_one_of(value, choices):
-            raise ArgumentError(f"{name}.{option}: got {value!r}, needed one of {', '.join(map(repr, choices))}")
-        strategy = with_option(self.setting.strategy, self.findings.passes, name, option, value)
-        found = self._findings(strategy)
-        new = {c.id for c in found.select()} - {c.id for c in self.findings.candidates}
-        on = self.enabled | new
-        enabled = frozenset(c.id for c in found.candidates if c.id in on)
-        return self.decide(f"{name}: {option}={value!r}", Setting(enabled, strategy))
-
-    def restore(self, saved: Saved) -> str:
-        """Takes over the ledger of an explorer that was saved, what was on in it, and its measurements.
-
-        Returns:
-          What could not be taken over since the program has changed, in a sentence; "" where all was.
-
-        Raises:
-          UnknownNameError: a pass or option that does not exist; nothing is changed.
-        """
-        found, wanted = self._findings(saved.setting.strategy), saved.setting.enabled
-        enabled = frozenset(c.id for c in found.candidates if c.id in wanted)
-        self._become(Setting(enabled, saved.setting.strategy))
-        lost = []
-        if saved.program != digest(self.graph):
-            lost = [
-                f"this is another program than the one that was saved ({saved.function}): its measurements are left out"
-            ]
-        else:
-            self.measured.update(saved.measured)
-        if gone := sorted(wanted - enabled):
-            lost += [
-                f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"
-            ]
-        self._decisions = [*saved.decisions, Decision("loaded", self.setting)]
-        self._past = []
-        self._changed()
-        return "; ".join(lost)
-
-    def findings_of(self, setting: Setting) -> Findings:
-        """What is found with the options of a setting."""
-        return self._findings(setting.strategy)
-
-    def _become(self, setting: Setting) -> None:
-        found = self._findings(setting.strategy)
-        unknown = setting.enabled - {c.id for c in found.candidates}
-        if unknown:
-            raise unknown_name("site", min(unknown), [c.id for c in found.candidates])
-        with self.lock:
-            self.findings, self.setting = found, setting
-            self.toggles.adopt(found, setting.enabled)
-
-    def _findings(self, strategy: Strategy | None) -> Findings:
-        if strategy not in self._found:
-            if self._find is None:
-                raise ArgumentError(
-                    "strategy: this explorer has only findings; make it with fusionlab.explore(fn, *args)"
-                )
-            self._found[strategy] = self._find(strategy)
-        return self._found[strategy]
-
-    def _toggled(self, enabled: frozenset[str]) -> None:
-        setting = Setting(enabled, self.setting.strategy)
-        self.decide(_words(self.findings, self.enabled, enabled), setting)
 
     # What is shown -------------------------------------------------------------------------------------------------
     @property
@@ -305,6 +170,34 @@ class Session:
     def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
         return self.shown_graph, self.shown_findings, self.enabled
 
+    def restore(self, saved: Saved) -> str:
+        """Takes over the ledger of an explorer that was saved, what was on in it, and its measurements.
+
+        Returns:
+          What could not be taken over since the program has changed, in a sentence; "" where all was.
+
+        Raises:
+          UnknownNameError: a pass or option that does not exist; nothing is changed.
+        """
+        found, wanted = self._findings(saved.setting.strategy), saved.setting.enabled
+        enabled = frozenset(c.id for c in found.candidates if c.id in wanted)
+        self._become(Setting(enabled, saved.setting.strategy))
+        lost = []
+        if saved.program != program_digest(self.graph):
+            lost = [
+                f"this is another program than the one that was saved ({saved.function}): its measurements are left out"
+            ]
+        else:
+            self.measured.update(saved.measured)
+        if gone := sorted(wanted - enabled):
+            lost += [
+                f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"
+            ]
+        self._decisions = [*saved.decisions, Decision("loaded", self.setting)]
+        self._past = []
+        self._changed()
+        return "; ".join(lost)
+
     # As plain data -------------------------------------------------------------------------------------------------
     def head(self) -> dict[str, Any]:
         """The line on top, and what can be done."""
@@ -373,8 +266,8 @@ class Session:
             self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
         elif awaited and self._last_tabs:
             shown = [self._awaited(tab) for tab in shown]
-        told = [{"name": "Ledger", "html": self.ledger.html()}]
-        return shown + told + ([{"name": "Code", "html": code(script)}] if script else [])
+        ledger = [{"name": "Ledger", "html": self.ledger.html()}]
+        return shown + ledger + ([{"name": "Code", "html": code(script)}] if script else [])
 
     def _own_code(self) -> int:
         """How many sites are on that run anything but what XLA runs anyway."""
@@ -398,16 +291,16 @@ class Session:
             return None
         key = self.setting.strategy
         if key not in self._roofs:
-            self._roofs[key] = counted(self.findings, self.rates)
+            self._roofs[key] = roofline_of(self.findings, self.rates)
         return self._roofs[key]
 
     def _summary(self) -> dict[str, Any]:
         key = self.setting, id(self.evidence)
-        if self._told[0] != key:
+        if self._last_summary[0] != key:
             # Structures are left out: looking for them takes as long as the search itself.
-            told = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
-            self._told = key, told
-        return self._told[1]
+            facts = summary(self.graph, self.findings, self.enabled, self.evidence, self._formulas, structures=False)
+            self._last_summary = key, facts
+        return self._last_summary[1]
 
     def _hits(self) -> Any:
         return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)
@@ -422,7 +315,7 @@ class Session:
         return inspect(
             self.shown_graph,
             self.shown_findings,
-            chosen.what,
+            chosen.target,
             enabled=self.enabled,
             compiled=self.compiled_shown,
             shares=shares,
@@ -430,35 +323,6 @@ class Session:
         )
 
 
-def _is_one_of(value: Any, choices: Sequence[Any] | None) -> bool:
-    """Whether an option takes a value: any where there are no choices, else an equal one of the same type (True is no 1)."""
-    if choices is None:
-        return True
-    return any(value is c or (value == c and type(value) is type(c)) for c in choices)
-
-
 def _stale(html: str) -> str:
     """A tab of another setting, while that of this one is measured."""
     return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
-
-
-def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) -> str:
-    """What changed between two sets of sites: a site, a whole pass, or how many."""
-    off, on = before - after, after - before
-    changes = ("off", off, after), ("on", on, before)
-    return ", ".join(_change(findings, word, changed, others) for word, changed, others in changes if changed)
-
-
-def _change(findings: Findings, word: str, changed: frozenset[str], others: frozenset[str]) -> str:
-    """Which sites are off now, where `others` are still on; or on now, where `others` were on already."""
-    if len(changed) == 1:
-        return f"{min(changed)} {word}"
-    of = {c.pass_name for c in findings.candidates if c.id in changed}
-    whole = {c.id for c in findings.candidates if c.pass_name in of}
-    if len(of) != 1:
-        return f"{len(changed)} sites {word}"
-    if changed == whole or others.isdisjoint(whole):
-        return f"{min(of)} {word} ({len(changed)} sites)"
-    if changed < whole:
-        return f"{min(of)}: {len(changed)} of {len(whole)} sites {word}"
-    return f"{len(changed)} sites {word}"

@@ -12,13 +12,12 @@ from fusionlab.graph.xla.modules import CompiledModule
 
 from ..draw.dot import dom_id
 from ..draw.hulls import hulls, with_hulls
-from ..html.page import items
+from ..html.page import ID_PREFIX, items
 from ..html.report import picture
 from ..model.pictures import Pictures
 from ..model.selection import Selection
 from ..model.view_model import members_of
 
-PREFIX = "fl-"
 _REVEALED = 3  # selections whose surroundings stay open
 _MOST_REVEALED = 12  # nodes of one selection that are opened to
 
@@ -88,14 +87,14 @@ class Stage:
         """SVG text, what can be clicked in it, and the names of the outlined kernels."""
         view = self.view(drawn)
         if self._svg[0] != self._view[0]:
-            self._svg = self._view[0], picture(view, PREFIX, self._engine)
+            self._svg = self._view[0], picture(view, ID_PREFIX, self._engine)
         outlined = hulls(compiled, view) if self.hulls and compiled is not None else []
-        self._hull_names = {PREFIX + h["id"]: h["kernel"] for h in outlined}
-        svg = with_hulls(self._svg[1], outlined, PREFIX) if outlined else self._svg[1]
+        self._hull_names = {ID_PREFIX + h["id"]: h["kernel"] for h in outlined}
+        svg = with_hulls(self._svg[1], outlined, ID_PREFIX) if outlined else self._svg[1]
         return {
             "svg": svg,
-            "items": items(view, PREFIX),
-            "hull_items": {PREFIX + h["id"]: h["label"] for h in outlined},
+            "items": items(view, ID_PREFIX),
+            "hull_items": {ID_PREFIX + h["id"]: h["label"] for h in outlined},
         }
 
     def _of(self, graph: Graph, findings: Findings | None) -> Pictures:
@@ -107,7 +106,7 @@ class Stage:
     # Names ---------------------------------------------------------------------------------------------------------
     def id_of(self, name: str) -> str:
         """The id in the picture of a box or group."""
-        return PREFIX + dom_id(name)
+        return ID_PREFIX + dom_id(name)
 
     def clicked(self, drawn: Drawn, item: str) -> str | None:
         """What a click on an id in the picture selects: a site's id, "n12", a kernel or a group's id; None for what is not there."""

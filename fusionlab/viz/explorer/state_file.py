@@ -99,7 +99,7 @@ def saved_of(session: Session) -> Saved:
     """The state of a session."""
     return Saved(
         function=session.graph.name,
-        program=digest(session.graph),
+        program=program_digest(session.graph),
         device=str(getattr(session.findings, "device", "")),
         setting=session.setting,
         decisions=tuple(session.ledger),
@@ -112,7 +112,7 @@ def saved_text(session: Session) -> str:
     return to_json(saved_of(session).to_dict()) + "\n"
 
 
-def digest(graph: Graph) -> str:
+def program_digest(graph: Graph) -> str:
     """Tells programs apart: of their equations, shapes and dtypes, not of source lines."""
     return hashlib.sha256(graph_text(graph).encode()).hexdigest()[:16]
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 
 from fusionlab.device import Device
@@ -24,26 +23,24 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..html.report import still_html
-from ..model.setting import Ledger, Setting
+from ..model.setting import Setting
 from .background import Background, Cancel
 from .messages import act
+from .observed import IDLE, Observed
 from .session import Session
 from .state_file import Saved, saved_text
-from .toggles import Toggles
 
-Progress = Callable[[str, int, int], None]
-_HERE = Path(__file__).parents[1] / "assets"
-_IDLE = {"running": False, "what": "", "done": 0, "total": 0}
+OnProgress = Callable[[str, int, int], None]
 
 
-class Explorer(anywidget.AnyWidget):
+class Explorer(Observed):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
       graph: the original program.
       findings: what was found in it.
       measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It may call
-        `progress(what, done, total)`, and should stop once `cancel()` is True.
+        `progress(task, done, total)`, and should stop once `cancel()` is True.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
       rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
@@ -67,36 +64,13 @@ class Explorer(anywidget.AnyWidget):
       theme: "auto", "light" or "dark".
     """
 
-    _esm = _HERE / "explorer.js"
-    _css = _HERE / "explorer.css"
-
-    enabled = traitlets.Instance(frozenset, args=())
-    selected = traitlets.Unicode("")
-    evidence = traitlets.Any(None, allow_none=True)
-    shown = traitlets.Enum(["before", "after"], "before")
-    status = traitlets.Unicode("not measured")
-    measuring = traitlets.Bool(False)
-    hulls = traitlets.Bool(False)
-    theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
-
-    # What the browser draws.
-    head: Any = traitlets.Dict().tag(sync=True)
-    panel: Any = traitlets.Dict().tag(sync=True)
-    scene: Any = traitlets.Dict().tag(sync=True)
-    marks: Any = traitlets.Dict().tag(sync=True)
-    inspector: Any = traitlets.Dict().tag(sync=True)
-    tabs: Any = traitlets.List().tag(sync=True)
-    hits: Any = traitlets.Dict().tag(sync=True)
-    busy: Any = traitlets.Dict().tag(sync=True)
-    problem = traitlets.Any(None, allow_none=True).tag(sync=True)
-
     def __init__(
         self,
         graph: Graph,
         findings: Findings,
         *,
-        measure: Callable[[Setting, Progress, Cancel], Any] | None = None,
-        shares: Callable[[Setting, Findings, Progress, Cancel], Any] | None = None,
+        measure: Callable[[Setting, OnProgress, Cancel], Any] | None = None,
+        shares: Callable[[Setting, Findings, OnProgress, Cancel], Any] | None = None,
         rates: Callable[[], Device] | None = None,
         rates_at_once: bool = False,
         after: Callable[[Setting, Findings], Graph] | None = None,
@@ -124,37 +98,12 @@ class Explorer(anywidget.AnyWidget):
             engine=engine,
             changed=self._setting_changed,
         )
-        super().__init__(enabled=self.session.enabled, busy=_IDLE | {"status": "not measured"})
+        super().__init__(enabled=self.session.enabled, busy=IDLE | {"status": "not measured"})
         self.on_msg(self._message)
         self._ready = True
         self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
-    @property
-    def graph(self) -> Graph:
-        """The original program."""
-        return self.session.graph
-
-    @property
-    def findings(self) -> Findings:
-        """What was found in it, with the options as they are set."""
-        return self.session.findings
-
-    @property
-    def toggles(self) -> Toggles:
-        """Pass name or site id -> switched on?; assign to switch."""
-        return self.session.toggles
-
-    @property
-    def setting(self) -> Setting:
-        """What is on: sites and options."""
-        return self.session.setting
-
-    @property
-    def ledger(self) -> Ledger:
-        """Every decision so far, with what was measured of it."""
-        return self.session.ledger
-
     def select(self, what: object) -> dict[str, Any]:
         """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, or a source line ("model.py:41"); tells what it is.
 
@@ -307,10 +256,10 @@ class Explorer(anywidget.AnyWidget):
         with contextlib.suppress(Exception):
             run(setting, token)
 
-    def _progress(self, token: Cancel, what: str, done: int, total: int) -> None:
+    def _progress(self, token: Cancel, task: str, done: int, total: int) -> None:
         if not token.is_set():
-            status = f"{what} {done}/{total}" if total else what
-            self._say(status, {"running": True, "what": what, "done": done, "total": total})
+            status = f"{task} {done}/{total}" if total else task
+            self._say(status, {"running": True, "what": task, "done": done, "total": total})
 
     def _finish(self, token: Cancel, status: str, error: BaseException | None = None) -> None:
         if not self._background.end(token):  # cancelled, and perhaps another one runs already
@@ -324,10 +273,6 @@ class Explorer(anywidget.AnyWidget):
         if self._background.cancel():
             abandoned = ": what was running (a compilation cannot be interrupted) is abandoned, its result dropped"
             self._say("cancelled" + (abandoned if self._background.abandoned else ""))
-
-    def _say(self, status: str, busy: Mapping[str, Any] = _IDLE) -> None:
-        self.status = status
-        self.busy = {**busy, "status": status}
 
     # Reacting ------------------------------------------------------------------------------------------------------
     def _setting_changed(self) -> None:
@@ -392,9 +337,6 @@ class Explorer(anywidget.AnyWidget):
         except Exception as error:
             self._tell(error)
 
-    def _tell(self, error: BaseException) -> None:
-        self.problem = {"code": _code(error), "sentence": str(error)}
-
     # Drawing -------------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
         """Hands to the browser what has changed; from whatever thread."""
@@ -438,10 +380,6 @@ class Explorer(anywidget.AnyWidget):
     def __repr__(self) -> str:
         on = len(self.enabled)
         return f"Explorer({self.graph.name!r}, {on} of {len(self.findings.candidates)} sites on, {self.status})"
-
-
-def _code(error: BaseException) -> str:
-    return str(getattr(error, "code", "")) or type(error).__name__
 
 
 def _named(error: BaseException) -> str:

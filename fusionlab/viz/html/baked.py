@@ -20,7 +20,8 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import type_text
 
 from ..draw.dot import dom_id
-from ..model.folding import Group, NodeBox, fold_graph, members
+from ..model.folding import fold_graph
+from ..model.groups import Group, NodeBox, members
 from ..model.sites import drawn_sites
 
 View = Mapping[str, Any]
@@ -111,16 +112,18 @@ def bake(
     queue = _closed(first)
     seen = set(queue)
     for gid in queue:  # grows while it is walked
-        view = _one(scenes, gid, deadline, max_bytes, lambda g=gid: view_of(opened.union(tree.around(g)), ()), scene_of)
+        view = _bake_scene(
+            scenes, gid, deadline, max_bytes, lambda g=gid: view_of(opened.union(tree.around(g)), ()), scene_of
+        )
         new = [g for g in _closed(view) if g not in seen] if view is not None else []
         queue += new
         seen.update(new)
     for gid in sorted(opened & tree.parents.keys(), key=lambda g: len([*tree.around(g)])):
-        _one(scenes, f"-{gid}", deadline, max_bytes, lambda g=gid: view_of(opened - {g}, (g,)), scene_of)
+        _bake_scene(scenes, f"-{gid}", deadline, max_bytes, lambda g=gid: view_of(opened - {g}, (g,)), scene_of)
     return scenes
 
 
-def _one(
+def _bake_scene(
     scenes: Scenes,
     key: str,
     deadline: float,
@@ -132,7 +135,7 @@ def _one(
     if scenes.size < max_bytes and time.monotonic() < deadline:
         view = view_of()
         if len(view["boxes"]) <= _MOST_BOXES:
-            text = pack(scene_of(view))
+            text = packed_json(scene_of(view))
             if scenes.size + len(text) <= max_bytes:
                 scenes.packed[key] = text
                 scenes.size += len(text)
@@ -179,7 +182,7 @@ def index(graph: Graph, tree: BakedGroups, opened: Collection[str]) -> dict[str,
     return {"groups": groups, "strings": [*strings], "nodes": rows}
 
 
-def pack(data: Any) -> str:
+def packed_json(data: Any) -> str:
     """JSON, gzip, base64: what the browser's DecompressionStream opens. The same data always gives the same text."""
     text = json.dumps(data, sort_keys=True, separators=(",", ":"))
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

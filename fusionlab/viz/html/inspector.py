@@ -7,22 +7,21 @@ program is escaped.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.attribution import SiteShares
-from fusionlab.evidence.instruments.memory import size as bytes_text
 from fusionlab.evidence.roofline import Roofline
+from fusionlab.evidence.units import binary_bytes
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.structures import Structure
-from fusionlab.graph.cost.cost import Cost, Costs, cost_of, quantity, trips_text
+from fusionlab.graph.cost.cost import Costs, cost_of
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value, literal_text, type_text
-from fusionlab.graph.program.meshes import collective_axes, collective_bytes, region_mesh_text, sharding_text
+from fusionlab.graph.program.meshes import sharding_text
 from fusionlab.graph.program.scopes import Source
 from fusionlab.graph.xla.modules import CONTROL, CompiledModule, ModuleKernel
 
@@ -44,7 +43,20 @@ from ..markup import (
 )
 from ..model.node_data import find_node
 from ..model.selection import kernel_named, record_named
-from .inspector_sites import site_html, structure_html, summed, touching_html, xla_html
+from .inspector_rows import (
+    cost_rows,
+    counts_text,
+    device_rows,
+    nearest_misses,
+    nodes_of_kernels,
+    pick_lines,
+    pick_sites,
+    place_rows,
+    primitives_text,
+    sites_text,
+    value_text,
+)
+from .inspector_sites import site_html, structure_html, total_cost, touching_html, xla_html
 
 _LINE = re.compile(r".+:\d+")
 _OWNER = re.compile(r"(?:^|\.)n(\d+)\.")
@@ -140,9 +152,9 @@ class _Inspector:
         body = [
             equation(node),
             facts([*self.results(node, block), *self.operands(node, block)]),
-            section("Devices", facts(_over_devices(node))),
+            section("Devices", facts(device_rows(node))),
             section("Cost", self.cost(node)),
-            section("Source", facts([("line", source_line(node.source)), *_around(node, block)])),
+            section("Source", facts([("line", source_line(node.source)), *place_rows(node, block)])),
             section("XLA", self.fate(node, kernels)),
         ]
         if self.findings is not None:
@@ -152,10 +164,10 @@ class _Inspector:
             inside = [n for b in node.blocks for n in b.nodes]
             body.append(section("Inside", pick_nodes(self.graph, (n.id for n in inside))))
         title = f"{node.primitive} {' '.join(v.name for v in node.outputs)}".strip()
-        return Inspected(title, "".join(body), _nearest_misses(touching), _nodes_of(kernels))
+        return Inspected(title, "".join(body), nearest_misses(touching), nodes_of_kernels(kernels))
 
     def results(self, node: Node, block: Block) -> list[Fact]:
-        return [("result", f"{_typed(v)}<br>{self.readers(v, block)}") for v in node.outputs]
+        return [("result", f"{value_text(v)}<br>{self.readers(v, block)}") for v in node.outputs]
 
     def readers(self, value: Value, block: Block) -> str:
         """Who reads a value: nodes of its block, and the result of the block."""
@@ -176,12 +188,12 @@ class _Inspector:
     def operand(self, atom: Atom, block: Block) -> str:
         if isinstance(atom, Literal):
             return f"{mono(f'{literal_text(atom.val)} {type_text(atom.aval)}')} constant"
-        return f"{_typed(atom)} {self.origin(atom, block)}"
+        return f"{value_text(atom)} {self.origin(atom, block)}"
 
     def origin(self, value: Value, block: Block) -> str:
-        made_by = block.producer.get(value.id)
-        if made_by is not None:
-            return f"← {pick_node(made_by)}"
+        maker = block.producer.get(value.id)
+        if maker is not None:
+            return f"← {pick_node(maker)}"
         if any(v.id == value.id for v, _ in block.consts):
             return "← an array captured by the program"
         if block is not self.graph.top:
@@ -190,7 +202,7 @@ class _Inspector:
         placed = dict(
             zip((v.id for v in self.graph.top.inputs), map(sharding_text, self.graph.in_shardings), strict=False)
         )
-        sharded = f", sharded {mono(told)}" if (told := placed.get(value.id)) else ""
+        sharded = f", sharded {mono(sharding)}" if (sharding := placed.get(value.id)) else ""
         return f"← argument {mono(names.get(value.id, value.name))}{sharded}"
 
     def cost(self, node: Node) -> str:
@@ -211,10 +223,13 @@ class _Inspector:
         for k in kernels:
             others = [i for i in k.nodes if i != node.id]
             ops = f"{len(k.nodes)} {plural('op', len(k.nodes))}"
-            said = f"{pick(k.name)} {text(f'{k.kind}, {k.target}')}, {ops}"
+            kernel_text = f"{pick(k.name)} {text(f'{k.kind}, {k.target}')}, {ops}"
             beside = f"<br>with {pick_nodes(self.graph, others)}" if others else ""
             rows.append(
-                ("belongs to" if k.inferred else "fused into" if k.kind == "fusion" else "runs as", said + beside)
+                (
+                    "belongs to" if k.inferred else "fused into" if k.kind == "fusion" else "runs as",
+                    kernel_text + beside,
+                )
             )
         if not any(not k.inferred for k in kernels):
             rows.append(("fate", text(self.compiled.fate(node))))
@@ -236,7 +251,7 @@ class _Inspector:
                 if value.name != name:
                     continue
                 readers = block.users.get(value.id, ())
-                rows = [("type", mono(type_text(value.aval))), ("size", bytes_text(value.nbytes))]
+                rows = [("type", mono(type_text(value.aval))), ("size", binary_bytes(value.nbytes))]
                 rows += [("is", self.origin(value, block).removeprefix("← ")), ("", self.readers(value, block))]
                 named = dict(zip((v.id for v in self.graph.top.inputs), self.graph.in_names, strict=False))
                 title = f"{name} {named.get(value.id, '')}".strip()
@@ -268,7 +283,7 @@ class _Inspector:
         html += self.structured(name)
         nodes = record.all_node_ids if isinstance(record, Candidate) else record.site_ids.union(record.node_ids)
         near = record.node_ids if isinstance(record, Rejection) else ()
-        return Inspected(name, html, tuple(near), _nodes_of(self.kernels_of(nodes)))
+        return Inspected(name, html, tuple(near), nodes_of_kernels(self.kernels_of(nodes)))
 
     def structured(self, site: str) -> str:
         known = vars(self.findings).get("structures", ())
@@ -283,16 +298,16 @@ class _Inspector:
         if kernel is None:
             return None
         ids = [i for i in kernel.nodes if i in self.graph.node_by_id]
-        made = "for" if kernel.inferred else "of"
+        relation = "for" if kernel.inferred else "of"
         rows: list[Fact] = [
             ("kind", text(f"{kernel.kind}, {kernel.target}")),
             ("in", text(kernel.computation)),
-            (f"{made} {len(ids)} {plural('op', len(ids))}", pick_nodes(self.graph, ids)),
-            ("computes", _primitives(self.graph.node_by_id[i] for i in ids)),
+            (f"{relation} {len(ids)} {plural('op', len(ids))}", pick_nodes(self.graph, ids)),
+            ("computes", primitives_text(self.graph.node_by_id[i] for i in ids)),
             *self.traffic(kernel, ids),
         ]
         lines = "<br>".join(map(source_line, kernel.sources[:12]))
-        sites = section("Sites", _pick_sites(self.sites_in(ids)))
+        sites = section("Sites", pick_sites(self.sites_in(ids)))
         return Inspected(name, facts(rows) + section("Source lines", lines) + sites, (), tuple(ids))
 
     def traffic(self, kernel: ModuleKernel, ids: list[int]) -> list[Fact]:
@@ -301,7 +316,7 @@ class _Inspector:
             return []
         if len({self.graph.block_of[i].path for i in ids}) == 1:
             return cost_rows(self.costs.fused(ids))
-        return [("node by node", text(summed(self.costs, ids)))]
+        return [("node by node", text(total_cost(self.costs, ids)))]
 
     # Lines and groups ------------------------------------------------------------------------------------------------
     def line(self, name: str) -> Inspected | None:
@@ -314,9 +329,9 @@ class _Inspector:
         rows: list[Fact] = [
             ("line", "<br>".join(map(source_line, sources[:4]))),
             ("equations", f"{len(nodes):,}: {pick_nodes(self.graph, ids)}"),
-            ("computes", _primitives(nodes)),
-            *cost_rows(summed(self.costs, ids)),
-            ("sites", _pick_sites(self.sites_in(ids))),
+            ("computes", primitives_text(nodes)),
+            *cost_rows(total_cost(self.costs, ids)),
+            ("sites", pick_sites(self.sites_in(ids))),
         ]
         return Inspected(name, facts(rows) + section("XLA", xla_html(ids, self.compiled)), (), ids)
 
@@ -340,20 +355,20 @@ class _Inspector:
         known = [n.id for n in nodes]
         rows: list[Fact] = [
             ("nodes", f"{len(nodes):,}"),
-            ("computes", _primitives(nodes)),
-            *cost_rows(summed(self.costs, known)),
-            ("scopes", text(", ".join(_counted((n.scope or "(top)" for n in nodes), 6)))),
-            ("lines", _pick_lines(nodes)),
+            ("computes", primitives_text(nodes)),
+            *cost_rows(total_cost(self.costs, known)),
+            ("scopes", text(", ".join(counts_text((n.scope or "(top)" for n in nodes), 6)))),
+            ("lines", pick_lines(nodes)),
         ]
         sites = self.sites_in(known)
         body = [
             facts(rows),
-            *([section("Sites", _tell_sites(sites))] if sites else []),
+            *([section("Sites", sites_text(sites))] if sites else []),
             section("XLA", xla_html(known, self.compiled)),
             folded("all nodes", pick_nodes(self.graph, known, 100)),
         ]
         title = f"{len(nodes):,} {plural('node', len(nodes))}"
-        return Inspected(title, "".join(body), _nearest_misses(sites))
+        return Inspected(title, "".join(body), nearest_misses(sites))
 
     def sites_in(self, ids: Iterable[int]) -> list[Candidate | Rejection]:
         """The sites that hold some of the nodes."""
@@ -364,67 +379,3 @@ class _Inspector:
             c for c in self.findings.candidates if not wanted.isdisjoint(c.all_node_ids)
         ]
         return found + [r for r in self.findings.rejections if not wanted.isdisjoint(r.site_ids.union(r.node_ids))]
-
-
-def cost_rows(cost: Cost) -> list[Fact]:
-    """Operations, bytes, intensity and trips in a line each."""
-    some = "" if cost.known else "at least "
-    rows: list[Fact] = [("operations", text(f"{some}{quantity(cost.flops or 0)}flop"))]
-    if cost.transcendentals:
-        rows.append(("transcendentals", text(quantity(cost.transcendentals))))
-    moved = f"{quantity(cost.bytes_read)}B read, {quantity(cost.bytes_written)}B written"
-    rows.append(("bytes", text(moved)))
-    if cost.bytes_moved:
-        rows.append(("intensity", text(f"{cost.intensity:.3g} flop/byte")))
-    if cost.trips != 1:
-        rows.append(("runs", text(trips_text(cost.trips))))
-    return rows
-
-
-def _typed(value: Value) -> str:
-    return f"{pick(value.name)} {mono(type_text(value.aval))} {bytes_text(value.nbytes)}"
-
-
-def _over_devices(node: Node) -> list[Fact]:
-    """Of a shard_map its mesh, of a collective the axes and the bytes of one device in one run."""
-    axes = collective_axes(node)
-    rows: list[Fact] = [("region", text(mesh))] if (mesh := region_mesh_text(node)) else []
-    return rows + ([("over", text(", ".join(axes))), ("bytes", bytes_text(collective_bytes(node)))] if axes else [])
-
-
-def _around(node: Node, block: Block) -> list[Fact]:
-    return [("scope", mono(node.scope) if node.scope else ""), ("block", mono(block.path) if block.path else "")]
-
-
-def _nodes_of(kernels: Iterable[ModuleKernel]) -> tuple[int, ...]:
-    return tuple(sorted({i for k in kernels if not k.inferred for i in k.nodes}))
-
-
-def _nearest_misses(sites: Iterable[Candidate | Rejection]) -> tuple[int, ...]:
-    """Ids of the nodes that stopped the match of the declined ones, each once."""
-    return tuple(dict.fromkeys(i for s in sites if isinstance(s, Rejection) for i in s.node_ids))
-
-
-def _pick_lines(nodes: Iterable[Node]) -> str:
-    return picks([pick(line) for line in dict.fromkeys(n.source.short for n in nodes if n.source)], 8)
-
-
-def _pick_sites(sites: Iterable[Candidate | Rejection]) -> str:
-    return picks([pick(s.id) for s in sites])
-
-
-def _tell_sites(sites: list[Candidate | Rejection]) -> str:
-    """How many of each pass, then each of them."""
-    counts = _counted(f"{s.pass_name}{', declined' if isinstance(s, Rejection) else ''}" for s in sites)
-    return text("; ".join(counts)) + "<br>" + _pick_sites(sites)
-
-
-def _primitives(nodes: Iterable[Node]) -> str:
-    return text(", ".join(_counted(n.primitive for n in nodes)))
-
-
-def _counted(names: Iterable[str], most: int = 8) -> list[str]:
-    """ "12 dot_general", the most frequent first."""
-    counts = Counter(names).most_common()
-    shown = [f"{n} {name}" for name, n in counts[:most]]
-    return [*shown, f"{len(counts) - most} more kinds"] if len(counts) > most else shown

@@ -7,8 +7,8 @@ from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.attribution import SiteShares
-from fusionlab.evidence.instruments.memory import size as bytes_text
 from fusionlab.evidence.roofline import Roofline
+from fusionlab.evidence.units import binary_bytes
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.site_kernels import kinds
@@ -37,11 +37,11 @@ from ..markup import (
 from ..model.sites import is_applied
 from .kernel_sources import kernels_html
 
-Site = Candidate | Rejection
+SiteRecord = Candidate | Rejection
 
 
 def site_html(
-    site: Site,
+    site: SiteRecord,
     graph: Graph,
     costs: Costs,
     enabled: Collection[str] | None,
@@ -129,8 +129,8 @@ def _measured_gain(c: Candidate, shares: SiteShares | None) -> list[Fact]:
     if measured is None:
         alike = c.id in shares.same_code
         return [("measured", "not toggled: it runs what XLA runs anyway")] if alike else []
-    said = f"{measured}".removeprefix(f"{c.id}: ")
-    rows: list[Fact] = [("measured", text(f"saves {said} (without / with this site, 95 %)"))]
+    gain = f"{measured}".removeprefix(f"{c.id}: ")
+    rows: list[Fact] = [("measured", text(f"saves {gain} (without / with this site, 95 %)"))]
     if measured.is_clear and measured.saved_s < 0:
         rows.append(("losing", '<span class="warn">⚠ the program is slower with it</span>'))
     return rows
@@ -158,12 +158,12 @@ def _residuals(c: Candidate) -> str:
         readers = [pick(v.name, f"d{k} {v.name}") for k, v in there.items() if f"d{k}" in r.readers]
         others = [x for x in r.readers if x.removeprefix("d") not in there]
         shape = ",".join(map(str, r.shape))
-        kept = f"{mono(f'{r.dtype}[{shape}]')} {bytes_text(r.nbytes)}"
+        kept = f"{mono(f'{r.dtype}[{shape}]')} {binary_bytes(r.nbytes)}"
         rows.append((r.name, f"{kept}, read by {' '.join([*readers, *map(text, others)])}"))
     return facts(rows)
 
 
-def backward_html(site: Site, graph: Graph) -> str:
+def backward_html(site: SiteRecord, graph: Graph) -> str:
     """The site's backward pass in a program that has it."""
     pair = site.backward
     if pair is None:
@@ -214,7 +214,7 @@ def _guilty(r: Rejection, graph: Graph) -> str:
 
 
 def touching_html(
-    sites: Collection[Site], graph: Graph, enabled: Collection[str] | None, asked: Collection[str]
+    sites: Collection[SiteRecord], graph: Graph, enabled: Collection[str] | None, asked: Collection[str]
 ) -> str:
     """The sites a node is in, in short: what each is, its nearest miss, the edit that would help."""
     if not sites:
@@ -222,7 +222,7 @@ def touching_html(
     return "".join(_touching(s, graph, enabled) for s in sites)
 
 
-def _touching(site: Site, graph: Graph, enabled: Collection[str] | None) -> str:
+def _touching(site: SiteRecord, graph: Graph, enabled: Collection[str] | None) -> str:
     if isinstance(site, Candidate):
         chosen = site.backend
         rows: list[Fact] = [
@@ -252,13 +252,13 @@ def structure_html(
         ("is", text(s.text)),
         ("sites", picks([pick(site) for site in s.sites])),
         ("nodes", f"{len(known):,}"),
-        ("cost", text(summed(costs, known))),
+        ("cost", text(total_cost(costs, known))),
         ("source", source_line(s.source)),
     ]
     return facts(rows) + folded("nodes", pick_nodes(graph, known)) + section("XLA", xla_html(known, compiled))
 
 
-def summed(costs: Costs, ids: Iterable[int]) -> Cost:
+def total_cost(costs: Costs, ids: Iterable[int]) -> Cost:
     """The cost of nodes given one by one: regions cost nothing themselves, so what is inside them has to be among the ids."""
     found: Any = Cost()
     for i in ids:

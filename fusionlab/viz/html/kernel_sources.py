@@ -95,12 +95,12 @@ def kernels_html(op: str, dtype: str = "", attrs: Mapping[str, Any] | None = Non
         return quiet(f"No CUDA kernel of FusionLab's own stands behind {op}.")
     at, found = registers(op, dtype, attrs or {}, arch)
     rows = [[name, entry, n] for name, by_entry in found.items() for entry, n in by_entry.items()]
-    told = [f"{source.path}: {', '.join(source.entries)}, for {source.archs[0]} to {source.archs[-1]}"]
+    lines = [f"{source.path}: {', '.join(source.entries)}, for {source.archs[0]} to {source.archs[-1]}"]
     if rows:
         more = f", the first {_ROWS} of {len(rows)}" if len(rows) > _ROWS else ""
-        told.append(f"Registers of a thread on {at}, as compiled by NVRTC {_record()['nvrtc']}{more}:")
+        lines.append(f"Registers of a thread on {at}, as compiled by NVRTC {_record()['nvrtc']}{more}:")
     elif dtype:
-        told.append(f"No variant for {dtype} is on record for {at}.")
+        lines.append(f"No variant for {dtype} is on record for {at}.")
     shown = table(["variant", "kernel", "registers"], rows[:_ROWS], (2,))
     files = "".join(folded(f"CUDA source: {name}", code(body)) for name, body in source.texts.items())
-    return "".join(map(quiet, told)) + shown + quiet(ELSEWHERE) + files
+    return "".join(map(quiet, lines)) + shown + quiet(ELSEWHERE) + files

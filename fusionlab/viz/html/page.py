@@ -17,22 +17,22 @@ from fusionlab.graph.program.graph import Graph
 from ..draw.dot import dom_id
 from ..model.panel import panel
 from ..model.pictures import Pictures
-from .baked import MAX_BYTES, BakedGroups, bake, folded_tree, index, pack, slim
+from .baked import MAX_BYTES, BakedGroups, bake, folded_tree, index, packed_json, slim
 from .inspector import inspect
 
-PREFIX = "fl-"
-AFTER = "fl-after-"
+ID_PREFIX = "fl-"
+AFTER_ID_PREFIX = "fl-after-"
 MAX_PAGE = 1_350_000  # bytes that a page is filled up to with pictures; measurements and tables come first
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
 _MOST_NAMES = 400  # sites, and source lines, that are told of without being drawn
-Draw = Callable[[Mapping[str, Any], str], str]
+DrawView = Callable[[Mapping[str, Any], str], str]
 
 
 def page_data(
     pictures: Pictures,
     enabled: Collection[str] | None,
     view: Mapping[str, Any],
-    draw: Draw,
+    draw: DrawView,
     after: tuple[Graph, Mapping[str, Any]] | None = None,
     used: int = 0,
     **view_options: Any,
@@ -54,21 +54,21 @@ def page_data(
         return pictures.view(enabled=enabled, **options)
 
     def scene_of(shown: Mapping[str, Any]) -> dict[str, Any]:
-        return {"svg": slim(draw(shown, PREFIX)), "items": items(shown, PREFIX), "inspector": teller.view(shown)}
+        return {"svg": slim(draw(shown, ID_PREFIX)), "items": items(shown, ID_PREFIX), "inspector": teller.view(shown)}
 
     tree = folded_tree(graph, findings, enabled, view_options.get("max_nodes", 60))
-    teller = Teller(graph, findings, enabled, PREFIX, tree)
-    told = teller.view(view) | teller.names()
+    teller = Teller(graph, findings, enabled, ID_PREFIX, tree)
+    panes = teller.view(view) | teller.names()
     if after is not None:
-        told |= Teller(after[0], None, None, AFTER, None).view(after[1])
+        panes |= Teller(after[0], None, None, AFTER_ID_PREFIX, None).view(after[1])
     data = {
         "head": head(view, after is not None),
         "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
-        "items": items(view, PREFIX),
-        "after": items(after[1], AFTER) if after else None,
-        "inspector": pack(told),
+        "items": items(view, ID_PREFIX),
+        "after": items(after[1], AFTER_ID_PREFIX) if after else None,
+        "inspector": packed_json(panes),
         "sites": {s["id"]: [dom_id(s["id"]), *s["nodes"][:1]] for s in view["sites"]},
-        "index": pack(index(graph, tree, [g["id"] for g in view["groups"]])),
+        "index": packed_json(index(graph, tree, [g["id"] for g in view["groups"]])),
     }
     room = MAX_PAGE - used - len(json.dumps(data))
     scenes = bake(view, tree, view_of, scene_of, max_bytes=min(MAX_BYTES, room))
@@ -95,19 +95,19 @@ def head(view: Mapping[str, Any], after: bool) -> dict[str, Any]:
 
 def items(view: Mapping[str, Any], prefix: str) -> dict[str, dict[str, Any]]:
     """SVG id -> spoken label, kind and whether it is a group, for all that can be selected."""
-    told = {}
+    labels = {}
     for item in (*view["boxes"], *view["groups"]):
         if item["kind"] in ("input", "output"):
             continue
         words = [*item["lines"]] if "lines" in item else [item["label"]]
         words += [item["state"]] if item["state"] else []
-        told[prefix + dom_id(item["id"])] = {
+        labels[prefix + dom_id(item["id"])] = {
             "label": ", ".join(words),
             "kind": item["kind"],
             "closed": bool(item.get("closed")),
             "group": "lines" not in item or bool(item["closed"]),
         }
-    return told
+    return labels
 
 
 # Inspector ----------------------------------------------------------------------------------------------------------
@@ -125,35 +125,35 @@ class Teller:
         self.graph, self.findings, self.enabled, self.prefix = graph, findings, enabled, prefix
         self._tree = tree
         self._costs = findings.cost() if findings is not None else cost_of(graph)
-        self._said: set[str] = set()
+        self._named: set[str] = set()
 
     def view(self, view: Mapping[str, Any]) -> dict[str, Any]:
         """Of every box and frame of a picture that was not told of before."""
-        told: dict[str, Any] = {}
+        panes: dict[str, Any] = {}
         for item in (*view["boxes"], *view["groups"]):
             if item["kind"] in ("input", "output"):
                 continue
-            what = f"n{item['node']}" if item["node"] is not None else item["site"] or self._members(item["id"])
-            self._tell(told, self.prefix + dom_id(item["id"]), what)
-        return told
+            name = f"n{item['node']}" if item["node"] is not None else item["site"] or self._members(item["id"])
+            self._tell(panes, self.prefix + dom_id(item["id"]), name)
+        return panes
 
     def names(self) -> dict[str, Any]:
         """Of the sites and source lines that a text can name, wherever they are drawn."""
-        told: dict[str, Any] = {}
+        panes: dict[str, Any] = {}
         found = self.findings
         for record in (*found.candidates, *found.rejections)[:_MOST_NAMES] if found is not None else ():
-            self._tell(told, self.prefix + dom_id(record.id), record.id)
+            self._tell(panes, self.prefix + dom_id(record.id), record.id)
         lines = dict.fromkeys(n.source.short for n in self.graph.nodes() if n.source)
         for line in [*lines][:_MOST_NAMES]:
-            self._tell(told, line, line)
-        return told
+            self._tell(panes, line, line)
+        return panes
 
     def _members(self, gid: str) -> tuple[int, ...]:
         return self._tree.members.get(gid, ()) if self._tree is not None else ()
 
-    def _tell(self, told: dict[str, Any], key: str, what: Any) -> None:
-        if key in self._said or not what:
+    def _tell(self, panes: dict[str, Any], key: str, name: Any) -> None:
+        if key in self._named or not name:
             return
-        self._said.add(key)
-        found = inspect(self.graph, self.findings, what, enabled=self.enabled, costs=self._costs, sources=False)
-        told[key] = {"title": found.title, "html": found.html} | ({"near": list(found.near)} if found.near else {})
+        self._named.add(key)
+        found = inspect(self.graph, self.findings, name, enabled=self.enabled, costs=self._costs, sources=False)
+        panes[key] = {"title": found.title, "html": found.html} | ({"near": list(found.near)} if found.near else {})

@@ -25,7 +25,7 @@ from ..model.evidence_view import environment_dict, evidence_dict, evidence_tabl
 from ..model.pictures import Pictures
 from ..model.view_model import view_model
 from .baked import slim
-from .page import AFTER, PREFIX, page_data
+from .page import AFTER_ID_PREFIX, ID_PREFIX, page_data
 from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
 
 _LIVE = (
@@ -60,8 +60,8 @@ def report_html(
       **view_options: further options of `view_model`.
     """
     pictures = Pictures(graph, findings)
-    told: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
-    view = pictures.view(enabled=enabled, **told, **view_options)
+    content: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
+    view = pictures.view(enabled=enabled, **content, **view_options)
     title = title or f"FusionLab: {view['title']}"
     later = (after, view_model(after, None, **view_options)) if after is not None else None
 
@@ -71,14 +71,14 @@ def report_html(
     body = [
         f"<h1>{_e(title)}</h1>",
         f'<div id="fl-app"><p class="lead">{_e(view["header"])}</p>{legend(view)}'
-        f'<div class="fl-graph" id="fl-before" tabindex="0" role="group" aria-label="graph">{slim(draw(view, PREFIX))}'
+        f'<div class="fl-graph" id="fl-before" tabindex="0" role="group" aria-label="graph">{slim(draw(view, ID_PREFIX))}'
         '</div><noscript><p class="quiet">Without scripts this page is a picture and tables: nothing can be opened, '
         "searched or selected.</p></noscript></div>",
     ]
     if later is not None:
         body += [
             f'<section id="fl-after"><h2>After fusion: {len(graph):,} nodes → {len(later[0]):,}</h2>'
-            f'<div class="fl-graph">{slim(draw(later[1], AFTER))}</div></section>'
+            f'<div class="fl-graph">{slim(draw(later[1], AFTER_ID_PREFIX))}</div></section>'
         ]
     named = _evidence(view, evidence)
     named += _found(view, findings)

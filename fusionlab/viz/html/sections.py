@@ -7,13 +7,11 @@ from html import escape as _escape
 from typing import Any
 
 from fusionlab.errors import REJECTIONS
-from fusionlab.evidence.instruments.memory import size as bytes_text
+from fusionlab.evidence.units import binary_bytes
 
 from ..markup import table
-from ..model.alike import alike
+from ..model.alike import SiteDict, alike
 from ..palette import QUIET
-
-Site = Mapping[str, Any]
 
 
 def _e(value: Any) -> str:
@@ -55,7 +53,7 @@ def passes_html(view: Mapping[str, Any]) -> str:
     return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
 
 
-def _card(sites: list[Site], colours: Mapping[str, str], inside: list[str]) -> str:
+def _card(sites: list[SiteDict], colours: Mapping[str, str], inside: list[str]) -> str:
     first, where = sites[0], sites[0]["source"]
     title = f"{first['id']}" + (f" and {len(sites) - 1} more like it" if len(sites) > 1 else "")
     others = ", ".join(s["id"] for s in sites[1:])
@@ -97,8 +95,8 @@ def _candidate(s: Mapping[str, Any]) -> list[str]:
     state = "applied" if s["state"] == "applied" else "not applied"
     lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
     lines += [_e(s["paired"])] if s["paired"] else []
-    told = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
-    lines += [f'<span class="quiet">{_e(n)}</span>' for n in told]
+    remarks = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
+    lines += [f'<span class="quiet">{_e(n)}</span>' for n in remarks]
     rows = [[b["name"], b["verdict"], b["reason"]] for b in s["backends"]]
     return lines + ([table(["backend", "verdict", "reason"], rows)] if rows else [])
 
@@ -154,7 +152,7 @@ def residuals_html(view: Mapping[str, Any]) -> str:
     for group in alike(kept, ("pass", "r")):
         r, n = group[0]["r"], len(group)
         site = group[0]["id"] + (f" and {n - 1} more" if n > 1 else "")
-        size, total = bytes_text(r["bytes"]), bytes_text(n * r["bytes"])
+        size, total = binary_bytes(r["bytes"]), binary_bytes(n * r["bytes"])
         rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
     heads = ["site", "residual", "type", "size", "together", "read by"]
     return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))

@@ -14,7 +14,7 @@ from fusionlab.graph.cost.cost import Cost, quantity, total_of
 from fusionlab.graph.program.graph import Graph
 
 from ..markup import quiet, section, table, text
-from ..model.evidence_view import Table, evidence_dict, evidence_tables, measured_on
+from ..model.evidence_view import EvidenceTable, evidence_dict, evidence_tables, measured_on
 from ..model.sites import is_applied
 from .diff import diff_html
 from .kernel_sources import kernels_html
@@ -52,7 +52,7 @@ def evidence_tabs(
       sources: with the text of the CUDA kernels of the applied sites.
     """
     measured = evidence_dict(evidence)
-    tables = {one[0]: one for one in evidence_tables(measured)}
+    tables = {entry[0]: entry for entry in evidence_tables(measured)}
     figures = _figures(evidence)
     kernels = _kernels(evidence, findings, enabled, sources)
     tabs = {
@@ -65,20 +65,20 @@ def evidence_tabs(
     }
     notes = "".join(quiet(note) for note in measured["notes"]) if measured is not None else ""
     where = quiet(f"Measured on {measured_on(evidence)}.") if evidence is not None else ""
-    told = {"Timing": where + notes, "Errors": where, "Memory": where}
-    return [{"name": name, "html": html + told.get(name, "")} for name, html in tabs.items()]
+    below = {"Timing": where + notes, "Errors": where, "Memory": where}
+    return [{"name": name, "html": html + below.get(name, "")} for name, html in tabs.items()]
 
 
 def _titled(tables: dict[str, Any], name: str) -> str:
     return section(name, _table(tables.get(name)))
 
 
-def _missing(evidence: Any, what: str) -> str:
-    return quiet(NOT_MEASURED if evidence is None else f"Not {what}: {evidence.verdict}.")
+def _missing(evidence: Any, done: str) -> str:
+    return quiet(NOT_MEASURED if evidence is None else f"Not {done}: {evidence.verdict}.")
 
 
-def _table(one: Table | None) -> str:
-    return table(one[1], one[2], one[3]) if one is not None else ""
+def _table(entry: EvidenceTable | None) -> str:
+    return table(entry[1], entry[2], entry[3]) if entry is not None else ""
 
 
 def _figures(evidence: Any) -> dict[str, str]:
@@ -109,22 +109,22 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
     if findings is None:
         return quiet("No program here to count: only a measurement.")
     if under is None and device is None:
-        told = "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
+        why = "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
         nodes = findings.graph.node_count
         if nodes > _COUNTED_AT_ONCE:
             later = f"What its {nodes:,} nodes cost is told of what is selected, and under the roof: counting all of them takes a while."
-            return quiet(told) + quiet(later)
-        return quiet(told) + _costs(findings)
+            return quiet(why) + quiet(later)
+        return quiet(why) + _costs(findings)
     costs = _costs(findings)
     try:
-        known = counted(findings, device) if under is None and device is not None else under
+        known = roofline_of(findings, device) if under is None and device is not None else under
     except ArgumentError as error:  # a device whose rates are not known
         return quiet(f"No roof: {error}") + costs
     assert known is not None
     return _pictures(known) + _predictions(known, len(findings.candidates)) + costs
 
 
-def counted(findings: Findings, device: Device) -> Roofline:
+def roofline_of(findings: Findings, device: Device) -> Roofline:
     """The findings under the roof of a device; with predicted gains where that takes no longer than anybody waits."""
     few = findings.graph.node_count * len(findings.candidates) <= _PREDICTED_NODES
     return roofline(findings if few else findings.graph, device)

@@ -8,13 +8,13 @@ from typing import Any
 
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics
-from fusionlab.evidence.instruments.memory import size
 from fusionlab.evidence.instruments.timing import Timing, seconds
+from fusionlab.evidence.units import binary_bytes
 from fusionlab.graph.xla.collectives import bytes_text
 
 _MANY_ULP = 1_000_000
 
-Table = tuple[str, list[str], list[list[Any]], tuple[int, ...]]
+EvidenceTable = tuple[str, list[str], list[list[Any]], tuple[int, ...]]
 
 
 def timings_of(evidence: Evidence | Timing) -> tuple[Timing, ...]:
@@ -67,7 +67,7 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
         "worst": _worst(leaves),
         "regressions": len(numerics.regressions) if numerics is not None else 0,
         "notes": list(evidence.all_notes),
-        "memory": [{"what": what, **dataclasses.asdict(m)} for what, m in memories if m is not None],
+        "memory": [{"what": call, **dataclasses.asdict(m)} for call, m in memories if m is not None],
         "devices": _devices_dict(evidence),
         "environment": environment_dict(evidence),
     }
@@ -81,7 +81,7 @@ def _devices_dict(evidence: Evidence) -> dict[str, Any] | None:
     return {
         "place": over.place,
         "collectives": [
-            [what, kind, b.count, a.count, bytes_text(b.bytes), bytes_text(a.bytes)] for what, kind, b, a in rows
+            [call, kind, b.count, a.count, bytes_text(b.bytes), bytes_text(a.bytes)] for call, kind, b, a in rows
         ],
         "device_s": {version: dict(times) for version, times in over.device_s.items()},
     }
@@ -152,11 +152,11 @@ def _leaf_dict(leaf: LeafNumerics) -> dict[str, Any]:
     }
 
 
-def evidence_tables(measured: Mapping[str, Any] | None) -> list[Table]:
+def evidence_tables(measured: Mapping[str, Any] | None) -> list[EvidenceTable]:
     """The measurement as tables: (name, heads, rows, indices of numeric columns)."""
     if measured is None:
         return []
-    tables: list[Table] = []
+    tables: list[EvidenceTable] = []
     if measured["timing"]:
         tables.append(_timing_table(measured["timing"]))
     if measured["errors"]:
@@ -168,21 +168,21 @@ def evidence_tables(measured: Mapping[str, Any] | None) -> list[Table]:
     return tables
 
 
-def _memory_table(memories: list[dict[str, Any]]) -> Table:
+def _memory_table(memories: list[dict[str, Any]]) -> EvidenceTable:
     heads = ["what", "version", "peak", "temporaries", "arguments", "results"]
     rows = [
-        [m["what"], version, *(size(m[version][k]) for k in ("peak", "temp", "argument", "output"))]
+        [m["what"], version, *(binary_bytes(m[version][k]) for k in ("peak", "temp", "argument", "output"))]
         for m in memories
         for version in ("before", "after")
     ]
     return "Compiled memory", heads, rows, (2, 3, 4, 5)
 
 
-def _device_tables(over: Mapping[str, Any]) -> list[Table]:
+def _device_tables(over: Mapping[str, Any]) -> list[EvidenceTable]:
     """The collectives of each kind, and the time of each device where that was measured."""
     rows = over["collectives"] or [["every call", "none", 0, 0, "0 B", "0 B"]]
     heads = ["what", "kind", "runs before", "after", "bytes of a device before", "after"]
-    tables: list[Table] = [("Collectives", heads, rows, (2, 3, 4, 5))]
+    tables: list[EvidenceTable] = [("Collectives", heads, rows, (2, 3, 4, 5))]
     before, after = (over["device_s"].get(version, {}) for version in ("before", "after"))
     if before:
         times = [[f"device {i}", seconds(s), seconds(after[i]) if i in after else ""] for i, s in before.items()]
@@ -190,7 +190,7 @@ def _device_tables(over: Mapping[str, Any]) -> list[Table]:
     return tables
 
 
-def _timing_table(timings: list[dict[str, Any]]) -> Table:
+def _timing_table(timings: list[dict[str, Any]]) -> EvidenceTable:
     heads = [
         "what",
         "version",
@@ -221,7 +221,7 @@ def _timing_table(timings: list[dict[str, Any]]) -> Table:
     return "Timing", heads, rows, (2, 3, 4, 5)
 
 
-def _error_table(errors: list[dict[str, Any]]) -> Table:
+def _error_table(errors: list[dict[str, Any]]) -> EvidenceTable:
     heads = [
         "result",
         "type",

@@ -9,7 +9,7 @@ from fusionlab.graph.cost.traffic import COMBINES
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Block, Node, Value
 
-Key = int | tuple[str, int]
+FlowEnd = int | tuple[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,14 +19,14 @@ class Flow:
     Three lists rather than one of tuples: hundreds of thousands of tuples cost Python's garbage collector seconds.
     """
 
-    producers: list[Key] = field(default_factory=list)
-    readers: list[Key] = field(default_factory=list)
+    producers: list[FlowEnd] = field(default_factory=list)
+    readers: list[FlowEnd] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
 
-    def __iter__(self) -> Iterator[tuple[Key, Key, Value]]:
+    def __iter__(self) -> Iterator[tuple[FlowEnd, FlowEnd, Value]]:
         return zip(self.producers, self.readers, self.values, strict=True)
 
-    def add(self, producers: tuple[Key, ...], reader: Key, value: Value) -> None:
+    def add(self, producers: tuple[FlowEnd, ...], reader: FlowEnd, value: Value) -> None:
         for producer in producers:
             self.producers.append(producer)
             self.readers.append(reader)
@@ -39,7 +39,7 @@ def flow(graph: Graph) -> Flow:
     A key is a node id, ("in", k) for the k-th argument of the program or ("out", k) for its k-th result.
     """
     edges = Flow()
-    origin: dict[int, tuple[Key, ...]] = {v.id: (("in", k),) for k, v in enumerate(graph.top.inputs)}
+    origin: dict[int, tuple[FlowEnd, ...]] = {v.id: (("in", k),) for k, v in enumerate(graph.top.inputs)}
     _flow_block(graph.top, origin, edges)
     for k, atom in enumerate(graph.top.outputs):
         if isinstance(atom, Value):
@@ -47,7 +47,7 @@ def flow(graph: Graph) -> Flow:
     return edges
 
 
-def _flow_block(block: Block, origin: dict[int, tuple[Key, ...]], edges: Flow) -> None:
+def _flow_block(block: Block, origin: dict[int, tuple[FlowEnd, ...]], edges: Flow) -> None:
     for node in block.nodes:
         # What a scatter or a reduction combines entries with is no region: its block is given single numbers, not the operands.
         if node.blocks and node.primitive not in COMBINES:
@@ -58,19 +58,19 @@ def _flow_block(block: Block, origin: dict[int, tuple[Key, ...]], edges: Flow) -
             origin[value.id] = (node.id,)
 
 
-def _flow_into(node: Node, atoms: Iterable[Atom], origin: Mapping[int, tuple[Key, ...]], edges: Flow) -> None:
+def _flow_into(node: Node, atoms: Iterable[Atom], origin: Mapping[int, tuple[FlowEnd, ...]], edges: Flow) -> None:
     for atom in atoms:
         if isinstance(atom, Value):
             edges.add(origin.get(atom.id, ()), node.id, atom)
 
 
-def _makers(atom: Atom, origin: Mapping[int, tuple[Key, ...]]) -> tuple[Key, ...]:
+def _makers(atom: Atom, origin: Mapping[int, tuple[FlowEnd, ...]]) -> tuple[FlowEnd, ...]:
     """Who makes what an atom holds; nobody makes a literal."""
     return origin.get(atom.id, ()) if isinstance(atom, Value) else ()
 
 
-def _flow_region(node: Node, origin: dict[int, tuple[Key, ...]], edges: Flow) -> None:
-    results: list[set[Key]] = [set() for _ in node.outputs]
+def _flow_region(node: Node, origin: dict[int, tuple[FlowEnd, ...]], edges: Flow) -> None:
+    results: list[set[FlowEnd]] = [set() for _ in node.outputs]
     taken = max(len(b.inputs) for b in node.blocks)
     for block in node.blocks:
         # Operands line up with a block's inputs from the right: what comes before is the branch index, or the

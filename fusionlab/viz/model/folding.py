@@ -8,8 +8,7 @@ groups, because groups are runs in program order: so the folded graph stays as a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any
 
 from fusionlab.graph.primitives import having
@@ -17,6 +16,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, literal_text
 from fusionlab.graph.program.meshes import region_mesh_text
 
+from .groups import Group, Item, NodeBox, has_site, nodes_in, shown_nodes
 from .sites import ShownSite
 
 _FAN_OUT = 32
@@ -30,93 +30,6 @@ LAYOUT_OPS = having("layout", "cast", "copy", "variance", "precision") | {
     "stop_gradient",
     "name",
 }
-
-
-@dataclass(eq=False, slots=True)
-class NodeBox:
-    """One node, drawn as one box."""
-
-    node: Node
-    site: ShownSite | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Group:
-    """Things drawn as one box while closed, and as a frame around them while open.
-
-    `kind`: "root", "scope", "function", "region", "branch", "site", "run" or "chunk". It stands for `count` copies;
-    `hidden` holds the others, each a list of items of the same shape as `children`.
-    """
-
-    id: str
-    kind: str
-    label: str
-    children: list[Item]
-    node: Node | None = None
-    site: ShownSite | None = None
-    count: int = 1
-    hidden: list[list[Item]] = field(default_factory=list)
-    open: bool = False
-    # Worked out when asked for, and forgotten by `changed`.
-    _size: int | None = field(default=None, repr=False)
-    _signature: int | None = field(default=None, repr=False)
-    _has_site: bool | None = field(default=None, repr=False)
-    _shown: list[int] | None = field(default=None, repr=False)
-    _ranges: list[list[int]] | None = field(default=None, repr=False)
-
-    @property
-    def size(self) -> int:
-        """Node count, own node and hidden copies included."""
-        if self._size is None:
-            own = (self.node is not None) + sum(map(size, self.children))
-            self._size = own + sum(size(i) for unit in self.hidden for i in unit)
-        return self._size
-
-    @property
-    def shown(self) -> list[int]:
-        """Node ids of its own node and of everything in it, hidden copies left out."""
-        if self._shown is None:
-            self._shown = [] if self.node is None else [self.node.id]
-            for child in self.children:
-                self._shown += [child.node.id] if isinstance(child, NodeBox) else child.shown
-        return self._shown
-
-    @property
-    def ranges(self) -> list[list[int]]:
-        """Node ids of everything in it, hidden copies included, as pairs (first, last) in ascending order."""
-        if self._ranges is None:
-            self._ranges = []
-            for nid in sorted(members([self])):
-                if self._ranges and self._ranges[-1][1] == nid - 1:
-                    self._ranges[-1][1] = nid
-                else:
-                    self._ranges.append([nid, nid])
-        return self._ranges
-
-    def changed(self) -> None:
-        """Forgets what was worked out, once copies were added."""
-        self._size = self._signature = self._has_site = self._shown = self._ranges = None
-
-
-Item = NodeBox | Group
-
-
-def size(item: Item) -> int:
-    """Node count of an item, hidden copies included."""
-    return 1 if isinstance(item, NodeBox) else item.size
-
-
-def members(items: Iterable[Item]) -> Iterator[int]:
-    """Node ids of everything in the items, hidden copies included, in a fixed order."""
-    for item in items:
-        if isinstance(item, NodeBox):
-            yield item.node.id
-            continue
-        if item.node is not None:
-            yield item.node.id
-        yield from members(item.children)
-        for unit in item.hidden:
-            yield from members(unit)
 
 
 class FoldFacts:
@@ -277,7 +190,7 @@ class _Builder:
         if isinstance(only, Group) and only.kind in ("scope", "function") and only.count == 1:
             only.label = f"{label}/{only.label}"
             return only
-        backward = depth == 0 and kind == "scope" and all(map(self.known.is_backward, _leaves(children)))
+        backward = depth == 0 and kind == "scope" and all(map(self.known.is_backward, shown_nodes(children)))
         return Group(self.fresh(full), kind, label + BACKWARD if backward else label, children)
 
     # Repeats -------------------------------------------------------------------------------------------------------
@@ -355,7 +268,7 @@ class _Builder:
         if len(items) == 1:
             return items[0]
         gid = self.fresh(f"{prefix}/part" if prefix else "part")
-        label = f"{sum(map(size, items)):,} nodes"
+        label = f"{sum(map(nodes_in, items)):,} nodes"
         return Group(gid, "chunk", label, self.cut(items, gid) if len(items) > _FAN_OUT else items)
 
 
@@ -377,26 +290,6 @@ def function_name(block: Block) -> str:
     jaxpr = getattr(block.jaxpr, "jaxpr", block.jaxpr)
     info = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "") or "")
     return info.partition(" at ")[0].strip()
-
-
-def has_site(item: Item) -> bool:
-    """True around what has to stay visible: a candidate. What was declined shows while there is room."""
-    if item.site is not None and item.site.state != "declined":
-        return True
-    if isinstance(item, NodeBox):
-        return False
-    if item._has_site is None:
-        item._has_site = any(map(has_site, item.children))
-    return item._has_site
-
-
-def _leaves(items: Iterable[Item]) -> Iterator[Node]:
-    """The nodes that are shown or folded away in the items, hidden copies left out."""
-    for item in items:
-        if isinstance(item, NodeBox):
-            yield item.node
-        else:
-            yield from _leaves(item.children)
 
 
 def _state(site: ShownSite | None) -> tuple[str, ...]:
@@ -445,7 +338,7 @@ def _best_repeat(sigs: list[int], start: int, positions: list[int], items: list[
             count += 1
         if count < 2:
             continue
-        nodes = sum(map(size, items[start:p]))
+        nodes = sum(map(nodes_in, items[start:p]))
         worth = nodes >= _WORTH or nodes * count >= 3 * _WORTH
         if worth and period * count > best[0] * best[1]:
             best = (period, count)

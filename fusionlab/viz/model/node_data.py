@@ -28,8 +28,8 @@ def source_dict(source: Source | None) -> dict[str, Any] | None:
 def atom_dict(atom: Atom, producer: dict[int, Node], names: dict[int, str]) -> dict[str, Any]:
     if isinstance(atom, Literal):
         return {"name": literal_text(atom.val), "type": type_text(atom.aval), "bytes": 0, "from": "constant"}
-    made_by = producer.get(atom.id)
-    origin = f"n{made_by.id} {made_by.primitive}" if made_by else names.get(atom.id, "outside this block")
+    maker = producer.get(atom.id)
+    origin = f"n{maker.id} {maker.primitive}" if maker else names.get(atom.id, "outside this block")
     return {"name": atom.name, "type": type_text(atom.aval), "bytes": atom.nbytes, "from": origin}
 
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from fusionlab.graph.program.ir import Value, type_text
 
-from .flow import Key
-from .folding import Group, Item, NodeBox, function_name, has_site, members
+from .flow import FlowEnd
+from .folding import function_name
+from .groups import Group, Item, NodeBox, has_site, members
 from .sites import ShownSite
 
 # A picture beyond this many boxes is not readable; sites are opened up to here even above `max_nodes`.
@@ -32,8 +33,8 @@ class Link:
       type: of the first value; `count` of them flow there.
     """
 
-    start: Key
-    end: Key
+    start: FlowEnd
+    end: FlowEnd
     copies: frozenset[str]
     type: str
     count: int = 1
@@ -47,7 +48,7 @@ class GroupTree:
       links: what flows between nodes, in program order.
     """
 
-    def __init__(self, root: Group, edges: Iterable[tuple[Key, Key, Value]]):
+    def __init__(self, root: Group, edges: Iterable[tuple[FlowEnd, FlowEnd, Value]]):
         self.root = root
         self._parent: dict[str, Group] = {}
         self._home: dict[int, Group] = {}
@@ -80,15 +81,15 @@ class GroupTree:
         shown = own + list(members(group.children))
         before = [self._copies.get(nid, {}) for nid in shown]
         # Equal records are one object: there are as many as copies, not as nodes.
-        made: dict[tuple[int, int], dict[str, int]] = {}
+        shared: dict[tuple[int, int], dict[str, int]] = {}
         for k, unit in enumerate(itertools.chain([None], group.hidden)):
             for nid, twin, others in zip(shown if unit is None else members(unit), shown, before, strict=True):
                 if unit is not None:
                     self._twin[nid] = self.twin(twin)
-                self._copies[nid] = made.setdefault((id(others), k) if others else (0, k), {**others, group.id: k})
+                self._copies[nid] = shared.setdefault((id(others), k) if others else (0, k), {**others, group.id: k})
 
-    def _linked(self, edges: Iterable[tuple[Key, Key, Value]]) -> Iterator[Link]:
-        found: dict[tuple[Key, Key, frozenset[str]], Link] = {}
+    def _linked(self, edges: Iterable[tuple[FlowEnd, FlowEnd, Value]]) -> Iterator[Link]:
+        found: dict[tuple[FlowEnd, FlowEnd, frozenset[str]], Link] = {}
         nothing: frozenset[str] = frozenset()
         copies, twins = self._copies, self._twin
         types: dict[int, str] = {}
@@ -98,12 +99,12 @@ class GroupTree:
             if isinstance(producer, int):
                 if there and _carried(copies.get(producer), there):
                     continue
-                start: Key = twins.get(producer, producer)
+                start: FlowEnd = twins.get(producer, producer)
             else:
                 start = producer
                 if there:
                     runs = _runs_of_copy(there)
-            end: Key = twins.get(reader, reader) if isinstance(reader, int) else reader
+            end: FlowEnd = twins.get(reader, reader) if isinstance(reader, int) else reader
             known = found.get((start, end, runs))
             if known is not None:
                 known.count += 1
@@ -184,10 +185,10 @@ def sites_inside(item: Item) -> list[ShownSite]:
 
 def _type_once(value: Value, known: dict[int, str]) -> str:
     """The text of a value's type, made once for all values of one `aval`."""
-    told = known.get(id(value.aval))
-    if told is None:
-        told = known[id(value.aval)] = type_text(value.aval)
-    return told
+    known_text = known.get(id(value.aval))
+    if known_text is None:
+        known_text = known[id(value.aval)] = type_text(value.aval)
+    return known_text
 
 
 def _runs_of_copy(there: dict[str, int]) -> frozenset[str]:

@@ -116,11 +116,11 @@ def options_of(name: str, strategy: Strategy | None) -> list[dict[str, Any]]:
     return [
         {
             "name": key,
-            "value": given.get(key, told[0]),
+            "value": given.get(key, option[0]),
             "choices": choices_of(pass_, key),
-            "doc": told[1],
+            "doc": option[1],
         }
-        for key, told in pass_.options.items()
+        for key, option in pass_.options.items()
     ]
 
 

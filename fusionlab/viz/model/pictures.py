@@ -18,7 +18,8 @@ from fusionlab.graph.program.meshes import collective_axes, collective_bytes, sh
 from ..markup import short
 from ..palette import colour_of, pass_of_op, tint_of
 from .flow import Flow, flow
-from .folding import LAYOUT_OPS, FoldFacts, Group, NodeBox, fold_graph, size
+from .folding import LAYOUT_OPS, FoldFacts, fold_graph
+from .groups import Group, NodeBox, nodes_in
 from .node_data import node_dict
 from .opening import GroupTree, sites_inside
 from .sites import ShownSite, drawn_sites, is_applied
@@ -228,8 +229,8 @@ class _Picture:
             start, end = self.box_of(link.start, inputs), self.box_of(link.end, outputs)
             if start is None or end is None or start == end:
                 continue
-            told, count = edges.get((start, end), (link.type, 0))
-            edges[start, end] = told, count + link.count
+            type_, count = edges.get((start, end), (link.type, 0))
+            edges[start, end] = type_, count + link.count
         return edges
 
     def ends(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -258,7 +259,9 @@ class _Picture:
         outs = self.graph.top.outputs
         if is_input:
             lines = [self.graph.in_names[index], type_text(self.graph.top.inputs[index].aval)]
-            lines += [told] if (told := sharding_text(next(iter(self.graph.in_shardings[index:]), None))) else []
+            lines += (
+                [sharding] if (sharding := sharding_text(next(iter(self.graph.in_shardings[index:]), None))) else []
+            )
         elif len(outs) > _MAX_OUTPUTS:
             lines = [f"{len(outs)} results"]
         else:
@@ -310,7 +313,7 @@ def _group_label(group: Group) -> str:
 
 def _size(group: Group) -> int:
     """Node count of one copy, the region's own node not counted."""
-    return sum(map(size, group.children))
+    return sum(map(nodes_in, group.children))
 
 
 def _inside_text(sites: list[ShownSite]) -> list[str]:
@@ -325,7 +328,7 @@ def _inside_text(sites: list[ShownSite]) -> list[str]:
 
 def _node_lines(node: Node) -> list[str]:
     constants = [literal_text(a.val) for a in node.inputs if isinstance(a, Literal)]
-    first = " ".join([node.primitive, *constants, *_said(node)])
+    first = " ".join([node.primitive, *constants, *_details(node)])
     if axes := collective_axes(node):
         first += f" over {', '.join(axes)}: {quantity(collective_bytes(node))}B"
     lines = [f"{v.name} {type_text(v.aval)}" for v in node.outputs[:1]]
@@ -333,7 +336,7 @@ def _node_lines(node: Node) -> list[str]:
     return [short(first, _LABEL), *(short(line + more, _LABEL) for line in lines)]
 
 
-def _said(node: Node) -> list[str]:
+def _details(node: Node) -> list[str]:
     """What a node's name does not tell of it: the mesh axes that it names, where it is no collective; which part of a layer it is."""
     plain = names_an_axis(node.eqn) and not collective_axes(node)
     axes = node.params.get("axes", node.params.get("axis_name", ())) if plain else ()

@@ -96,8 +96,8 @@ class SearchIndex:
             self._add(*_node_entry(node, types, lines))
 
     def _add(self, name: str, text: str, label: str, where: str, exact: tuple[str, ...]) -> None:
-        for one in exact:
-            self._exact.setdefault(one.casefold(), []).append(len(self._names))
+        for exact_name in exact:
+            self._exact.setdefault(exact_name.casefold(), []).append(len(self._names))
         self._names.append(name)
         self._texts.append(text.casefold())
         self._labels.append(label)
@@ -133,11 +133,11 @@ def _site_entries(findings: Findings | None) -> Iterator[Entry]:
     if findings is None:
         return
     for c in findings.candidates:
-        where = _told(c.source)
+        where = _source_text(c.source)
         words = (c.id, c.pass_name, c.op, c.formula, where, "candidate site", *c.concepts)
         yield c.id, " ".join(words), f"{c.id}: {c.formula}", where, (c.id,)
     for r in findings.rejections:
-        where = _told(r.source)
+        where = _source_text(r.source)
         words = (
             r.id,
             r.pass_name,
@@ -173,5 +173,5 @@ def _type(atom: Atom, types: dict[int, str]) -> str:
     return known
 
 
-def _told(source: Source | None) -> str:
+def _source_text(source: Source | None) -> str:
     return f"{source.short} {source.text}" if source is not None else ""

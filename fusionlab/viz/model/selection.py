@@ -27,28 +27,28 @@ class Selection:
     Attributes:
       name: what selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
       kind: "", "node", "argument", "site", "structure", "kernel", "line" or "group".
-      what: the thing itself, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
+      target: what is selected, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
       nodes: ids of its nodes.
     """
 
     name: str = ""
     kind: str = ""
-    what: Any = None
+    target: Any = None
     nodes: tuple[int, ...] = ()
 
     def info(self, graph: Graph, findings: Findings | None, enabled: Collection[str]) -> dict[str, Any]:
         """It as plain data: `node_dict` of a node, `site_dict` of a site, else its name, kind and nodes."""
-        if isinstance(self.what, Node):
-            return node_dict(graph, self.what, findings, enabled)
-        if isinstance(self.what, Candidate | Rejection):
-            return site_dict(self.what, enabled)
+        if isinstance(self.target, Node):
+            return node_dict(graph, self.target, findings, enabled)
+        if isinstance(self.target, Candidate | Rejection):
+            return site_dict(self.target, enabled)
         return {"name": self.name, "kind": self.kind, "nodes": list(self.nodes)}
 
 
 def selection(
     graph: Graph,
     findings: Findings | None,
-    what: object,
+    target: object,
     compiled: CompiledModule | None = None,
     groups: Mapping[str, Collection[int]] | None = None,
 ) -> Selection:
@@ -56,17 +56,17 @@ def selection(
 
     Args:
       graph, findings: what is drawn.
-      what: a node, a value, a node id, or a name as a `Selection` has it.
+      target: a node, a value, a node id, or a name as a `Selection` has it.
       compiled: what XLA made of the graph, where that is known; its kernels have names.
       groups: id -> node ids of the groups in the picture.
 
     Raises:
       ArgumentError: it is none of these.
     """
-    node = find_node(graph, what)
+    node = find_node(graph, target)
     if node is not None:
         return Selection(node.outputs[0].name if node.outputs else f"n{node.id}", "node", node, (node.id,))
-    text = str(what)
+    text = str(target)
     found = _argument(graph, text) or _record(findings, text) or _kernel(compiled, text) or _line(graph, text)
     if found is not None:
         return found

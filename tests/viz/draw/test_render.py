@@ -152,7 +152,9 @@ def test_a_dot_program_that_fails_is_not_the_end(case, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("direction", ["TB", "LR"])
 def test_the_built_in_layout_keeps_boxes_apart_and_inside_their_frames(case, direction):
-    drawing = builtin.parse(to_dot(case.graph, case.findings, {case.findings.candidates[1].id}, direction=direction))
+    drawing = builtin.parse_drawing(
+        to_dot(case.graph, case.findings, {case.findings.candidates[1].id}, direction=direction)
+    )
     builtin.layout(drawing)
 
     def check(frame):
@@ -172,7 +174,7 @@ def test_the_built_in_layout_keeps_boxes_apart_and_inside_their_frames(case, dir
 
 def test_the_built_in_layout_flows_downwards_and_survives_cycles():
     text = 'digraph g { "a" [label="a"]; "b" [label="b"]; "c" [label="c"]; "a" -> "b" -> "c" -> "a"; "c" -> "c"; }'
-    drawing = builtin.parse(text)
+    drawing = builtin.parse_drawing(text)
     builtin.layout(drawing)
     a, b, c = drawing.root.children
     assert a.y < b.y < c.y

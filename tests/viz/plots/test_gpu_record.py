@@ -14,7 +14,7 @@ import fusionlab as fl
 from fusionlab.commands import demo
 from fusionlab.evidence import save_json
 from fusionlab.evidence.instruments.record import newest_record
-from fusionlab.viz.gpu_record import plot_record, ratios, record_html, summary, where
+from fusionlab.viz.gpu_record import plot_record, ratio_range, ratios, record_html, where
 from fusionlab.viz.html.report import report_html
 
 ROOT = Path(__file__).parents[3]
@@ -73,7 +73,7 @@ def test_the_section_says_device_commit_and_every_ratio(record):
             assert f"{one.ratio:.2f}× [{one.interval[0]:.2f}, {one.interval[1]:.2f}]" in page
     assert "torch.compile" in page
     assert "<figure" in page
-    assert summary(record) == "1.50x to 1.50x of jax.jit's speed on 2 perceptrons, forward + backward"
+    assert ratio_range(record) == "1.50x to 1.50x of jax.jit's speed on 2 perceptrons, forward + backward"
 
 
 def test_a_record_without_torch_has_no_column_of_it(record):

@@ -1,0 +1,85 @@
+"""What can be observed and read of an explorer: the traits that the browser draws, and the state of its session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import traitlets
+
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+
+from ..model.setting import Ledger, Setting
+from .session import Session
+from .toggles import Toggles
+
+IDLE = {"running": False, "what": "", "done": 0, "total": 0}
+_HERE = Path(__file__).parents[1] / "assets"
+
+
+class Observed(anywidget.AnyWidget):
+    """The traits of an explorer (`Explorer` says what they mean) beside its session, and how status and errors come into them."""
+
+    _esm = _HERE / "explorer.js"
+    _css = _HERE / "explorer.css"
+
+    enabled = traitlets.Instance(frozenset, args=())
+    selected = traitlets.Unicode("")
+    evidence = traitlets.Any(None, allow_none=True)
+    shown = traitlets.Enum(["before", "after"], "before")
+    status = traitlets.Unicode("not measured")
+    measuring = traitlets.Bool(False)
+    hulls = traitlets.Bool(False)
+    theme = traitlets.Enum(["auto", "light", "dark"], "auto").tag(sync=True)
+
+    # What the browser draws.
+    head: Any = traitlets.Dict().tag(sync=True)
+    panel: Any = traitlets.Dict().tag(sync=True)
+    scene: Any = traitlets.Dict().tag(sync=True)
+    marks: Any = traitlets.Dict().tag(sync=True)
+    inspector: Any = traitlets.Dict().tag(sync=True)
+    tabs: Any = traitlets.List().tag(sync=True)
+    hits: Any = traitlets.Dict().tag(sync=True)
+    busy: Any = traitlets.Dict().tag(sync=True)
+    problem: Any = traitlets.Any(None, allow_none=True).tag(sync=True)
+
+    session: Session
+
+    @property
+    def graph(self) -> Graph:
+        """The original program."""
+        return self.session.graph
+
+    @property
+    def findings(self) -> Findings:
+        """What was found in it, with the options as they are set."""
+        return self.session.findings
+
+    @property
+    def toggles(self) -> Toggles:
+        """Pass name or site id -> switched on?; assign to switch."""
+        return self.session.toggles
+
+    @property
+    def setting(self) -> Setting:
+        """What is on: sites and options."""
+        return self.session.setting
+
+    @property
+    def ledger(self) -> Ledger:
+        """Every decision so far, with what was measured of it."""
+        return self.session.ledger
+
+    def _say(self, status: str, busy: Mapping[str, Any] = IDLE) -> None:
+        self.status = status
+        self.busy = {**busy, "status": status}
+
+    def _tell(self, error: BaseException) -> None:
+        self.problem = {"code": _code(error), "sentence": str(error)}
+
+
+def _code(error: BaseException) -> str:
+    return str(getattr(error, "code", "")) or type(error).__name__
