@@ -121,7 +121,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], codes_only: bool) -> I
 
 def main(argv: list[str]) -> int:
     """Writes the record; compares it with an older one. Returns 1 where they differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks decisions", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks decisions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, required=True, help="the JSON file to write")
     parser.add_argument("--against", type=Path, help="an older record to compare with")
     parser.add_argument("--codes-only", action="store_true", help="compare neither sentences nor reasons")

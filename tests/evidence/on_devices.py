@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.graph.xla.collectives import Traffic
-from fusionlab.verbs.shown import Comparison
+from fusionlab.verbs.comparison import Comparison
 from fusionlab.viz.html.inspector import inspect
 from fusionlab.viz.html.report import report_html
 from fusionlab.viz.html.tabs import evidence_tabs

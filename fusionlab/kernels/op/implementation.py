@@ -37,6 +37,7 @@ class ChoiceKind(enum.StrEnum):
 
     CHOSEN = "chosen"  # another code than XLA's
     SAME_CODE = "same code"  # the op, and it compiles to what XLA runs anyway
+    IN_PIECES = "in pieces"  # the ops of its pieces, each fused for itself: they run the same kernels
     SLOWER = "slower"  # XLA's: all that can run the site was measured as slow or slower
     UNMEASURED = "unmeasured"  # XLA's: not all that can run the site was measured on the device
     DEVICE = "device"  # XLA's: nothing else runs on the device

@@ -123,7 +123,7 @@ class MultiTransformer(CompositeOp):
         return "composed", "each of its pieces chooses for itself"
 
     def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        return LeftToXLA(ChoiceKind.SAME_CODE, _PIECES_DO)
+        return LeftToXLA(ChoiceKind.IN_PIECES, _PIECES_DO)
 
     def formula(
         self,
