@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ops.kernel_resources import DTYPES, LIMITS, SAMPLE, measure, variants
+from benchmarks.ops.kernel_resources import LIMITS, measure, variants
 from fusionlab.errors import ArgumentError, CompileError, MissingDependencyError, UnknownNameError
 from fusionlab.kernels.launch import compile as compiling
 from fusionlab.kernels.launch.compile import (
@@ -25,6 +25,7 @@ from fusionlab.kernels.launch.compile import (
     cubin,
     resources,
 )
+from fusionlab.kernels.ops.gemm_epilogue.card import DTYPES, SAMPLE
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     KERNEL_ACTIVATIONS,
     SOURCE,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.ops.kernel_resources import decode_rows
 from fusionlab.device import Device
 from fusionlab.errors import BackendError
 from fusionlab.kernels.launch.compile import KERNELS
+from fusionlab.kernels.ops.multi_transformer.card import decode_rows
 from fusionlab.kernels.ops.multi_transformer.decode import backend as cuda
 from fusionlab.kernels.ops.multi_transformer.decode.persistent import plan as persistent
 from fusionlab.kernels.ops.multi_transformer.decode.phased.plan import NOTHING, Places, ProductPhase, decode_plan

@@ -1,0 +1,68 @@
+"""What describes an op beside its code: the card in its folder, which every list of all ops is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..launch.compile import CudaSource
+from ..launch.compile import why_missing as cupy_missing
+from ..launch.cublaslt import missing as cublaslt_missing
+from ..launch.kernel_plan import KernelPlan
+from .op import Op
+
+Variants = Iterator[tuple[str, KernelPlan]]
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """What an implementation needs of a machine.
+
+    Attributes:
+      order: where it stands among those of all ops.
+      name: the implementation's.
+      ability: what it does, in a few words.
+      missing: on a CUDA GPU, each tells what is missing or gives None. None: it runs wherever JAX runs.
+    """
+
+    order: int
+    name: str
+    ability: str
+    missing: tuple[Callable[[], str | None], ...] | None = None
+
+
+XLA = Requirement(0, "xla", "plain jax.numpy, compiled by XLA; runs wherever JAX runs")
+CUBLASLT = Requirement(40, "cublaslt", "one cuBLASLt call a product", (cublaslt_missing, cupy_missing))
+CUDA = Requirement(60, "cuda", "FusionLab's own CUDA kernels", (cupy_missing,))
+
+
+def _none(arch: str) -> Variants:
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Card:
+    """What there is to know of an op by those who go through all of them.
+
+    Attributes:
+      order: where it stands among all ops.
+      op: the op.
+      hue: of `fusionlab.viz.palette`, which its sites and nodes wear; "" for one of the spare ones.
+      concepts: what its sites are called in `Candidate.concepts`.
+      kinds: what they are called besides, of one kind of site each.
+      requirements: of its implementations, one each.
+      source: its CUDA kernels, if it has any.
+      variant: how the names of its variants on record begin, with places for `dtype` and `activation`.
+      variants: architecture -> name and plan of each variant of its kernels that is compiled for the record of registers: everything for
+        sm_90, a sample for the others. Of kernels that several ops run, one has them.
+    """
+
+    order: int
+    op: Op
+    hue: str = ""
+    concepts: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    requirements: tuple[Requirement, ...] = (XLA, CUDA)
+    source: CudaSource | None = None
+    variant: str = ""
+    variants: Callable[[str], Variants] = _none
