@@ -8,28 +8,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from fusionlab.kernels.launch.compile import KERNELS, CudaSource, source_texts
-from fusionlab.kernels.ops.dot_product_attention.own import tiles
-from fusionlab.kernels.ops.gated_matmul import plan as gated
-from fusionlab.kernels.ops.gemm_epilogue import elementwise
-from fusionlab.kernels.ops.group_norm import plan as group_norm
-from fusionlab.kernels.ops.layer_norm import plan as norm
-from fusionlab.kernels.ops.lerp import plan as lerp
-from fusionlab.kernels.ops.multi_transformer.decode.phased import plan as decode
+from fusionlab.kernels import CARDS
+from fusionlab.kernels.launch.compile import KERNELS, source_texts
 
 from ..markup import code, folded, quiet, table
 
-# Op -> source, and how the record's variants of it begin.
-_KERNELS: dict[str, tuple[CudaSource, str]] = {
-    "gemm_epilogue": (elementwise.SOURCE, "{dtype} {activation}"),
-    "matmul": (elementwise.SOURCE, "{dtype} {activation}"),  # XLA's product, and the kernel that follows it
-    "gated_matmul": (gated.SOURCE, "gated {dtype} {activation}"),
-    "dot_product_attention": (tiles.SOURCE, "attention {dtype}"),
-    "lerp": (lerp.SOURCE, "lerp {dtype}"),
-    "layer_norm": (norm.SOURCE, "norm {dtype}"),
-    "group_norm": (group_norm.SOURCE, "group norm {dtype} {activation}"),
-    "multi_transformer": (decode.SOURCE, "decode {dtype}"),
-}
+# Of the ops with kernels of this package's own.
+_CARDS = {card.op.name: card for card in CARDS if card.source is not None}
 RECORDED_ARCH = "sm_90"  # the one whose every variant is on record
 _ROWS = 12
 ELSEWHERE = (
@@ -58,9 +43,9 @@ class KernelSource:
 @cache
 def kernel_source(op: str) -> KernelSource | None:
     """The CUDA code of an op; None where it has none of this package's own."""
-    if op not in _KERNELS:
+    source = _CARDS[op].source if op in _CARDS else None
+    if source is None:
         return None
-    source, _ = _KERNELS[op]
     texts = {path.name: text for path, text in source_texts(source.file).items()}
     return KernelSource(source.path, source.entries, source.archs, texts)
 
@@ -81,9 +66,9 @@ def registers(op: str, dtype: str, attrs: Mapping[str, Any], arch: str = "") -> 
     """
     recorded = _record()["registers"]
     arch = arch if arch in recorded else RECORDED_ARCH
-    if op not in _KERNELS:
+    if op not in _CARDS:
         return arch, {}
-    start = _KERNELS[op][1].format(dtype=dtype, activation=attrs.get("activation", ""))
+    start = _CARDS[op].variant.format(dtype=dtype, activation=attrs.get("activation", ""))
     found = {k: v for k, v in recorded[arch].items() if k.startswith((f"{start} ", f"{start}:"))}
     return arch, found
 
