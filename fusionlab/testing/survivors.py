@@ -22,11 +22,11 @@ from ..graph.certify.certify import Certifier
 from ..graph.program.graph import Graph
 from ..graph.program.ir import Node, Value
 from ..graph.program.scopes import Source, in_backward
-from ..kernels import plain_meaning_of
+from ..kernels import CARDS, plain_meaning_of
 from ..kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 
 ACTIVATION_KINDS = frozenset(ACTIVATIONS[name].kind for name in KNOWN)
-CONCEPTS = frozenset({"linear", "attention", "layer_norm", "rms_norm", "lerp", "softmax"})
+CONCEPTS = frozenset({"softmax", *(concept for card in CARDS for concept in card.concepts)})
 
 
 @dataclass(frozen=True)
