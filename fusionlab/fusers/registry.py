@@ -1,28 +1,29 @@
-"""The passes there are: the built-in ones, then those users register."""
+"""The passes there are: the built-in ones, then those users register.
+
+A built-in one is here by standing in `PASSES` of a module in `passes/`: place in the order in which all of them run -> pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import operator
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 
 from ..errors import ArgumentError, unknown_name
 from ..kernels import OPS
 from ..kernels.op.op import Op
+from . import passes
 from .engine.base import Pass
-from .passes.attention.dot_product_attention import DotProductAttentionPass
-from .passes.lerp.lerp import LerpPass
-from .passes.linear.gemm_epilogue import GemmEpiloguePass
-from .passes.matmul.matmul_schedule import MatmulSchedulePass
-from .passes.norm.layer_norm import LayerNormPass
-from .passes.transformer.multi_transformer import PASSES as LAYER_PASSES
 
-_BUILT_IN: tuple[Pass, ...] = (
-    GemmEpiloguePass(),
-    DotProductAttentionPass(),
-    LayerNormPass(),
-    LerpPass(),
-    MatmulSchedulePass(),
-    *LAYER_PASSES,
-)
+
+def _built_in() -> Iterator[tuple[int, Pass]]:
+    """Place among all passes -> pass, of each module of the passes' folders that has some."""
+    for module in pkgutil.walk_packages(passes.__path__, f"{passes.__name__}."):
+        yield from getattr(import_module(module.name), "PASSES", {}).items()
+
+
+BUILT_IN: dict[str, Pass] = {p.name: p for _, p in sorted(_built_in(), key=operator.itemgetter(0))}
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
 _ADDED: dict[str, Pass] = {}
 _PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")
@@ -30,7 +31,7 @@ _PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")
 
 def registry() -> dict[str, Pass]:
     """Name -> pass, built-in ones first."""
-    return {p.name: p for p in _BUILT_IN} | _ADDED
+    return BUILT_IN | _ADDED
 
 
 def add_pass(pass_: Pass) -> None:

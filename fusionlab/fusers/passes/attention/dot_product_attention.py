@@ -365,3 +365,6 @@ def _notes_on_dtypes(region: Region, rounded: bool) -> Iterator[str]:
         yield "its numbers are taken to 12 digits"
     if rounded:
         yield _ROUNDED.format(region.root.dtype)
+
+
+PASSES = {20: DotProductAttentionPass()}

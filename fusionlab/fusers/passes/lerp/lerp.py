@@ -158,3 +158,6 @@ def _plan(search: Search, blend: Blend, region: Region) -> Substitution:
     op = OPS["lerp"]
     formula = op.formula() if number is None else f"x + {number:.6g} * (y - x)"
     return Substitution(op, {"implementation": search.implementation}, operands, finish, formula)
+
+
+PASSES = {40: LerpPass()}

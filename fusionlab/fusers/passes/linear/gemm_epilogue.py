@@ -377,3 +377,6 @@ def _maximum(region: Region) -> frozenset[int]:
     if len(found) != 1:
         raise NotARegion("it is made of several maxima")
     return found
+
+
+PASSES = {10: GemmEpiloguePass()}

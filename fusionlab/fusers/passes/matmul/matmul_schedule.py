@@ -244,3 +244,6 @@ def _claimed(claim: Candidate) -> str:
     backend = claim.backend
     by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
     return f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")
+
+
+PASSES = {50: MatmulSchedulePass()}

@@ -346,8 +346,8 @@ def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     )
 
 
-PASSES = tuple(
-    MultiTransformerPass(
+PASSES = {
+    60 + 4 * spread + 2 * decoder + fused: MultiTransformerPass(
         f"{'multi_devices_' * spread}multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' * fused}",
         decoder,
         fused,
@@ -357,4 +357,4 @@ PASSES = tuple(
     for spread in (False, True)
     for decoder in (False, True)
     for fused in (False, True)
-)
+}
