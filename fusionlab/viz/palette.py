@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import zlib
 
-from fusionlab.fusers import registry
+from fusionlab.fusers.registry import BUILT_IN, registry
+from fusionlab.kernels import CARDS, OPS
 
 INK = "#1f2933"
 QUIET = "#7b8794"
@@ -18,38 +19,18 @@ PAPER = "#ffffff"
 SCOPE_FILL = "#f5f7fa"
 REGION_FILL = "#eef2f6"
 
-_ORANGE, _SKY, _GREEN, _YELLOW = "#e69f00", "#56b4e9", "#009e73", "#d6c400"
-_BLUE, _VERMILION, _PURPLE = "#0072b2", "#d55e00", "#cc79a7"
-
-_COLOURS = {
-    "gemm_epilogue": _ORANGE,
-    "gemm_epilogue_grad": "#b37a00",
-    "dot_product_attention": _SKY,
-    "dot_product_attention_grad": _BLUE,
-    "lerp": _GREEN,
-    "lerp_grad": "#006b4e",
-    "matmul_schedule": _YELLOW,
-    "matmul": _YELLOW,
-    "gated_matmul": _YELLOW,
-    "layer_norm": _VERMILION,
-    "layer_norm_grad": "#9c4400",
-    "group_norm": _VERMILION,
-    "group_norm_grad": "#9c4400",
-    "multi_transformer": _PURPLE,
+# Hue -> of a pass, of its gradient; "": one of the spare ones.
+_HUES = {
+    "": ("", ""),
+    "orange": ("#e69f00", "#b37a00"),
+    "sky": ("#56b4e9", "#0072b2"),
+    "green": ("#009e73", "#006b4e"),
+    "yellow": ("#d6c400", ""),
+    "vermilion": ("#d55e00", "#9c4400"),
+    "purple": ("#cc79a7", "#cc79a7"),
 }
+_HUE_OF = {card.op.name: card.hue for card in CARDS}
 _SPARE = ("#44aa99", "#882255", "#999933", "#aa4499", "#117733", "#6699cc")
-
-
-_FUSED_OPS = (
-    "gemm_epilogue",
-    "dot_product_attention",
-    "multi_transformer",
-    "lerp",
-    "layer_norm",
-    "group_norm",
-    "matmul",
-    "gated_matmul",
-)
 
 
 def pass_of_op(primitive: str) -> str | None:
@@ -57,8 +38,8 @@ def pass_of_op(primitive: str) -> str | None:
 
     A fused op's backward (`gemm_epilogue_cotangent`) wears the colour of the `_grad` pass.
     """
-    own = (p.op for p in registry().values() if p.op not in _FUSED_OPS)  # of users' own passes
-    for op in (*_FUSED_OPS, *own):
+    own = (p.op for p in registry().values() if p.op not in OPS)  # of users' own passes
+    for op in (*OPS, *own):
         if primitive in (op, f"{op}_tangent"):
             return op
         if primitive == f"{op}_cotangent":
@@ -68,11 +49,10 @@ def pass_of_op(primitive: str) -> str | None:
 
 def colour_of(pass_name: str) -> str:
     """The full colour of a pass ("#rrggbb"), for lines and borders; the same for the fused op of that name."""
-    if pass_name in _COLOURS:
-        return _COLOURS[pass_name]
-    if "multi_transformer" in pass_name:
-        return _PURPLE
-    return _SPARE[zlib.crc32(pass_name.encode()) % len(_SPARE)]
+    name = pass_name.removesuffix("_grad")
+    op = BUILT_IN[name].op if name in BUILT_IN else name
+    colour = _HUES[_HUE_OF.get(op, "")][pass_name != name]
+    return colour or _SPARE[zlib.crc32(pass_name.encode()) % len(_SPARE)]
 
 
 def tint_of(pass_name: str, strength: float = 0.3) -> str:
