@@ -14,3 +14,10 @@ def by_default() -> list[Any]:
 def by_name() -> list[str]:
     """The same passes by their names: what is asked for is fused where it would be left as it is, too."""
     return [p.name for p in by_default()]
+
+
+def counts(**found: int) -> dict[str, int]:
+    """Pass -> what it found, none where it is not named."""
+    none = dict.fromkeys(by_name(), 0)
+    assert found.keys() <= none.keys()
+    return none | found

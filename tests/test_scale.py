@@ -29,6 +29,7 @@ from fusionlab.viz.html import tabs
 from fusionlab.viz.model import pictures as pictures_module
 from fusionlab.viz.model.folding import fold_graph
 from fusionlab.viz.model.pictures import Pictures
+from tests.asked import counts
 
 LARGE = {3: 6, 24: 96}  # layers -> those of the program it is compared with
 # Bars, in units of what tracing the train step takes.
@@ -126,15 +127,9 @@ def test_a_train_step_has_some_570_equations_a_layer_and_every_forward_site_is_f
         # Differentiated already, the backward pass reads what gelu, softmax and the norms would keep inside: each is
         # fused with it.
         assert not found.rejections
-        counts = {
-            "gemm_epilogue": n * 6,
-            "dot_product_attention": n,
-            "layer_norm": n * 2,
-            "lerp": 0,
-            "matmul_schedule": 0,
-        }
-        grads = counts | {"layer_norm": 0}  # left as they are on a CPU
-        assert found.counts() == counts | {f"{name}_grad": count for name, count in grads.items()}
+        forward = counts(gemm_epilogue=n * 6, dot_product_attention=n, layer_norm=n * 2)
+        grads = forward | {"layer_norm": 0}  # left as they are on a CPU
+        assert found.counts() == forward | {f"{name}_grad": count for name, count in grads.items()}
 
 
 def test_canonicalising_and_matching_stays_within_the_bar(measured, unit):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fusionlab as fl
+from tests.asked import by_name
 
 # Relative to the largest magnitude of each array: a few roundings of the dtype, grown by sums of tens of terms.
 ERROR = {"float32": 2e-6, "float64": 1e-14, "bfloat16": 2e-2, "float16": 3e-3}
@@ -24,8 +25,8 @@ def jit(fn: Any) -> Any:
 
 
 def forward_counts(found):
-    """Pass -> number of candidates, without the `_grad` of each, and without lerp and matmul_schedule where they found none."""
-    rare = ("lerp", "matmul_schedule")
+    """Pass -> number of candidates, without the `_grad` of each; where they found none, of those asked by default the usual ones alone."""
+    rare = {*by_name()} - {"gemm_epilogue", "dot_product_attention", "layer_norm"}
     return {name: n for name, n in found.counts().items() if not name.endswith("_grad") and (n or name not in rare)}
 
 
