@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from pathlib import Path
 
-FOLDERS = {
-    "method": "timing_method",
-    "ops": "attention attention_cpu dispatch gemm_epilogue group_norms kernel_resources lerp matmul_schedule norms norms_cpu sanitizer",
-    "programs": "decoding multi_transformer pair_memory pairs parts tensor_parallel widened",
-    "search": "decisions first_find mutants random_programs recall xla_mapping",
+# A benchmark is a module of a folder here with a `main` of its own.
+HOMES = {
+    path.stem: f"benchmarks.{path.parent.name}.{path.stem}"
+    for path in Path(__file__).parent.glob("*/*.py")
+    if "\ndef main(" in path.read_text(encoding="utf-8")
 }
-HOMES = {name: f"benchmarks.{folder}.{name}" for folder, names in FOLDERS.items() for name in names.split()}
 
 
 def main(argv: list[str]) -> int:
