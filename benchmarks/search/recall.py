@@ -16,6 +16,7 @@ few of them; where a configuration does not tell how many there are, the model i
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import os
 import sys
@@ -28,14 +29,19 @@ from typing import Any
 
 from . import recall_kinds as kinds
 
-CONCEPTS = (
-    *("linear", "relu", "gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"),
-    *("attention", "attention_unmasked", "attention_causal", "attention_masked", "layer_norm", "rms_norm"),
-)
 # What sites are parts of, and what no pass fuses: told, never rewritten. The truths count the optimizer's blends apart.
 STRUCTURES = ("softmax", "lerp", "glu_pair", "qkv_siblings", "row_parallel", "layer")
 LAYER_PASSES = ("multi_transformer_encoder", "multi_transformer_encoder_fuse_qkv")
 ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def concepts() -> tuple[str, ...]:
+    """What sites are called, op by op."""
+    from fusionlab.kernels import CARDS
+
+    named = (name for card in CARDS for name in (*card.concepts, *card.kinds))
+    return tuple(name for name in named if name not in STRUCTURES)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def counted(program: Any, found: Any, seconds: float = 0.0, layers: Any = None) 
     recognised = Counter(c for x in (*candidates, *rejections) for c in x.concepts)
     accepted = Counter(c for x in candidates for c in x.concepts)
     truth = program.truth
-    known = [c for c in CONCEPTS if c not in truth.contested]
+    known = [c for c in concepts() if c in truth.sites and c not in truth.contested]
     counts = {c: (truth.sites[c], recognised[c], accepted[c]) for c in known}
     told = Counter(s.kind for s in found.structures if not s.node_ids <= again)
     told["lerp"] += accepted["lerp"]  # those that are fused are no structures
@@ -144,7 +150,7 @@ def table(found: Iterable[Outcome]) -> list[Row]:
     """Per concept: sites by the truths, and how many of them were recognised and accepted."""
     rows = []
     found = list(found)
-    for concept in (*CONCEPTS, *STRUCTURES):
+    for concept in (*concepts(), *STRUCTURES):
         counts = [o.counts[concept] for o in found if concept in o.counts]
         rows.append(
             Row(
