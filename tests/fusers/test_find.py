@@ -17,7 +17,7 @@ from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
 from fusionlab.fusers.engine.base import has_gradient, reject
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import _number, find_in
-from fusionlab.fusers.registry import registry
+from fusionlab.fusers.registry import _built_in, registry
 from tests.asked import by_name, counts
 
 from .checks import forward_counts, normal, primitives
@@ -380,6 +380,8 @@ def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
         for name in ("gemm_epilogue", "dot_product_attention", "layer_norm", "lerp", "matmul_schedule")
     ]
     assert first == sorted(first)
+    places = [place for place, _ in _built_in()]
+    assert len(set(places)) == len(places)
     for pass_ in passes:
         fn, args = pass_.sample()
         device, options = getattr(pass_, "sample_for", (None, {}))

@@ -13,7 +13,8 @@ import fusionlab.kernels.ops.dot_product_attention.op as attention_op
 import fusionlab.kernels.ops.gemm_epilogue.op as gemm_op
 import fusionlab.kernels.ops.layer_norm.op as norm_op
 from fusionlab import ops
-from fusionlab.kernels import OPS, meaning_of
+from fusionlab.kernels import CARDS, OPS, meaning_of
+from fusionlab.kernels.launch.compile import KERNELS
 from fusionlab.kernels.op.implementation import Residual
 
 from .sharded_ops import TRIALS
@@ -113,6 +114,8 @@ def test_docstring_examples_run(module):
 
 
 def test_the_public_namespace_is_the_ops():
+    assert set(OPS) == {path.parent.name for path in KERNELS.glob("*/op.py")}
+    assert len({card.order for card in CARDS}) == len(OPS)
     assert set(ops.__all__) >= set(OPS)
     assert all(getattr(ops, name).__doc__ for name in ops.__all__)
     beside = ("pack_", "unpack_", "rotary_", "layer_norm_and_sum")  # the last is layer_norm with two results
