@@ -25,7 +25,7 @@ from fusionlab.kernels.launch.compile import (
     cubin,
     resources,
 )
-from fusionlab.kernels.ops.gemm_epilogue.card import DTYPES, SAMPLE
+from fusionlab.kernels.ops.gemm_epilogue.card import SAMPLE
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     KERNEL_ACTIVATIONS,
     SOURCE,
@@ -34,6 +34,7 @@ from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     forward_plan,
     saves_for_backward,
 )
+from fusionlab.kernels.ops.gemm_epilogue.op import DTYPES
 from fusionlab.kernels.ops.gemm_epilogue.reference import mask_pitch
 
 KEY = "0" * 64

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ...op.card import CUBLASLT, CUDA, XLA, Card, Variants
 from .elementwise import KERNEL_ACTIVATIONS, SOURCE, backward_plan, forward_plan, saves_for_backward
-from .op import GEMM_EPILOGUE
+from .op import DTYPES, GEMM_EPILOGUE
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 # On other architectures than sm_90: each dtype, each kind of saved value, and each function of the special function unit once.
 SAMPLE = (
     ("bfloat16", "relu"),

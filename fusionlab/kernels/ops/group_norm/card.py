@@ -6,14 +6,16 @@ from ...op.card import Card, Variants
 from .op import GROUP_NORM
 from .plan import SOURCE, Images, backward_pass, forward_pass
 
-_SAMPLE = ("float32", "bfloat16")  # of other architectures than sm_90
-
 
 def variants(arch: str) -> Variants:
     """Channels of diffusion models, narrow and odd ones, and as many as there can be, with SiLU and without."""
     every = ((320, 32), (512, 32), (1280, 32), (2560, 32), (3000, 24), (4096, 32), (8, 8), (1023, 11))
     some = ((320, 32), (1023, 11))
-    sizes = {"float32": every, "bfloat16": every, "float16": some} if arch == "sm_90" else dict.fromkeys(_SAMPLE, some)
+    sizes = (
+        {"float32": every, "bfloat16": every, "float16": some}
+        if arch == "sm_90"
+        else {"float32": some, "bfloat16": some}
+    )
     for dtype, groupings in sizes.items():
         vectors = tuple((s, dtype) for s in ("bias", "scale"))
         for channels, groups in groupings:
@@ -25,10 +27,5 @@ def variants(arch: str) -> Variants:
 
 
 CARD = Card(
-    40,
-    GROUP_NORM,
-    hue="vermilion",
-    source=SOURCE,
-    variant="group norm {dtype} {activation}",
-    variants=variants,
+    40, GROUP_NORM, hue="vermilion", source=SOURCE, variant="group norm {dtype} {activation}", variants=variants
 )

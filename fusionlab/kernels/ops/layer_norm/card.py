@@ -5,12 +5,13 @@ from __future__ import annotations
 from ...op.card import Card, Variants
 from .op import LAYER_NORM
 from .plan import MOST_ADDENDS, SOURCE, NormLaunch, adds_up, backward_passes, forward_plan
+from .tiling import DTYPES
 
 
 def variants(arch: str) -> Variants:
     """With everything there can be: rows of part of a warp, of a block, of two passes backward, of more than is held."""
     some = (1023, 1024, 16384)
-    for dtype in ("float32", "bfloat16", "float16") if arch == "sm_90" else ("float32", "bfloat16"):
+    for dtype in DTYPES if arch == "sm_90" else DTYPES[:2]:
         for columns in (96, 768, 4096, 8192, 65536, *some) if arch == "sm_90" and dtype != "float16" else some:
             for kind in ("layer", "rms") if columns == 4096 else ("layer",):
                 given = NormLaunch(kind, 4096, columns, dtype, tuple((s, dtype) for s in ("bias", "scale", "shift")))
