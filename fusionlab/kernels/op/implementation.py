@@ -48,15 +48,23 @@ class ChoiceKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class LeftToXLA:
-    """Why a site that could become an op stays as it is written unless it, its pass or an implementation is asked for.
+class Call:
+    """A call for which an implementation is chosen: the role of its primitive, the shapes of the operands by name, where it is to run, and
+    the parameters."""
 
-    `is_declined`: the op's own form of XLA's code is slower than the site, so that the site is a rejection; else it is a candidate.
-    """
+    role: str
+    shapes: Mapping[str, Any]
+    device: Device
+    attrs: Mapping[str, Any]
 
+
+@dataclass(frozen=True)
+class Decision:
+    """Which implementation runs where nobody names one: what that is against XLA's code of the site as it is written, and why."""
+
+    implementation: str
     kind: ChoiceKind
-    why: str
-    is_declined: bool = False
+    reason: str
 
 
 @dataclass(frozen=True)

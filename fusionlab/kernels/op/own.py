@@ -26,7 +26,7 @@ from ..launch.compile import refuses_device
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
 from .arrays import check_dtypes, refuses_shardings
-from .implementation import Implementation
+from .implementation import Call, ChoiceKind, Decision, Implementation
 from .op import Op
 
 Array = Any
@@ -244,11 +244,11 @@ class PatternOp(Op):
     def batch(self, *_: Any) -> None:
         """No way to tell which axes may be more of the same: a batch is computed by the meaning."""
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        for name, impl in self.implementations.items() if role == "call" else ():
-            if name != "xla" and impl.refuses(shapes, device, role=role, **attrs) is None:
-                return name, "of the pass's own, the first that can run here"
-        return "xla", "what XLA makes of the op's meaning"
+    def rule(self, call: Call, unable: str) -> Decision:
+        for name, impl in self.implementations.items() if call.role == "call" else ():
+            if name != "xla" and impl.refuses(call.shapes, call.device, **call.attrs) is None:
+                return Decision(name, ChoiceKind.CHOSEN, "of the pass's own, the first that can run here")
+        return Decision("xla", ChoiceKind.SAME_CODE, "what XLA makes of the op's meaning")
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         return name == "xla" and self.same_code

@@ -248,8 +248,8 @@ class GatedSite(Site):
         shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
         given, full = OP.prepare(shapes, attrs)
         if self.named is None:
-            name, why = OP.preferred("call", given, self.search.device, **full)
-            return self.rejection("slower", why) if name == "xla" else None
+            decision = OP.decide("call", given, self.search.device, **full)
+            return self.rejection("slower", decision.reason) if decision.implementation == "xla" else None
         why = OP.implementations[self.named].refuses(given, self.search.device, **full)
         if why is None:
             return None

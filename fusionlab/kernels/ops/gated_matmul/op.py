@@ -12,9 +12,9 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
-from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
+from ...choose.choices import NEAR_GAIN, case_text
 from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, wide
-from ...op.implementation import Implementation
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS
@@ -26,7 +26,6 @@ Array = Any
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = ("rows", "columns", "inner")
 _ROWS = ("x", "d_x", "ct", "gate", "up")  # operands with one entry for each row of x
-_UNMEASURED = "nothing was measured faster"
 
 
 class GatedMatmul(Op):
@@ -38,6 +37,8 @@ class GatedMatmul(Op):
 
     name = "gated_matmul"
     slots = ("x", "w", "v")
+    sizes = SIZES
+    least_gain = NEAR_GAIN
     defaults: ClassVar[Mapping[str, Any]] = {"activation": "silu", "w_contract": 0, "precision": None, "prefer": None}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -88,24 +89,17 @@ class GatedMatmul(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params)
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if role != "call":
-            return "xla", "the products of a backward, and forward mode"
-        if wanted := attrs["prefer"]:
-            unable = self.implementations[wanted].refuses(shapes, device, role=role, **attrs)
-            return ("xla", f"not {wanted}: {unable}") if unable else (wanted, "asked for where it can run")
-        found = self.measured(shapes, device, **attrs)
-        known = found and self.implementations.get(found.implementation)
-        if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
-            return found.implementation, found.reason
-        return "xla", _UNMEASURED
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
+        wanted = attrs["prefer"] if role == "call" else None
+        if wanted is None:
+            return super().decide(role, shapes, device, **attrs)
+        if unable := self.implementations[wanted].refuses(shapes, device, role=role, **attrs):
+            return Decision("xla", ChoiceKind.SAME_CODE, f"not {wanted}: {unable}")
+        return Decision(wanted, ChoiceKind.CHOSEN, "asked for where it can run")
 
-    def measured(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
-        """What was measured for the call on that architecture, or for one near it, if anything was."""
-        text = self.case("call", shapes, **attrs)
-        if device.platform != "cuda" or not device.arch or text is None:
-            return None
-        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
+    def rule(self, call: Call, unable: str) -> Decision:
+        why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"
+        return Decision("xla", ChoiceKind.SAME_CODE, why)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By sizes, dtype, activation, and how the weights lie."""

@@ -13,7 +13,7 @@ from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
-from ...op.implementation import Implementation
+from ...op.implementation import Call, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from . import choosing, cublaslt, cuda, reference
@@ -38,6 +38,7 @@ class GemmEpilogue(Op):
 
     name = "gemm_epilogue"
     slots = ("x", "w", "bias", "x_saved")
+    sizes = choosing.SIZES
     defaults: ClassVar[Mapping[str, Any]] = {
         "activation": "none",
         "x_contract": -1,
@@ -108,8 +109,8 @@ class GemmEpilogue(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params | {"x_contract": params["x_contract"] + 1})
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        return choosing.preferred(role, shapes, device, attrs)
+    def rule(self, call: Call, unable: str) -> Decision:
+        return choosing.rule(call, unable)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return None if role == "tangent" else choosing.case(role, shapes, attrs)
@@ -137,7 +138,17 @@ class GemmEpilogue(Op):
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         packable = attrs["activation"] in choosing.PACKABLE
-        return attrs | {"packed": packable and (attrs["packed"] or choosing.packs(shapes, device, attrs))}
+        return attrs | {"packed": packable and (attrs["packed"] or self._packs(shapes, device, attrs))}
+
+    def _packs(self, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
+        """Whether a mask is kept in bits: where another implementation than XLA's is named, or where that was measured best."""
+        # A row of bits is padded, so that columns of it cannot be split among devices.
+        if device.platform != "cuda" or jax.device_count() > 1:
+            return False
+        if attrs["implementation"] is not None:
+            return attrs["implementation"] != "xla"
+        found = self.measured(Call("call", shapes, device, {**attrs, "residuals": True, "packed": True}))
+        return found is not None and bool(found.settings.get("packed"))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         """Rows "m", contracted "k", features "n"."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
-from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes
 from ...op.op import Op
 from . import choosing, cuda, reference
@@ -31,6 +30,7 @@ class GroupNorm(Op):
 
     name = "group_norm"
     slots = ("x", "scale", "bias")
+    at_site = (("call", {}), ("cotangent", {}))
     defaults: ClassVar[Mapping[str, Any]] = {"groups": 32, "epsilon": 1e-5, "activation": "none", "batch_axes": 1}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": Implementation(
@@ -87,20 +87,15 @@ class GroupNorm(Op):
         found = batch_of_rows(_IMAGES, role, names, values, dims, (True, of_vectors))
         return None if found is None else (found, params | {"batch_axes": params["batch_axes"] + 1})
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if device.platform != "cuda" or role == "tangent":
-            return "xla", ""
-        reason = choosing.why_not_cuda(role, shapes, device, **attrs)
-        return ("xla", reason) if reason else ("cuda", choosing.FASTER)
+    def rule(self, call: Call, unable: str) -> Decision:
+        if call.device.platform != "cuda" or call.role == "tangent":
+            return Decision("xla", ChoiceKind.SAME_CODE, "")
+        return choosing.rule(call.role, call.shapes, call.device, **call.attrs)
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        device = Device.of(device)
-        if device.platform != "cuda":
-            return LeftToXLA(ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
-        shapes, full = self._prepared(operands, attrs, device)
-        reasons = (choosing.why_not_cuda(role, shapes, device, **full) for role in ("call", "cotangent"))
-        why = next((reason for reason in reasons if reason), "")
-        return LeftToXLA(choosing.kind_of(shapes, device, **full), why) if why else None
+    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+        if call.device.platform != "cuda":
+            return Decision("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
+        return super().left(call, decisions)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""

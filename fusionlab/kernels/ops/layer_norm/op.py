@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
-from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes
 from ...op.op import Op
 from . import choosing, cuda, reference
@@ -34,6 +34,7 @@ class LayerNorm(Op):
 
     name = "layer_norm"
     slots = ("x", "scale", "bias", "shift", "residual")
+    at_site = (("call", {"residuals": True}), ("cotangent", {}))
     addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
     implementations: ClassVar[Mapping[str, Implementation]] = {
@@ -106,27 +107,22 @@ class LayerNorm(Op):
         more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if device.platform != "cuda" or role == "tangent":
-            return "xla", ""
-        reason = choosing.why_not_cuda(role, shapes, device, **attrs)
-        return ("xla", reason) if reason else ("cuda", choosing.FASTER)
+    def rule(self, call: Call, unable: str) -> Decision:
+        if call.device.platform != "cuda" or call.role == "tangent":
+            return Decision("xla", ChoiceKind.SAME_CODE, "")
+        return choosing.rule(call.role, call.shapes, call.device, **call.attrs)
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        device = Device.of(device)
-        if device.platform != "cuda":
-            return LeftToXLA(ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
-        shapes, full = self._prepared(operands, attrs, device)
-        # It is to gain both ways: one that it loses takes what the other gains.
-        roles = (("call", True), ("cotangent", False))
-        reasons = (choosing.why_not_cuda(role, shapes, device, residuals=saves, **full) for role, saves in roles)
-        why = next((reason for reason in reasons if reason), "")
-        if not why:
+    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+        """It is to gain both ways: one that it loses takes what the other gains."""
+        if call.device.platform != "cuda":
+            return Decision("xla", ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
+        found = super().left(call, decisions)
+        if found is None:
             return None
         as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
-        if device.arch not in choosing.MEASURED:
+        if call.device.arch not in choosing.MEASURED:
             as_xla = "what XLA's code of an op of its own takes was not measured there either"
-        return LeftToXLA(choosing.kind_of(shapes, device, **full), f"{why}; and {as_xla}")
+        return replace(found, reason=f"{found.reason}; and {as_xla}")
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
         """Rows "m", features "n". The search does not look into a call of two results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -12,8 +13,9 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
+from ...choose.choices import NEAR_GAIN
 from ...op.arrays import batch_size, canonical_precision, with_rank
-from ...op.implementation import Implementation
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS
@@ -35,6 +37,8 @@ class Matmul(Op):
 
     name = "matmul"
     slots = ("a", "b", "bias")
+    sizes = routes.SIZES
+    least_gain = NEAR_GAIN
     defaults: ClassVar[Mapping[str, Any]] = {
         "dimensions": None,
         "precision": None,
@@ -129,18 +133,23 @@ class Matmul(Op):
         values = [moved(*operand) for operand in zip(names, values, dims, strict=True)]
         return values, params | {"dimensions": dimensions, "bias_axes": _batched_bias_axes(role, by_name, params)}
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
         if role != "call":
-            return "xla", "the products of a backward, and forward mode"
-        answered = self.routes(shapes, device, **attrs)
-        refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in answered[:-1])
-        if answered[-1].route.name == "xla":
-            return "xla", f"{refused}"
-        return answered[-1].route.implementation, "; ".join(filter(None, (answered[-1].sentence, refused)))
+            return self.rule(Call(role, shapes, device, attrs), "")
+        *refusals, taken = self.routes(shapes, device, **attrs)
+        refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in refusals)
+        if taken.route.name == "xla":
+            return Decision("xla", ChoiceKind.SAME_CODE, refused)
+        why = "; ".join(filter(None, (taken.sentence, refused)))
+        return Decision(taken.route.implementation, ChoiceKind.CHOSEN, why)
+
+    def rule(self, call: Call, unable: str) -> Decision:
+        return Decision("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
         """What each route says of a call with these operands and attributes, as `prepare` gives them."""
-        return routes.answers(shapes, device, **attrs)
+        measured = functools.partial(self.measured, Call("call", shapes, device, attrs))
+        return routes.answers(measured, shapes, device, **attrs)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return routes.case(shapes, **attrs) if role == "call" else None
