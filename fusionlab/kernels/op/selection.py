@@ -76,13 +76,18 @@ class Selection(abc.ABC):
         call, unable = Call(role, shapes, device, attrs), ""
         found = self.measured(call)
         if found is not None:
-            known = self.implementations.get(found.implementation)
-            refusal = known.refuses(shapes, device, role=role, **attrs) if known else _UNKNOWN
+            refusal = (
+                self.refusal(found.implementation, call) if found.implementation in self.implementations else _UNKNOWN
+            )
             if refusal is None:
                 kind = ChoiceKind.SLOWER if found.implementation == "xla" else ChoiceKind.CHOSEN
                 return Decision(found.implementation, kind, found.reason)
             unable = f"{found.implementation!r} was fastest but cannot run this call: {refusal}"
         return self.rule(call, unable)
+
+    def refusal(self, name: str, call: Call) -> str | None:
+        """Why an implementation cannot run a call, or None."""
+        return self.implementations[name].refuses(call.shapes, call.device, **{**call.attrs, "role": call.role})
 
     def chosen(self, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
         """The implementation that runs for operands and attributes as the primitives have them; raises as `choose` does."""

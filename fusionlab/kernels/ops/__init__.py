@@ -1,5 +1,5 @@
 """The fused ops, a folder each. In every one: `reference.py` (the meaning in plain `jax.numpy`, with tangent and cotangent: read it
 first), `op.py` (the public call and its checks), and a module for each implementation; a `.cu` file is a kernel, and the module
 beside it says how it is compiled and launched. `early.cuh`, `packs.cuh` and `warp.cuh` are what kernels of several ops include.
-`clock` is no op: it marks time on XLA's stream.
+`geometry` and `norm_checks` are what several ops have in common. `clock` is no op: it marks time on XLA's stream.
 """

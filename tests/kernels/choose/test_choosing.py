@@ -16,10 +16,10 @@ from fusionlab.errors import BackendError, UnknownNameError
 from fusionlab.kernels.choose import choices
 from fusionlab.kernels.choose.choices import Choice, Choices, Measured, write
 from fusionlab.kernels.op import selection
+from fusionlab.kernels.op.arrays import FLOATS as DTYPES
 from fusionlab.kernels.ops.gemm_epilogue import ACTIVATIONS, GEMM_EPILOGUE, choosing, gemm_epilogue
 from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from fusionlab.kernels.ops.gemm_epilogue.op import DTYPES
 
 DEVICES = ("cpu", "sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST, "BF16_BF16_F32")

@@ -472,7 +472,7 @@ def shard_map_that_leaves_axes_to_xla_is_refused_by_name_and_runs_the_meaning_ot
 
 @trial
 def a_part_that_the_implementation_refuses_is_computed_by_another() -> None:
-    few = replace(OPAQUE, refuses=lambda shapes, device, **_: "few rows" if shapes["x"].shape[0] < M else None)
+    few = replace(OPAQUE, unable=lambda shapes, device, **_: "few rows" if shapes["x"].shape[0] < M else None)
 
     def decide(self, role, shapes, device, **attrs):
         refused = "x" in shapes and few.refuses(shapes, device)

@@ -18,8 +18,8 @@ from ....graph.matching.region import CASTS, NotARegion, Region
 from ....graph.program.ir import Atom, Node, Value
 from ....graph.program.scopes import is_backward
 from ....kernels import OPS
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
-from ....kernels.ops.gated_matmul.op import DTYPES
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
 from ...engine.base import AUTO_AXES, Pass, Search, Substitution, anchor_text, examined

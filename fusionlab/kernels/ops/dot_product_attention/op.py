@@ -19,7 +19,6 @@ from ...op.op import Op
 from . import choosing, dropout, reference
 from .blockwise import attention as blockwise
 from .checks import (
-    DTYPES,
     check_broadcast,
     check_numbers,
     check_shapes,
@@ -103,7 +102,7 @@ class DotProductAttention(Op):
         full = self.with_defaults(attrs)
         check_layout(full["layout"])
         check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
-        check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]}, DTYPES)
+        check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]})
         scores = scores_shape(given["query"], given["key"], full["layout"])
         if "sink" in given:
             given = {**given, "sink": for_each_head(given["sink"])}

@@ -12,17 +12,19 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
-from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
+from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name
 from ...op.implementation import Call, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from . import choosing, cublaslt, cuda, reference
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, call_of_activation
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ROWS = ("x", "x_saved", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
+XLA = Implementation(
+    "xla", "the same product, add and activation as jnp code", reference.forward, reference.tangent, reference.cotangent
+)
 
 
 class GemmEpilogue(Op):
@@ -50,30 +52,23 @@ class GemmEpilogue(Op):
         "out": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla",
-            "the same product, add and activation as jnp code",
-            reference.forward,
-            reference.tangent,
-            reference.cotangent,
-        ),
-        "cublaslt": Implementation(
+        "xla": XLA,
+        "cublaslt": XLA.by_kernels(
             "cublaslt",
             "one cuBLASLt call a product, bias and activation in its epilogue",
             cublaslt.forward,
-            reference.tangent,
-            cublaslt.cotangent,
-            cublaslt.refuses,
-            opaque=True,
+            cotangent=cublaslt.cotangent,
+            unable=cublaslt.refuses,
+            unable_on=cublaslt.refuses_device,
+            plain=False,
         ),
-        "cuda": Implementation(
+        "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one kernel of our own for bias, activation, derivative and bias gradient",
             cuda.forward,
-            reference.tangent,
-            cuda.cotangent,
-            cuda.refuses,
-            opaque=True,
+            cotangent=cuda.cotangent,
+            unable=cuda.refuses,
+            plain=False,
         ),
     }
 
@@ -81,12 +76,11 @@ class GemmEpilogue(Op):
         x, w, bias = _check_ranks(**{slot: a for slot, a in given.items() if slot != "x_saved"})
         full = self.with_defaults(attrs)
         _check_saved(x, given.get("x_saved"), full["x_activation"])
-        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
-            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        check_name("activation", full["activation"], ACTIVATIONS)
         full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
-        check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"}, DTYPES)
+        check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"})
         _check_wide(x, full["wide"], full["out"])
         full["precision"] = canonical_precision(full["precision"])
         return dict(given), full
@@ -325,11 +319,4 @@ def gemm_epilogue(
         "precision": precision,
         "implementation": implementation,
     }
-    if not return_residual:
-        return GEMM_EPILOGUE.call(x, w, bias, **attrs)
-    if activation == "none":
-        raise ArgumentError(
-            "gemm_epilogue: return_residual=True with activation 'none', which saves nothing; needed another activation, "
-            "or return_residual=False"
-        )
-    return GEMM_EPILOGUE.call_with_residuals(x, w, bias, **attrs)
+    return call_of_activation(GEMM_EPILOGUE, (x, w, bias), attrs, return_residual)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....device import Device
-from ...op.implementation import ChoiceKind, Decision
-from . import cuda
+from ...op.implementation import Call, ChoiceKind, Decision
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
@@ -21,11 +20,11 @@ NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 
-def rule(role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
-    """What runs on a GPU for a "call" or a "cotangent" of these shapes."""
-    if reason := cuda.refuses(shapes, device, role=role, **attrs):
-        return Decision("xla", ChoiceKind.DEVICE, reason)
-    why = _why_not_cuda(shapes, device)
+def rule(call: Call, refusal: str | None) -> Decision:
+    """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
+    if refusal:
+        return Decision("xla", ChoiceKind.DEVICE, refusal)
+    why = _why_not_cuda(call.shapes, call.device)
     return Decision("xla", ChoiceKind.UNMEASURED, why) if why else Decision("cuda", ChoiceKind.CHOSEN, FASTER)
 
 

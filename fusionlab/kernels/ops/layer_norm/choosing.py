@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ....device import Device
 from ...op.arrays import first_given
-from ...op.implementation import ChoiceKind, Decision
+from ...op.implementation import Call, ChoiceKind, Decision
 from ..geometry import ITEM_BYTES, vector
 from . import cuda
 
@@ -22,15 +21,15 @@ AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks nor
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
 
 
-def rule(role: str, shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> Decision:
-    """What runs on a GPU for a "call" or a "cotangent" of these shapes."""
-    if reason := cuda.refuses(shapes, device, role=role, **attrs):
-        return Decision("xla", ChoiceKind.DEVICE, reason)
-    if device.arch not in MEASURED:
-        where = device.arch or "this architecture"
+def rule(call: Call, refusal: str | None) -> Decision:
+    """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
+    if refusal:
+        return Decision("xla", ChoiceKind.DEVICE, refusal)
+    if call.device.arch not in MEASURED:
+        where = call.device.arch or "this architecture"
         why = f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
         return Decision("xla", ChoiceKind.UNMEASURED, why)
-    why = _why_slower(role, shapes, residuals)
+    why = _why_slower(call.role, call.shapes, call.attrs.get("residuals", False))
     return Decision("xla", ChoiceKind.SLOWER, why) if why else Decision("cuda", ChoiceKind.CHOSEN, FASTER)
 
 

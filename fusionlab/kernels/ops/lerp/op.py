@@ -21,8 +21,8 @@ from .axes import MAX_RANK, BroadcastAxes, collapse
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = tuple(f"axis {i}" for i in range(MAX_RANK))
+XLA = Implementation("xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent)
 
 
 class Lerp(Op):
@@ -38,17 +38,13 @@ class Lerp(Op):
     )
     defaults: ClassVar[Mapping[str, Any]] = {}
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent
-        ),
-        "cuda": Implementation(
+        "xla": XLA,
+        "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
             cuda.forward,
-            reference.tangent,
-            cuda.cotangent,
-            cuda.refuses,
-            opaque=True,
+            cotangent=cuda.cotangent,
+            unable=cuda.refuses,
         ),
     }
 
@@ -57,7 +53,7 @@ class Lerp(Op):
         missing = [slot for slot in self.slots if slot not in given]
         if missing:
             raise ArgumentError(f"lerp: {missing[0]} is missing, needed an array")
-        check_dtypes(self.name, given, DTYPES)
+        check_dtypes(self.name, given)
         rank = len(_broadcast_shape(given))
         present = {slot: with_rank(given[slot], rank) for slot in self.slots}
         full["broadcast"] = tuple((slot, tuple(a.shape), np.dtype(a.dtype).name) for slot, a in present.items())
