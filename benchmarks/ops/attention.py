@@ -191,8 +191,9 @@ def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
                 one = eqn.primitive
                 names = one.operand_names(eqn.params)
                 shapes = {n: v.aval for n, v in zip(names, eqn.invars, strict=True)}
-                name, why = one.op.preferred(one.role, shapes, Device.current(), **eqn.params)
-                found.append({"role": one.role, "activation": one.op.name, "implementation": name, "why": why})
+                decision = one.op.decide(one.role, shapes, Device.current(), **eqn.params)
+                runs = {"implementation": decision.implementation, "why": decision.reason}
+                found.append({"role": one.role, "activation": one.op.name, **runs})
             for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
                 if hasattr(inner, "jaxpr"):
                     walk(inner.jaxpr)

@@ -273,8 +273,15 @@ def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
     for call in calls_in(jax.make_jaxpr(fn)(*args).jaxpr):
         op, role, params = call.primitive.op, call.primitive.role, dict(call.params)
         shapes = dict(call.shapes)
-        name, why = op.preferred(role, shapes, Device.current(), **params)
-        found.append({"role": role, "activation": params["activation"], "implementation": name, "why": why})
+        decision = op.decide(role, shapes, Device.current(), **params)
+        found.append(
+            {
+                "role": role,
+                "activation": params["activation"],
+                "implementation": decision.implementation,
+                "why": decision.reason,
+            }
+        )
     return found
 
 

@@ -234,8 +234,10 @@ def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
     found = []
     for call in calls_in(jax.make_jaxpr(fn)(*args).jaxpr):
         role = call.primitive.role
-        name, why = call.primitive.op.preferred(role, dict(call.shapes), Device.current(), **dict(call.params))
-        found.append({"role": role, "activation": "lerp", "implementation": name, "why": why})
+        decision = call.primitive.op.decide(role, dict(call.shapes), Device.current(), **dict(call.params))
+        found.append(
+            {"role": role, "activation": "lerp", "implementation": decision.implementation, "why": decision.reason}
+        )
     return found
 
 

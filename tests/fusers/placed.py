@@ -23,6 +23,7 @@ import fusionlab as fl
 from fusionlab.graph.xla.collectives import COLLECTIVE_MOVES, Traffic, traffic
 from fusionlab.kernels import OPS
 from fusionlab.kernels.op.composite import CompositeOp
+from fusionlab.kernels.op.implementation import ChoiceKind, Decision
 from fusionlab.models import transformer
 from tests.asked import by_name
 
@@ -42,11 +43,12 @@ LAYOUTS = {"data": (True, False), "tensor": (False, True), "both": (True, True)}
 def surroundings() -> Iterator[None]:
     """Each op has an implementation that XLA cannot look into, and prefers it."""
     with pytest.MonkeyPatch.context() as patch:
+        decision = Decision("opaque", ChoiceKind.CHOSEN, "for these trials")
         for op in OPS.values():
             if not isinstance(op, CompositeOp):
                 one = replace(op.implementations["xla"], name="opaque", opaque=True)
                 patch.setattr(type(op), "implementations", {**op.implementations, "opaque": one})
-                patch.setattr(type(op), "preferred", lambda self, *_, **__: ("opaque", "for these trials"))
+                patch.setattr(type(op), "decide", lambda self, *_, **__: decision)
         yield
 
 

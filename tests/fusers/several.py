@@ -36,6 +36,8 @@ class GateOp:
     def backends(self, *_, **__):
         return ()
 
+    declines = False
+
     def left_to_xla(self, *_, **__):
         return None
 

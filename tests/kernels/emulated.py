@@ -9,6 +9,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.launch.compile import KERNELS
 from fusionlab.kernels.launch.kernel_plan import KernelPlan
 from fusionlab.kernels.launch.plans import PlanBook, Prepared
+from fusionlab.kernels.op.implementation import Implementation
 from fusionlab.kernels.ops.dot_product_attention.own import backend as cuda
 from tests.caches import cached_file
 
@@ -141,6 +143,19 @@ def attention_on_the_cpu(emulator: Emulator) -> Iterator[PlanBook]:
         yield book
 
 
+def run_here(patch: pytest.MonkeyPatch, modules: Sequence[Any]) -> None:
+    """The implementations of the ops of these modules take any device."""
+    for module in modules:
+        patch.setattr(module, "refuses_device", lambda *_: None, raising=False)
+    packages, refuses = {module.__name__.rpartition(".")[0] for module in modules}, Implementation.refuses
+
+    def anywhere(self: Implementation, *call: Any, **attrs: Any) -> str | None:
+        ours = self.forward.__module__.rpartition(".")[0] in packages
+        return refuses(replace(self, unable_on=lambda _: None) if ours else self, *call, **attrs)
+
+    patch.setattr(Implementation, "refuses", anywhere)
+
+
 @contextmanager
 def kernels_on_the_cpu(emulator: Emulator, *modules: Any) -> Iterator[PlanBook]:
     """Kernel plans run by the emulator, launched by XLA's CPU backend, which the `refuses_device` of each module then takes."""
@@ -157,8 +172,7 @@ def kernels_on_the_cpu(emulator: Emulator, *modules: Any) -> Iterator[PlanBook]:
         book = PlanBook()
         patch.setattr(KernelPlan, "prepare", prepare)
         patch.setattr(launch, "BOOK", book)
-        for module in modules:
-            patch.setattr(module, "refuses_device", lambda device: None)
+        run_here(patch, modules)
         yield book
         jax.block_until_ready(jax.live_arrays())  # a CPU computes while Python goes on
         jax.clear_caches()

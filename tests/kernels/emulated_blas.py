@@ -16,6 +16,7 @@ import pytest
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.launch.cublaslt import WITH_BIAS, WRITES_AUX, MatmulPlan
 from fusionlab.kernels.launch.plans import PlanBook, Prepared
+from tests.kernels.emulated import run_here
 
 _DTYPES = {"float32": np.float32, "float64": np.float64, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 FORWARD = {
@@ -107,8 +108,7 @@ def products_on_the_cpu(*modules: Any) -> Iterator[list[MatmulPlan]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MatmulPlan, "prepare", prepare)
         patch.setattr(launch, "BOOK", PlanBook())
-        for module in modules:
-            patch.setattr(module, "refuses_device", lambda *_: None)
+        run_here(patch, modules)
         yield prepared
         jax.block_until_ready(jax.live_arrays())  # a CPU computes while Python goes on
         jax.clear_caches()

@@ -29,7 +29,7 @@ from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
 from ...kernels import OPS
-from ...kernels.op.implementation import LeftToXLA
+from ...kernels.op.implementation import Decision
 from ...kernels.op.op import Op
 from .declining import examined as examined
 from .declining import faulty as faulty
@@ -169,7 +169,7 @@ class _Facts:
     program: Block | None = None  # of a site that is none, nothing but why
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
-    left: LeftToXLA | None = None
+    left: Decision | None = None
     refused: str = ""
 
 
@@ -225,8 +225,8 @@ def propose(
         sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {notes_or_reason}"
         return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
     left = facts.left
-    if left is not None and left.is_declined:
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {left.why}"
+    if left is not None and plan.op.declines:
+        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {left.reason}"
         edit = f"name one to have it all the same: {_named(facts.backends)}"
         nodes = region.nodes
         return reject(search, name, left.kind.value, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
@@ -239,7 +239,7 @@ def _candidate(
     plan: Substitution,
     anchor: Node,
     facts: _Facts,
-    left: LeftToXLA | None,
+    left: Decision | None,
     notes: tuple[str, ...],
     concepts: Sequence[str],
 ) -> Candidate:
@@ -265,7 +265,7 @@ def _candidate(
         residuals=facts.residuals,
         backends=facts.backends,
         left_to_xla=left,
-        notes=(*notes, LEFT + left.why) if left else notes,
+        notes=(*notes, LEFT + left.reason) if left else notes,
         concepts=tuple(concepts),
         program=facts.program,
         site=replacement,
@@ -343,7 +343,7 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
         return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
     left = plan.op.left_to_xla(*operands, device=search.device, **attrs)
-    if left is not None and left.is_declined and asked is not None:
+    if left is not None and plan.op.declines and asked is not None:
         left = None  # who names an implementation has it
     return _Facts(verdict, program, saved, backends(operands), left)
 

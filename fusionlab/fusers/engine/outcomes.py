@@ -11,7 +11,7 @@ from ...graph.matching.region import Region
 from ...graph.program.ir import Block, Value
 from ...graph.program.scopes import Source
 from ...kernels.op.implementation import BackendVerdict as Backend
-from ...kernels.op.implementation import ChoiceKind, LeftToXLA
+from ...kernels.op.implementation import ChoiceKind, Decision
 from ...kernels.op.implementation import Residual as Residual
 from .origin import declined_at
 from .pairs import Pair
@@ -66,7 +66,7 @@ class Candidate:
     arithmetic: str = ""
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
-    left_to_xla: LeftToXLA | None = None
+    left_to_xla: Decision | None = None
     notes: tuple[str, ...] = ()
     concepts: tuple[str, ...] = ()
     program: Block | None = dataclasses.field(default=None, repr=False)
@@ -105,7 +105,7 @@ class Candidate:
     @property
     def idle(self) -> str:
         """Why it stays as it is written unless it or its pass is asked for; "" where it is fused."""
-        return self.left_to_xla.why if self.left_to_xla else ""
+        return self.left_to_xla.reason if self.left_to_xla else ""
 
     @property
     def choice(self) -> ChoiceKind:

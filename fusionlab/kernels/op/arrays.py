@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, unknown_name
 from ...graph.dtypes import arithmetic_dtype
 from ...graph.program.explicit_axes import is_split_in_type, sharding_in_type
 
@@ -89,7 +89,10 @@ def is_default(precision: Any) -> bool:
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions(precision))
 
 
-def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...]) -> None:
+FLOATS = ("float32", "bfloat16", "float16", "float64")  # what every op takes
+
+
+def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...] = FLOATS) -> None:
     """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
 
     Raises:
@@ -144,9 +147,23 @@ def refuses_shardings(shapes: Mapping[str, Any]) -> str | None:
     return None
 
 
+def refuses_dtypes(shapes: Mapping[str, Any], taken: Sequence[str]) -> str | None:
+    """Why kernels of these dtypes (numpy names) cannot take these operands, or None."""
+    for slot, a in shapes.items():
+        if (name := np.dtype(a.dtype).name) not in taken:
+            return f"{slot} is {name}, the kernels take {', '.join(taken)}"
+    return None
+
+
 def first_given(shapes: Mapping[str, Any], *names: str) -> Any:
     """The first of these that there is; None where there is none."""
     return next((a for name in names if (a := shapes.get(name)) is not None), None)
+
+
+def check_name(what: str, name: Any, known: Collection[str]) -> None:
+    """Raises UnknownNameError unless a name is one of those known; `what` it names."""
+    if not isinstance(name, str) or name not in known:
+        raise unknown_name(what, name, known)
 
 
 def check_vectors(op: str, given: Mapping[str, Any], slots: Sequence[str], size: int, entries: str) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...device import Device
+from ..launch.compile import refuses_device
+from .arrays import refuses_shardings
 
 Array = Any
 
@@ -48,15 +50,23 @@ class ChoiceKind(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class LeftToXLA:
-    """Why a site that could become an op stays as it is written unless it, its pass or an implementation is asked for.
+class Call:
+    """A call for which an implementation is chosen: the role of its primitive, the shapes of the operands by name, where it is to run, and
+    the parameters."""
 
-    `is_declined`: the op's own form of XLA's code is slower than the site, so that the site is a rejection; else it is a candidate.
-    """
+    role: str
+    shapes: Mapping[str, Any]
+    device: Device
+    attrs: Mapping[str, Any]
 
+
+@dataclass(frozen=True)
+class Decision:
+    """Which implementation runs where nobody names one: what that is against XLA's code of the site as it is written, and why."""
+
+    implementation: str
     kind: ChoiceKind
-    why: str
-    is_declined: bool = False
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class BackendVerdict:
     reason: str
 
 
-def _runs_everywhere(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+def _runs_everywhere(*asked: Any, **attrs: Any) -> str | None:
     return None
 
 
@@ -89,8 +99,11 @@ class Implementation:
         the slots (and "out") of an explicitly sharded call, the sharding they have and their gradients must have. Of an op that gives
         several results, `ct` is a dict with the cotangents that there are: result -> cotangent.
       adds: whether `cotangent` adds up a cotangent itself that is given as several arrays (`Op.addends`): it takes a tuple of them.
-      refuses: `(shapes, device, **attrs) -> reason it cannot run, or None`; `shapes` maps slots to shapes with dtypes.
+      unable: `(shapes, device, role=, **attrs) -> reason it cannot run, or None`, where nothing else forbids it (`refuses`).
       opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
+      unable_on: `device -> reason it cannot run there, or None`.
+      plain: whether it takes no operands that are sharded over explicit mesh axes.
+      roles: those in which it runs; in the others it is the reference, and runs everywhere.
 
     Among the attributes of forward, tangent and cotangent may be `device`: what they are lowered for; without it, or with None, the code
     is to run anywhere.
@@ -101,6 +114,21 @@ class Implementation:
     forward: Callable[..., list[Array]]
     tangent: Callable[..., Array]
     cotangent: Callable[..., list[Array]]
-    refuses: Callable[..., str | None] = _runs_everywhere
+    unable: Callable[..., str | None] = _runs_everywhere
     opaque: bool = False
     adds: bool = False
+    unable_on: Callable[[Device], str | None] = _runs_everywhere
+    plain: bool = False
+    roles: tuple[str, ...] = ("call", "tangent", "cotangent")
+
+    def refuses(self, shapes: Mapping[str, Any], device: Device, *, role: str = "call", **attrs: Any) -> str | None:
+        """Why it cannot run a call, or None; `shapes` maps the operands' names to shapes with dtypes."""
+        if role not in self.roles:
+            return None
+        reason = self.unable_on(device) or (refuses_shardings(shapes) if self.plain else None)
+        return reason or self.unable(shapes, device, role=role, **attrs)
+
+    def by_kernels(self, name: str, summary: str, forward: Callable[..., list[Array]], **more: Any) -> Implementation:
+        """Another way to run the op, by CUDA kernels that XLA cannot look into; what is not given is as here."""
+        kernels = {"opaque": True, "unable_on": refuses_device, "plain": True}
+        return replace(self, name=name, summary=summary, forward=forward, **kernels | more)

@@ -28,7 +28,7 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from ...device import Device
-from ...errors import BackendError, unknown_name
+from ...errors import unknown_name
 from ...graph.canonical.fused_nodes import FusedForm
 from ...graph.jax_compat import varies
 from ...graph.program.explicit_axes import mesh_of, sharding_in_type
@@ -37,14 +37,15 @@ from ...graph.program.ir import dtype_text
 from ...graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import lowering as partition
 from .arrays import as_arrays, canonical_precision, explicit_sharding, zero_tangent
-from .implementation import WHAT_XLA_RUNS, BackendVerdict, ChoiceKind, Implementation, LeftToXLA, Residual
+from .implementation import Residual
 from .labels import Axes, SummedCall
 from .primitive import FusedPrimitive, Meaning, attributes_in, give_types_and_eager_call, given_of, wanted_of
+from .selection import Selection
 
 Array = Any
 
 
-class Op(abc.ABC):
+class Op(Selection):
     """A fused op: its primitives, its meaning, its implementations.
 
     A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in
@@ -52,10 +53,8 @@ class Op(abc.ABC):
     named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
 
-    name: ClassVar[str]
     slots: ClassVar[tuple[str, ...]]
     defaults: ClassVar[Mapping[str, Any]]
-    implementations: ClassVar[Mapping[str, Implementation]]
     # Result -> of how many arrays its cotangent may be the sum, that an implementation adds up itself; one, where it is not named.
     addends: ClassVar[Mapping[str, int]] = {}
     is_users: ClassVar[bool] = False  # whether its meaning is a user's code
@@ -102,24 +101,9 @@ class Op(abc.ABC):
         `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None: it cannot take the batch.
         """
 
-    @abc.abstractmethod
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        """The implementation to run in a role ("call", "tangent", "cotangent") when none is named, and the reason, or "".
-
-        `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
-        """
-
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         """The attributes `prepare` gave, completed by those that hang on the device as well."""
         return attrs
-
-    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
-        """The text that a call is looked up by where implementations are chosen by measurement (choices.py); None where they are not."""
-        return None
-
-    def variants(self, role: str, **attrs: Any) -> tuple[dict[str, Any], ...]:
-        """Settings among the attributes that are chosen together with an implementation: each a change of the attributes."""
-        return ({},)
 
     def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
         """The operands of a call of these shapes once settings among the attributes have changed."""
@@ -132,10 +116,6 @@ class Op(abc.ABC):
     def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
         """The part of its meaning's arithmetic that the op has to do, for a meaning that computes what it then throws away."""
         return 1.0
-
-    def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
-        """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
-        return name == "xla"
 
     @abc.abstractmethod
     def formula(self, **attrs: Any) -> str:
@@ -214,45 +194,6 @@ class Op(abc.ABC):
                 records.append(Residual(name, tuple(s.shape), dtype_text(s.dtype), nbytes, readers))
         return tuple(records)
 
-    def choose(
-        self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
-    ) -> str:
-        """The implementation that runs for these operands.
-
-        Raises:
-          UnknownNameError: no implementation has that name.
-          BackendError: the named one cannot run this call on this device.
-        """
-        device = Device.of(device)
-        present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        return self.chosen("call", present, device, full)
-
-    def backends(
-        self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
-    ) -> tuple[BackendVerdict, ...]:
-        """Every implementation with its verdict, the reference first; none is chosen if the named one cannot run."""
-        device = Device.of(device)
-        shapes, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
-        rule, why = self.preferred("call", shapes, device, **full)
-        chosen, why = (implementation, "named by the caller") if implementation else (rule, why)
-        verdicts = []
-        for impl in self.implementations.values():
-            if refusal := impl.refuses(shapes, device, **full):
-                verdicts.append(BackendVerdict(impl.name, "unavailable", refusal))
-            elif impl.name != chosen:
-                verdicts.append(BackendVerdict(impl.name, "possible", impl.summary))
-            elif self.is_what_xla_runs(impl.name, **full):
-                reason = ": ".join(filter(None, (WHAT_XLA_RUNS, "" if implementation else why)))
-                verdicts.append(BackendVerdict(impl.name, ChoiceKind.SAME_CODE.value, reason))
-            else:
-                verdicts.append(BackendVerdict(impl.name, ChoiceKind.CHOSEN.value, why))
-        return tuple(verdicts)
-
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        """Why a site that could become this op is not fused by default on a device: nothing gains by it there, or nothing can run it.
-        None where it is fused."""
-        return None
-
     def meaning(self, primitive_name: str, params: Mapping[str, Any]) -> Meaning:
         """A plain-jnp function of the operands of one of this op's primitives, with these parameters: -> list."""
         return self.primitives[primitive_name].function(params, "xla")
@@ -274,15 +215,6 @@ class Op(abc.ABC):
             self.chosen("call", present, device, full)
         full |= partition.marks(self, present, device, full)
         return self._call.bind(*same_varying_axes(list(present.values())), residuals=residuals, **full)
-
-    def chosen(self, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
-        """The implementation that runs for operands and attributes as the primitives have them; raises as `choose` does."""
-        name = attrs["implementation"]
-        if name is None:
-            return self.preferred(role, shapes, device, **attrs)[0]
-        if refusal := self.implementations[name].refuses(shapes, device, role=role, **attrs):
-            raise BackendError(f"{self.name}: implementation {name!r} cannot run this call on {device}: {refusal}")
-        return name
 
     def with_defaults(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes given, and the defaults of the others.

@@ -10,7 +10,7 @@ import contextlib
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,16 +22,14 @@ from ...errors import ArgumentError, BackendError, CompileError, MissingDependen
 from ...graph.certify.verdict import relative_error
 from ...graph.interpret.evaluate import CannotEvaluate, evaluate
 from ...graph.settings import matmul_precision
-from ..launch.compile import refuses_device
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
-from .arrays import check_dtypes, refuses_shardings
-from .implementation import Implementation
+from .arrays import check_dtypes
+from .implementation import Call, ChoiceKind, Decision, Implementation
 from .op import Op
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 # The attribute with what was set by `jax.default_matmul_precision` around the program, or the call: an op of the user's has no other word
 # for it, and is lowered under whatever is set then.
 PRECISION = "matmul_precision"
@@ -108,21 +106,21 @@ class PatternOp(Op):
         self.meaning_fn = reference
         self.functions = {key: fn for key, fn in others.items() if not isinstance(fn, CudaKernel)}
         plain = "the meaning, as plain JAX code"
-        implementations = {
-            "xla": Implementation("xla", plain, self._forward(reference), self._tangent, self._cotangent)
-        }
+        xla = Implementation("xla", plain, self._forward(reference), self._tangent, self._cotangent)
+        implementations = {"xla": xla}
         for key, run in others.items():
-            implementations[key] = self._kernel(key, run) if isinstance(run, CudaKernel) else self._function(key, run)
+            is_kernel = isinstance(run, CudaKernel)
+            implementations[key] = self._kernel(xla, key, run) if is_kernel else self._function(xla, key, run)
         self.implementations = implementations  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__()
 
-    def _function(self, name: str, fn: Callable[..., Any]) -> Implementation:
+    def _function(self, xla: Implementation, name: str, fn: Callable[..., Any]) -> Implementation:
         summary = "plain JAX code of the user's own"
 
-        def refuses(shapes: Mapping[str, Any], device: Device, role: str = "call", **attrs: Any) -> str | None:
-            return self.unfit(fn, shapes, attrs) if role == "call" else None  # the gradient is the meaning's
+        def unable(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+            return self.unfit(fn, shapes, attrs)
 
-        return Implementation(name, summary, self._forward(fn), self._tangent, self._cotangent, refuses)
+        return replace(xla, name=name, summary=summary, forward=self._forward(fn), unable=unable, roles=("call",))
 
     def unfit(self, fn: Callable[..., Any], shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
         """Why a function of the user's cannot run with these operands; None where it can."""
@@ -137,12 +135,9 @@ class PatternOp(Op):
             return f"it gives {out}, needed {jnp.dtype(dtype).name}{list(shape)}, the operands' dtype"
         return None
 
-    def _kernel(self, name: str, kernel: CudaKernel) -> Implementation:
-        runner = _Kernel(self, kernel)
-        summary = "a CUDA kernel of the user's own"
-        return Implementation(
-            name, summary, runner.forward, self._tangent, self._cotangent, runner.refuses, opaque=True
-        )
+    def _kernel(self, xla: Implementation, name: str, kernel: CudaKernel) -> Implementation:
+        runner, summary = _Kernel(self, kernel), "a CUDA kernel of the user's own"
+        return xla.by_kernels(name, summary, runner.forward, unable=runner.refuses, roles=("call",))
 
     @property
     def has_backward(self) -> bool:
@@ -200,7 +195,7 @@ class PatternOp(Op):
         missing = [slot for slot in self.slots if slot not in given]
         if missing:
             raise ArgumentError(f"{self.name}: {missing[0]} is missing, needed an array")
-        check_dtypes(self.name, given, DTYPES)
+        check_dtypes(self.name, given)
         self.sizes({slot: given[slot].shape for slot in self.slots})
         for scalar in self.scalars:
             if not isinstance(full[scalar], int | float) or isinstance(full[scalar], bool):
@@ -244,11 +239,11 @@ class PatternOp(Op):
     def batch(self, *_: Any) -> None:
         """No way to tell which axes may be more of the same: a batch is computed by the meaning."""
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        for name, impl in self.implementations.items() if role == "call" else ():
-            if name != "xla" and impl.refuses(shapes, device, role=role, **attrs) is None:
-                return name, "of the pass's own, the first that can run here"
-        return "xla", "what XLA makes of the op's meaning"
+    def rule(self, call: Call, unable: str) -> Decision:
+        for name, impl in self.implementations.items() if call.role == "call" else ():
+            if name != "xla" and impl.refuses(call.shapes, call.device, **call.attrs) is None:
+                return Decision(name, ChoiceKind.CHOSEN, "of the pass's own, the first that can run here")
+        return Decision("xla", ChoiceKind.SAME_CODE, "what XLA makes of the op's meaning")
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         return name == "xla" and self.same_code
@@ -301,13 +296,7 @@ class _Kernel:
             return [jnp.zeros(out.shape, dtype)]
         return launch(self.plan(shapes, jnp.dtype(dtype).name, given), list(operands.values()), [out])
 
-    def refuses(self, shapes: Mapping[str, Any], device: Device, role: str = "call", **attrs: Any) -> str | None:
-        if reason := refuses_device(device):
-            return reason
-        if role != "call":
-            return None  # the gradient is plain JAX code
-        if reason := refuses_shardings(shapes):
-            return reason
+    def refuses(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
         dtype = jnp.dtype(next(iter(shapes.values())).dtype).name
         if dtype not in self.kernel.dtypes:
             return f"the operands are {dtype}, the kernel is written for {', '.join(self.kernel.dtypes)}"

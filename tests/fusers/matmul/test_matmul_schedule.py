@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
 from fusionlab.kernels import OPS
-from fusionlab.kernels.ops.matmul import routes, support
+from fusionlab.kernels.ops.matmul import MATMUL, support
 from tests.kernels.emulated_blas import products_on_the_cpu
 
 from ..checks import normal
@@ -405,7 +405,7 @@ def test_no_measurement_is_asked_for_before_a_route_says_what_it_supports(monkey
     def never(*_):
         raise AssertionError("asked")
 
-    monkeypatch.setattr(routes, "measured", never)
+    monkeypatch.setattr(type(MATMUL), "measured", never)
     for arch in ("sm_70", "cpu"):
         assert find(single_mma_op, *ONES[:2], passes="matmul_schedule", device=arch).routes().counts()["xla"] == 1
 
@@ -546,7 +546,7 @@ def test_a_scope_named_by_the_model_cannot_inject_markup():
 def test_a_kernel_of_our_own_takes_what_was_measured_fastest(monkeypatch):
     from fusionlab.kernels.choose.choices import Choice
 
-    monkeypatch.setattr(routes, "measured", lambda *_: Choice("cuda", {"xla": 2.0, "cuda": 1.0}))
+    monkeypatch.setattr(type(MATMUL), "measured", lambda *_: Choice("cuda", {"xla": 2.0, "cuda": 1.0}))
 
     def experts(x, w):
         return jax.nn.silu(jnp.einsum("ebk,ekn->ebn", x, w))

@@ -231,10 +231,10 @@ def test_not_measured_here_cannot_run_here_and_slower_here_are_three_codes(what)
         told = OP.left_to_xla(*shapes(dtype=dtype, **sizes), device=device)
     assert told is not None
     assert told.kind == code
-    assert words in told.why
+    assert words in told.reason
     assert code in REJECTIONS
     if code != "slower":
-        assert "slower" not in told.why
+        assert "slower" not in told.reason
 
 
 @pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_89", "sm_100", "sm_120"])

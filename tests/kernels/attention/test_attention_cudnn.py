@@ -276,13 +276,13 @@ def test_the_same_bits_every_time_leave_out_its_backward_alone():
             shapes = dict.fromkeys(("query", "key", "value"), shape) | ({"ct": shape} if role == "cotangent" else {})
             full = OP.with_defaults(attrs) | {"saves": "logsumexp", "present": ("query", "key", "value")}
             full |= {"implementation": None, "live": (True, True, True), "scale": 0.125, **more}
-            roles[role] = choosing.preferred(role, shapes, Device.of("sm_90"), full)
+            roles[role] = OP.decide(role, shapes, Device.of("sm_90"), **full)
         return roles
 
-    assert {role: name for role, (name, _) in routes().items()} == {"call": "cudnn", "cotangent": "cudnn"}
+    assert {role: found.implementation for role, found in routes().items()} == {"call": "cudnn", "cotangent": "cudnn"}
     found = routes(deterministic=True)
-    assert {role: name for role, (name, _) in found.items()} == {"call": "cudnn", "cotangent": "cuda"}
-    assert "not cudnn: the same bits every time are asked for" in found["cotangent"][1]
+    assert {role: decision.implementation for role, decision in found.items()} == {"call": "cudnn", "cotangent": "cuda"}
+    assert "not cudnn: the same bits every time are asked for" in found["cotangent"].reason
 
 
 def test_the_pass_hands_the_option_on():

@@ -138,8 +138,8 @@ def test_the_others_refuse_it_and_say_so(name):
     assert verdicts["xla"].verdict == "same code"
     assert verdicts["xla_blockwise"].verdict == "possible"
     left = DOT_PRODUCT_ATTENTION.left_to_xla(*operands, device="sm_90")
-    assert (left.kind, left.is_declined) == ("device", True)
-    assert "a sink beside the scores" in left.why
+    assert (left.kind, DOT_PRODUCT_ATTENTION.declines) == ("device", True)
+    assert "a sink beside the scores" in left.reason
 
 
 WRONG = {

@@ -15,10 +15,11 @@ from fusionlab.device import Device
 from fusionlab.errors import BackendError, UnknownNameError
 from fusionlab.kernels.choose import choices
 from fusionlab.kernels.choose.choices import Choice, Choices, Measured, write
+from fusionlab.kernels.op import selection
+from fusionlab.kernels.op.arrays import FLOATS as DTYPES
 from fusionlab.kernels.ops.gemm_epilogue import ACTIVATIONS, GEMM_EPILOGUE, choosing, gemm_epilogue
 from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from fusionlab.kernels.ops.gemm_epilogue.op import DTYPES
 
 DEVICES = ("cpu", "sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 PRECISIONS = (None, lax.Precision.DEFAULT, lax.Precision.HIGH, lax.Precision.HIGHEST, "BF16_BF16_F32")
@@ -43,7 +44,7 @@ def nothing_measured(tmp_path, monkeypatch):
     """Neither this machine's plan file nor a table decides a test; returns what writes a plan file of the test's own."""
     file = tmp_path / "plans.json"
     known = Choices(file)
-    monkeypatch.setattr(choosing, "CHOICES", known)
+    monkeypatch.setattr(selection, "CHOICES", known)
     monkeypatch.setattr(by_cublaslt, "CHOICES", known)
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(choices.CHOICES, "_tables", {})  # a table read of that folder stays in none
@@ -152,14 +153,14 @@ def test_a_misspelt_implementation_is_told():
 
 def test_forward_mode_is_xla_s_and_says_so():
     present, full = GEMM_EPILOGUE._prepared(operands(), {}, Device.of("sm_90"))
-    name, why = GEMM_EPILOGUE.preferred("tangent", present, Device.of("sm_90"), **full)
-    assert name == "xla"
-    assert "forward mode" in why
+    found = GEMM_EPILOGUE.decide("tangent", present, Device.of("sm_90"), **full)
+    assert found.implementation == "xla"
+    assert "forward mode" in found.reason
 
 
 def test_another_platform_is_xla_s():
     present, full = GEMM_EPILOGUE._prepared(operands(), {}, Device("tpu"))
-    assert GEMM_EPILOGUE.preferred("call", present, Device("tpu"), **full)[0] == "xla"
+    assert GEMM_EPILOGUE.decide("call", present, Device("tpu"), **full).implementation == "xla"
     assert {v.verdict for v in GEMM_EPILOGUE.backends(*operands(), device=Device("tpu"))} == {
         "same code",
         "unavailable",
@@ -178,7 +179,7 @@ def test_a_measured_call_is_taken_with_both_times_as_its_reason(nothing_measured
     assert found["cublaslt"].verdict == "chosen"
     assert found["cublaslt"].reason.startswith("measured: cublaslt 10 us, xla 12.5 us (plan file ")
     assert GEMM_EPILOGUE.choose(*operands(), device="sm_90", activation="relu") == "cublaslt"
-    assert choosing.CHOICES.counters()["hits"] >= 2
+    assert selection.CHOICES.counters()["hits"] >= 2
 
 
 def test_where_xla_won_the_fusion_stays_off_and_both_times_say_why(nothing_measured):
@@ -220,10 +221,10 @@ def test_a_call_near_the_measured_one_takes_its_choice_and_says_so(nothing_measu
 
 def test_a_table_says_who_won_before_and_a_plan_file_who_wins_here(nothing_measured, monkeypatch):
     nothing_measured(operands(), "cublaslt", CUBLASLT_WINS, activation="relu")
-    file = choosing.CHOICES.path
+    file = selection.CHOICES.path
     choices.TABLES.mkdir()
     file.rename(choices.TABLES / "sm_90.json")
-    monkeypatch.setattr(choosing, "CHOICES", Choices(file))  # tables are read once
+    monkeypatch.setattr(selection, "CHOICES", Choices(file))  # tables are read once
     assert "(the table for sm_90)" in verdicts(*operands(), activation="relu")["cublaslt"].reason
     nothing_measured(operands(), "xla", XLA_WINS, activation="relu")
     assert chosen(verdicts(*operands(), activation="relu")) == ["xla"]

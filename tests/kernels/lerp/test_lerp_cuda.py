@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.kernels.ops.geometry import accumulator
-from fusionlab.kernels.ops.lerp import cuda, plan, tiling
+from fusionlab.kernels.ops.lerp import LERP, cuda, plan, tiling
 from fusionlab.kernels.ops.lerp.axes import SLOTS, BroadcastAxes, collapse, result_shape
 from fusionlab.kernels.ops.lerp.plan import backward_passes, forward_plan
 from tests.kernels.emulated import kernels_on_the_cpu
@@ -329,13 +329,13 @@ def test_what_the_kernels_refuse():
 
     h200 = Device("cuda", "sm_90")
     fits = of((2, 3), (2, 3), (1, 1))
-    assert cuda.refuses(fits, h200) is None
-    assert "needs a CUDA device" in cuda.refuses(fits, Device("cpu"))
-    assert "sm_70 is older than sm_75" in cuda.refuses(fits, Device("cuda", "sm_70"))
-    assert "rank 9" in cuda.refuses(of((1,) * 9, (1,) * 9, (1,) * 9), h200)
-    assert "x is int32" in cuda.refuses(of((2,), (2,), (1,), dtype="int32"), h200)
+    assert LERP.implementations["cuda"].refuses(fits, h200) is None
+    assert "needs a CUDA device" in LERP.implementations["cuda"].refuses(fits, Device("cpu"))
+    assert "sm_70 is older than sm_75" in LERP.implementations["cuda"].refuses(fits, Device("cuda", "sm_70"))
+    assert "rank 9" in LERP.implementations["cuda"].refuses(of((1,) * 9, (1,) * 9, (1,) * 9), h200)
+    assert "x is int32" in LERP.implementations["cuda"].refuses(of((2,), (2,), (1,), dtype="int32"), h200)
     mixed = {**fits, "w": jax.ShapeDtypeStruct((1, 1), "bfloat16")}
-    assert "one dtype, not bfloat16 and float32" in cuda.refuses(mixed, h200)
+    assert "one dtype, not bfloat16 and float32" in LERP.implementations["cuda"].refuses(mixed, h200)
 
 
 # Plans.

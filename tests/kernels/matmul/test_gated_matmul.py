@@ -149,12 +149,12 @@ def test_measured_choices_decide(monkeypatch, tmp_path):
     choices.write(tmp_path / "plans.json", "sm_90", found)
     monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(tmp_path / "plans.json"))
     device = Device.of("sm_90")
-    assert GATED_MATMUL.preferred("call", given, device, **full)[0] == "concatenated"
+    assert GATED_MATMUL.decide("call", given, device, **full).implementation == "concatenated"
     near = given | {"x": jax.ShapeDtypeStruct((8192, 4096), jnp.bfloat16)}
-    name, why = GATED_MATMUL.preferred("call", near, device, **full)
-    assert name == "concatenated"
-    assert "the nearest measured" in why
-    assert GATED_MATMUL.preferred("call", given, Device.of("cpu"), **full)[0] == "xla"
+    found = GATED_MATMUL.decide("call", near, device, **full)
+    assert found.implementation == "concatenated"
+    assert "the nearest measured" in found.reason
+    assert GATED_MATMUL.decide("call", given, Device.of("cpu"), **full).implementation == "xla"
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

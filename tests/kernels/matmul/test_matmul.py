@@ -19,7 +19,7 @@ from fusionlab.errors import ROUTE_REASONS, ArgumentError, BackendError, Unknown
 from fusionlab.kernels.ops.matmul import routes, support
 from fusionlab.kernels.ops.matmul.axes import ProductAxes, stored
 from fusionlab.kernels.ops.matmul.op import MATMUL
-from tests.kernels.emulated import kernels_on_the_cpu
+from tests.kernels.emulated import kernels_on_the_cpu, run_here
 from tests.kernels.emulated_blas import products_on_the_cpu
 from tests.kernels.matmul.matmul_suite import BEHIND, PRODUCTS, MatmulSuite
 
@@ -72,7 +72,7 @@ class TestKernel(MatmulSuite):
     @pytest.fixture(autouse=True)
     def _as_cpp(self, emulator):
         with kernels_on_the_cpu(emulator) as book, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(support, "refuses_device", lambda *_: None)
+            run_here(patch, [support])
             yield
             assert book.counters()["launches"] or not self.held
 
@@ -255,7 +255,7 @@ def test_the_decision_is_right_on_every_device_and_asks_nobody_before_its_suppor
 
         return dataclasses.replace(route, supports=supports)
 
-    monkeypatch.setattr(routes, "measured", lookup)
+    monkeypatch.setattr(type(MATMUL), "measured", lookup)
     monkeypatch.setattr(routes, "ROUTES", tuple(map(watched, routes.ROUTES)))
     told = asked(arch, library)
     able = arch not in ("sm_70", "cpu")
@@ -319,10 +319,10 @@ def test_what_was_measured_decides_where_the_switch_is_not_set(monkeypatch):
     from fusionlab.kernels.choose.choices import Choice
 
     known = Choice("cublaslt", {"xla": 12.5, "cublaslt": 10.0}, {}, "a test")
-    monkeypatch.setattr(routes, "measured", lambda *_: known)
+    monkeypatch.setattr(type(MATMUL), "measured", lambda *_: known)
     assert asked("sm_90")[-1].route.tag == "evaluate"
     assert "measured: cublaslt 10 us, xla 12.5 us" in asked("sm_90")[-1].sentence
-    monkeypatch.setattr(routes, "measured", lambda *_: dataclasses.replace(known, implementation="xla"))
+    monkeypatch.setattr(type(MATMUL), "measured", lambda *_: dataclasses.replace(known, implementation="xla"))
     told = asked("sm_90")
     assert (told[0].code, told[-1].route.tag) == ("slower", "xla")
     assert asked("sm_90", True)[-1].route.tag == "evaluate"  # asked for all the same

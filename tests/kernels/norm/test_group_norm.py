@@ -249,10 +249,8 @@ def test_backends_say_same_code_and_formulas_read_as_the_code_does():
 def test_the_kernels_are_taken_where_xlas_code_was_measured_slow():
     def chosen(shape, device, dtype="bfloat16"):
         x = jax.ShapeDtypeStruct(shape, dtype)
-        why = choosing.why_not_cuda("call", {"x": x}, Device.of(device), batch_axes=1)
-        name, reason = OP.preferred("call", {"x": x}, Device.of(device), batch_axes=1)
-        assert (name == "xla") == bool(why)
-        return name, reason
+        found = OP.decide("call", {"x": x}, Device.of(device), batch_axes=1)
+        return found.implementation, found.reason
 
     assert chosen((2, 64, 64, 320), "sm_90") == ("cuda", choosing.FASTER)
     assert "below 1048576" in chosen((2, 32, 32, 320), "sm_90")[1]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusionlab.device import Device
-from fusionlab.kernels.ops.group_norm import cuda, tiling
+from fusionlab.kernels.ops.group_norm import GROUP_NORM, cuda, tiling
 from fusionlab.kernels.ops.group_norm.plan import Images, backward_pass, forward_pass
 from tests.kernels.emulated import kernels_on_the_cpu, poisoned
 from tests.kernels.norm.group_norm_suite import CASES, Case, GroupNormSuite, close, exact, operands, turns, wide
@@ -120,7 +120,9 @@ def test_what_is_absent_is_no_parameter_and_what_is_not_wanted_no_launch():
 
 class TestRefusals:
     def reason(self, shape=(4, 5, 8), dtype="float32", device="sm_90"):
-        return cuda.refuses({"x": jax.ShapeDtypeStruct(shape, dtype)}, Device.of(device), batch_axes=1)
+        return GROUP_NORM.implementations["cuda"].refuses(
+            {"x": jax.ShapeDtypeStruct(shape, dtype)}, Device.of(device), batch_axes=1
+        )
 
     def test_what_it_takes(self):
         for device in ("sm_75", "sm_80", "sm_90", "sm_120"):

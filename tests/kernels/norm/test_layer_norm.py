@@ -464,7 +464,8 @@ def chosen(shape, device="sm_90", dtype="bfloat16", role="call", saves=False):
     shapes, full = OP._prepared((x, v, None, None, x), {}, Device.of(device))
     if role == "cotangent":
         shapes, full["live"] = {"sum": x, "scale": v, "ct": x}, (True, True, True)
-    return OP.preferred(role, shapes, Device.of(device), residuals=saves, **full)
+    found = OP.decide(role, shapes, Device.of(device), residuals=saves, **full)
+    return found.implementation, found.reason
 
 
 def test_the_kernels_are_taken_where_they_were_measured_faster():
@@ -486,7 +487,7 @@ def test_a_site_is_left_as_it_is_where_one_way_loses():
     def idle(*shape, device="sm_90"):
         x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
         left = OP.left_to_xla(x, device=device)
-        return f"{left.kind}: {left.why}" if left else ""
+        return f"{left.kind}: {left.reason}" if left else ""
 
     assert idle(32768, 1024) == idle(4096, 8192) == idle(16384, 1023) == ""
     assert idle(32768, 1024, device="cpu") == f"slower: {choosing.AS_FAST_ON_A_CPU}"

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import BackendError
-from fusionlab.kernels.op.implementation import Implementation
+from fusionlab.kernels.op.implementation import ChoiceKind, Decision, Implementation
 from fusionlab.kernels.op.labels import Axes, SummedCall
 from fusionlab.kernels.op.op import Op
 from fusionlab.kernels.ops.dot_product_attention.op import DOT_PRODUCT_ATTENTION
@@ -102,6 +102,7 @@ def cotangent(saved, ct, wanted, shardings, *, activation, x_contract, w_contrac
     return [grads[slot] for slot in wanted]
 
 
+OPAQUELY = Decision("opaque", ChoiceKind.CHOSEN, "for this trial")
 OPAQUE = Implementation("opaque", "products in LAPACK", forward, tangent, cotangent, opaque=True)
 
 
@@ -458,7 +459,7 @@ def shard_map_that_leaves_axes_to_xla_is_refused_by_name_and_runs_the_meaning_ot
     over_a = partial(jax.shard_map, mesh=mesh, in_specs=(P("a"), P(), P()), out_specs=P("a"), axis_names={"a"})
     with pytest.raises(BackendError, match=r"leaves mesh axes \(b\) to XLA"):
         jax.jit(over_a(gemm())).lower(*args)
-    rule, GemmEpilogue.preferred = GemmEpilogue.preferred, lambda *a, **k: ("opaque", "for this trial")
+    rule, GemmEpilogue.decide = GemmEpilogue.decide, lambda *a, **k: OPAQUELY
     try:
         f = lambda *a: GEMM_EPILOGUE.call(*a, activation="tanh")  # noqa: E731
         got, text = compiled(everything(over_a(f)), args)
@@ -466,18 +467,18 @@ def shard_map_that_leaves_axes_to_xla_is_refused_by_name_and_runs_the_meaning_ot
         assert "lapack" not in text
         assert "lapack" in compiled(f, args)[1]
     finally:
-        GemmEpilogue.preferred = rule
+        GemmEpilogue.decide = rule
 
 
 @trial
 def a_part_that_the_implementation_refuses_is_computed_by_another() -> None:
-    few = replace(OPAQUE, refuses=lambda shapes, device, **_: "few rows" if shapes["x"].shape[0] < M else None)
+    few = replace(OPAQUE, unable=lambda shapes, device, **_: "few rows" if shapes["x"].shape[0] < M else None)
 
-    def preferred(self, role, shapes, device, **attrs):
+    def decide(self, role, shapes, device, **attrs):
         refused = "x" in shapes and few.refuses(shapes, device)
-        return ("xla" if refused else "opaque"), "for this trial"
+        return replace(OPAQUELY, implementation="xla") if refused else OPAQUELY
 
-    rule, GemmEpilogue.preferred = GemmEpilogue.preferred, preferred
+    rule, GemmEpilogue.decide = GemmEpilogue.decide, decide
     try:
         f = lambda *a: GEMM_EPILOGUE.call(*a, activation="tanh")  # noqa: E731
         got, text = compiled(f, placed(mesh_of(LINE), *BATCH))
@@ -485,7 +486,7 @@ def a_part_that_the_implementation_refuses_is_computed_by_another() -> None:
         assert "lapack" not in text
         assert not count(text, "all-gather")
     finally:
-        GemmEpilogue.preferred = rule
+        GemmEpilogue.decide = rule
 
 
 def norm(implementation: str) -> Callable[..., Array]:

@@ -10,7 +10,7 @@ from ....graph.canonical.nodes import Operand
 from ....graph.dtypes import narrows
 from ....graph.matching.match import Match, close
 from ....graph.matching.region import Region
-from ....kernels.ops.dot_product_attention.op import DTYPES
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ...engine.base import anchor_text
 from ...engine.outcomes import Rejection
 from .forms import Reading

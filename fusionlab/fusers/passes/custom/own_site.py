@@ -24,8 +24,9 @@ from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
 from ....graph.program.trace import block_of_jaxpr
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import precisions
-from ....kernels.op.own import DTYPES, PRECISION, REFUSALS
+from ....kernels.op.own import PRECISION, REFUSALS
 from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text, wider_text
 from ...engine.layout import arrange, axes_of, ordered_classes, restore
 from ...engine.outcomes import Candidate, Rejection

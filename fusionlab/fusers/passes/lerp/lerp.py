@@ -16,7 +16,7 @@ from ....graph.dtypes import is_float, narrows
 from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
 from ....graph.program.ir import Node
 from ....kernels import OPS
-from ....kernels.ops.lerp.op import DTYPES
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ...engine.base import Pass, Search, Substitution, anchor_text, examined, option, propose
 from ...engine.layout import arrange_thin, axes_of, input_positions, restore
 from ...engine.other_numbers import edge_note

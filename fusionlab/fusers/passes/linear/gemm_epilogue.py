@@ -22,9 +22,9 @@ from ....graph.matching.match import close
 from ....graph.matching.region import CASTS, NotARegion, Region, cut
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ....kernels.ops.gemm_epilogue.op import DTYPES
 from ...engine.base import Search, anchor_text, examined, option, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import Passage, narrow, passage, rounding

@@ -18,8 +18,8 @@ from ....graph.matching.region import CASTS, NotARegion, Region
 from ....graph.program.ir import Atom, Node, Value
 from ....graph.program.scopes import is_backward
 from ....kernels import OPS
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
-from ....kernels.ops.gated_matmul.op import DTYPES
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
 from ...engine.base import AUTO_AXES, Pass, Search, Substitution, anchor_text, examined
@@ -248,8 +248,8 @@ class GatedSite(Site):
         shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
         given, full = OP.prepare(shapes, attrs)
         if self.named is None:
-            name, why = OP.preferred("call", given, self.search.device, **full)
-            return self.rejection("slower", why) if name == "xla" else None
+            decision = OP.decide("call", given, self.search.device, **full)
+            return self.rejection("slower", decision.reason) if decision.implementation == "xla" else None
         why = OP.implementations[self.named].refuses(given, self.search.device, **full)
         if why is None:
             return None

@@ -14,7 +14,7 @@ from ....graph.dtypes import arithmetic_dtype, is_float, narrows
 from ....graph.matching.match import Miss
 from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Node
-from ....kernels.ops.layer_norm.op import DTYPES
+from ....kernels.op.arrays import FLOATS as DTYPES
 from ...engine.base import anchor_text
 from ...engine.nearly import canonical_text
 from ...engine.outcomes import Rejection

@@ -13,9 +13,8 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import FLOATS
 from .layouts import AttentionSizes
-
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
@@ -97,7 +96,7 @@ def _takes(slot: str, own: np.dtype) -> bool:
     is_bool = own == np.bool_
     if slot == "mask":
         return is_bool
-    return own.name in DTYPES or (is_bool and slot == "factors")
+    return own.name in FLOATS or (is_bool and slot == "factors")
 
 
 def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
@@ -107,9 +106,9 @@ def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any
     if not _takes(slot, own):
         needed = {
             "mask": "bool",
-            "bias": f"one of {', '.join(DTYPES)}",
-            "sink": f"one of {', '.join(DTYPES)}",
-            "factors": f"bool or one of {', '.join(DTYPES)}",
+            "bias": f"one of {', '.join(FLOATS)}",
+            "sink": f"one of {', '.join(FLOATS)}",
+            "factors": f"bool or one of {', '.join(FLOATS)}",
         }
         raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
     if own != np.bool_ and own.itemsize > wide.itemsize:

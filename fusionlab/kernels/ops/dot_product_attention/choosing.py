@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from ....device import Device
-from ...choose.choices import CHOICES, Choice, case_text
+from ...choose.choices import case_text
 from ...op.arrays import is_explicitly_sharded
-from ...op.implementation import ChoiceKind, LeftToXLA
+from ...op.implementation import ChoiceKind, Decision
 from .cudnn import backend as cudnn
 from .layouts import AttentionSizes
 from .own import backend as cuda
@@ -43,12 +43,10 @@ def refuses_blockwise(shapes: Mapping[str, Any], device: Device, **attrs: Any) -
 
 # In the order in which the rule tries them.
 FUSED = {"cudnn": cudnn.refuses, "cuda": cuda.refuses}
-REFUSES = {**FUSED, "xla_blockwise": refuses_blockwise, "xla": lambda *a, **k: None}
 
 
-def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -> str:
-    """What the forward keeps for the backward: probabilities cost memory, computing them again costs time."""
-    name = attrs["implementation"] or _for_training(shapes, attrs, device)
+def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], name: str) -> str:
+    """What the forward of an implementation keeps for the backward: probabilities cost memory, computing them again costs time."""
     if name == "xla":
         return "probabilities"
     far = "bias" in shapes or ("mask" in shapes and attrs["mask_value"] != -math.inf)  # a whole row may be far from 0
@@ -56,55 +54,50 @@ def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -
     return ("max_and_log_sum" if far else "logsumexp") + (ROUNDED_OFF if reads_rounded_off else "")
 
 
-def _for_training(shapes: Mapping[str, Any], attrs: Mapping[str, Any], device: Device) -> str:
-    given = {**attrs, "residuals": True, "saves": "logsumexp"}
-    return preferred("call", shapes, device, given)[0]
+def keeps(role: str, attrs: Mapping[str, Any]) -> bool:
+    """Whether probabilities are written or read, which neither cuDNN nor our kernels do."""
+    return attrs["saves"] == "probabilities" and (role != "call" or attrs.get("residuals", False))
 
 
-def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
-    """The implementation to take when none is named, and the reason."""
-    keeps = attrs["saves"] == "probabilities" and (role != "call" or attrs.get("residuals", False))
+def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Decision:
+    """What runs where nothing that can run was measured."""
     if device.platform == "cpu":
         return _on_cpu(role, shapes, device, attrs)
-    # Neither cuDNN nor our kernels write or read probabilities.
-    if keeps:
-        return "xla", "the probabilities are what is kept"
+    if keeps(role, attrs):
+        return Decision("xla", ChoiceKind.SAME_CODE, "the probabilities are what is kept")
     # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode, and our kernels have none.
     if role == "tangent":
-        return "xla", "forward mode has no implementation of its own"
+        return Decision("xla", ChoiceKind.DEVICE, "forward mode has no implementation of its own")
     if device.platform != "cuda" or not device.arch:
-        return "xla", "there is no kernel for this device, or its architecture is not known here"
-    found = measured(role, shapes, device, attrs)
-    if found is not None:
-        refuses = REFUSES.get(found.implementation)
-        if refuses is not None and refuses(shapes, device, role=role, **attrs) is None:
-            return found.implementation, found.reason
-    return _by_rule(role, shapes, device, attrs)
+        why = "there is no kernel for this device, or its architecture is not known here"
+        return Decision("xla", ChoiceKind.DEVICE, why)
+    return _on_gpu(role, shapes, device, attrs)
 
 
-def _by_rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Decision:
     t, s = _lengths(shapes, attrs["layout"])
     size = f"{t} x {s} scores a head"
     forward = role == "call"
     refused = {name: refuses(shapes, device, role=role, **attrs) for name, refuses in FUSED.items()}
     # Where nothing can run it, the refusals say more than its size.
     if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
-        return (
-            "xla",
-            f"fewer than 128 x 128 scores a head ({size}) were not measured",
-        )
-    refusals = []
+        why = f"fewer than 128 x 128 scores a head ({size}) were not measured"
+        return Decision("xla", ChoiceKind.UNMEASURED, why)
+    refusals, kinds = [], set()
     for name, refusal in refused.items():
-        _, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else (None, "")
+        kind, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else (ChoiceKind.CHOSEN, "")
         if not refusal and not slow:
             less = [cudnn.PRECISION] if name == "cudnn" else []
             why = "; ".join([f"{size}: never written to memory", *refusals, *less])
-            return name, why
+            return Decision(name, ChoiceKind.CHOSEN, why)
+        if not refusal:
+            kinds.add(kind)
         refusals.append(f"not {name}: {refusal or slow}")
     text = "; ".join(refusals)
-    if forward or refuses_blockwise(shapes, device):
-        return "xla", text
-    return "xla_blockwise", f"the statistics are what is kept; {text}"
+    if not forward and not refuses_blockwise(shapes, device):
+        return Decision("xla_blockwise", ChoiceKind.CHOSEN, f"the statistics are what is kept; {text}")
+    kind = ChoiceKind.SLOWER if kinds == {ChoiceKind.SLOWER} else ChoiceKind.UNMEASURED
+    return Decision("xla", kind if kinds else ChoiceKind.DEVICE, text)
 
 
 def _not_faster(
@@ -130,54 +123,22 @@ def _not_faster(
     return ChoiceKind.UNMEASURED, f"with {subject} it was not measured on {device.arch} {takes}"
 
 
-def left_to_xla(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> LeftToXLA | None:
-    """Why a site stays as it is written: on a GPU the op's own form of it in jnp was measured up to 1.5 times as slow as the site
-    (batch 32, 16 heads, 1024 x 1024, with dropout), and is not what XLA makes of it anyway."""
-    if device.platform != "cuda" or attrs["implementation"] is not None:
-        return None
-    name, why = preferred("call", shapes, device, attrs)
-    if name != "xla":
-        return None
-    return LeftToXLA(_kind(shapes, device, attrs), why, is_declined=True)
-
-
-def _kind(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ChoiceKind:
-    """Of a call that is left to XLA on a GPU."""
-    if not device.arch:
-        return ChoiceKind.DEVICE
-    found = measured("call", shapes, device, attrs)
-    if found is not None and found.implementation == "xla":
-        return ChoiceKind.SLOWER
-    able = [name for name, refuses in FUSED.items() if not refuses(shapes, device, role="call", **attrs)]
-    if not able:
-        return ChoiceKind.DEVICE
-    t, s = _lengths(shapes, attrs["layout"])
-    kinds = {_not_faster(name, shapes, device, attrs)[0] for name in able}
-    return ChoiceKind.SLOWER if t * s >= FEW_ON_CUDA and kinds == {ChoiceKind.SLOWER} else ChoiceKind.UNMEASURED
-
-
-def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
+def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Decision:
     t, s = _lengths(shapes, attrs["layout"])
     size = " x ".join(str(n) for n in (t, s) if n)
     few = t * s < FEW_ON_CPU
-    keeps = attrs["saves"] == "probabilities"
     deciding = role == "call" and attrs["implementation"] is None
-    if keeps or (deciding and few) or refuses_blockwise(shapes, device):
+    if attrs["saves"] == "probabilities" or (deciding and few) or refuses_blockwise(shapes, device):
         why = refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
-        return "xla", f"{why}"
-    return "xla_blockwise", f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
+        return Decision("xla", ChoiceKind.SAME_CODE, why)
+    why = f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
+    return Decision("xla_blockwise", ChoiceKind.CHOSEN, why)
 
 
 def _lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:
     """Of queries and keys, 0 where a backward does not read them."""
     t, s = (AttentionSizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
     return t, s
-
-
-def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
-    """What was measured for the call on that architecture, or for one near it, if anything was."""
-    text = case(role, shapes, attrs)
-    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from ....device import Device
 from ...launch.compile import refuses_device as refuses_compiled
 from ...launch.ffi_call import launch
-from ...op.arrays import names_algorithm, refuses_shardings
+from ...op.arrays import names_algorithm
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from .plan import CODES, MOST_COLUMNS, forward_plan
 
@@ -25,16 +25,8 @@ MIN_CAPABILITY = 80
 OTHERS = "implementation='concatenated' takes it"
 
 
-def refuses(
-    shapes: Mapping[str, Any], device: Device, *, role: str = "call", activation: str, precision: Any, **attrs: Any
-) -> str | None:
-    """Why this kernel cannot run a call, or None. A backward it runs as XLA does."""
-    if unable := refuses_device(device):
-        return unable
-    if role != "call":
-        return None
-    if reason := refuses_shardings(shapes):
-        return reason
+def refuses(shapes: Mapping[str, Any], device: Device, *, activation: str, precision: Any, **attrs: Any) -> str | None:
+    """Why this kernel cannot run a call, or None."""
     dtype = np.dtype(shapes["x"].dtype).name
     if dtype not in CODES:
         return f"operands of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"

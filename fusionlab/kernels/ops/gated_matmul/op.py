@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
-from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
-from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, wide
-from ...op.implementation import Implementation
+from ...choose.choices import NEAR_GAIN, case_text
+from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name, wide
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS
@@ -23,10 +24,11 @@ from . import cuda, reference
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = ("rows", "columns", "inner")
 _ROWS = ("x", "d_x", "ct", "gate", "up")  # operands with one entry for each row of x
-_UNMEASURED = "nothing was measured faster"
+XLA = Implementation(
+    "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
+)
 
 
 class GatedMatmul(Op):
@@ -38,33 +40,30 @@ class GatedMatmul(Op):
 
     name = "gated_matmul"
     slots = ("x", "w", "v")
+    sizes = SIZES
+    least_gain = NEAR_GAIN
     defaults: ClassVar[Mapping[str, Any]] = {"activation": "silu", "w_contract": 0, "precision": None, "prefer": None}
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
+        "xla": XLA,
+        "concatenated": replace(
+            XLA,
+            name="concatenated",
+            summary="one product with both weights side by side, and the gate as jnp code",
+            forward=reference.forward_concatenated,
         ),
-        "concatenated": Implementation(
-            "concatenated",
-            "one product with both weights side by side, and the gate as jnp code",
-            reference.forward_concatenated,
-            reference.tangent,
-            reference.cotangent,
-        ),
-        "cuda": Implementation(
+        "cuda": XLA.by_kernels(
             "cuda",
             "one kernel of our own: both products over one pass of x, and the gate in it",
             cuda.forward,
-            reference.tangent,
-            reference.cotangent,
-            cuda.refuses,
-            opaque=True,
+            unable=cuda.refuses,
+            unable_on=cuda.refuses_device,
+            roles=("call",),
         ),
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
-            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        check_name("activation", full["activation"], ACTIVATIONS)
         if full["w_contract"] not in (0, 1) or isinstance(full["w_contract"], bool):
             raise ArgumentError(f"gated_matmul: w_contract is {full['w_contract']!r}, needed 0 (K x N) or 1 (N x K)")
         if full["prefer"] is not None and full["prefer"] not in self.implementations:
@@ -88,24 +87,17 @@ class GatedMatmul(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params)
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if role != "call":
-            return "xla", "the products of a backward, and forward mode"
-        if wanted := attrs["prefer"]:
-            unable = self.implementations[wanted].refuses(shapes, device, role=role, **attrs)
-            return ("xla", f"not {wanted}: {unable}") if unable else (wanted, "asked for where it can run")
-        found = self.measured(shapes, device, **attrs)
-        known = found and self.implementations.get(found.implementation)
-        if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
-            return found.implementation, found.reason
-        return "xla", _UNMEASURED
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
+        wanted = attrs["prefer"] if role == "call" else None
+        if wanted is None:
+            return super().decide(role, shapes, device, **attrs)
+        if unable := self.implementations[wanted].refuses(shapes, device, role=role, **attrs):
+            return Decision("xla", ChoiceKind.SAME_CODE, f"not {wanted}: {unable}")
+        return Decision(wanted, ChoiceKind.CHOSEN, "asked for where it can run")
 
-    def measured(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
-        """What was measured for the call on that architecture, or for one near it, if anything was."""
-        text = self.case("call", shapes, **attrs)
-        if device.platform != "cuda" or not device.arch or text is None:
-            return None
-        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
+    def rule(self, call: Call, unable: str) -> Decision:
+        why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"
+        return Decision("xla", ChoiceKind.SAME_CODE, why)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By sizes, dtype, activation, and how the weights lie."""
@@ -183,7 +175,7 @@ def _check(given: Mapping[str, Any], w_contract: int) -> None:
             f"gated_matmul: x {x} has {x[-1]} entries along its last axis, but w {w} has {w[w_contract]} along axis {w_contract}; "
             f"needed the same K: set w_contract"
         )
-    check_dtypes("gated_matmul", given, DTYPES)
+    check_dtypes("gated_matmul", given)
 
 
 GATED_MATMUL = GatedMatmul()

@@ -8,13 +8,16 @@ them all, and each is fused as itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from ....errors import ArgumentError
+from ...op.op import Op
 
 Array = Any
 
@@ -198,3 +201,19 @@ ACTIVATIONS: dict[str, Activation] = {
         ),
     )
 }
+
+
+def call_of_activation(op: Op, operands: Sequence[Any], attrs: Mapping[str, Any], return_residual: bool) -> Any:
+    """A call of an op with an activation; where it is asked for, also what backward saves of it.
+
+    Raises:
+      ArgumentError: it is asked for, and the activation saves nothing.
+    """
+    if not return_residual:
+        return op.call(*operands, **attrs)
+    if attrs["activation"] == "none":
+        raise ArgumentError(
+            f"{op.name}: return_residual=True with activation 'none', which saves nothing; needed another activation, or "
+            f"return_residual=False"
+        )
+    return op.call_with_residuals(*operands, **attrs)

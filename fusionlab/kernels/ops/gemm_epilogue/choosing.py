@@ -6,20 +6,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
-from ....device import Device
-from ...choose.choices import CHOICES, Choice, case_text
-from . import cublaslt, cuda
+from ...choose.choices import CHOICES, case_text
+from ...op.implementation import Call, ChoiceKind, Decision
+from . import cublaslt
 
 PACKABLE = ("relu", "relu_where")  # activations whose residual is a plain mask
 SIZES = ("rows", "columns", "inner")
 ON_CPU = "on a CPU the product dominates and XLA already fuses bias and activation"
-
-
-# Why one cannot run a call: what was measured near a call may not run for it.
-IMPLEMENTED = {"xla": lambda *a, **k: None, "cublaslt": cublaslt.refuses, "cuda": cuda.refuses}
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
@@ -41,7 +36,7 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         wanted = [slot for slot, live in zip(attrs["present"], attrs["live"], strict=True) if live]
         # Whether dx and dw are wanted is left out: their products are the same whatever makes dh and its sum.
         content |= {"bias": "bias" in wanted, "x_activation": attrs["x_activation"]}
-    content |= dict(zip(("rows", "columns", "inner"), sizes, strict=True))
+    content |= dict(zip(SIZES, sizes, strict=True))
     dtype = np.dtype(like.dtype).name
     packed = bool(attrs["packed"]) and content.get("residuals", True)  # without residuals there is nothing to pack
     content |= {"dtype": dtype, "compute": cublaslt.compute_of(dtype, attrs["precision"]), "packed": packed}
@@ -63,47 +58,15 @@ def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
     return shapes["x"].shape[attrs["x_contract"]] if "x" in shapes else 0
 
 
-def measured(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
-    """What was measured for the call on that architecture, or for one near it, if anything was."""
-    if device.platform != "cuda" or not device.arch:
-        return None
-    text = case(role, shapes, attrs)
-    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
-
-
-def preferred(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[str, str]:
-    """The implementation to take when none is named, and the reason."""
-    if device.platform == "cpu":
-        return "xla", ON_CPU
-    if role == "tangent":
-        return "xla", "forward mode has no implementation of its own"
-    if device.platform != "cuda":
-        return "xla", "the only implementation there is here"
-    found = measured(role, shapes, device, attrs)
-    if found is not None:
-        refuses = IMPLEMENTED.get(found.implementation, _unknown)
-        if refusal := refuses(shapes, device, role=role, **attrs):
-            return (
-                "xla",
-                f"{found.implementation!r} was fastest but cannot run this call: {refusal}",
-            )
-        return found.implementation, found.reason
-    where = device.arch or "this architecture"
-    hint = CHOICES.unshared or "fusionlab.tune measures"
-    return "xla", f"no such call was measured for {where}; {hint}"
-
-
-def _unknown(*shapes: Any, **attrs: Any) -> str:
-    return "this version of FusionLab has no such implementation"
-
-
-def packs(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
-    """Whether the mask of a relu is kept in bits: where an implementation other than XLA's is named, or where that was measured best."""
-    if device.platform != "cuda" or attrs["activation"] not in PACKABLE:
-        return False
-    if jax.device_count() > 1:  # a row of bits is padded, so that columns of it cannot be split among devices
-        return False
-    if attrs["implementation"] is not None:
-        return attrs["implementation"] != "xla"
-    found = measured("call", shapes, device, {**attrs, "residuals": True, "packed": True})
-    return found is not None and bool(found.settings.get("packed"))
+def rule(call: Call, unable: str) -> Decision:
+    """What runs where nothing that can run was measured: XLA's code."""
+    if call.device.platform == "cpu":
+        why = ON_CPU
+    elif call.role == "tangent":
+        why = "forward mode has no implementation of its own"
+    elif call.device.platform != "cuda":
+        why = "the only implementation there is here"
+    else:
+        hint = CHOICES.unshared or "fusionlab.tune measures"
+        why = unable or f"no such call was measured for {call.device.arch or 'this architecture'}; {hint}"
+    return Decision("xla", ChoiceKind.SAME_CODE, why)

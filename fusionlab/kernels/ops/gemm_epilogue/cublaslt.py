@@ -32,14 +32,19 @@ EPILOGUES = {"none": "", "relu": "RELU", "gelu_tanh": "GELU"}
 MIN_CAPABILITY = 75
 
 
-def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **attrs: Any) -> str | None:
-    """Why this backend cannot run a call, or None."""
+def refuses_device(device: Device) -> str | None:
+    """Why this backend cannot run on a device, or None."""
     if device.platform != "cuda":
         return f"it needs a CUDA device, this is {device}"
     if device.arch and device.capability < MIN_CAPABILITY:
         return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that CUDA 13 supports"
     if device.missing:
         return lt.NOT_INSTALLED if "nvmath" in device.missing else NOT_INSTALLED
+    return None
+
+
+def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **attrs: Any) -> str | None:
+    """Why this backend cannot run a call, or None."""
     return _refuses_attributes(role, **attrs) or _refuses_shapes(shapes, role, **attrs)
 
 

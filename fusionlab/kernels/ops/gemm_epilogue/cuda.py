@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....device import Device
-from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
 from ..geometry import accumulator
 from . import reference
@@ -27,8 +26,6 @@ Array = Any
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None."""
-    if reason := refuses_device(device):
-        return reason
     activation = attrs["activation"]
     if activation == "none":
         return "without an activation there is nothing for a kernel beside the product to do"

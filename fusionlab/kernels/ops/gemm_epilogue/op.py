@@ -12,17 +12,19 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
-from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes
-from ...op.implementation import Implementation
+from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name
+from ...op.implementation import Call, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from . import choosing, cublaslt, cuda, reference
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, call_of_activation
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _ROWS = ("x", "x_saved", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
+XLA = Implementation(
+    "xla", "the same product, add and activation as jnp code", reference.forward, reference.tangent, reference.cotangent
+)
 
 
 class GemmEpilogue(Op):
@@ -38,6 +40,7 @@ class GemmEpilogue(Op):
 
     name = "gemm_epilogue"
     slots = ("x", "w", "bias", "x_saved")
+    sizes = choosing.SIZES
     defaults: ClassVar[Mapping[str, Any]] = {
         "activation": "none",
         "x_contract": -1,
@@ -49,30 +52,23 @@ class GemmEpilogue(Op):
         "out": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla",
-            "the same product, add and activation as jnp code",
-            reference.forward,
-            reference.tangent,
-            reference.cotangent,
-        ),
-        "cublaslt": Implementation(
+        "xla": XLA,
+        "cublaslt": XLA.by_kernels(
             "cublaslt",
             "one cuBLASLt call a product, bias and activation in its epilogue",
             cublaslt.forward,
-            reference.tangent,
-            cublaslt.cotangent,
-            cublaslt.refuses,
-            opaque=True,
+            cotangent=cublaslt.cotangent,
+            unable=cublaslt.refuses,
+            unable_on=cublaslt.refuses_device,
+            plain=False,
         ),
-        "cuda": Implementation(
+        "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one kernel of our own for bias, activation, derivative and bias gradient",
             cuda.forward,
-            reference.tangent,
-            cuda.cotangent,
-            cuda.refuses,
-            opaque=True,
+            cotangent=cuda.cotangent,
+            unable=cuda.refuses,
+            plain=False,
         ),
     }
 
@@ -80,12 +76,11 @@ class GemmEpilogue(Op):
         x, w, bias = _check_ranks(**{slot: a for slot, a in given.items() if slot != "x_saved"})
         full = self.with_defaults(attrs)
         _check_saved(x, given.get("x_saved"), full["x_activation"])
-        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
-            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        check_name("activation", full["activation"], ACTIVATIONS)
         full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
         full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
-        check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"}, DTYPES)
+        check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"})
         _check_wide(x, full["wide"], full["out"])
         full["precision"] = canonical_precision(full["precision"])
         return dict(given), full
@@ -108,8 +103,8 @@ class GemmEpilogue(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params | {"x_contract": params["x_contract"] + 1})
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        return choosing.preferred(role, shapes, device, attrs)
+    def rule(self, call: Call, unable: str) -> Decision:
+        return choosing.rule(call, unable)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return None if role == "tangent" else choosing.case(role, shapes, attrs)
@@ -137,7 +132,17 @@ class GemmEpilogue(Op):
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         packable = attrs["activation"] in choosing.PACKABLE
-        return attrs | {"packed": packable and (attrs["packed"] or choosing.packs(shapes, device, attrs))}
+        return attrs | {"packed": packable and (attrs["packed"] or self._packs(shapes, device, attrs))}
+
+    def _packs(self, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> bool:
+        """Whether a mask is kept in bits: where another implementation than XLA's is named, or where that was measured best."""
+        # A row of bits is padded, so that columns of it cannot be split among devices.
+        if device.platform != "cuda" or jax.device_count() > 1:
+            return False
+        if attrs["implementation"] is not None:
+            return attrs["implementation"] != "xla"
+        found = self.measured(Call("call", shapes, device, {**attrs, "residuals": True, "packed": True}))
+        return found is not None and bool(found.settings.get("packed"))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
         """Rows "m", contracted "k", features "n"."""
@@ -314,11 +319,4 @@ def gemm_epilogue(
         "precision": precision,
         "implementation": implementation,
     }
-    if not return_residual:
-        return GEMM_EPILOGUE.call(x, w, bias, **attrs)
-    if activation == "none":
-        raise ArgumentError(
-            "gemm_epilogue: return_residual=True with activation 'none', which saves nothing; needed another activation, "
-            "or return_residual=False"
-        )
-    return GEMM_EPILOGUE.call_with_residuals(x, w, bias, **attrs)
+    return call_of_activation(GEMM_EPILOGUE, (x, w, bias), attrs, return_residual)

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....device import Device
-from ...op.implementation import ChoiceKind
-from . import cuda
+from ...op.implementation import Call, ChoiceKind, Decision
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
@@ -21,15 +20,16 @@ NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 
-def kind_of(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ChoiceKind:
-    """Of a site that is left to XLA on a GPU: what can run there was not measured at its size, or on the device."""
-    return ChoiceKind.DEVICE if cuda.refuses(shapes, device, role="call", **attrs) else ChoiceKind.UNMEASURED
+def rule(call: Call, refusal: str | None) -> Decision:
+    """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
+    if refusal:
+        return Decision("xla", ChoiceKind.DEVICE, refusal)
+    why = _why_not_cuda(call.shapes, call.device)
+    return Decision("xla", ChoiceKind.UNMEASURED, why) if why else Decision("cuda", ChoiceKind.CHOSEN, FASTER)
 
 
-def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str:
-    """Why XLA's code is preferred for a "call" or a "cotangent" of these shapes; "" where the kernels are."""
-    if reason := cuda.refuses(shapes, device, role=role, **attrs):
-        return reason
+def _why_not_cuda(shapes: Mapping[str, Any], device: Device) -> str:
+    """Why XLA's code is taken although the kernels can run: they were not measured. "" where they were."""
     if device.arch not in MEASURED:
         where = device.arch or "this architecture"
         return f"measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes the kernels)"

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ....device import Device
-from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
-from ...op.arrays import first_given, refuses_shardings
+from ...op.arrays import first_given, refuses_dtypes
 from ..layer_norm.tiling import DTYPES
 from . import reference
 from .plan import GroupPass, Images, backward_pass, forward_pass
@@ -25,16 +24,11 @@ def refuses(
     shapes: Mapping[str, Any], device: Device, *, batch_axes: int, role: str = "call", **attrs: Any
 ) -> str | None:
     """Why this backend cannot run a call, or None. `shapes` maps the operands' names to shapes with dtypes."""
-    if reason := refuses_device(device):
-        return reason
-    if reason := refuses_shardings(shapes):
-        return reason
     whole = first_given(shapes, "x", "ct")
     if whole is None:  # a tangent that reads neither, which is the reference's
         return None
-    for slot, a in shapes.items():
-        if (name := jnp.dtype(a.dtype).name) not in DTYPES:
-            return f"{slot} is {name}, the kernels take {', '.join(DTYPES)}"
+    if reason := refuses_dtypes(shapes, DTYPES):
+        return reason
     if (channels := whole.shape[-1]) > MAX_CHANNELS:
         return f"x has {channels} channels, the kernels take {MAX_CHANNELS} at most"
     if (batch := math.prod(whole.shape[:batch_axes])) > MAX_BATCH:

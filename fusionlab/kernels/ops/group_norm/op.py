@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....device import Device
-from ....errors import ArgumentError, unknown_name
-from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
-from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
+from ....errors import ArgumentError
+from ...op.arrays import batch_of_rows, check_name, check_vectors
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes
 from ...op.op import Op
+from ..norm_checks import check_norm_dtypes, checked_epsilon
 from . import choosing, cuda, reference
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 _VECTORS = ("scale", "bias")
 # Operands with entries of their own for each image.
 _IMAGES = ("x", "d_x", "ct", "mean", "rstd")
+XLA = Implementation(
+    "xla",
+    "statistics, normalisation, scale, bias and activation as jnp code",
+    reference.forward,
+    reference.tangent,
+    reference.cotangent,
+)
 
 
 class GroupNorm(Op):
@@ -31,35 +35,27 @@ class GroupNorm(Op):
 
     name = "group_norm"
     slots = ("x", "scale", "bias")
+    at_site = (("call", {}), ("cotangent", {}))
     defaults: ClassVar[Mapping[str, Any]] = {"groups": 32, "epsilon": 1e-5, "activation": "none", "batch_axes": 1}
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla",
-            "statistics, normalisation, scale, bias and activation as jnp code",
-            reference.forward,
-            reference.tangent,
-            reference.cotangent,
-        ),
-        "cuda": Implementation(
+        "xla": XLA,
+        "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: x is read twice forward, x and the cotangent backward; the second time from the cache, in part",
             cuda.forward,
-            reference.tangent,
-            cuda.cotangent,
-            cuda.refuses,
-            opaque=True,
+            cotangent=cuda.cotangent,
+            unable=cuda.refuses,
         ),
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        if not isinstance(full["activation"], str) or full["activation"] not in reference.GROUP_ACTIVATIONS:
-            raise unknown_name("group_norm activation", full["activation"], reference.GROUP_ACTIVATIONS)
+        check_name("group_norm activation", full["activation"], reference.GROUP_ACTIVATIONS)
         full["batch_axes"] = _whole_number("batch_axes", full["batch_axes"])
         full["groups"] = _whole_number("groups", full["groups"])
-        full["epsilon"] = _epsilon(full["epsilon"])
+        full["epsilon"] = checked_epsilon(self.name, full["epsilon"])
         _check_shapes(given, full["groups"], full["batch_axes"])
-        _check_dtypes(given)
+        check_norm_dtypes(self.name, given)
         full["dtypes"] = tuple(np.dtype(a.dtype).name for a in given.values())
         return dict(given), full
 
@@ -87,20 +83,15 @@ class GroupNorm(Op):
         found = batch_of_rows(_IMAGES, role, names, values, dims, (True, of_vectors))
         return None if found is None else (found, params | {"batch_axes": params["batch_axes"] + 1})
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if device.platform != "cuda" or role == "tangent":
-            return "xla", ""
-        reason = choosing.why_not_cuda(role, shapes, device, **attrs)
-        return ("xla", reason) if reason else ("cuda", choosing.FASTER)
+    def rule(self, call: Call, unable: str) -> Decision:
+        if call.device.platform != "cuda" or call.role == "tangent":
+            return Decision("xla", ChoiceKind.SAME_CODE, "")
+        return choosing.rule(call, self.refusal("cuda", call))
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        device = Device.of(device)
-        if device.platform != "cuda":
-            return LeftToXLA(ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
-        shapes, full = self._prepared(operands, attrs, device)
-        reasons = (choosing.why_not_cuda(role, shapes, device, **full) for role in ("call", "cotangent"))
-        why = next((reason for reason in reasons if reason), "")
-        return LeftToXLA(choosing.kind_of(shapes, device, **full), why) if why else None
+    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+        if call.device.platform != "cuda":
+            return Decision("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
+        return super().left(call, decisions)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""
@@ -144,29 +135,6 @@ def _check_shapes(given: Mapping[str, Any], groups: int, batch_axes: int) -> Non
     if 0 in shape[batch_axes:]:
         raise ArgumentError(f"group_norm: x has shape {shape}, no positions; needed at least one in each image")
     check_vectors("group_norm", given, _VECTORS, channels, f"each channel of x {shape}")
-
-
-def _check_dtypes(shapes: Mapping[str, Any]) -> None:
-    """Each is a float of DTYPES, and no vector is wider than the arithmetic."""
-    for slot, v in shapes.items():
-        check_dtypes("group_norm", {slot: v}, DTYPES)
-    wide = np.dtype(arithmetic_dtype(shapes["x"].dtype))
-    for slot, v in shapes.items():
-        if np.dtype(v.dtype).itemsize > wide.itemsize:
-            raise ArgumentError(
-                f"group_norm: {slot} has dtype {np.dtype(v.dtype).name}, wider than the {wide.name} that x of dtype "
-                f"{np.dtype(shapes['x'].dtype).name} is normalised in; cast {slot} or x with .astype"
-            )
-
-
-def _epsilon(epsilon: Any) -> float:
-    try:
-        number = float(epsilon)
-    except (TypeError, ValueError) as e:  # a traced value, or no number at all
-        raise ArgumentError(f"group_norm: epsilon is {epsilon!r}, needed a number known when tracing") from e
-    if not (math.isfinite(number) and number >= 0):
-        raise ArgumentError(f"group_norm: epsilon is {number}, needed a finite number, 0 or more")
-    return number
 
 
 GROUP_NORM = GroupNorm()

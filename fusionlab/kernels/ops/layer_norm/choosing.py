@@ -8,9 +8,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ....device import Device
 from ...op.arrays import first_given
-from ...op.implementation import ChoiceKind
+from ...op.implementation import Call, ChoiceKind, Decision
 from ..geometry import ITEM_BYTES, vector
 from . import cuda
 
@@ -22,20 +21,20 @@ AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks nor
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
 
 
-def kind_of(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ChoiceKind:
-    """Of a site that is left to XLA on a GPU."""
-    if cuda.refuses(shapes, device, role="call", **attrs):
-        return ChoiceKind.DEVICE
-    return ChoiceKind.SLOWER if device.arch in MEASURED else ChoiceKind.UNMEASURED
+def rule(call: Call, refusal: str | None) -> Decision:
+    """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
+    if refusal:
+        return Decision("xla", ChoiceKind.DEVICE, refusal)
+    if call.device.arch not in MEASURED:
+        where = call.device.arch or "this architecture"
+        why = f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+        return Decision("xla", ChoiceKind.UNMEASURED, why)
+    why = _why_slower(call.role, call.shapes, call.attrs.get("residuals", False))
+    return Decision("xla", ChoiceKind.SLOWER, why) if why else Decision("cuda", ChoiceKind.CHOSEN, FASTER)
 
 
-def why_not_cuda(role: str, shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
-    """Why XLA's code is preferred for a "call" or a "cotangent" of these shapes; "" where the kernels are."""
-    if reason := cuda.refuses(shapes, device, role=role, **attrs):
-        return reason
-    if device.arch not in MEASURED:
-        where = device.arch or "this architecture"
-        return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+def _why_slower(role: str, shapes: Mapping[str, Any], residuals: bool) -> str:
+    """Why XLA's code was measured to be as fast as the kernels; "" where they are faster."""
     whole = first_given(shapes, *cuda.WHOLE)
     elements, columns, dtype = math.prod(whole.shape), whole.shape[-1], whole.dtype.name
     if elements < LEAST:

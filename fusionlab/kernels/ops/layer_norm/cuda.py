@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ....device import Device
-from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
-from ...op.arrays import first_given, refuses_shardings
+from ...op.arrays import first_given, refuses_dtypes
 from ..geometry import GRID_X
 from . import reference
 from .plan import COTANGENTS, NormLaunch, RowPass, adds_up, backward_passes, forward_plan
@@ -27,18 +26,13 @@ WHOLE = ("x", "sum", "ct", "ct_sum")  # operands of the shape of x
 
 def refuses(shapes: Mapping[str, Any], device: Device, *, axis: int, role: str = "call", **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None. `shapes` maps the operands' names to shapes with dtypes."""
-    if reason := refuses_device(device):
-        return reason
-    if reason := refuses_shardings(shapes):
-        return reason
     whole = first_given(shapes, *WHOLE)
     if whole is None:  # a tangent that reads none of them, which is the reference's
         return None
     if axis != len(whole.shape) - 1:
         return f"it normalises over axis {axis} of rank {len(whole.shape)}, the kernels over the last one"
-    for slot, a in shapes.items():
-        if (name := jnp.dtype(a.dtype).name) not in DTYPES:
-            return f"{slot} is {name}, the kernels take {', '.join(DTYPES)}"
+    if reason := refuses_dtypes(shapes, DTYPES):
+        return reason
     *rows, columns = whole.shape
     if columns > MAX_COLUMNS:
         return f"rows have {columns} entries, the kernels take {MAX_COLUMNS} at most"

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ....device import Device
-from ....errors import ArgumentError, unknown_name
+from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import batch_of_rows, check_dtypes, check_vectors
-from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
+from ...op.arrays import FLOATS, batch_of_rows, check_name, check_vectors
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes
 from ...op.op import Op
+from ..norm_checks import check_norm_dtypes, checked_epsilon
 from . import choosing, cuda, reference
 from .plan import MOST_ADDENDS
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 KINDS = ("layer", "rms")
 _VECTORS = ("scale", "bias", "shift")
 # Operands with one entry, or N of them, for each row of x.
 _ROWS = ("x", "residual", "d_x", "d_residual", "ct", "ct_sum", "sum", "mean", "rstd")
+XLA = Implementation(
+    "xla",
+    "statistics, normalisation, scale and bias as jnp code",
+    reference.forward,
+    reference.tangent,
+    reference.cotangent,
+)
 
 
 class LayerNorm(Op):
@@ -34,38 +40,30 @@ class LayerNorm(Op):
 
     name = "layer_norm"
     slots = ("x", "scale", "bias", "shift", "residual")
+    at_site = (("call", {"residuals": True}), ("cotangent", {}))
     addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla",
-            "statistics, normalisation, scale and bias as jnp code",
-            reference.forward,
-            reference.tangent,
-            reference.cotangent,
-        ),
-        "cuda": Implementation(
+        "xla": XLA,
+        "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
             cuda.forward,
-            reference.tangent,
-            cuda.cotangent,
-            cuda.refuses,
-            opaque=True,
+            cotangent=cuda.cotangent,
+            unable=cuda.refuses,
             adds=True,
         ),
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        if not isinstance(full["kind"], str) or full["kind"] not in KINDS:
-            raise unknown_name("layer_norm kind", full["kind"], KINDS)
+        check_name("layer_norm kind", full["kind"], KINDS)
         full["axis"] = _check_shapes(given, full["axis"])
-        full["epsilon"] = _epsilon(full["epsilon"])
+        full["epsilon"] = checked_epsilon(self.name, full["epsilon"])
         full["gives_sum"] = bool(full["gives_sum"])
         if full["gives_sum"] and not {"shift", "residual"} & set(given):
             raise ArgumentError("layer_norm: the sum of x alone is asked for, needed a shift or a residual")
-        _check_dtypes(given)
+        check_norm_dtypes(self.name, given)
         full["dtypes"] = tuple(np.dtype(a.dtype).name for a in given.values())
         return dict(given), full
 
@@ -97,7 +95,7 @@ class LayerNorm(Op):
     def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
         """As the gradient of a shift, of which nothing is read where the sum was saved."""
         present, last = params["present"], len(params["shape"]) - 1
-        if slot not in ("x", "residual") or "shift" in present or params["axis"] != last or dtype not in DTYPES:
+        if slot not in ("x", "residual") or "shift" in present or params["axis"] != last or dtype not in FLOATS:
             return None
         wide = np.dtype(arithmetic_dtype(params["dtypes"][0]))
         if np.dtype(dtype).itemsize > wide.itemsize:
@@ -106,27 +104,22 @@ class LayerNorm(Op):
         more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if device.platform != "cuda" or role == "tangent":
-            return "xla", ""
-        reason = choosing.why_not_cuda(role, shapes, device, **attrs)
-        return ("xla", reason) if reason else ("cuda", choosing.FASTER)
+    def rule(self, call: Call, unable: str) -> Decision:
+        if call.device.platform != "cuda" or call.role == "tangent":
+            return Decision("xla", ChoiceKind.SAME_CODE, "")
+        return choosing.rule(call, self.refusal("cuda", call))
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        device = Device.of(device)
-        if device.platform != "cuda":
-            return LeftToXLA(ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
-        shapes, full = self._prepared(operands, attrs, device)
-        # It is to gain both ways: one that it loses takes what the other gains.
-        roles = (("call", True), ("cotangent", False))
-        reasons = (choosing.why_not_cuda(role, shapes, device, residuals=saves, **full) for role, saves in roles)
-        why = next((reason for reason in reasons if reason), "")
-        if not why:
+    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+        """It is to gain both ways: one that it loses takes what the other gains."""
+        if call.device.platform != "cuda":
+            return Decision("xla", ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
+        found = super().left(call, decisions)
+        if found is None:
             return None
         as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
-        if device.arch not in choosing.MEASURED:
+        if call.device.arch not in choosing.MEASURED:
             as_xla = "what XLA's code of an op of its own takes was not measured there either"
-        return LeftToXLA(choosing.kind_of(shapes, device, **full), f"{why}; and {as_xla}")
+        return replace(found, reason=f"{found.reason}; and {as_xla}")
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
         """Rows "m", features "n". The search does not look into a call of two results."""
@@ -190,31 +183,6 @@ def _check_shapes(given: Mapping[str, Any], axis: Any) -> int:
             f"layer_norm: residual has shape {found}, needed {shape}, that of x; broadcast it, or add it outside"
         )
     return number % len(shape)
-
-
-def _check_dtypes(shapes: Mapping[str, Any]) -> None:
-    """Each is a float of DTYPES, the residual is of the dtype of x, and no vector is wider than the arithmetic."""
-    for slot, v in shapes.items():
-        check_dtypes("layer_norm", {slot: v}, DTYPES)
-    if "residual" in shapes:
-        check_dtypes("layer_norm", {slot: shapes[slot] for slot in ("x", "residual")}, DTYPES)
-    wide = np.dtype(arithmetic_dtype(shapes["x"].dtype))
-    for slot, v in shapes.items():
-        if np.dtype(v.dtype).itemsize > wide.itemsize:
-            raise ArgumentError(
-                f"layer_norm: {slot} has dtype {np.dtype(v.dtype).name}, wider than the {wide.name} that x of dtype "
-                f"{np.dtype(shapes['x'].dtype).name} is normalised in; cast {slot} or x with .astype"
-            )
-
-
-def _epsilon(epsilon: Any) -> float:
-    try:
-        number = float(epsilon)
-    except (TypeError, ValueError) as e:  # a traced value, or no number at all
-        raise ArgumentError(f"layer_norm: epsilon is {epsilon!r}, needed a number known when tracing") from e
-    if not (math.isfinite(number) and number >= 0):
-        raise ArgumentError(f"layer_norm: epsilon is {number}, needed a finite number, 0 or more")
-    return number
 
 
 LAYER_NORM = LayerNorm()

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from ....device import Device
-from ...launch.compile import refuses_device
 from ...launch.ffi_call import launch
-from ...op.arrays import refuses_shardings
+from ...op.arrays import FLOATS, refuses_dtypes
 from ..geometry import accumulator
 from .axes import MAX_RANK, result_shape
 from .plan import CotangentPass, backward_passes, forward_plan
@@ -19,20 +18,14 @@ from .reference import operand_shapes
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
-
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None. `shapes` may have entries for x, y and w with a shape and a dtype."""
-    if reason := refuses_device(device):
-        return reason
-    if reason := refuses_shardings(shapes):
-        return reason
     for slot, shape in shapes.items():
         if len(shape.shape) > MAX_RANK:
             return f"{slot} has rank {len(shape.shape)}, the kernels take {MAX_RANK} at most"
-        if jnp.dtype(shape.dtype).name not in DTYPES:
-            return f"{slot} is {jnp.dtype(shape.dtype).name}, the kernels take {', '.join(DTYPES)}"
+    if reason := refuses_dtypes(shapes, FLOATS):
+        return reason
     if len(dtypes := {jnp.dtype(shape.dtype).name for shape in shapes.values()}) > 1:
         return f"the kernels take one dtype, not {' and '.join(sorted(dtypes))}"
     return None

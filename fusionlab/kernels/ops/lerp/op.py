@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from ....device import Device
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
-from ...choose.choices import CHOICES, Choice, case_text
+from ...choose.choices import case_text
 from ...op.arrays import batch_size, check_dtypes, with_rank
-from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes
 from ...op.op import Op
 from ...op.primitive import wanted_of
@@ -22,8 +21,8 @@ from .axes import MAX_RANK, BroadcastAxes, collapse
 
 Array = Any
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 SIZES = tuple(f"axis {i}" for i in range(MAX_RANK))
+XLA = Implementation("xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent)
 
 
 class Lerp(Op):
@@ -31,19 +30,21 @@ class Lerp(Op):
 
     name = "lerp"
     slots = ("x", "y", "w")
+    sizes = SIZES
+    at_site = (
+        ("call", {}),
+        ("cotangent", {"live": (True, True, False)}),
+        ("cotangent", {"live": (True, True, True)}),
+    )
     defaults: ClassVar[Mapping[str, Any]] = {}
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent
-        ),
-        "cuda": Implementation(
+        "xla": XLA,
+        "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
             cuda.forward,
-            reference.tangent,
-            cuda.cotangent,
-            cuda.refuses,
-            opaque=True,
+            cotangent=cuda.cotangent,
+            unable=cuda.refuses,
         ),
     }
 
@@ -52,7 +53,7 @@ class Lerp(Op):
         missing = [slot for slot in self.slots if slot not in given]
         if missing:
             raise ArgumentError(f"lerp: {missing[0]} is missing, needed an array")
-        check_dtypes(self.name, given, DTYPES)
+        check_dtypes(self.name, given)
         rank = len(_broadcast_shape(given))
         present = {slot: with_rank(given[slot], rank) for slot in self.slots}
         full["broadcast"] = tuple((slot, tuple(a.shape), np.dtype(a.dtype).name) for slot, a in present.items())
@@ -94,19 +95,8 @@ class Lerp(Op):
         labels = _labels(len(shapes["x"]))
         return FusedForm(tuple(shapes), (labels,) * len(shapes), labels)
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        found = self.measured(role, shapes, device, **attrs)
-        known = found is not None and self.implementations.get(found.implementation)
-        if found and known and known.refuses(shapes, device, role=role, **attrs) is None:
-            return found.implementation, found.reason
-        return "xla", "nothing was measured faster"
-
-    def measured(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Choice | None:
-        """What was measured for the call on that architecture, or for one near it, if anything was."""
-        text = self.case(role, shapes, **attrs) if device.platform == "cuda" and device.arch else None
-        if text is None:
-            return None
-        return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES)
+    def rule(self, call: Call, unable: str) -> Decision:
+        return Decision("xla", ChoiceKind.UNMEASURED, "nothing was measured faster")
 
     def _together(self, axis: BroadcastAxes) -> str:
         """The names of the operands that have an axis: "xw"."""
@@ -125,25 +115,21 @@ class Lerp(Op):
             content["wanted"] = list(wanted_of(attrs))
         return case_text(self.name, role, **content)
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        device = Device.of(device)
-        if device.platform != "cuda":
+    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+        """A site is left where it gains in no role."""
+        kinds = {decision.kind for decision in decisions}
+        if call.device.platform != "cuda" or ChoiceKind.CHOSEN in kinds:
             return None
-        shapes, full = self._prepared(operands, attrs, device)
-        live = (("call", {}), *(("cotangent", {"live": moves}) for moves in ((True, True, False), (True, True, True))))
-        if any(self.preferred(role, shapes, device, **full, **more)[0] != "xla" for role, more in live):
-            return None
-        if refusal := self.implementations["cuda"].refuses(shapes, device, role="call", **full):
-            return LeftToXLA(ChoiceKind.DEVICE, f"nothing but XLA's code can run it there: {refusal}")
-        where = device.arch or "this architecture"
-        known = [self.measured(role, shapes, device, **full, **more) for role, more in live]
-        if not any(known):
-            return LeftToXLA(
-                ChoiceKind.UNMEASURED, f"nothing near it was measured on {where} (fusionlab.tune measures)"
-            )
-        ways = "forward and backward" if all(known) else "as far as it was measured"
-        as_fast = f"on {where} XLA's code was measured as fast {ways} (fusionlab.tune measures)"
-        return LeftToXLA(ChoiceKind.SLOWER if all(known) else ChoiceKind.UNMEASURED, as_fast)
+        if refusal := self.implementations["cuda"].refuses(call.shapes, call.device, **call.attrs):
+            why = f"nothing but XLA's code can run it there: {refusal}"
+            return Decision("xla", ChoiceKind.DEVICE, why)
+        where, tune = call.device.arch or "this architecture", "(fusionlab.tune measures)"
+        if kinds == {ChoiceKind.UNMEASURED}:
+            return Decision("xla", ChoiceKind.UNMEASURED, f"nothing near it was measured on {where} {tune}")
+        kind, ways = ChoiceKind.SLOWER, "forward and backward"
+        if ChoiceKind.UNMEASURED in kinds:
+            kind, ways = ChoiceKind.UNMEASURED, "as far as it was measured"
+        return Decision("xla", kind, f"on {where} XLA's code was measured as fast {ways} {tune}")
 
     def formula(self, **_: Any) -> str:
         return "x + w * (y - x)"

@@ -14,9 +14,7 @@ Array = Any
 
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
-    """Why this backend cannot run a call, or None. A backward it runs as XLA does."""
-    if attrs.get("role", "call") != "call":
-        return None
+    """Why this backend cannot run a call, or None."""
     found = support.kernel(shapes, device, **attrs)
     return found and found.sentence
 

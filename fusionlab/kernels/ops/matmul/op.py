@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -10,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....device import Device
-from ....errors import ArgumentError, unknown_name
+from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
-from ...op.arrays import batch_size, canonical_precision, with_rank
-from ...op.implementation import Implementation
+from ...choose.choices import NEAR_GAIN
+from ...op.arrays import batch_size, canonical_precision, check_name, with_rank
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
-from ..gemm_epilogue.activations import ACTIVATIONS
+from ..gemm_epilogue.activations import ACTIVATIONS, call_of_activation
 from . import cublaslt, cuda, reference, routes
 from .axes import Dimensions, ProductAxes, canonical, free
 
@@ -24,6 +26,13 @@ Array = Any
 
 _ROWS = ("a", "d_a", "ct", "mask", "preactivation")  # operands with one entry for each row of a
 _BIASES = ("bias", "d_bias")
+XLA = Implementation(
+    "xla",
+    "the same product, and what stands behind it as jnp code",
+    reference.forward,
+    reference.tangent,
+    reference.cotangent,
+)
 
 
 class Matmul(Op):
@@ -35,6 +44,8 @@ class Matmul(Op):
 
     name = "matmul"
     slots = ("a", "b", "bias")
+    sizes = routes.SIZES
+    least_gain = NEAR_GAIN
     defaults: ClassVar[Mapping[str, Any]] = {
         "dimensions": None,
         "precision": None,
@@ -46,30 +57,22 @@ class Matmul(Op):
         "library": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
-            "xla",
-            "the same product, and what stands behind it as jnp code",
-            reference.forward,
-            reference.tangent,
-            reference.cotangent,
-        ),
-        "cublaslt": Implementation(
+        "xla": XLA,
+        "cublaslt": XLA.by_kernels(
             "cublaslt",
             "one cuBLASLt call: factors, bias, activation and the cast of the result in it",
             cublaslt.forward,
-            reference.tangent,
-            reference.cotangent,
-            cublaslt.refuses,
-            opaque=True,
+            unable=cublaslt.refuses,
+            plain=False,
+            roles=("call",),
         ),
-        "cuda": Implementation(
+        "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one kernel of our own for bias and activation",
             cuda.forward,
-            reference.tangent,
-            reference.cotangent,
-            cuda.refuses,
-            opaque=True,
+            unable=cuda.refuses,
+            plain=False,
+            roles=("call",),
         ),
     }
 
@@ -80,8 +83,7 @@ class Matmul(Op):
         dtype = np.dtype(a.dtype).name
         full["product"] = _dtype("product", full["product"] or dtype)
         full["out"] = _dtype("out", full["out"] or full["product"])
-        if not isinstance(full["activation"], str) or full["activation"] not in ACTIVATIONS:
-            raise unknown_name("activation", full["activation"], ACTIVATIONS)
+        check_name("activation", full["activation"], ACTIVATIONS)
         for name in ("alpha", "beta"):
             full[name] = _factor(name, full[name])
         _check_switch(full["library"])
@@ -129,18 +131,23 @@ class Matmul(Op):
         values = [moved(*operand) for operand in zip(names, values, dims, strict=True)]
         return values, params | {"dimensions": dimensions, "bias_axes": _batched_bias_axes(role, by_name, params)}
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
         if role != "call":
-            return "xla", "the products of a backward, and forward mode"
-        answered = self.routes(shapes, device, **attrs)
-        refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in answered[:-1])
-        if answered[-1].route.name == "xla":
-            return "xla", f"{refused}"
-        return answered[-1].route.implementation, "; ".join(filter(None, (answered[-1].sentence, refused)))
+            return self.rule(Call(role, shapes, device, attrs), "")
+        *refusals, taken = self.routes(shapes, device, **attrs)
+        refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in refusals)
+        if taken.route.name == "xla":
+            return Decision("xla", ChoiceKind.SAME_CODE, refused)
+        why = "; ".join(filter(None, (taken.sentence, refused)))
+        return Decision(taken.route.implementation, ChoiceKind.CHOSEN, why)
+
+    def rule(self, call: Call, unable: str) -> Decision:
+        return Decision("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
         """What each route says of a call with these operands and attributes, as `prepare` gives them."""
-        return routes.answers(shapes, device, **attrs)
+        measured = functools.partial(self.measured, Call("call", shapes, device, attrs))
+        return routes.answers(measured, shapes, device, **attrs)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return routes.case(shapes, **attrs) if role == "call" else None
@@ -377,11 +384,4 @@ def matmul(
         "library": library,
         "implementation": implementation,
     }
-    if not return_residual:
-        return MATMUL.call(a, b, bias, **attrs)
-    if activation == "none":
-        raise ArgumentError(
-            "matmul: return_residual=True with activation 'none', which saves nothing; needed another activation, or "
-            "return_residual=False"
-        )
-    return MATMUL.call_with_residuals(a, b, bias, **attrs)
+    return call_of_activation(MATMUL, (a, b, bias), attrs, return_residual)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ....device import Device
-from ...choose.choices import CHOICES, NEAR_GAIN, Choice, case_text
+from ...choose.choices import Choice, case_text
 from ...op.implementation import ChoiceKind
 from ..gemm_epilogue.cublaslt import compute_of
 from . import support
@@ -21,6 +21,7 @@ from .axes import ProductAxes
 from .support import Reason
 
 SIZES = ("batch", "rows", "columns", "inner")
+Measured = Callable[[], Choice | None]
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,13 @@ class Answer:
         return f"{self.route.name}: {'takes it:' if self.takes else f'[{self.code}]'} {self.sentence}"
 
 
-def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any) -> tuple[Answer, ...]:
+def answers(
+    measured: Measured, shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any
+) -> tuple[Answer, ...]:
     """What each route says, in order, up to the one that takes the product.
 
     Args:
+      measured: what was measured for the product, if anything was.
       shapes: of a, b and bias, by name, with dtypes.
       device: what it is to run on.
       library: True: the library takes what it can; False: it takes nothing; None: it takes what it was measured fastest for.
@@ -74,7 +78,7 @@ def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **a
     """
     answered = []
     for route in ROUTES:
-        answered.append(_answer(route, shapes, device, library, attrs))
+        answered.append(_answer(route, measured, shapes, device, library, attrs))
         if answered[-1].takes:
             return tuple(answered)
     # A named one that cannot run it: the product stays as it is written, and that is XLA's.
@@ -82,7 +86,12 @@ def answers(shapes: Mapping[str, Any], device: Device, library: bool | None, **a
 
 
 def _answer(
-    route: Route, shapes: Mapping[str, Any], device: Device, library: bool | None, attrs: Mapping[str, Any]
+    route: Route,
+    measured: Measured,
+    shapes: Mapping[str, Any],
+    device: Device,
+    library: bool | None,
+    attrs: Mapping[str, Any],
 ) -> Answer:
     named = attrs.get("implementation")
     if named is not None and route.implementation != named:
@@ -98,11 +107,10 @@ def _answer(
         return Answer(route, True, "", "named by the caller")
     if route.name == "library" and library:
         return Answer(route, True, "", "the switch is on: matmul_schedule=dict(library=True)")
-    return _by_measurement(route, shapes, device, attrs)
+    return _by_measurement(route, measured(), device)
 
 
-def _by_measurement(route: Route, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Answer:
-    found = measured(shapes, device, attrs)
+def _by_measurement(route: Route, found: Choice | None, device: Device) -> Answer:
     if found is None:
         where = device.arch or "this architecture"
         return Answer(
@@ -114,14 +122,6 @@ def _by_measurement(route: Route, shapes: Mapping[str, Any], device: Device, att
     if found.implementation != route.implementation:
         return Answer(route, False, ChoiceKind.SLOWER.value, found.reason)
     return Answer(route, True, "", found.reason)
-
-
-def measured(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Choice | None:
-    """What was measured for the product on that architecture, or for one near it, if anything was."""
-    if device.platform != "cuda" or not device.arch:
-        return None
-    text = case(shapes, **attrs)
-    return CHOICES.lookup(device.arch, text) or CHOICES.nearest(device.arch, text, SIZES, gain=NEAR_GAIN)
 
 
 def case(

@@ -15,7 +15,7 @@ from jax import lax
 from ....device import Device
 from ...launch import cublaslt as lt
 from ...launch.compile import refuses_device as refuses_compiled
-from ...op.arrays import names_algorithm, precisions
+from ...op.arrays import FLOATS, names_algorithm, precisions
 from ..gemm_epilogue.cublaslt import compute_of
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from .axes import ProductAxes, Stored, free, stored
@@ -24,7 +24,6 @@ Array = Any
 
 EPILOGUES = {"none": "", "relu": "RELU", "gelu_tanh": "GELU"}
 HALVES = ("bfloat16", "float16")
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,8 @@ def refuses_device(device: Device) -> Reason | None:
 
 def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any, **_: Any) -> Reason | None:
     given = np.dtype(shapes["a"].dtype).name
-    if given not in DTYPES:
-        return Reason("dtype", f"operands of {given}: it multiplies {', '.join(DTYPES)}")
+    if given not in FLOATS:
+        return Reason("dtype", f"operands of {given}: it multiplies {', '.join(FLOATS)}")
     if product != given and not (product == "float32" and given in HALVES):
         return Reason("dtype", f"{given} multiplied to {product}: it sums {given} in float32 or as it is")
     if out not in (product, given):
@@ -149,7 +148,7 @@ def _behind(
         return Reason(
             "activation", f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
         )
-    if out != product or out not in DTYPES:
+    if out != product or out not in FLOATS:
         return Reason("dtype", f"a product of {product} with a result of {out}: its kernels read and write one dtype")
     if alpha != 1.0 or beta != 1.0:
         return Reason("scale", f"factors of {alpha:g} and {beta:g}: its kernels have none")

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from ....errors import unknown_name
+from ...op.arrays import FLOATS
 from .attributes import checked_attributes, refused, scale_of
 
-DTYPES = ("float32", "bfloat16", "float16", "float64")
 SHARED = ("x", "mask", "step", "lengths", "cos", "sin")
 PER_LAYER = (
     *("norm1_scale", "norm1_bias", "q", "k", "v", "q_bias", "k_bias", "v_bias", "qkv", "qkv_bias", "out", "out_bias"),
@@ -360,8 +360,8 @@ def _check_dtypes(given: Mapping[str, Any]) -> None:
                 raise refused(f"{name} has dtype {dtype.name}, needed an integer dtype")
         elif name == "mask" and dtype == np.bool_:
             continue
-        elif dtype.name not in DTYPES:
-            needed = f"{'bool or ' if name == 'mask' else ''}one of {', '.join(DTYPES)}"
+        elif dtype.name not in FLOATS:
+            needed = f"{'bool or ' if name == 'mask' else ''}one of {', '.join(FLOATS)}"
             raise refused(f"{name} has dtype {dtype.name}, needed {needed}")
         elif name == "mask" and dtype.itemsize > wide:
             raise refused(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ....device import Device
 from ...op.arrays import batch_size, canonical_precision
 from ...op.composite import CompositeOp, composite_implementation
-from ...op.implementation import ChoiceKind, Implementation, LeftToXLA
+from ...op.implementation import Call, ChoiceKind, Decision, Implementation
 from . import choosing, composed, reference
 from .checks import PER_LAYER, SHARED, checked
 from .decode import backend as cuda
@@ -117,13 +117,13 @@ class MultiTransformer(CompositeOp):
         ]
         return folded, params
 
-    def preferred(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[str, str]:
-        if role == "call" and not choosing.why_not_cuda(shapes, device, **attrs):
-            return "cuda", choosing.FASTER
-        return "composed", "each of its pieces chooses for itself"
+    def rule(self, call: Call, unable: str) -> Decision:
+        if call.role == "call" and not choosing.why_not_cuda(call.shapes, call.device, **call.attrs):
+            return Decision("cuda", ChoiceKind.CHOSEN, choosing.FASTER)
+        return Decision("composed", ChoiceKind.IN_PIECES, "each of its pieces chooses for itself")
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> LeftToXLA | None:
-        return LeftToXLA(ChoiceKind.IN_PIECES, _PIECES_DO)
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> Decision:
+        return Decision("composed", ChoiceKind.IN_PIECES, _PIECES_DO)
 
     def formula(
         self,

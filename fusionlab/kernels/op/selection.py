@@ -1,0 +1,148 @@
+"""Which implementation a call of an op runs with, and why: one order for all ops.
+
+An implementation that the caller names comes first. Then what was measured for the call (the plan file, then the table shipped for the
+architecture), or for the nearest call of its kind; then the op's own rule. An op gives the text its calls are looked up by (`case`), and
+the rule.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from ...device import Device
+from ...errors import BackendError
+from ..choose.choices import CHOICES, Choice
+from .implementation import WHAT_XLA_RUNS, BackendVerdict, Call, ChoiceKind, Decision, Implementation
+
+
+class Selection(abc.ABC):
+    """How an op chooses among its implementations."""
+
+    name: ClassVar[str]
+    implementations: ClassVar[Mapping[str, Implementation]]
+    sizes: ClassVar[tuple[str, ...]] = ()  # entries of a case in which the nearest measured call may differ
+    least_gain: ClassVar[float] = 0.0  # of XLA's time: what saves less at other sizes says nothing of a call
+    # What a site runs, role and attributes, by which it is left to XLA or not; none: it never is.
+    at_site: ClassVar[tuple[tuple[str, Mapping[str, Any]], ...]] = ()
+    # Whether the op's own form of XLA's code is slower than a site: one that is left to XLA is then a rejection, else a candidate.
+    declines: ClassVar[bool] = False
+
+    # What an op says of itself.
+
+    @abc.abstractmethod
+    def rule(self, call: Call, unable: str) -> Decision:
+        """What runs where nothing that can run was measured; `unable`: why what was measured best cannot run, or ""."""
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """The text that a call is looked up by where implementations are chosen by measurement (choices.py); None where they are not."""
+        return None
+
+    def variants(self, role: str, **attrs: Any) -> tuple[dict[str, Any], ...]:
+        """Settings among the attributes that are chosen together with an implementation: each a change of the attributes."""
+        return ({},)
+
+    def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
+        """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
+        return name == "xla"
+
+    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+        """Why a site is left to XLA of which these are the decisions (`at_site`): the first that leaves it; None where
+        none does. `call` is the site's, without its residuals."""
+        return next((decision for decision in decisions if decision.kind.leaves_it_to_xla), None)
+
+    @abc.abstractmethod
+    def _prepared(
+        self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Operands by name and attributes, as the primitives take them."""
+
+    # What follows.
+
+    def measured(self, call: Call) -> Choice | None:
+        """What was measured for a call on that architecture, or for one near it, if anything was."""
+        arch = call.device.arch if call.device.platform == "cuda" else ""
+        text = self.case(call.role, call.shapes, **call.attrs) if arch else None
+        if text is None:
+            return None
+        return CHOICES.lookup(arch, text) or CHOICES.nearest(arch, text, self.sizes, gain=self.least_gain)
+
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
+        """What runs in a role ("call", "tangent", "cotangent") when no implementation is named.
+
+        `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
+        """
+        call, unable = Call(role, shapes, device, attrs), ""
+        found = self.measured(call)
+        if found is not None:
+            refusal = (
+                self.refusal(found.implementation, call) if found.implementation in self.implementations else _UNKNOWN
+            )
+            if refusal is None:
+                kind = ChoiceKind.SLOWER if found.implementation == "xla" else ChoiceKind.CHOSEN
+                return Decision(found.implementation, kind, found.reason)
+            unable = f"{found.implementation!r} was fastest but cannot run this call: {refusal}"
+        return self.rule(call, unable)
+
+    def refusal(self, name: str, call: Call) -> str | None:
+        """Why an implementation cannot run a call, or None."""
+        return self.implementations[name].refuses(call.shapes, call.device, **{**call.attrs, "role": call.role})
+
+    def chosen(self, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> str:
+        """The implementation that runs for operands and attributes as the primitives have them; raises as `choose` does."""
+        name = attrs["implementation"]
+        if name is None:
+            return self.decide(role, shapes, device, **attrs).implementation
+        if refusal := self.implementations[name].refuses(shapes, device, role=role, **attrs):
+            raise BackendError(f"{self.name}: implementation {name!r} cannot run this call on {device}: {refusal}")
+        return name
+
+    def choose(
+        self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
+    ) -> str:
+        """The implementation that runs for these operands.
+
+        Raises:
+          UnknownNameError: no implementation has that name.
+          BackendError: the named one cannot run this call on this device.
+        """
+        device = Device.of(device)
+        present, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
+        return self.chosen("call", present, device, full)
+
+    def backends(
+        self, *operands: Any, device: Device | str | None = None, implementation: str | None = None, **attrs: Any
+    ) -> tuple[BackendVerdict, ...]:
+        """Every implementation with its verdict, the reference first; none is chosen if the named one cannot run."""
+        device = Device.of(device)
+        shapes, full = self._prepared(operands, {**attrs, "implementation": implementation}, device)
+        decision = self.decide("call", shapes, device, **full)
+        chosen, why = decision.implementation, decision.reason
+        if implementation:
+            chosen, why = implementation, "named by the caller"
+        verdicts = []
+        for impl in self.implementations.values():
+            if refusal := impl.refuses(shapes, device, **full):
+                verdicts.append(BackendVerdict(impl.name, "unavailable", refusal))
+            elif impl.name != chosen:
+                verdicts.append(BackendVerdict(impl.name, "possible", impl.summary))
+            elif self.is_what_xla_runs(impl.name, **full):
+                reason = ": ".join(filter(None, (WHAT_XLA_RUNS, "" if implementation else why)))
+                verdicts.append(BackendVerdict(impl.name, ChoiceKind.SAME_CODE.value, reason))
+            else:
+                verdicts.append(BackendVerdict(impl.name, ChoiceKind.CHOSEN.value, why))
+        return tuple(verdicts)
+
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> Decision | None:
+        """Why a site that could become this op is not fused by default on a device: nothing gains by it there, or nothing can run it.
+        None where it is fused."""
+        if not self.at_site:
+            return None
+        device = Device.of(device)
+        shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
+        decisions = [self.decide(role, shapes, device, **full, **more) for role, more in self.at_site]
+        return self.left(Call("call", shapes, device, full), decisions)
+
+
+_UNKNOWN = "this version of FusionLab has no such implementation"
