@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from ....graph.canonical.nodes import FoldedNodes
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.certify import ProofOutcome
+from ....graph.declined import Declined
 from ....graph.jax_compat import names_an_axis
-from ....graph.matching.region import NotARegion, Region, escapes
+from ....graph.matching.region import Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
 from ...engine.base import LEFT, Pass, Search, Substitution, anchor_text, faulty, found_at, option, propose, reject
@@ -215,7 +216,7 @@ class MultiTransformerPass:
         try:
             plan = planned(found.view, site_of(search, found.view, layer, attention))
             check_fits(search, plan, layer_plan(plan, None))
-        except (Unread, NotARegion) as why:
+        except (Unread, Declined) as why:
             unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
             nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
