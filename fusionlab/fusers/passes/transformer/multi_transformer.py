@@ -21,6 +21,7 @@ from ....graph.matching.region import Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
 from ...engine.base import LEFT, Pass, Search, Substitution, anchor_text, faulty, found_at, option, propose, reject
+from ...engine.declining import attempted
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
 from ...engine.site import FUSE_FIRST, Site
@@ -192,7 +193,7 @@ class MultiTransformerPass:
         def looked() -> Found | Rejection | None:
             if nid not in found.read:
                 found.failed.add(nid)
-                found.read[nid] = _read(found.view, nid)
+                found.read[nid] = LayerReader(found.view, nid).read()
                 found.failed.discard(nid)
             layer = found.read[nid]
             if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
@@ -213,23 +214,31 @@ class MultiTransformerPass:
         if isinstance(layer, Partial):
             reported = layer.steps >= _REPORTED or not search.by_default
             return self.partial(search, found, anchor, layer) if reported else None
-        try:
-            plan = planned(found.view, site_of(search, found.view, layer, attention))
-            check_fits(search, plan, layer_plan(plan, None))
-        except (Unread, Declined) as why:
-            unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
+
+        def declined(why: Declined) -> Rejection:
+            unread = why if isinstance(why, Unread) else Unread(why.sentence, layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
             nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
-            return self.partial(
-                search, found, anchor, Partial(unread, READING_STEPS, self.decoder, self.fused, nids, layer.axes)
-            )
+            partial = Partial(unread, READING_STEPS, self.decoder, self.fused, nids, layer.axes)
+            return self.partial(search, found, anchor, partial)
+
+        return attempted(lambda: self.fitted(search, found, attention, layer), declined)
+
+    def fitted(self, search: Search, found: _Folded, attention: Candidate, layer: LayerRead) -> Found | Rejection:
+        """A layer that was read to its end.
+
+        Raises:
+          Declined: it cannot be cut out, or the op does not take it.
+        """
+        plan = planned(found.view, site_of(search, found.view, layer, attention))
+        check_fits(search, plan, layer_plan(plan, None))
         region = plan.site.region
         proposed = propose(
             search,
             self.name,
             region,
             layer_plan(plan, search.implementation),
-            anchor,
+            _anchor(search, attention),
             _notes(found.view, plan.site),
             ("transformer_layer",),
             sums=self.spread,
@@ -288,13 +297,6 @@ class MultiTransformerPass:
 def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of one layer, on one device or over several."""
     return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
-
-
-def _read(view: CanonicalView, nid: int) -> LayerRead | Partial:
-    try:
-        return LayerReader(view, nid).read()
-    except Partial as partial:
-        return partial
 
 
 def _anchor(search: Search, site: Candidate) -> Node:

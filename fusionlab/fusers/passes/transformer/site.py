@@ -16,6 +16,7 @@ from ....graph.matching.region import Region, cut, escapes, look_through
 from ....graph.primitives import SUMS_OVER_DEVICES
 from ....graph.program.ir import Value
 from ...engine.base import Search, all_nodes, escape_text
+from ...engine.declining import attempted
 from ...engine.outcomes import Candidate
 from .axes import Atoms, Side, Unread, all_letters
 from .factors import BOTH, FACTOR
@@ -179,7 +180,7 @@ def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Ca
       attention: the attention's own site.
 
     Raises:
-      Declined, Unread: it cannot be.
+      Declined: it cannot be.
     """
     assert attention.region is not None
     leaves = operands_of(layer)
@@ -305,12 +306,10 @@ def _shaped_alike(
     """The region that takes x as it gives its result, as the layers after it do: what makes a token's embedding that is none of the layer's
     own. None where x is not read so throughout.
     """
-    try:
-        region = cut(base, root, given, frozenset(), as_read, wide, others, {"x": root.shape})
-    except Declined:
-        return None
-    x = region.leaves["x"]
-    return region if (x.shape, x.dtype) == (root.shape, root.dtype) else None
+    shapes = {"x": root.shape}
+    region = attempted(lambda: cut(base, root, given, frozenset(), as_read, wide, others, shapes), lambda why: None)
+    x = None if region is None else region.leaves["x"]
+    return region if x is not None and (x.shape, x.dtype) == (root.shape, root.dtype) else None
 
 
 def _mask_leaves(attention: Candidate) -> dict[str, Value]:
