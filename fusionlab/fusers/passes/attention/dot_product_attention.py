@@ -29,6 +29,7 @@ from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
 from ...engine.base import Search, anchor_text
+from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
@@ -89,6 +90,13 @@ class DotProductAttentionPass:
         return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
 
+def _own(reason: Declined) -> Rejection:
+    """The rejection that a reason comes with. It is raised on where it has none: that place is not known to be an attention."""
+    if reason.rejection is None:
+        raise reason
+    return reason.rejection
+
+
 class _SoftmaxSite(AttentionProposals):
     """One softmax between two products, from anchor to candidate or rejection."""
 
@@ -102,7 +110,7 @@ class _SoftmaxSite(AttentionProposals):
             rejection = self.beside_the_keys(weights, exponentials) or self.missed(found)
             return rejection if asked is None else self.asks_for_nan(asked)
         self.check_rows(found)
-        return self.named(self.candidate(found), found)
+        return self.named(attempted(lambda: self.candidate(found), _own), found)
 
     def check_rows(self, read: Reading) -> None:
         """Declines where each row has values of its own, and weights by keys that all rows share: a mixture of experts, say."""
@@ -201,28 +209,21 @@ class _SoftmaxSite(AttentionProposals):
         found, certifier = read.match, self.search.certifier
         region, rounded = self.placed(found)
         factor = self.factor_on_result(read, region)
-        problem = self.conditions(read, region)
-        if problem is not None:
-            return problem
+        self.check(read, region)
         masks = read_masks(self.view, found, region.leaves, read.steps, certifier)
         if isinstance(masks, str):
-            return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
-        problem = self.blind_without_maximum(read, region, masks)
-        if problem is not None:
-            return problem
+            self.decline("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
+        self.check_blind_rows(read, region, masks)
         if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
             masks = replace(masks, mask_value=-math.inf)
         needless, zeroed = needless_changes(self.view, read, region, masks, factor, certifier)
         self.kind = self.kind_of(read, region, masks, needless)
-        problem = self.masked_twice(read, region, masks)
-        if problem is not None:
-            return problem
+        self.check_masks(read, region, masks)
         blind = not zeroed and self.can_be_blind(read, region, masks)
         if zeroed:
             masks = replace(masks, mask_value=-math.inf)
-        problem = self.asked_for_nan_after(region) if blind else None
-        if problem is not None:
-            return problem
+        if blind:
+            self.check_nan_tests(region)
         notes = (*_notes(read, masks, blind), *_notes_on_dtypes(region, rounded))
         return self.of_either_heads(read, region, masks.dropped | needless, (masks, factor, notes))
 
@@ -252,17 +253,15 @@ class _SoftmaxSite(AttentionProposals):
             raise Declined("its result carries a factor that the values do not")
         return factor * math.prod(read.match.scalars[name] for name in read.tail.shares)
 
-    def blind_without_maximum(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
-        """The rejection for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
+    def check_blind_rows(self, read: Reading, region: Region, masks: Masking) -> None:
+        """Declines for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
         if not read.tail.without_max or read.tail.sink is not None:
-            return None
+            return
         biases = {n: region.leaves[n] for n in masks.biases}
         if not blind_rows(self.view, read.match, biases, self.search.certifier):
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
-        return self.rejection(
-            "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
-        )
+        self.decline("mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key")
 
     def kind_of(self, read: Reading, region: Region, masks: Masking, needless: frozenset[str]) -> str:
         """Which attention it is by what it does to its scores and weights: "unmasked", "causal" or "masked"."""
@@ -275,25 +274,25 @@ class _SoftmaxSite(AttentionProposals):
             return "unmasked"
         return "causal" if masks.window is None else "masked"
 
-    def masked_twice(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
-        """The rejection for masks beside those of the softmax's own `where`."""
+    def check_masks(self, read: Reading, region: Region, masks: Masking) -> None:
+        """Declines for masks beside those of the softmax's own `where`."""
         if not read.tail.of_some_keys or (not masks.masks and masks.row is None):
-            return None
+            return
         sentence = (
             f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
         )
-        return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+        self.decline("mask", sentence, site=region.nodes, edit="combine the two masks with &")
 
-    def asked_for_nan_after(self, region: Region) -> Rejection | None:
-        """The rejection for a test of the result for NaN, which the op does not give."""
+    def check_nan_tests(self, region: Region) -> None:
+        """Declines for a test of the result for NaN, which the op does not give."""
         asked = nan_test(self.view, region.root)
         if asked is None:
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
         edit = (
             "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
         )
-        return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
+        self.decline("mask", sentence, [asked], site=region.nodes, edit=edit)
 
     def cut(self, root: Value, found: Match) -> Region:
         """The site that makes `root`, of its operands as they are before they are widened: all three, and to no more than the op computes

@@ -23,10 +23,9 @@ from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .blends import Blend, blends
+from .examples import AS_THE_OP_ROUNDS
 
 _DIGITS = "the number w is taken to 12 digits"
-# a - w * (a - b): the sign of a product and of a difference costs no rounding
-_AS_THE_OP_ROUNDS = frozenset({"x + w * (y - x)", "x - w * (x - y)"})
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,14 @@ class _BlendSite(Site):
         self.blend, self.view, self.nodes = blend, blend.view, blend.nodes
 
     def examine(self) -> Candidate | Rejection:
-        text = self.blend.form.text.partition(", w a number")[0]
-        if text not in _AS_THE_OP_ROUNDS and not option(self.search, self.pass_, "reassociate"):
+        reassociated = self.blend.form.example.fn not in AS_THE_OP_ROUNDS
+        if reassociated and not option(self.search, self.pass_, "reassociate"):
             sentence = (
                 f"{anchor_text(self.anchor)} is {self.blend.form.text}, which rounds differently from x + w * (y - x)"
             )
             edit = "write x + w * (y - x), or allow it: passes=Strategy(lerp=dict(reassociate=True), ...)"
             self.decline("rounding", sentence, edit=edit, concepts=("lerp",))
-        return self.candidate(text not in _AS_THE_OP_ROUNDS)
+        return self.candidate(reassociated)
 
     def candidate(self, reassociated: bool) -> Candidate | Rejection:
         found = self.blend.match
