@@ -342,7 +342,7 @@ def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     weights = "one weight" if site.layer.fused else "three weights"
     norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
-    notes = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(LEFT))
+    notes = (note for piece in pieces for note in piece.notes if note not in (MADE_OUTSIDE, LEFT + piece.idle))
     return (
         f"weights are read as they lie: {weights} for queries, keys and values, nothing is repacked",
         *dict.fromkeys(notes),
