@@ -5,6 +5,7 @@ Read in this order; each folder may import those before it, and of the package t
 
     jax_compat.py   what JAX's versions spell in different ways.
     dtypes.py, primitives.py, settings.py   facts on dtypes, on JAX's primitives, and the settings of JAX that a program depends on.
+    declined.py     the one way to decline a place: graph raises it, and whoever searches catches it.
     calls/          a function's arguments and state as arrays, and the jit it is under.
     program/        the raw graph: traced, written as text, told apart.
     canonical/      the canonical view: one spelling per meaning.

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from fusionlab.fusers.engine.base import Search, Substitution, propose, reject
-from fusionlab.graph.matching.region import NotARegion, cut, escapes
+from fusionlab.graph.declined import Declined
+from fusionlab.graph.matching.region import cut, escapes
 from fusionlab.graph.program.ir import Value
 
 
@@ -80,7 +81,7 @@ class GatePass:
                 region = cut(
                     view, node.outputs[0], {k: view.ref[v.id].nid for k, v in values.items()}, others=(h, *more)
                 )
-            except NotARegion as reason:
+            except Declined as reason:
                 yield reject(search, self.name, "order", str(reason), node, [node], [node])
                 continue
             assert not escapes(region)

@@ -16,6 +16,7 @@ from ...errors import unknown_name
 from ...graph.backward.find import Derivatives
 from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
+from ...graph.declined import Declined
 from ...graph.dtypes import arithmetic_dtype, is_float
 from ...graph.matching.region import Region, region_signature
 from ...graph.matching.wide import wider_in
@@ -31,13 +32,14 @@ from ...graph.settings import unwrapped
 from ...kernels import OPS
 from ...kernels.op.implementation import Decision
 from ...kernels.op.op import Op
+from .declining import attempted
 from .declining import examined as examined
 from .declining import faulty as faulty
 from .declining import reason_to_tell as reason_to_tell
 from .declining import reject as reject
 from .other_numbers import notes_of
 from .outcomes import Backend, Candidate, Rejection, Residual
-from .unfit import unfit
+from .unfit import check_fit
 from .wording import anchor_text as anchor_text
 from .wording import escape_text as escape_text
 
@@ -192,45 +194,48 @@ def propose(
     plan = replace(plan, device=search.device)
     if not search.gradient:
         plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
-    problem = unfit(region, sums)
-    if problem is not None:
-        return reject(search, name, *problem, anchor, region.nodes, region.nodes, concepts=concepts)
-    # Results of 16 bits are computed in float32, all others in their own dtype: what is wider inside would lose bits.
+    nodes = region.nodes
+
+    def proposed() -> Candidate | Rejection:
+        check_fit(region, sums)
+        _check_width(region)
+        attrs = tuple(sorted(plan.attrs.items()))
+        key = ("site", region_signature(region), plan.op.name, attrs, search.implementation, search.device)
+        facts = guarded(
+            lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
+            lambda fault: faulty(search, name, fault, anchor, nodes),
+        )
+        if isinstance(facts, Rejection):
+            return facts
+        if facts.refused:
+            raise _refused(search, plan, facts, anchor)
+        if not facts.verdict.ok:
+            code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
+            return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit)
+        where, left = anchor_text(anchor), facts.left
+        notes_or_reason = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
+        if isinstance(notes_or_reason, str):
+            raise Declined(f"{where}: {plan.formula} would replace it, but {notes_or_reason}", "value")
+        if left is not None and plan.op.declines:
+            edit = f"name one to have it all the same: {_named(facts.backends)}"
+            raise Declined(f"{where}: {plan.formula} would do, but {left.reason}", left.kind.value, edit=edit)
+        left = left if search.by_default else None
+        return _candidate(name, region, plan, anchor, facts, left, notes_or_reason, concepts)
+
+    def declined(reason: Declined) -> Rejection:
+        code, sentence, guilty = reason.code, reason.sentence, reason.nodes or nodes
+        return reject(search, name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
+
+    return attempted(proposed, declined)
+
+
+def _check_width(region: Region) -> None:
+    """Declines what is computed wider inside: results of 16 bits are computed in float32, all others in their own dtype."""
     arithmetic = arithmetic_dtype(region.root.dtype)
     wide = wider_in(region, arithmetic)
     if wide is not None:
-        sentence, edit = wider_text(wide, arithmetic), WIDER_EDIT.format(jnp.dtype(arithmetic).name)
-        return reject(search, name, "dtype", sentence, anchor, [wide], region.nodes, None, edit, concepts)
-    key = (
-        "site",
-        region_signature(region),
-        plan.op.name,
-        tuple(sorted(plan.attrs.items())),
-        search.implementation,
-        search.device,
-    )
-    facts = guarded(
-        lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
-        lambda fault: faulty(search, name, fault, anchor, region.nodes),
-    )
-    if isinstance(facts, Rejection):
-        return facts
-    if facts.refused:
-        return _refused(search, name, plan, facts, anchor, region.nodes, concepts)
-    if not facts.verdict.ok:
-        code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
-        return reject(search, name, code, sentence, anchor, region.nodes, region.nodes, edit=edit)
-    notes_or_reason = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
-    if isinstance(notes_or_reason, str):
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would replace it, but {notes_or_reason}"
-        return reject(search, name, "value", sentence, anchor, region.nodes, region.nodes, concepts=concepts)
-    left = facts.left
-    if left is not None and plan.op.declines:
-        sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {left.reason}"
-        edit = f"name one to have it all the same: {_named(facts.backends)}"
-        nodes = region.nodes
-        return reject(search, name, left.kind.value, sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
-    return _candidate(name, region, plan, anchor, facts, left if search.by_default else None, notes_or_reason, concepts)
+        edit = WIDER_EDIT.format(jnp.dtype(arithmetic).name)
+        raise Declined(wider_text(wide, arithmetic), "dtype", [wide], edit)
 
 
 def _candidate(
@@ -285,20 +290,11 @@ def _unproved(region: Region, plan: Substitution, verdict: ProofOutcome, anchor:
     return code, f"{where} ends what looks like {plan.formula} and is another function: {verdict.detail}", None
 
 
-def _refused(
-    search: Search,
-    name: str,
-    plan: Substitution,
-    facts: _Facts,
-    anchor: Node,
-    nodes: Sequence[Node],
-    concepts: Sequence[str],
-) -> Rejection:
-    """The rejection where the implementation that was named cannot run a site on the device asked about."""
+def _refused(search: Search, plan: Substitution, facts: _Facts, anchor: Node) -> Declined:
+    """The reason where the implementation that was named cannot run a site on the device asked about."""
     asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
     sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
-    edit = f"name one that can: {_named(facts.backends)}"
-    return reject(search, name, "implementation", sentence, anchor, nodes, nodes, edit=edit, concepts=concepts)
+    return Declined(sentence, "implementation", edit=f"name one that can: {_named(facts.backends)}")
 
 
 def _named(backends: Sequence[Backend]) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ...graph.declined import Declined
 from ...graph.program.boundary import Fault, guarded
 from ...graph.program.ir import Node
 from .outcomes import LEFT_TO_XLA, Candidate, Rejection
@@ -13,6 +14,9 @@ from .wording import anchor_text as anchor_text
 
 if TYPE_CHECKING:
     from .base import Search
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 # Codes that stand before what else reads a site's inner values: whoever that is, it is not fused.
 _BEFORE = LEFT_TO_XLA | {"implementation", "dtype"}
@@ -66,6 +70,14 @@ def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]
         return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
 
     return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
+
+
+def attempted(make: Callable[[], T], instead: Callable[[Declined], U]) -> T | U:
+    """What `make` gives, or what `instead` makes of the reason for which it declined. Nothing else catches `Declined`."""
+    try:
+        return make()
+    except Declined as reason:
+        return instead(reason)
 
 
 def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:

@@ -14,8 +14,9 @@ import numpy as np
 
 from ...graph.canonical.nodes import nonunit
 from ...graph.canonical.view import CanonicalView
+from ...graph.declined import Declined
 from ...graph.matching.match import Match
-from ...graph.matching.region import VIEWS, NotARegion, Region
+from ...graph.matching.region import VIEWS, Region
 from ...graph.program.ir import Node, Value
 
 AxisClasses = tuple[int | None, ...]
@@ -34,7 +35,7 @@ def axes_of(match: Match, view: CanonicalView, pattern_node: int, value: Value, 
     """The class of each axis of `value`, which shows the target node bound to `pattern_node`.
 
     Raises:
-      NotARegion: the value is broadcast along an axis its node does not have, and `broadcast` does not allow it.
+      Declined: the value is broadcast along an axis its node does not have, and `broadcast` does not allow it.
     """
     dims = iter(view.ref[value.id].dims)
     out: list[int | None] = []
@@ -47,7 +48,7 @@ def axes_of(match: Match, view: CanonicalView, pattern_node: int, value: Value, 
             out.append(BROADCAST)
             continue
         if d < 0:
-            raise NotARegion(f"{value!r} is broadcast along an axis of size {size}")
+            raise Declined(f"{value!r} is broadcast along an axis of size {size}")
         out.append(match.axes[pattern_node, d])
     return tuple(out)
 
@@ -73,13 +74,13 @@ def regrouped_as(match: Match, view: CanonicalView, leaf: str, value: Value) -> 
     What is made so has the axes of the leaf's node, in their order (`axes_of_leaf`).
 
     Raises:
-      NotARegion: the value repeats itself along an axis.
+      Declined: the value repeats itself along an axis.
     """
     node, ref = view.nodes[match.leaves[leaf]], view.ref[value.id]
     if ref.nid == node.id or node.op != "reshape":
         return None
     if min(ref.dims, default=0) < 0:
-        raise NotARegion(f"{value!r} repeats itself along an axis, and is reshaped in the site")
+        raise Declined(f"{value!r} repeats itself along an axis, and is reshaped in the site")
     (edge,) = node.operands
     present = [a for a in edge.axes if a >= 0]
 

@@ -27,7 +27,7 @@ def sentence_of(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[st
     words = {**_WORDS, **words}
     if miss.leaves is not None:
         return _axis(view, miss, anchor, words)
-    if miss.factor is not None and miss.at is not None:
+    if miss.factor is not None:
         return _factor(view, miss, anchor)
     if miss.wanted is None:
         return f"{anchor_text(anchor)}: {miss.reason}"
@@ -61,12 +61,7 @@ def _needed(miss: Miss, words: Mapping[str, str]) -> str:
 def _factor(view: CanonicalView, miss: Miss, anchor: Node) -> str:
     """For what is read with another factor than the pattern's."""
     assert miss.factor is not None
-    assert miss.at is not None
-    (coef, operand), (pid, i) = miss.factor, miss.at
-    edge = miss.pattern.edges.get((pid, i))
-    wanted = f"{float(miss.pattern.nodes[pid].operands[i].coef):g}"
-    if edge is not None:
-        wanted = miss.reason.rpartition("pattern has ")[2]
+    coef, operand, wanted = miss.factor
     reads = "has the number" if operand == ONE else f"reads {canonical_text(view, operand, anchor)} times"
     return f"{canonical_text(view, miss.target, anchor)} {reads} {coef:g}, where {wanted} is needed"
 

@@ -11,15 +11,17 @@ from dataclasses import replace
 from ...graph.backward.find import Backward, Derivatives, SumTerms, find_backward
 from ...graph.backward.gradients import first_gradients
 from ...graph.backward.joined_blocks import joined_views
-from ...graph.backward.pair import Pairer, Pairing, Unpaired
+from ...graph.backward.pair import Pairer, Pairing
 from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier
+from ...graph.declined import Declined
 from ...graph.matching.region import Region
 from ...graph.program.boundary import Fault, guarded
 from ...graph.program.graph import Graph
 from ...graph.program.ir import Block
 from ...graph.program.order import PairsWaitError, in_order
 from ...graph.program.scopes import in_backward
+from .declining import attempted
 from .outcomes import Candidate, Rejection
 from .overlaps import part_in, parts_in
 from .pairs import Pair
@@ -100,10 +102,9 @@ class _BackwardSearch:
         if isinstance(item, Rejection):
             yield replace(item, backward=replace(pair, stays="the site is not fused"))
             return
-        try:
-            pairing = self.paired(item, region, found)
-        except Unpaired as reason:
-            yield from self.without(item, str(reason), pair)
+        pairing = attempted(lambda: self.paired(item, region, found), lambda reason: reason.sentence)
+        if isinstance(pairing, str):
+            yield from self.without(item, pairing, pair)
             return
         pair = replace(pair, gradients=pairing.gradients, node_ids=pairing.node_ids)
         yield replace(item, backward=pair, site=replace(item.site, backward=pairing.part))
@@ -113,7 +114,7 @@ class _BackwardSearch:
         pairing = self.pairer.plan(region, item.site.fn, key, found)
         own = [i for _, share in pairing.part.gradients for i in share.own]
         if not self.taken.isdisjoint(own):
-            raise Unpaired("another site's gradient is the same value")
+            raise Declined("another site's gradient is the same value")
         self.taken.update(own)
         view = found.view
         for i, share in pairing.part.gradients:

@@ -16,7 +16,8 @@ import numpy as np
 
 from ...graph.canonical.nodes import nonunit
 from ...graph.canonical.rules import reshape_groups
-from ...graph.matching.region import CASTS, VIEWS, NotARegion, widens
+from ...graph.declined import Declined
+from ...graph.matching.region import CASTS, VIEWS, widens
 from ...graph.program.ir import Node, Value
 from .layout import real_axes
 from .site import Site
@@ -148,11 +149,11 @@ def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], arra
     """A bias as it is bound, in the shape in which it broadcasts to what the first of the views reads.
 
     Raises:
-      NotARegion: it is bound with axes that it repeats itself along.
+      Declined: it is bound with axes that it repeats itself along.
     """
     dims, wanted = site.view.ref[bound.id].dims, [d for d in site.view.ref[other.id].dims if d >= 0]
     if any(d < 0 for d in dims):
-        raise NotARegion(f"{bound!r} is broadcast before it is added")
+        raise Declined(f"{bound!r} is broadcast before it is added")
     thin = thin_shape(site, other, len(views[-1].outputs[0].shape))
     shapes = None if thin is None else shapes_before(views, thin)
     assert thin is not None

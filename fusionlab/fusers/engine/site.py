@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from ...graph.canonical.rules import passed_whole
 from ...graph.canonical.view import CanonicalView
+from ...graph.declined import Declined
 from ...graph.matching.match import Match, Miss
-from ...graph.matching.region import SCALINGS, VIEWS, Escape, NotARegion, Region, escapes
+from ...graph.matching.region import SCALINGS, VIEWS, Escape, Region, escapes
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
-from .base import Pass, Search, Substitution, escape_text, propose, reason_to_tell, reject
+from .base import Pass, Search, Substitution, anchor_text, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
+from .declining import attempted, examined
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
+
+T = TypeVar("T")
 
 ARGUMENT = "{} is an argument of the program: close over it ({})"
 CLOSE_OVER = "close over {} where the function is defined, or make it a static argument"
@@ -47,13 +51,39 @@ class Site:
 
     Attributes:
       words: what the pass calls the operations, operands and numbers of its examples, where these are called otherwise.
+      nodes: those it is known to have from the start, where there are more than the anchor.
+      progress: how much of it is understood where it declines, unless the reason has that.
     """
 
     words: Mapping[str, str] = {}
+    nodes: Sequence[Node] = ()
+    progress: tuple[int, int] | None = None
 
     def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
         self.pass_, self.search, self.anchor = pass_, search, anchor
         self.view: CanonicalView = search.view
+
+    def examine(self, *given: Any) -> Any:
+        """What becomes of the place: a candidate or a rejection, several of them, or None. May decline."""
+        raise NotImplementedError
+
+    def examined(self, *given: Any) -> list[Candidate | Rejection]:
+        """What `examine` gives; the rejection of the place where it declines, or fails."""
+        return examined(self.search, self.pass_.name, self.anchor, lambda: self.attempt(self.examine, *given))
+
+    def attempt(self, make: Callable[..., T], *given: Any) -> T | Rejection:
+        """What `make` gives; the rejection of the place where it declines."""
+        return attempted(lambda: make(*given), self.declined)
+
+    def declined(self, reason: Declined) -> Rejection:
+        """The rejection that a reason comes to here."""
+        sentence, progress = f"{anchor_text(self.anchor)}: {reason.sentence}", reason.progress or self.progress
+        return reason.rejection or self.rejection(reason.code, sentence, reason.nodes, progress, reason.edit)
+
+    def decline(self, *sentence: Any, **more: Any) -> NoReturn:
+        """Declines with a rejection of its own, of what `rejection` takes."""
+        rejection = self.rejection(*sentence, **more)
+        raise Declined(rejection.sentence, rejection=rejection)
 
     def nid(self, value: Value) -> int:
         """The canonical node that a raw value shows."""
@@ -136,7 +166,7 @@ class Site:
             maker = self.search.block.producer.get(value.id)
             if maker is not None and maker.id >= self.anchor.id:
                 return self.after_views(value)
-        raise NotARegion("its result is made before the product")
+        raise Declined("its result is made before the product")
 
     def after_views(self, value: Value) -> Value:
         """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
@@ -174,13 +204,13 @@ class Site:
         """The product of the scalar factors that the region's leaves of these names carry themselves.
 
         Raises:
-          NotARegion: one of them is 0.
+          Declined: one of them is 0.
         """
         product = 1.0
         for name in names:
             product *= float(self.view.ref[region.leaves[name].id].coef)
         if product == 0:
-            raise NotARegion("an operand carries a factor of 0")
+            raise Declined("an operand carries a factor of 0")
         return product
 
     def escaping(
@@ -239,9 +269,9 @@ class Site:
         site: Sequence[Node] = (),
         concepts: Sequence[str] = (),
     ) -> Rejection:
-        """A rejection here; the guilty default to the anchor, the site to the anchor and the guilty."""
+        """A rejection here; the guilty default to the anchor, the site to `nodes`, else to the anchor and the guilty."""
         guilty = guilty or [self.anchor]
-        where: Any = site or [self.anchor, *guilty]
+        where: Any = site or self.nodes or [self.anchor, *guilty]
         return reject(
             self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts
         )

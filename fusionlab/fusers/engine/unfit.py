@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ...graph.declined import Declined
 from ...graph.dtypes import is_float, narrows
 from ...graph.matching.region import Region
 from ...graph.primitives import SUMS_OVER_DEVICES
@@ -13,30 +14,25 @@ from ...graph.program.ir import Atom, Node, Value, all_nodes
 from .wording import anchor_text
 
 
-def unfit(region: Region, sums: bool = False) -> tuple[str, str] | None:
-    """Why no fused op could stand for a region, whatever it computes: (code, sentence)."""
+def check_fit(region: Region, sums: bool = False) -> None:
+    """Declines a region that no fused op could stand for, whatever it computes."""
     values = *region.inputs, *region.roots
     if any(0 in v.shape for v in values):
-        return "axes", f"{region.root!r} or one of its operands is empty"
+        raise Declined(f"{region.root!r} or one of its operands is empty", "axes")
     odd = _odd_result(region)
     if odd is not None:
-        return "dtype", f"{odd!r}, a result of the site, is no float"
+        raise Declined(f"{odd!r}, a result of the site, is no float", "dtype")
     summed = None if sums else _sum_over_devices(region)
     if summed is not None:
-        return "region", f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one"
+        raise Declined(f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one", "region")
     if not all(has_mesh(v.aval) for v in values):
-        return (
-            "region",
-            f"{region.root!r} or one of its operands varies along an axis of no mesh around it, or is still to be summed along one",
-        )
+        along = "varies along an axis of no mesh around it, or is still to be summed along one"
+        raise Declined(f"{region.root!r} or one of its operands {along}", "region")
     rounding = _rounding(region)
     if rounding is not None:
         rounded = rounding.outputs[0].dtype
-        return (
-            "dtype",
-            f"{anchor_text(rounding)} rounds to {rounded} inside the site; the fused op would not round there",
-        )
-    return None
+        what = f"{anchor_text(rounding)} rounds to {rounded} inside the site"
+        raise Declined(f"{what}; the fused op would not round there", "dtype")
 
 
 def _odd_result(region: Region) -> Value | None:

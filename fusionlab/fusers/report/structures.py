@@ -16,12 +16,13 @@ from ...graph.canonical.nodes import ONE, CNode, FoldedNodes, Operand
 from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match, match
 from ...graph.matching.pattern import pattern_of
-from ...graph.matching.region import NotARegion, cut, escapes
+from ...graph.matching.region import cut, escapes
 from ...graph.primitives import SUMS_OVER_DEVICES
 from ...graph.program.graph import Graph
 from ...graph.program.ir import Node
 from ...graph.program.scopes import Source, in_backward, is_backward
 from ...graph.settings import jax_defaults
+from ..engine.declining import attempted
 from ..engine.form import Form
 from ..passes.lerp.blends import blends
 from ..passes.matmul.gates import packed, sides_of
@@ -340,13 +341,10 @@ class _Searcher:
 
     def softmax(self, found: Match) -> Iterator[Structure]:
         root = next(v for v in self.view.values_of[found.nodes[found.pattern.root]] if v.id in self.view.block.producer)
-        try:
-            region = cut(self.view, root, found.leaves, through_scale=frozenset({"x"}))
-        except NotARegion:
-            return
-        if region.node_ids & self.claimed:
-            return
-        yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
+        scaled = frozenset({"x"})
+        region = attempted(lambda: cut(self.view, root, found.leaves, scaled), lambda reason: None)
+        if region is not None and not region.node_ids & self.claimed:
+            yield self.of_nodes("softmax", found.pattern.example.name, {n.id: n for n in region.nodes})
 
 
 def _row(row: Sequence[Structure]) -> Structure:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..canonical.view import CanonicalView
 from ..certify.certify import Certifier, ProofOutcome, prove_gradients, with_vjp
+from ..declined import Declined
 from ..dtypes import arithmetic_dtype
 from ..jax_compat import has_side_effects
 from ..matching.region import Region, region_signature
@@ -41,10 +42,6 @@ class Pairing:
     gradients: dict[str, Value]
 
 
-class Unpaired(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """A backward pass that stays as it is; the message says why."""
-
-
 class Pairer:
     """Plans replacements of regions of one graph together with their backward passes."""
 
@@ -62,7 +59,7 @@ class Pairer:
           found: the backward pass.
 
         Raises:
-          Unpaired: one of them would stay behind, or they do not agree.
+          Declined: one of them would stay behind, or they do not agree.
         """
         path = self.tree.of_value.get(found.cotangent.id, "")
         placed = self._placed(region, found, path)
@@ -78,16 +75,16 @@ class Pairer:
         return Pairing(part, frozenset(i for i in gone if i >= 0 and i not in own), gradients)
 
     def _placed(self, region: Region, found: Backward, path: str) -> Placed:
-        """The gradients that stand apart, in the block at `path`. Raises Unpaired where there is none."""
+        """The gradients that stand apart, in the block at `path`. Raises Declined where there is none."""
         shares = _shares(region, found)
         numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
         placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
         if not placed:
-            raise Unpaired("no gradient was found that stands apart from others'")
+            raise Declined("no gradient was found that stands apart from others'")
         return placed
 
     def _gone(self, region: Region, found: Backward, placed: Placed) -> set[int]:
-        """The nodes that nothing reads any more. Raises Unpaired where some of the region's are read still."""
+        """The nodes that nothing reads any more. Raises Declined where some of the region's are read still."""
         block = found.view.block
         replaced = {region.root.id, *(share.value.id for _, _, share in placed)}
         read = {v.id for v in region.inputs} | {found.cotangent.id}
@@ -95,11 +92,11 @@ class Pairer:
         gone = dead_nodes(block, replaced, read)
         for node in region.nodes:
             if node.id not in gone:
-                raise Unpaired(_still_read(block, node, gone, region, found, {n for _, n, _ in placed}))
+                raise Declined(_still_read(block, node, gone, region, found, {n for _, n, _ in placed}))
         return gone
 
     def _order(self, found: Backward, region: Region, placed: Placed) -> None:
-        """Raises Unpaired where the cotangent, or an operand, is computed from a gradient."""
+        """Raises Declined where the cotangent, or an operand, is computed from a gradient."""
         block = found.view.block
         values = {share.value.id for _, _, share in placed}
         first = min(block.position[block.producer[i].id] for i in values)
@@ -108,7 +105,7 @@ class Pairer:
         while stack:
             value = stack.pop()
             if value.id in values:
-                raise Unpaired("its cotangent is computed from its gradients")
+                raise Declined("its cotangent is computed from its gradients")
             maker = block.producer.get(value.id)
             if maker is not None and block.position[maker.id] >= first and maker.id not in seen:
                 seen.add(maker.id)
@@ -143,7 +140,7 @@ class Pairer:
 
         verdict, split = self.certifier.once(key, prove)
         if not verdict.ok:
-            raise Unpaired(f"the fused one would not agree: {verdict.detail}")
+            raise Declined(f"the fused one would not agree: {verdict.detail}")
         return split
 
     def _part(self, region: Region, found: Backward, path: str, placed: Placed, split: Split) -> BackwardPart:
@@ -154,7 +151,7 @@ class Pairer:
         return BackwardPart(*site, found.cotangent, gradients, known, split)
 
     def _known_there(self, region: Region, found: Backward, path: str, split: Split) -> dict[int, Value]:
-        """Value of the site's block -> the other block's own name for it. Raises Unpaired where what has to travel there cannot."""
+        """Value of the site's block -> the other block's own name for it. Raises Declined where what has to travel there cannot."""
         known = _second_names(found.view.block)
         taken = (region.inputs[i] for role, i in split.taken if role == "input")
         moving = [*(v.aval for v in taken if v.id not in known), *split.residuals, region.root.aval]
@@ -163,31 +160,31 @@ class Pairer:
 
 
 def _check_ways(between: Sequence[Node], moving: Sequence[Any]) -> None:
-    """Raises Unpaired where values of the types `moving` cannot leave, or enter, the bodies of some nodes."""
+    """Raises Declined where values of the types `moving` cannot leave, or enter, the bodies of some nodes."""
     for node in between:
         if node.primitive not in CROSSED:
-            raise Unpaired(f"it stands in another {node.primitive} than its forward, which nothing new can leave")
+            raise Declined(f"it stands in another {node.primitive} than its forward, which nothing new can leave")
     if any(n.primitive == "shard_map" for n in between) and not all(a.shape for a in moving):
-        raise Unpaired("a scalar would have to travel out of its shard_map")
+        raise Declined("a scalar would have to travel out of its shard_map")
 
 
 def _check_types(region: Region, found: Backward) -> None:
-    """Raises Unpaired where the values' types do not allow it."""
+    """Raises Declined where the values' types do not allow it."""
     if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
-        raise Unpaired("its values are laid out over explicit mesh axes")
+        raise Declined("its values are laid out over explicit mesh axes")
     if kind(found.cotangent.aval) != kind(region.root.aval):
-        raise Unpaired("its cotangent varies along other mesh axes than its result")
+        raise Declined("its cotangent varies along other mesh axes than its result")
 
 
 def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
-    """Raises Unpaired where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
+    """Raises Declined where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
     wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_dtype(region.root.dtype))
     if wide is not None:
-        raise Unpaired(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_dtype(region.root.dtype)}")
+        raise Declined(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_dtype(region.root.dtype)}")
     asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
     other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
     if other is not None:
-        raise Unpaired(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
+        raise Declined(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
 
 
 def _signature(
@@ -299,7 +296,7 @@ def _reader(block: Block, node: Node, gone: set[int]) -> Node | None:
 
 
 def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> list[Node]:
-    """The nodes that compute some values of a block from known ones. Raises Unpaired where they read anything else."""
+    """The nodes that compute some values of a block from known ones. Raises Declined where they read anything else."""
     block = view.block
     consts = {v.id for v, _ in block.consts}
     wanted: set[int] = set()
@@ -310,7 +307,7 @@ def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> li
             continue
         maker = block.producer.get(value.id)
         if maker is None:
-            raise Unpaired(f"it reads {value!r} beside the site's operands")
+            raise Declined(f"it reads {value!r} beside the site's operands")
         if maker.id not in wanted:
             wanted.add(maker.id)
             stack += values_in(maker.inputs)

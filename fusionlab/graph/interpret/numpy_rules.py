@@ -28,7 +28,10 @@ NumpyRule = Callable[[Any, Any, list[Array]], Any]
 
 
 class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
-    """The program holds something the interpreter does not know; the message says what."""
+    """The program holds something the interpreter does not know; the message says what.
+
+    It declines no place (`Declined` does): who evaluates tries other sizes, or gives the proof up as `uncertified`.
+    """
 
 
 class SizesDifferError(CannotEvaluate):

@@ -68,7 +68,7 @@ class Miss:
       bound: pattern node id -> target node id, of what had been matched.
       wanted: the pattern node that `target` would have had to be; None where none alone did not fit.
       at: the edge of the pattern that led there, or that has another factor: (pattern node, number of its operand).
-      factor: where a factor did not fit, the target's, and its operand.
+      factor: where a factor did not fit, the target's, its operand, and what the pattern has there.
       known: as `bound`, of what had been matched with all below it, the leaves among them.
       leaves: of `axes`, the leaves that have the axis that did not fit, and its size.
     """
@@ -82,7 +82,7 @@ class Miss:
     bound: Mapping[int, int]
     wanted: int | None = None
     at: tuple[int, int] | None = None
-    factor: tuple[Coef, int] | None = None
+    factor: tuple[Coef, int, str] | None = None
     leaves: tuple[tuple[str, ...], int] | None = None
     known: Mapping[int, int] = field(default_factory=dict, repr=False)
 
@@ -184,7 +184,7 @@ class _Matcher:
 
     def _coef_miss(self, state: _State, tid: int, at: tuple[int, int], have: Operand, wanted: str) -> None:
         reason = f"a factor {have.coef:g} where the pattern has {wanted}"
-        self.miss(state, tid, reason, "scalar", at=at, factor=(have.coef, have.nid))
+        self.miss(state, tid, reason, "scalar", at=at, factor=(have.coef, have.nid, wanted))
 
     def axes(self, state: _State) -> Match | Miss:
         """The axis check: every target axis must play a letter's part in every matched node."""

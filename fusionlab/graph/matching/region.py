@@ -13,6 +13,7 @@ import numpy as np
 from ..canonical.nodes import ONE, CNode
 from ..canonical.rules import passed_whole
 from ..canonical.view import CanonicalView
+from ..declined import Declined
 from ..dtypes import is_float, narrows
 from ..interpret.constants import computed
 from ..jax_compat import has_side_effects
@@ -122,10 +123,6 @@ class Escape:
     user: Node | None
 
 
-class NotARegion(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """The match cannot be cut out of the raw block; the message says why."""
-
-
 @dataclass(frozen=True)
 class _Binding:
     """To which raw values leaves are bound; the attributes as for `cut`."""
@@ -173,7 +170,7 @@ class _RegionWalk:
         """What a value is made of inside the region, once its node is taken down.
 
         Raises:
-          NotARegion: it is no operand and no number, or is made with side effects.
+          Declined: it is no operand and no number, or is made with side effects.
         """
         view, node = self.view, self.view.block.producer.get(value.id)
         ref = view.ref.get(value.id)  # the view of some nodes alone has not all of them
@@ -186,7 +183,7 @@ class _RegionWalk:
         if node is None:
             raise _no_operand(value)
         if has_side_effects(node.eqn):
-            raise NotARegion(f"{node!r} inside the site has effects beside its results")
+            raise Declined(f"{node!r} inside the site has effects beside its results")
         target = self.support if is_constant(view, value) else self.inner
         target[node.id] = node
         return values_in(node.inputs)
@@ -199,8 +196,8 @@ class _RegionWalk:
         return [v for n in crossed for v in values_in(n.inputs) if self.view.ref[v.id].nid == ONE]
 
 
-def _no_operand(value: Value) -> NotARegion:
-    return NotARegion(f"{value!r} is read inside the site but is none of its operands")
+def _no_operand(value: Value) -> Declined:
+    return Declined(f"{value!r} is read inside the site but is none of its operands")
 
 
 def cut(
@@ -231,7 +228,7 @@ def cut(
       shapes: leaf name -> the shape it is bound in where it is met in it: views before that stay outside.
 
     Raises:
-      NotARegion: the region reads something that is no leaf, two leaves cannot be told apart, a node of it has side effects, or a leaf
+      Declined: the region reads something that is no leaf, two leaves cannot be told apart, a node of it has side effects, or a leaf
         is made of one of several roots (or would come to be made before side effects that it came after).
     """
     block = view.block
@@ -244,7 +241,7 @@ def cut(
     support = {i: n for i, n in walk.support.items() if i not in inner}
     support.update((n.id, n) for name, nid in leaves.items() for n in _copies(block, chosen[name], walk.bound[nid]))
     if others and (why := waits_for_itself(block, chosen.values(), (root, *others))) is not None:
-        raise NotARegion(why)
+        raise Declined(why)
     return Region(block, root, chosen, _by_id(inner), _by_id(support), view.known_inputs, tuple(others))
 
 
@@ -325,7 +322,7 @@ def _leaf_value(view: CanonicalView, values: dict[int, Value], name: str) -> Val
     first = values[min(values)] if values else None
     if first is not None and all(computed_alike(view.block, first, other, view.twins) for other in values.values()):
         return first
-    raise NotARegion(f"operand {name} is read in {len(values)} different forms")
+    raise Declined(f"operand {name} is read in {len(values)} different forms")
 
 
 def _copies(block: Block, chosen: Value, values: dict[int, Value]) -> Iterator[Node]:

@@ -108,7 +108,7 @@ def spec_text(sharding: NamedSharding) -> str:
 
 
 class Misplaced(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """JAX has no type for what would stand for a site on explicit mesh axes; the message says why."""
+    """JAX has no type for what would stand for a site on explicit mesh axes; the message says why. It becomes the outcome of a proof."""
 
 
 @contextlib.contextmanager

@@ -183,13 +183,14 @@ def test_a_scan_over_layers_trains_with_few_heads():
 
 
 def test_where_the_few_heads_cannot_be_fused_with_their_backward_pass_the_copies_may(monkeypatch):
-    from fusionlab.graph.backward.pair import Pairer, Unpaired
+    from fusionlab.graph.backward.pair import Pairer
+    from fusionlab.graph.declined import Declined
 
     plan = Pairer.plan
 
     def refusing(self, region, *rest):
         if region.leaves["k"].shape[2] == K:
-            raise Unpaired("for this test")
+            raise Declined("for this test")
         return plan(self, region, *rest)
 
     monkeypatch.setattr(Pairer, "plan", refusing)

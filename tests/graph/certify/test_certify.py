@@ -15,7 +15,8 @@ from fusionlab.graph.certify import reduced_sizes as reducing
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.certify.programs import _added
 from fusionlab.graph.certify.verdict import relative_error
-from fusionlab.graph.matching.region import NotARegion, constant_array, cut, escapes, region_signature
+from fusionlab.graph.declined import Declined
+from fusionlab.graph.matching.region import constant_array, cut, escapes, region_signature
 from fusionlab.graph.program.signature import Memo
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import meaning_of
@@ -479,7 +480,7 @@ def test_a_leaf_binds_to_what_the_boundary_reads_through_views_but_not_through_c
 def test_a_value_that_is_no_leaf_stops_the_cut():
     block = trace(lambda x, w, b: x @ w + b, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (X, W, B))).top
     view = CanonicalView(block)
-    with pytest.raises(NotARegion, match="is read inside the site but is none of its operands"):
+    with pytest.raises(Declined, match="is read inside the site but is none of its operands"):
         cut(view, block.outputs[0], {"x": view.ref[block.inputs[0].id].nid})
 
 
@@ -489,7 +490,7 @@ def test_an_operand_read_in_two_dtypes_is_no_operand():
             x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)
         ).astype(jnp.float32) * b
 
-    with pytest.raises(NotARegion, match="operand x is read in 2 different forms"):
+    with pytest.raises(Declined, match="operand x is read in 2 different forms"):
         region_of(fn, X, W, B)
 
 

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 from fusionlab.errors import RewriteError
 from fusionlab.graph.canonical.view import CanonicalView
-from fusionlab.graph.matching.region import NotARegion, Region, cut, escapes, region_signature
+from fusionlab.graph.declined import Declined
+from fusionlab.graph.matching.region import Region, cut, escapes, region_signature
 from fusionlab.graph.program.order import SitesWaitError
 from fusionlab.graph.program.trace import graph_of_jaxpr, trace
 from fusionlab.graph.rewriting.rewrite import Replacement, to_jaxpr
@@ -245,7 +246,7 @@ def test_a_leaf_made_of_a_root_is_refused():
         return a @ jnp.exp(a + w), a
 
     graph = trace(fn, X, W)
-    with pytest.raises(NotARegion, match=r"%\d+:f32\[6,6\] is a result of the site, and .* is computed from it"):
+    with pytest.raises(Declined, match=r"%\d+:f32\[6,6\] is a result of the site, and .* is computed from it"):
         region(graph.top)
 
 
@@ -257,7 +258,7 @@ def test_a_leaf_that_is_a_root_in_another_form_is_refused():
     graph = trace(fn, X, W)
     block = graph.top
     view, (a, b) = CanonicalView(block), (made(block, "sin"), made(block, "dot_general"))
-    with pytest.raises(NotARegion, match="computed from it"):
+    with pytest.raises(Declined, match="computed from it"):
         cut(view, b, {"x": view.ref[block.inputs[0].id].nid, "w": view.ref[a.id].nid}, others=(a,))
 
 
@@ -313,7 +314,7 @@ def test_effects_that_come_before_an_early_reader_come_in_their_order():
 
 def test_a_reader_with_effects_that_would_have_to_come_later_than_others_is_refused():
     graph = trace(with_effects([], late_is_read=True), X, W)
-    with pytest.raises(NotARegion, match="made after effects that follow from it"):
+    with pytest.raises(Declined, match="made after effects that follow from it"):
         region(graph.top)
 
 
@@ -327,7 +328,7 @@ def test_a_node_with_effects_inside_the_site_is_refused():
         return lax.scan(body, a, None, length=2)[0] @ w, a
 
     graph = trace(fn, X, W)
-    with pytest.raises(NotARegion, match="has effects beside its results"):
+    with pytest.raises(Declined, match="has effects beside its results"):
         region(graph.top)
 
 

@@ -12,7 +12,6 @@ from ....graph.matching.match import Match, close
 from ....graph.matching.region import Region
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ...engine.base import anchor_text
-from ...engine.outcomes import Rejection
 from .forms import Reading
 from .masks import MASK_FILL
 from .misses import AttentionMisses
@@ -23,55 +22,53 @@ _BY_MAXIMUM = "subtract the maximum over the keys, once; jax.nn.softmax does"
 class AttentionConditions(AttentionMisses):
     """A site at the product that weighs the values: what is said where it matches, and is none of the op's."""
 
-    def conditions(self, read: Reading, region: Region) -> Rejection | None:
-        """The first rejection there is, if there is one."""
-        return (
-            self.in_other_dtypes(region)
-            or self.filled_weakly(read, region)
-            or self.with_wide_sink(region)
-            or self.biased_by_scores(read, region)
-            or self.below_other_maximum(read, region)
-            or self.scaled_by_data(read, region)
-        )
+    def check(self, read: Reading, region: Region) -> None:
+        """Declines at the first that does not hold."""
+        self.check_dtypes(region)
+        self.check_fill(read, region)
+        self.check_sink(region)
+        self.check_bias(read, region)
+        self.check_maximum(read, region)
+        self.check_scaling(read, region)
 
-    def in_other_dtypes(self, region: Region) -> Rejection | None:
-        """The rejection for operands and a result that are not all of one of the op's dtypes."""
+    def check_dtypes(self, region: Region) -> None:
+        """Declines for operands and a result that are not all of one of the op's dtypes."""
         dtypes = {str(region.leaves[x].dtype) for x in "qkv"} | {str(region.root.dtype)}
         if len(dtypes) == 1 and dtypes <= set(DTYPES):
-            return None
+            return
         own, taken = ", ".join(sorted(dtypes)), ", ".join(DTYPES)
         sentence = f"{anchor_text(self.anchor)} computes in {own}; the fused op takes one of {taken} throughout"
-        return self.rejection("dtype", sentence, edit="cast q, k and v to one of these dtypes", site=region.nodes)
+        self.decline("dtype", sentence, edit="cast q, k and v to one of these dtypes", site=region.nodes)
 
-    def filled_weakly(self, read: Reading, region: Region) -> Rejection | None:
-        """The rejection for masked scores that may still have weight."""
+    def check_fill(self, read: Reading, region: Region) -> None:
+        """Declines for masked scores that may still have weight."""
         fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
         if not fills:
-            return None
+            return
         sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
-        return self.rejection("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
+        self.decline("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
 
-    def with_wide_sink(self, region: Region) -> Rejection | None:
-        """The rejection for a sink that the op, which computes in float32 at least, would round."""
+    def check_sink(self, region: Region) -> None:
+        """Declines for a sink that the op, which computes in float32 at least, would round."""
         sink, wide = region.leaves.get("sink"), jnp.promote_types(region.root.dtype, jnp.float32)
         if sink is None or not narrows(wide, sink.dtype):
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: its sink {sink!r} is wider than its scores"
-        return self.rejection("dtype", sentence, edit="cast the sink to the dtype of q", site=region.nodes)
+        self.decline("dtype", sentence, edit="cast the sink to the dtype of q", site=region.nodes)
 
-    def biased_by_scores(self, read: Reading, region: Region) -> Rejection | None:
-        """The rejection for a bias that is made of the scores."""
+    def check_bias(self, read: Reading, region: Region) -> None:
+        """Declines for a bias that is made of the scores."""
         own = self.bias_of_scores(read)
         if own is None:
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
-        return self.rejection("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
+        self.decline("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
 
-    def below_other_maximum(self, read: Reading, region: Region) -> Rejection | None:
-        """The rejection for a softmax that subtracts something else than the maximum, once."""
+    def check_maximum(self, read: Reading, region: Region) -> None:
+        """Declines for a softmax that subtracts something else than the maximum, once."""
         times = self.maximum_taken(read.match)
         if close(times, 1.0):
-            return None
+            return
         subtracted = (
             f"maximum of the scores {times:g} times" if times >= 0 else "minimum of the scores, and not their maximum"
         )
@@ -79,7 +76,7 @@ class AttentionConditions(AttentionMisses):
             f"{anchor_text(self.anchor)}: its softmax subtracts the {subtracted}; "
             "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
         )
-        return self.rejection("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
+        self.decline("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
 
     def maximum_taken(self, found: Match) -> float:
         """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
@@ -115,11 +112,11 @@ class AttentionConditions(AttentionMisses):
         biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
         return next((b for b in biases if scores is not None and self.computed_from(found.leaves[b], scores, 4)), None)
 
-    def scaled_by_data(self, read: Reading, region: Region) -> Rejection | None:
+    def check_scaling(self, read: Reading, region: Region) -> None:
         """The op is given queries that are scaled already: not where that rounds what the program does not round."""
         factors = [s.leaf for s in read.steps if s.kind in ("times", "over") and s.leaf]
         wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
         if not factors or wide == {str(region.leaves["q"].dtype)}:
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: the scores are scaled by data, {region.leaves[factors[0]]!r}, in a wider dtype than q's"
-        return self.rejection("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")
+        self.decline("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")

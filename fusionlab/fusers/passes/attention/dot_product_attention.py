@@ -20,14 +20,16 @@ import numpy as np
 
 from ....graph.canonical.nodes import Coef
 from ....graph.certify.alike import most_sizes_first
+from ....graph.declined import Declined
 from ....graph.dtypes import arithmetic_dtype, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import pattern_of
-from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, shared_casts
+from ....graph.matching.region import CASTS, VIEWS, Region, cut, shared_casts
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
-from ...engine.base import Search, anchor_text, examined
+from ...engine.base import Search, anchor_text
+from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
@@ -71,10 +73,7 @@ class DotProductAttentionPass:
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         for node, (weights, exps) in self.anchors(search):
-            site = _SoftmaxSite(self, search, node)
-            yield from examined(
-                search, self.name, node, lambda s=site, w=weights, e=exps: s.own_rule(e) or s.examine(w, e)
-            )
+            yield from _SoftmaxSite(self, search, node).examined(weights, exps)
 
     def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
         """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
@@ -91,34 +90,39 @@ class DotProductAttentionPass:
         return [(node, found[node.id]) for node in most_sizes_first(nodes)]
 
 
+def _own(reason: Declined) -> Rejection:
+    """The rejection that a reason comes with. It is raised on where it has none: that place is not known to be an attention."""
+    if reason.rejection is None:
+        raise reason
+    return reason.rejection
+
+
 class _SoftmaxSite(AttentionProposals):
     """One softmax between two products, from anchor to candidate or rejection."""
 
     kind: str | None = None  # "unmasked", "causal" or "masked", once its masks have been read
 
     def examine(self, weights: int, exponentials: int) -> Candidate | Rejection:
-        try:
-            found = self.read(weights)
-            if isinstance(found, Miss):
-                asked = nan_test_between(self.view, exponentials, self.anchor)
-                rejection = self.beside_the_keys(weights, exponentials) or self.missed(found)
-                return rejection if asked is None else self.asks_for_nan(asked)
-            return self.mixture(found) or self.named(self.candidate(found), found)
-        except NotARegion as reason:
-            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        self.check_rule(exponentials)
+        found = self.read(weights)
+        if isinstance(found, Miss):
+            asked = nan_test_between(self.view, exponentials, self.anchor)
+            rejection = self.beside_the_keys(weights, exponentials) or self.missed(found)
+            return rejection if asked is None else self.asks_for_nan(asked)
+        self.check_rows(found)
+        return self.named(attempted(lambda: self.candidate(found), _own), found)
 
-    def mixture(self, read: Reading) -> Rejection | None:
-        """The rejection where each row has values of its own, and weights by keys that all rows share: a mixture of experts, say."""
+    def check_rows(self, read: Reading) -> None:
+        """Declines where each row has values of its own, and weights by keys that all rows share: a mixture of experts, say."""
         found = read.match
         axes = {n: {c for (p, _), c in found.axes.items() if p == found.leaf_id(n)} for n in "qkv"}
         shared = [n for n in "qkv" if not set(found.letters["b"]) <= axes[n]]
-        if found.letters["t"] or not shared:
-            return None
-        sentence = (
-            f"{anchor_text(self.anchor)} weighs values that each row has for itself, by keys that all rows share: "
-            "a mixture, and no attention, whose rows share their values"
-        )
-        return self.rejection("axes", sentence)
+        if shared and not found.letters["t"]:
+            self.decline(
+                "axes",
+                f"{anchor_text(self.anchor)} weighs values that each row has for itself, by keys that all rows share: "
+                "a mixture, and no attention, whose rows share their values",
+            )
 
     def asks_for_nan(self, asked: Node) -> Rejection:
         """The rejection for a choice by which weights are NaN."""
@@ -134,14 +138,14 @@ class _SoftmaxSite(AttentionProposals):
         sentence = f"{anchor_text(self.anchor)}: {reason[0]}"
         return self.rejection("structure", sentence, edit=reason[1], concepts=("attention",))
 
-    def own_rule(self, exponentials: int) -> Rejection | None:
-        """The rejection for exponentials, or a whole softmax, with a derivative of the user's own."""
+    def check_rule(self, exponentials: int) -> None:
+        """Declines for exponentials, or a whole softmax, with a derivative of the user's own."""
         if self.view.nodes[exponentials].op == "exp":
-            return None
+            return
         maker = self.raw_of(exponentials) or self.anchor
         sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
         edit = "use jax.nn.softmax, if its derivative is the one that is meant"
-        return self.rejection("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])
+        self.decline("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])
 
     def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
         """With the kind of attention it is, unless a number makes it none."""
@@ -205,28 +209,21 @@ class _SoftmaxSite(AttentionProposals):
         found, certifier = read.match, self.search.certifier
         region, rounded = self.placed(found)
         factor = self.factor_on_result(read, region)
-        problem = self.conditions(read, region)
-        if problem is not None:
-            return problem
+        self.check(read, region)
         masks = read_masks(self.view, found, region.leaves, read.steps, certifier)
         if isinstance(masks, str):
-            return self.rejection("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
-        problem = self.blind_without_maximum(read, region, masks)
-        if problem is not None:
-            return problem
+            self.decline("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
+        self.check_blind_rows(read, region, masks)
         if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
             masks = replace(masks, mask_value=-math.inf)
         needless, zeroed = needless_changes(self.view, read, region, masks, factor, certifier)
         self.kind = self.kind_of(read, region, masks, needless)
-        problem = self.masked_twice(read, region, masks)
-        if problem is not None:
-            return problem
+        self.check_masks(read, region, masks)
         blind = not zeroed and self.can_be_blind(read, region, masks)
         if zeroed:
             masks = replace(masks, mask_value=-math.inf)
-        problem = self.asked_for_nan_after(region) if blind else None
-        if problem is not None:
-            return problem
+        if blind:
+            self.check_nan_tests(region)
         notes = (*_notes(read, masks, blind), *_notes_on_dtypes(region, rounded))
         return self.of_either_heads(read, region, masks.dropped | needless, (masks, factor, notes))
 
@@ -234,39 +231,37 @@ class _SoftmaxSite(AttentionProposals):
         """(the site, whether its result is rounded to the dtype of its operands at the end).
 
         Raises:
-          NotARegion: it cannot be cut out.
+          Declined: it cannot be cut out.
         """
         region = self.cut(self.root_value(found), found)
         rounded = self.rounded(region)
         if rounded is not None:
             region = self.cut(rounded, found)
         if self.anchor not in region.nodes:
-            raise NotARegion("the product does not stand inside the site")
+            raise Declined("the product does not stand inside the site")
         return region, rounded is not None
 
     def factor_on_result(self, read: Reading, region: Region) -> float:
         """What the result is multiplied by that the values do not carry themselves, with the numbers of what changes the weights.
 
         Raises:
-          NotARegion: it is, and nothing changes them that could carry it.
+          Declined: it is, and nothing changes them that could carry it.
         """
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
         factor = self.view.ref[region.root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
         if not read.tail.changes and not close(factor, 1.0):
-            raise NotARegion("its result carries a factor that the values do not")
+            raise Declined("its result carries a factor that the values do not")
         return factor * math.prod(read.match.scalars[name] for name in read.tail.shares)
 
-    def blind_without_maximum(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
-        """The rejection for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
+    def check_blind_rows(self, read: Reading, region: Region, masks: Masking) -> None:
+        """Declines for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
         if not read.tail.without_max or read.tail.sink is not None:
-            return None
+            return
         biases = {n: region.leaves[n] for n in masks.biases}
         if not blind_rows(self.view, read.match, biases, self.search.certifier):
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
-        return self.rejection(
-            "mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key"
-        )
+        self.decline("mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key")
 
     def kind_of(self, read: Reading, region: Region, masks: Masking, needless: frozenset[str]) -> str:
         """Which attention it is by what it does to its scores and weights: "unmasked", "causal" or "masked"."""
@@ -279,25 +274,25 @@ class _SoftmaxSite(AttentionProposals):
             return "unmasked"
         return "causal" if masks.window is None else "masked"
 
-    def masked_twice(self, read: Reading, region: Region, masks: Masking) -> Rejection | None:
-        """The rejection for masks beside those of the softmax's own `where`."""
+    def check_masks(self, read: Reading, region: Region, masks: Masking) -> None:
+        """Declines for masks beside those of the softmax's own `where`."""
         if not read.tail.of_some_keys or (not masks.masks and masks.row is None):
-            return None
+            return
         sentence = (
             f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
         )
-        return self.rejection("mask", sentence, site=region.nodes, edit="combine the two masks with &")
+        self.decline("mask", sentence, site=region.nodes, edit="combine the two masks with &")
 
-    def asked_for_nan_after(self, region: Region) -> Rejection | None:
-        """The rejection for a test of the result for NaN, which the op does not give."""
+    def check_nan_tests(self, region: Region) -> None:
+        """Declines for a test of the result for NaN, which the op does not give."""
         asked = nan_test(self.view, region.root)
         if asked is None:
-            return None
+            return
         sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
         edit = (
             "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
         )
-        return self.rejection("mask", sentence, [asked], site=region.nodes, edit=edit)
+        self.decline("mask", sentence, [asked], site=region.nodes, edit=edit)
 
     def cut(self, root: Value, found: Match) -> Region:
         """The site that makes `root`, of its operands as they are before they are widened: all three, and to no more than the op computes

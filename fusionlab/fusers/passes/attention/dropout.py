@@ -15,6 +15,7 @@ import numpy as np
 
 from ....graph.canonical.nodes import ONE
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.jax_compat import threefry_key
 from ....graph.matching.region import VIEWS, Region
 from ....graph.primitives import having
@@ -61,34 +62,30 @@ class DrawnFactors:
         return None if BROADCAST in axes else axes
 
 
-class NotDrawn(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """Factors that the op cannot draw again; the message says why."""
-
-
 def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> DrawnFactors:
     """The draw that `factors` are made of.
 
     Raises:
-      NotDrawn: they are not, or not exactly.
+      Declined: they are not, or not exactly.
     """
     chain = _chain(view, factors)
     mask = _sources(view, chain[-1])[0] if chain else factors
     kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
     if not kept or dropped != 0:
-        raise NotDrawn("what it is made of is not 0 where an entry is dropped")
+        raise Declined("what it is made of is not 0 where an entry is dropped")
     probabilities, key_types = _probabilities_and_keys(view, mask)
     for dtype in key_types:
         if dtype != threefry_key():
-            raise NotDrawn(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
+            raise Declined(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
     for keep in probabilities:
         program = memo.once(("drawn", keep, mask.shape), lambda keep=keep: _program(keep, mask.shape))
         found = computed_as(view.block, mask, program, view.known_inputs)
         if found is not None:
             return DrawnFactors(found[0], keep, mask, float(kept), chain)
-    raise NotDrawn("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
+    raise Declined("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
 
 
-def kept_as_data(view: CanonicalView, factors: Iterable[Value], why: NotDrawn) -> Iterator[str]:
+def kept_as_data(view: CanonicalView, factors: Iterable[Value], why: str) -> Iterator[str]:
     """The note on a mask that is drawn in the block, and stays as it is."""
     if any(n.primitive == "random_bits" for n in ancestors(view.block, factors)):
         yield f"its dropout mask is an operand, not made again of its key: {why}"
@@ -117,17 +114,17 @@ def _chain(view: CanonicalView, value: Value) -> tuple[Node, ...]:
     while len(found) < _STEPS:
         node = view.block.producer.get(value.id)
         if node is None or node.blocks:
-            raise NotDrawn("it is made outside of the block")
+            raise Declined("it is made outside of the block")
         if node.primitive in _COMPARISONS:
             return tuple(found)
         sources = _sources(view, node)
         if len(sources) != 1 or len(node.outputs) != 1:
-            raise NotDrawn("it is combined with something else after it is drawn")
+            raise Declined("it is combined with something else after it is drawn")
         if node.primitive not in VIEWS and sources[0].shape != node.outputs[0].shape:
-            raise NotDrawn("it is broadcast by what it meets after it is drawn")
+            raise Declined("it is broadcast by what it meets after it is drawn")
         found.append(node)
         value = sources[0]
-    raise NotDrawn("it is changed in many steps after it is drawn")
+    raise Declined("it is changed in many steps after it is drawn")
 
 
 def _sources(view: CanonicalView, node: Node) -> list[Value]:
@@ -144,7 +141,7 @@ def _through(view: CanonicalView, chain: tuple[Node, ...], mask: Value, which: b
             operands = [(number if a is source else view.read(a).coef, a.dtype) for a in node.inputs]
             number = scalar_result(node.primitive, node.params, operands, node.outputs[0].dtype)
             if number is None:
-                raise NotDrawn(f"a {node.primitive} changes it after it is drawn")
+                raise Declined(f"a {node.primitive} changes it after it is drawn")
         source = node.outputs[0]
     return number
 

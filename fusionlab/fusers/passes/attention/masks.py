@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.matching.match import Match
-from ....graph.matching.region import NotARegion, constant_array
+from ....graph.matching.region import constant_array
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
 from ...engine.layout import BROADCAST, AxisClasses, constant_with_axes
@@ -360,6 +361,6 @@ def _varying(array: np.ndarray, axes: Sequence[int | None]) -> tuple[np.ndarray,
         index.append(0 if repeats else slice(None))
         if not repeats:
             if c in classes:
-                raise NotARegion("a mask has one axis twice")
+                raise Declined("a mask has one axis twice")
             classes.append(c if c is not None else BROADCAST)
     return array[tuple(index)], classes

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.matching.match import Match, close
 from ....graph.matching.region import Region
 from ....kernels import OPS
@@ -35,7 +36,7 @@ from ...engine.layout import (
     regrouped_as,
     restore,
 )
-from .dropout import DrawnFactors, NotDrawn, keyed
+from .dropout import DrawnFactors, keyed
 from .forms import Reading, WeightChange
 from .masks import Masking, bias_factor
 from .repeated_heads import Repeated
@@ -95,7 +96,7 @@ def keyed_plan(
     """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
 
     Raises:
-      NotDrawn: the op would draw another mask.
+      Declined: the op would draw another mask.
     """
     root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
     layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
@@ -103,7 +104,7 @@ def keyed_plan(
     axes = None if name in layout.regrouped else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
-        raise NotDrawn("its axes do not stand in the order of the op's scores")
+        raise Declined("its axes do not stand in the order of the op's scores")
     attrs = attrs | {
         "factors_scale": attrs.get("factors_scale", 1.0) * draw.factor,
         "keep": draw.keep,

@@ -8,11 +8,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ....graph.matching.region import NotARegion, Region, escapes
+from ....graph.declined import Declined
+from ....graph.matching.region import Region, escapes
 from ...engine.base import option, propose, reason_to_tell
+from ...engine.declining import attempted
 from ...engine.outcomes import Candidate, Rejection
 from .conditions import AttentionConditions
-from .dropout import NotDrawn, draw_of, kept_as_data
+from .dropout import draw_of, kept_as_data
 from .forms import Reading
 from .masks import Masking
 from .plan import NOT_REPEATED, attention_attributes, attention_plan, keyed_plan, moved_by, present_changes
@@ -83,13 +85,13 @@ class AttentionProposals(AttentionConditions):
                 return reason_to_tell(problem, outcome)
             return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
 
-        try:
-            outcome = self.drawn_again(read, region, masks, attrs, notes, repeated)
-        except NotDrawn as reason:
-            return as_data(
-                *kept_as_data(self.view, [region.leaves[c.leaf] for c in present_changes(read, region)], reason)
-            )
-        return replace(outcome, otherwise=lambda: (as_data(instead=problem or outcome),))
+        again = attempted(
+            lambda: self.drawn_again(read, region, masks, attrs, notes, repeated), lambda reason: reason.sentence
+        )
+        if isinstance(again, str):
+            factors = [region.leaves[c.leaf] for c in present_changes(read, region)]
+            return as_data(*kept_as_data(self.view, factors, again))
+        return replace(again, otherwise=lambda: (as_data(instead=problem or again),))
 
     def drawn_again(
         self,
@@ -100,17 +102,17 @@ class AttentionProposals(AttentionConditions):
         notes: tuple[str, ...],
         repeated: Mapping[str, Repeated],
     ) -> Candidate:
-        """The site with the key of its dropout mask for an operand, in place of the mask. Raises NotDrawn where it has no such mask."""
+        """The site with the key of its dropout mask for an operand, in place of the mask. Raises Declined where it has no such mask."""
         factors = present_changes(read, region)
         if len(factors) != 1 or read.tail.of_some_keys:
-            raise NotDrawn("there are other factors beside it" if factors else "no factors are read")
+            raise Declined("there are other factors beside it" if factors else "no factors are read")
         draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
         if factors[0].kind == "hidden":
-            raise NotDrawn("it is True where an entry is dropped, and the op draws what it keeps")
+            raise Declined("it is True where an entry is dropped, and the op draws what it keeps")
         whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), repeated)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
-            raise NotDrawn(outcome.sentence)
+            raise Declined(outcome.sentence)
         return outcome
 
     def scale(self, read: Reading, region: Region) -> float:
@@ -125,7 +127,7 @@ class AttentionProposals(AttentionConditions):
         if region.root.dtype != jnp.float32:
             return None  # 16-bit products accumulate in float32 whatever is asked
         if len(asked) > 1:
-            raise NotARegion(f"its two products ask for different precisions ({' and '.join(asked)})")
+            raise Declined(f"its two products ask for different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)
 
 

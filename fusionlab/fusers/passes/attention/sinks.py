@@ -19,8 +19,9 @@ import jax.numpy as jnp
 from ....graph.canonical.concatenated import SLICES, joined
 from ....graph.canonical.nodes import ONE, CNode, Operand
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.matching.match import Match, close
-from ....graph.matching.region import NotARegion, Region
+from ....graph.matching.region import Region
 from .levels import is_dot, nearest_below
 
 _ON_SCORES = frozenset("select sum tanh prod concatenate".split())
@@ -186,7 +187,7 @@ class Sink:
         """The number that the sink of a match is; None where it is an operand.
 
         Raises:
-          NotARegion: what is added to the sum of the exponentials is no exponential.
+          Declined: what is added to the sum of the exponentials is no exponential.
         """
         if self.given == "data":
             return None
@@ -194,7 +195,7 @@ class Sink:
         if self.spelling != TO_THE_SUM:
             return number
         if not 0 < number < math.inf:
-            raise NotARegion(f"{number:g} is added to the sum of its exponentials, needed a number above 0")
+            raise Declined(f"{number:g} is added to the sum of its exponentials, needed a number above 0")
         return math.log(number)
 
 
@@ -283,7 +284,7 @@ def factor_of(view: CanonicalView, found: Match, region: Region) -> float:
     """What the program multiplies the bound sink by.
 
     Raises:
-      NotARegion: another factor in one place than in another.
+      Declined: another factor in one place than in another.
     """
     leaf, own = found.leaf_id("sink"), float(view.ref[region.leaves["sink"].id].coef)
     factors = []
@@ -293,5 +294,5 @@ def factor_of(view: CanonicalView, found: Match, region: Region) -> float:
             if wanted.nid == leaf:
                 factors.append(float(operands[at].coef) / float(wanted.coef) / own)
     if any(not close(f, factors[0]) for f in factors):
-        raise NotARegion("its sink is multiplied by one number in one place, and by another in another")
+        raise Declined("its sink is multiplied by one number in one place, and by another in another")
     return factors[0]

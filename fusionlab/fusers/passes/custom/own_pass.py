@@ -19,7 +19,7 @@ from ....graph.dtypes import is_float
 from ....graph.matching.pattern import Example, Pattern, ScalarEdge, pattern_of
 from ....kernels import OPS, plain_meaning_of
 from ....kernels.op.own import CudaKernel, PatternOp
-from ...engine.base import Search, examined
+from ...engine.base import Search
 from ...engine.outcomes import Candidate, Rejection
 from .own_site import OwnSite, makers_of
 from .reserved_names import primitive_names
@@ -67,7 +67,7 @@ class PatternPass:
         for nid in sorted(n for op in roots for n in search.view.by_op.get(op, ())):
             makers = makers_of(search.view, nid)
             if makers:
-                yield from examined(search, self.name, makers[0], OwnSite(self, search, nid, makers).examine)
+                yield from OwnSite(self, search, nid, makers).examined()
 
 
 def pattern_pass(

@@ -16,10 +16,11 @@ import numpy as np
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.certify import ProofOutcome, prove_function
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import ScalarEdge, pattern_of
-from ....graph.matching.region import CASTS, SCALINGS, VIEWS, NotARegion, Region, cut
+from ....graph.matching.region import CASTS, SCALINGS, VIEWS, Region, cut
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
@@ -28,6 +29,7 @@ from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import precisions
 from ....kernels.op.own import PRECISION, REFUSALS
 from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text, wider_text
+from ...engine.declining import attempted
 from ...engine.layout import arrange, axes_of, ordered_classes, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site, with_concepts
@@ -154,15 +156,22 @@ class OwnSite(Site):
                 if view is self.search.view:  # what a miss names is of the view that is told of
                     yield found
                 continue
-            try:
-                region = cut(view, root, found.leaves)
-            except NotARegion as reason:
-                size = pattern.size
-                yield Miss(pattern, size, size, self.root_nid, str(reason), "structure", {pattern.root: self.root_nid})
+            region = self.whole(view, root, found)
+            if isinstance(region, Miss):
+                yield region
                 continue
             chains = [self.chain(view, region.leaves[name]) for name in self.pattern_pass.fused_op.slots]
             for values in itertools.islice(itertools.product(*chains), _CHAINS):
                 yield dict(zip(self.pattern_pass.fused_op.slots, values, strict=True))
+
+    def whole(self, view: CanonicalView, root: Value, found: Match) -> Region | Miss:
+        """The region of a match."""
+        pattern, size = found.pattern, found.pattern.size
+        miss = functools.partial(Miss, pattern, size, size, self.root_nid)
+        return attempted(
+            lambda: cut(view, root, found.leaves),
+            lambda reason: miss(reason.sentence, "structure", {pattern.root: self.root_nid}),
+        )
 
     def chain(self, view: CanonicalView, value: Value) -> list[Value]:
         """What a value is a multiple of by literal factors, furthest first, and the value."""
@@ -195,7 +204,7 @@ class OwnSite(Site):
                 continue
             numbers = self.numbers(found, float(ref.coef), ref.nid)
             if not isinstance(numbers, Miss):
-                return self.candidate(view, replace(found, scalars=numbers), root, leaves)
+                return self.attempt(self.candidate, view, replace(found, scalars=numbers), root, leaves)
             missed = missed or numbers
         assert missed is not None
         return replace(missed, target=self.root_nid, bound={missed.pattern.root: self.root_nid})
@@ -214,29 +223,21 @@ class OwnSite(Site):
     def candidate(
         self, view: CanonicalView, found: Match, root: Value, leaves: Mapping[str, Value]
     ) -> Candidate | Rejection:
-        try:
-            region = cut(view, root, found.leaves, through_scale=frozenset(leaves))
-            if any(region.leaves[n].id != v.id for n, v in leaves.items()):
-                raise NotARegion("its operands are read in different forms")
-            problem = self.dtypes(region)
-            if problem is not None:
-                return problem
-            plan = self.plan(view, found, region)
-        except NotARegion as reason:
-            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        region = cut(view, root, found.leaves, through_scale=frozenset(leaves))
+        if any(region.leaves[n].id != v.id for n, v in leaves.items()):
+            raise Declined("its operands are read in different forms")
+        self.check_dtypes(region)
+        plan = self.plan(view, found, region)
         given, op = self.given(region, plan), self.pattern_pass.fused_op
         if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
-            return self.rejection(
-                "structure", sentence, edit=f"make {op.name} compute with these operands", site=region.nodes
-            )
-        problem = self.wider(region, plan, given)
-        if problem is not None:
-            return problem
+            edit = f"make {op.name} compute with these operands"
+            self.decline("structure", sentence, edit=edit, site=region.nodes)
+        self.check_width(region, plan, given)
         verdict = self.verdict(region, plan, given)
         if not verdict.ok:
             sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
-            return self.rejection(verdict.code or "value", sentence, site=region.nodes)
+            self.decline(verdict.code or "value", sentence, site=region.nodes)
         names = ", ".join(leaves)
         return self.offered(region, plan, f"compute the outside use from {names} again")
 
@@ -245,18 +246,17 @@ class OwnSite(Site):
         types = (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in region.inputs)
         return dict(zip(self.pattern_pass.fused_op.slots, jax.eval_shape(plan.operands, *types), strict=True))
 
-    def wider(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> Rejection | None:
-        """The rejection for what is computed wider than the op's meaning does, which may be of 16 bits throughout."""
+    def check_width(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> None:
+        """Declines for what is computed wider than the op's meaning does, which may be of 16 bits throughout."""
         op = self.pattern_pass.fused_op
         numbers, types = op.numbers(plan.attrs), [given[slot] for slot in op.slots]
         program = block_of_jaxpr(jax.make_jaxpr(lambda *leaves: op.meaning_fn(*leaves, *numbers))(*types))
         floats = [v.dtype for n in all_nodes(program.nodes) for v in n.outputs if is_float(v.dtype)]
         dtype = functools.reduce(jnp.promote_types, floats, region.root.dtype)
         wide = wider_in(region, dtype)
-        if wide is None:
-            return None
-        edit = WIDER_EDIT.format(jnp.dtype(dtype).name)
-        return self.rejection("dtype", wider_text(wide, dtype), [wide], edit=edit, site=region.nodes)
+        if wide is not None:
+            edit = WIDER_EDIT.format(jnp.dtype(dtype).name)
+            self.decline("dtype", wider_text(wide, dtype), [wide], edit=edit, site=region.nodes)
 
     def verdict(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> ProofOutcome:
         """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
@@ -299,11 +299,12 @@ class OwnSite(Site):
                 return verdict
         return ProofOutcome(None)
 
-    def dtypes(self, region: Region) -> Rejection | None:
+    def check_dtypes(self, region: Region) -> None:
+        """Declines for several dtypes, for one that the op does not take, and for what is rounded inside."""
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         inner = _rounding(region)
         if len(given) == 1 and given <= set(DTYPES) and inner is None:
-            return None
+            return
         where = anchor_text(self.anchor)
         if inner is not None:
             problem = (
@@ -313,9 +314,7 @@ class OwnSite(Site):
             problem = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
         else:
             problem = f"computes in {', '.join(given)}; the op takes {', '.join(DTYPES)}"
-        return self.rejection(
-            "dtype", f"{where} {problem}", edit="cast the operands to one dtype first", site=region.nodes
-        )
+        self.decline("dtype", f"{where} {problem}", edit="cast the operands to one dtype first", site=region.nodes)
 
     def plan(self, view: CanonicalView, found: Match, region: Region) -> Substitution:
         """Operands with one axis per letter; the result back."""
@@ -352,19 +351,19 @@ def _precision(region: Region) -> str | None:
     """The precision that the products of a region ask for, as `jax.default_matmul_precision` has it; None where they ask for none.
 
     Raises:
-      NotARegion: they ask for several, and none of them would do for all.
+      Declined: they ask for several, and none of them would do for all.
     """
     asked = {n.params.get("precision") for n in all_nodes(region.nodes) if n.primitive == "dot_general"}
     names = {_precision_name(p) for p in asked}
     if len(names - {None}) <= 1 and (len(names) == 1 or names <= {None, "high", "highest"}):
         return next(iter(names - {None}), None)
-    raise NotARegion(f"its products ask for different precisions ({', '.join(sorted(map(str, asked)))})")
+    raise Declined(f"its products ask for different precisions ({', '.join(sorted(map(str, asked)))})")
 
 
 def _precision_name(precision: Any) -> str | None:
     each = set(precisions(precision)) - {jax.lax.Precision.DEFAULT}  # which is what None is
     if len(each) > 1:
-        raise NotARegion(f"a product asks for a precision for each operand ({precision})")
+        raise Declined(f"a product asks for a precision for each operand ({precision})")
     return next(
         (p.name.lower() if isinstance(p, jax.lax.Precision) else str(getattr(p, "name", p)) for p in each), None
     )

@@ -26,6 +26,8 @@ _BLENDS = {
 }
 
 
+# a - w * (a - b): the sign of a product and of a difference costs no rounding
+AS_THE_OP_ROUNDS = frozenset({_BLENDS["x + w * (y - x)"], _BLENDS["x - w * (x - y)"]})
 _OF_A_NUMBER = ("x + w * (y - x)", "x - w * (x - y)", "x + w * y - w * x")  # the others' factors are merged
 
 

@@ -13,20 +13,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.dtypes import is_float, narrows
-from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, escapes
+from ....graph.matching.region import CASTS, VIEWS, Region, cut, escapes
 from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import Pass, Search, Substitution, anchor_text, examined, option, propose
+from ...engine.base import Pass, Search, Substitution, anchor_text, option, propose
 from ...engine.layout import arrange_thin, axes_of, input_positions, restore
 from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .blends import Blend, blends
+from .examples import AS_THE_OP_ROUNDS
 
 _DIGITS = "the number w is taken to 12 digits"
-# a - w * (a - b): the sign of a product and of a difference costs no rounding
-_AS_THE_OP_ROUNDS = frozenset({"x + w * (y - x)", "x - w * (x - y)"})
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class LerpPass:
             # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
             # asked for they are told as structures, and not declined one by one.
             if asked or "1 - w" not in blend.match.scalars:
-                yield from examined(search, self.name, blend.nodes[-1], _BlendSite(self, search, blend).examine)
+                yield from _BlendSite(self, search, blend).examined()
 
 
 class _BlendSite(Site):
@@ -60,29 +59,24 @@ class _BlendSite(Site):
 
     def __init__(self, pass_: Pass, search: Search, blend: Blend) -> None:
         super().__init__(pass_, search, blend.nodes[-1])
-        self.blend, self.view = blend, blend.view
+        self.blend, self.view, self.nodes = blend, blend.view, blend.nodes
 
     def examine(self) -> Candidate | Rejection:
-        text = self.blend.form.text.partition(", w a number")[0]
-        if text not in _AS_THE_OP_ROUNDS and not option(self.search, self.pass_, "reassociate"):
+        reassociated = self.blend.form.example.fn not in AS_THE_OP_ROUNDS
+        if reassociated and not option(self.search, self.pass_, "reassociate"):
             sentence = (
                 f"{anchor_text(self.anchor)} is {self.blend.form.text}, which rounds differently from x + w * (y - x)"
             )
             edit = "write x + w * (y - x), or allow it: passes=Strategy(lerp=dict(reassociate=True), ...)"
-            return self.rejection("rounding", sentence, edit=edit, site=self.blend.nodes, concepts=("lerp",))
-        try:
-            return self.candidate(text not in _AS_THE_OP_ROUNDS)
-        except NotARegion as reason:
-            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", site=self.blend.nodes)
+            self.decline("rounding", sentence, edit=edit, concepts=("lerp",))
+        return self.candidate(reassociated)
 
     def candidate(self, reassociated: bool) -> Candidate | Rejection:
         found = self.blend.match
         # Where w is a number, so are the factors of x and y: the blend's own, since a leaf of its view carries none.
         scaled = frozenset("xy") if "w" in found.scalars else frozenset()
         region = cut(self.view, self.anchor.outputs[0], found.leaves, scaled, through_casts=frozenset(found.leaves))
-        problem = self.dtypes(region)
-        if problem is not None:
-            return problem
+        self.check_dtypes(region)
         digits = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
         notes = (
             *digits,
@@ -103,8 +97,8 @@ class _BlendSite(Site):
         """What another spelling makes of the same numbers: y - x is larger than x and y where they differ in sign."""
         return f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does", edge_note(dtype)
 
-    def dtypes(self, region: Region) -> Rejection | None:
-        """The rejection for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
+    def check_dtypes(self, region: Region) -> None:
+        """Declines for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
         result_dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         rounding, narrow = _rounding(region), _narrow(region)
@@ -118,8 +112,8 @@ class _BlendSite(Site):
         elif any(narrows(result_dtype, v.dtype) for v in region.leaves.values()):
             problem = f"makes {result_dtype} of {', '.join(sorted(given))}; the fused op would round its operands first"
         else:
-            return None
-        return self.rejection("dtype", f"{where} {problem}", edit=edit, site=region.nodes)
+            return
+        self.decline("dtype", f"{where} {problem}", edit=edit, site=region.nodes)
 
 
 def _rounding(region: Region) -> Node | None:

@@ -17,15 +17,17 @@ import numpy as np
 
 from ....errors import unknown_name
 from ....graph.certify.alike import most_sizes_first
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import close
-from ....graph.matching.region import CASTS, NotARegion, Region, cut
+from ....graph.matching.region import CASTS, Region, cut
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ...engine.base import Search, anchor_text, examined, option, reason_to_tell
+from ...engine.base import Search, anchor_text, option, reason_to_tell
+from ...engine.declining import attempted
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import Passage, narrow, passage, rounding
 from .beyond import activations_beyond, is_pointwise_convolution
@@ -78,7 +80,7 @@ class GemmEpiloguePass:
         self.check(search.options)
         claimed: set[int] = set()
         for node in most_sizes_first(filter(_is_anchor, search.block.nodes)):
-            for outcome in examined(search, self.name, node, _ProductSite(self, search, node).examine):
+            for outcome in _ProductSite(self, search, node).examined():
                 claimed |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
                 yield outcome
         yield from activations_beyond(self, search, claimed)
@@ -110,6 +112,8 @@ class Wide:
 
 class _ProductSite(LinearSite):
     """One product, from anchor to candidate or rejection."""
+
+    progress = 1, 2  # the product alone
 
     def examine(self) -> Iterator[Candidate | Rejection]:
         if is_pointwise_convolution(self.anchor) and self.view.nodes[self.nid(self.product)].op != "dot":
@@ -161,7 +165,7 @@ class _ProductSite(LinearSite):
             behind = Epilogue(self, linear.value, linear.bias)
             end, name, problem = behind.activation()
         if end is not None and name is not None:
-            yield self.candidate(linear, end, name, (), way.views)
+            yield self.attempt(self.candidate, linear, end, name, (), way.views)
             return
 
         def otherwise() -> Iterator[Candidate | Rejection]:
@@ -169,7 +173,7 @@ class _ProductSite(LinearSite):
 
         if behind.leaking is not None and self.search.differentiated:
             end, name = behind.leaking
-            outcome = self.candidate(linear, end, name, (), way.views)
+            outcome = self.attempt(self.candidate, linear, end, name, (), way.views)
             if isinstance(outcome, Candidate):
                 yield replace(outcome, otherwise=lambda: self.by_rule(linear, end, name, way.views, otherwise))
                 return
@@ -185,7 +189,9 @@ class _ProductSite(LinearSite):
         otherwise: Callable[[], Iterator[Candidate | Rejection]],
     ) -> Iterator[Candidate | Rejection]:
         """A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all."""
-        outcome = self.candidate(linear, end, "relu", (_BY_RULE,), views, True) if activation == "relu_tie" else None
+        outcome = None
+        if activation == "relu_tie":
+            outcome = self.attempt(self.candidate, linear, end, "relu", (_BY_RULE,), views, True)
         if isinstance(outcome, Candidate):
             yield replace(outcome, otherwise=otherwise)
         else:
@@ -200,17 +206,17 @@ class _ProductSite(LinearSite):
         summed = None if linear.bias else summed_over_devices(self, self.product)
         notes = (f"linear part only: {problem.sentence}",) if problem else ()
         if linear.bias:
-            yield self.candidate(linear, linear.value, "none", notes)
+            yield self.attempt(self.candidate, linear, linear.value, "none", notes)
         elif summed is not None:
             notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
-            yield self.candidate(linear, linear.value, "none", notes)
+            yield self.attempt(self.candidate, linear, linear.value, "none", notes)
 
     def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:
         """The product with the activation that was declined, as a region; None where it cannot be cut out."""
-        try:
-            return None if leaking is None else cut(self.view, leaking[0], linear.leaves, as_read=frozenset({"x"}))
-        except NotARegion:
+        if leaking is None:
             return None
+        read = frozenset({"x"})
+        return attempted(lambda: cut(self.view, leaking[0], linear.leaves, as_read=read), lambda reason: None)
 
     def candidate(
         self,
@@ -226,22 +232,19 @@ class _ProductSite(LinearSite):
         `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
         """
         dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
-        try:
+        region, more = self.region(linear, end, dtype)
+        if dtype is not None and linear.bias and region.leaves["b"].dtype != dtype:
+            dtype = None  # a bias that is made in float32 of one of 16 bits: so is the whole
             region, more = self.region(linear, end, dtype)
-            if dtype is not None and linear.bias and region.leaves["b"].dtype != dtype:
-                dtype = None  # a bias that is made in float32 of one of 16 bits: so is the whole
-                region, more = self.region(linear, end, dtype)
-            after = (*views, *more)
-            if by_rule:
-                region = replace(region, relus=_maximum(region))
-            wide = Wide() if dtype is None else self.wide(region, dtype)
-            problem = self.conditions(linear, region, activation, wide)
-            if problem is not None:
-                return replace(problem, site_ids=problem.site_ids | region.node_ids)
-            attrs = activation, wide.attrs
-            plan = linear_plan(self, linear, region, after, attrs, region.root.dtype if self.mixed(region) else None)
-        except NotARegion as reason:
-            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}", [self.anchor], (1, 2), None)
+        after = (*views, *more)
+        if by_rule:
+            region = replace(region, relus=_maximum(region))
+        wide = Wide() if dtype is None else self.wide(region, dtype)
+        problem = self.conditions(linear, region, activation, wide)
+        if problem is not None:
+            return replace(problem, site_ids=problem.site_ids | region.node_ids)
+        attrs = activation, wide.attrs
+        plan = linear_plan(self, linear, region, after, attrs, region.root.dtype if self.mixed(region) else None)
         concepts = concepts_of(linear.bias, activation)
         notes = (*notes, *wide.notes(activation, linear.bias))
         return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
@@ -301,10 +304,10 @@ class _ProductSite(LinearSite):
         """The rejection for what the fused op does not take.
 
         Raises:
-          NotARegion: the product is not in the region.
+          Declined: the product is not in the region.
         """
         if self.anchor not in region.nodes:
-            raise NotARegion("the product does not stand inside the site")
+            raise Declined("the product does not stand inside the site")
         concepts = concepts_of(linear.bias, activation)
         return self.dtypes(region, wide, concepts) or self.operands(linear, region, concepts)
 
@@ -371,11 +374,11 @@ def _maximum(region: Region) -> frozenset[int]:
     """The one maximum of a site.
 
     Raises:
-      NotARegion: there are several.
+      Declined: there are several.
     """
     found = frozenset(n.id for n in region.nodes if n.primitive == "max")
     if len(found) != 1:
-        raise NotARegion("it is made of several maxima")
+        raise Declined("it is made of several maxima")
     return found
 
 

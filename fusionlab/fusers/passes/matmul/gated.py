@@ -14,7 +14,8 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ....graph.certify.activations import between
-from ....graph.matching.region import CASTS, NotARegion, Region
+from ....graph.declined import Declined
+from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Atom, Node, Value
 from ....graph.program.scopes import is_backward
 from ....kernels import OPS
@@ -22,7 +23,7 @@ from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
-from ...engine.base import AUTO_AXES, Pass, Search, Substitution, anchor_text, examined
+from ...engine.base import AUTO_AXES, Pass, Search, Substitution, anchor_text
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import is_half, passage, rounding
 from ...engine.site import Site
@@ -64,7 +65,7 @@ def gated_pairs(pass_: Pass, search: Search, named: str | None) -> Iterator[Cand
         return
     for node in search.block.nodes:
         if node.primitive == "mul" and not is_backward(node.eqn):
-            yield from examined(search, pass_.name, node, GatedSite(pass_, search, node, named).examine)
+            yield from GatedSite(pass_, search, node, named).examined()
 
 
 class GatedSite(Site):
@@ -97,10 +98,7 @@ class GatedSite(Site):
                 f"{anchor_text(node)} stands between {name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
             )
             return self.rejection(BETWEEN.get(node.primitive, "structure"), sentence, [node], (1, 2))
-        try:
-            return self.candidate(gate, up, end, name)
-        except NotARegion as reason:
-            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        return self.attempt(self.candidate, gate, up, end, name)
 
     def widened(self, product: Value) -> Value:
         """A product of 16 bits, or the float32 that it alone is widened to: the fused op computes in that, and rounds once."""
@@ -261,7 +259,7 @@ class GatedSite(Site):
         block, view, root, up = self.search.block, self.view, self.root(gate), side.product
         shared = self.common(gate, up)
         if shared is None:
-            raise NotARegion("its products do not read the same x: one of it is cast or laid out in another way")
+            raise Declined("its products do not read the same x: one of it is cast or laid out in another way")
         x, dtypes, passed = shared
         leaves = {"x": x, "w": gate.inputs[1], "v": up.inputs[1]}
         last = (block.producer[root.id],) if root is not self.anchor.outputs[0] else ()

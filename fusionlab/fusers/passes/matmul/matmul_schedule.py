@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from ....errors import ArgumentError
 from ....graph.certify.activations import ACTIVATION_PRIMITIVES
-from ....graph.matching.region import NotARegion, escapes
+from ....graph.declined import Declined
+from ....graph.matching.region import escapes
 from ....graph.program.ir import Node, dtype_text
 from ....graph.program.scopes import is_backward
 from ....graph.settings import jax_defaults
@@ -25,7 +26,7 @@ from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import ProductAxes, canonical
 from ....kernels.ops.matmul.op import MATMUL
 from ....kernels.ops.matmul.routes import Answer
-from ...engine.base import Pass, Search, Substitution, examined, option, propose
+from ...engine.base import Pass, Search, Substitution, option, propose
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .gated import GATED_MEANING, IMPLEMENTATIONS, gated_implementation, gated_pairs
@@ -75,7 +76,7 @@ class MatmulSchedulePass:
             return  # there all stay with XLA
         for node in search.block.nodes:
             if node.primitive == "dot_general" and not is_backward(node.eqn):
-                yield from examined(search, self.name, node, Routed(self, search, node, library).examine)
+                yield from Routed(self, search, node, library).examined()
 
 
 def checked_switch(library: Any) -> bool | None:
@@ -128,25 +129,22 @@ class Routed(Site):
         given, full = MATMUL.prepare(shapes_of(call), call.attrs | settings)
         return MATMUL.routes(given, self.search.device, **full)
 
-    def examine(self) -> Iterator[Candidate | Rejection]:
+    def examine(self) -> Candidate | Rejection | None:
         found = self.decided()
         if found is None:
-            return
+            return None
         call, answers = found
         named = self.search.implementation
         if named is not None and answers[-1].route.implementation != named:
-            return  # that one does not take it
+            return None  # that one does not take it
         if answers[-1].route.name == "xla" and not call.widened:
-            return
-        try:
-            yield self.candidate(call)
-        except NotARegion as reason:
-            yield self.rejection("structure", f"{self.anchor.outputs[0]!r}: {reason}")
+            return None
+        return self.candidate(call)
 
     def candidate(self, call: ProductCall) -> Candidate | Rejection:
         region = region_of(self, call)
         if escapes(region):
-            raise NotARegion("an inner value is read outside of it")
+            raise Declined("an inner value is read outside of it")
         note = _WIDENED.format(call.a.dtype)
         plan = _plan(self, call, region.inputs)
         notes = (note,) if call.widened else ()

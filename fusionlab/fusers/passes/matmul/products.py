@@ -16,8 +16,9 @@ import numpy as np
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.activations import between
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
-from ....graph.matching.region import CASTS, SCALINGS, NotARegion, Region, dead_with, widens
+from ....graph.matching.region import CASTS, SCALINGS, Region, dead_with, widens
 from ....graph.program.ir import Node, Value
 from ....kernels.op.arrays import is_default, is_explicitly_sharded
 from ....kernels.ops.matmul.axes import Dimensions, ProductAxes, canonical
@@ -249,7 +250,7 @@ def region_of(site: Site, call: ProductCall) -> Region:
     """The raw nodes between a call's operands and what it makes.
 
     Raises:
-      NotARegion: something is read inside that is no operand.
+      Declined: something is read inside that is no operand.
     """
     block, view = site.search.block, site.view
     leaves = call.leaves
@@ -263,7 +264,7 @@ def region_of(site: Site, call: ProductCall) -> Region:
         if value.id in stop or value.id in view.known_inputs or (node is not None and node.id in inner | support):
             continue
         if node is None:
-            raise NotARegion(f"{value!r} is read inside the site but is none of its operands")
+            raise Declined(f"{value!r} is read inside the site but is none of its operands")
         support[node.id] = node
         stack += node.values
     return region_with(view, call.value, leaves, inner, support)

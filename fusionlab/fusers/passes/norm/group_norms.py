@@ -14,11 +14,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ....graph.matching.region import NotARegion, Region, cut
+from ....graph.matching.region import Region, cut
 from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels import OPS
 from ...engine.base import Pass, Search, Substitution
+from ...engine.declining import attempted
 from ...engine.layout import input_positions
 from ...engine.outcomes import Candidate, Rejection
 from ..linear.epilogues import Epilogue
@@ -56,7 +57,7 @@ class GroupSite(NormSite):
                 continue
             joined = self.joined(value)
             for root, activation in (*self.activated(joined), (joined, "none")):
-                outcome = self.outcome(root, activation, vectors)
+                outcome = self.attempt(self.outcome, root, activation, vectors)
                 if outcome is not None:
                     yield outcome
 
@@ -126,16 +127,15 @@ class GroupSite(NormSite):
         leaves = {"x": self.channels.x, **vectors}
         shapes = {name: tuple(v.shape) for name, v in leaves.items()}
         nids = {name: self.nid(v) for name, v in leaves.items()}
-        try:
-            region = cut(self.view, root, nids, through_casts=frozenset(leaves), shapes=shapes)
-        except NotARegion:
+        casts = frozenset(leaves)
+        region = attempted(lambda: cut(self.view, root, nids, through_casts=casts, shapes=shapes), lambda reason: None)
+        if region is None or self.anchor not in region.nodes:
             return None
-        if self.anchor not in region.nodes or any(region.leaves[n].shape != shape for n, shape in shapes.items()):
+        if any(region.leaves[n].shape != shape for n, shape in shapes.items()):
             return None
+        self.check_dtypes(region)
         epsilon = self.epsilon()
-        problem = self.dtypes(region) or self.unguarded(epsilon)
-        if problem is not None:
-            return problem
+        self.check_guarded(epsilon)
         return self.offered(
             region, self.plan(region, activation, epsilon), _EDIT, self.notes(region), GROUP_NORM_CONCEPTS
         )

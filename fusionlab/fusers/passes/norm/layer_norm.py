@@ -19,10 +19,11 @@ import jax.numpy as jnp
 
 from ....graph.canonical.rules import is_jax_rule
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import Example, pattern_of
-from ....graph.matching.region import CASTS, NotARegion, Region, cut, escapes, widens
+from ....graph.matching.region import CASTS, Region, cut, escapes, widens
 from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
 from ....graph.program.scopes import in_backward, is_backward
@@ -145,7 +146,7 @@ class _NormSite(NormSite):
             found = self.matched(value)
             if found is None:
                 continue
-            outcome = self.named(self.candidate(found, value), found.pattern.example)
+            outcome = self.named(self.attempt(self.candidate, found, value), found.pattern.example)
             if isinstance(outcome, Rejection):
                 problem = problem or outcome
             elif outcome.otherwise is None:
@@ -254,22 +255,18 @@ class _NormSite(NormSite):
     # -- the candidate --------------------------------------------------------------------------------------------
 
     def candidate(self, found: Match, root: Value) -> Candidate | Rejection:
-        try:
-            region = cut(self.view, root, found.leaves, through_casts=frozenset(found.leaves))
-            if self.anchor not in region.nodes:
-                raise NotARegion("the root of the variance does not stand inside the site")
-            problem = self.scalars(found) or self.dtypes(region)
-            if problem is not None:
-                return problem
-            leaks = escapes(region)
-            if leaks:
-                problem = self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
-                plain = self.unless_paired(problem, lambda: self.proposed(found, region))
-            else:
-                plain = self.proposed(found, region)
-            return self.with_summands(plain, found, region)
-        except NotARegion as reason:
-            return self.rejection("structure", f"{anchor_text(self.anchor)}: {reason}")
+        region = cut(self.view, root, found.leaves, through_casts=frozenset(found.leaves))
+        if self.anchor not in region.nodes:
+            raise Declined("the root of the variance does not stand inside the site")
+        self.check_scalars(found)
+        self.check_dtypes(region)
+        leaks = escapes(region)
+        if leaks:
+            problem = self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
+            plain = self.unless_paired(problem, lambda: self.proposed(found, region))
+        else:
+            plain = self.proposed(found, region)
+        return self.with_summands(plain, found, region)
 
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
         """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
@@ -313,14 +310,14 @@ class _NormSite(NormSite):
             else outcome
         )
 
-    def scalars(self, found: Match) -> Rejection | None:
+    def check_scalars(self, found: Match) -> None:
         size = math.prod(found.sizes[c] for c in found.letters["n"])
         share, epsilon = found.scalars["1/N"], as_written(found.scalars["epsilon"])
         where = anchor_text(self.anchor)
         if not close(share, 1 / size):
             sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
-            return self.rejection("scalar", sentence, edit=BY_COUNT)
-        return self.unguarded(epsilon)
+            self.decline("scalar", sentence, edit=BY_COUNT)
+        self.check_guarded(epsilon)
 
 
 def _stands_alone(region: Region) -> bool:

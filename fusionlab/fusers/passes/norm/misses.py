@@ -83,14 +83,12 @@ class NormSite(Site):
         edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
         return self.rejection("axes", subject + where, edit=edit, concepts=concepts)
 
-    def unguarded(self, epsilon: float) -> Rejection | None:
-        """The rejection for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
-        if 0 < epsilon < _EPSILON_LIMIT:
-            return None
-        sentence = (
-            f"{anchor_text(self.anchor)} has epsilon {epsilon:g}; a norm's is above 0 and below {_EPSILON_LIMIT:g}"
-        )
-        return self.rejection("scalar", sentence, edit=f"use an epsilon above 0 and below {_EPSILON_LIMIT:g}")
+    def check_guarded(self, epsilon: float) -> None:
+        """Declines for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
+        if not 0 < epsilon < _EPSILON_LIMIT:
+            limits = f"above 0 and below {_EPSILON_LIMIT:g}"
+            sentence = f"{anchor_text(self.anchor)} has epsilon {epsilon:g}; a norm's is {limits}"
+            self.decline("scalar", sentence, edit=f"use an epsilon {limits}")
 
     def notes(self, region: Region) -> tuple[str, ...]:
         """What the fused op does better: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
@@ -98,7 +96,8 @@ class NormSite(Site):
         spread = any(n in region.nodes for n in self.around.shifts)
         return (_CANCELS,) * by_squares + (_SPREAD,) * spread
 
-    def dtypes(self, region: Region) -> Rejection | None:
+    def check_dtypes(self, region: Region) -> None:
+        """Declines for what the op does not compute in, or would not round."""
         x, dtype = region.leaves["x"].dtype, region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         edit = None
@@ -111,10 +110,10 @@ class NormSite(Site):
         else:
             rounding = _rounding(region, x)
             if rounding is None:
-                return None
+                return
             problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
             edit = "keep the statistics in the dtype of x, or a wider one"
-        return self.rejection("dtype", f"{anchor_text(self.anchor)} {problem}", edit=edit, site=region.nodes)
+        self.decline("dtype", f"{anchor_text(self.anchor)} {problem}", edit=edit, site=region.nodes)
 
     def shifted(self) -> Rejection | None:
         """The rejection for multiples of the root that are added up and are not x less its mean."""

@@ -18,11 +18,12 @@ from ....graph.canonical.axes import merged_axes
 from ....graph.canonical.fused_nodes import Labelled, node_labels
 from ....graph.canonical.nodes import ONE, CNode
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.program.ir import Value
 
 
-class Unread(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """What a layer has in a place where the op has something else; the message says what, `nid` where.
+class Unread(Declined):
+    """Declined for what a layer has in a place where the op has something else: at a canonical node, `nid`.
 
     `about` tells of a norm that is missing: "norm before" or "norm after" the value there.
     """
@@ -30,8 +31,8 @@ class Unread(Exception):  # noqa: N818 - an answer to the search, not an error o
     def __init__(
         self, message: str, nid: int, code: str = "structure", edit: str | None = None, about: str = ""
     ) -> None:
-        super().__init__(message)
-        self.nid, self.code, self.edit, self.about = nid, code, edit, about
+        super().__init__(message, code, edit=edit)
+        self.nid, self.about = nid, about
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from typing import Any, TypeVar
 from ....graph.canonical.nodes import FoldedNodes
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.certify import ProofOutcome
+from ....graph.declined import Declined
 from ....graph.jax_compat import names_an_axis
-from ....graph.matching.region import NotARegion, Region, escapes
+from ....graph.matching.region import Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
 from ...engine.base import LEFT, Pass, Search, Substitution, anchor_text, faulty, found_at, option, propose, reject
+from ...engine.declining import attempted
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
 from ...engine.site import FUSE_FIRST, Site
@@ -191,7 +193,7 @@ class MultiTransformerPass:
         def looked() -> Found | Rejection | None:
             if nid not in found.read:
                 found.failed.add(nid)
-                found.read[nid] = _read(found.view, nid)
+                found.read[nid] = LayerReader(found.view, nid).read()
                 found.failed.discard(nid)
             layer = found.read[nid]
             if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
@@ -212,23 +214,31 @@ class MultiTransformerPass:
         if isinstance(layer, Partial):
             reported = layer.steps >= _REPORTED or not search.by_default
             return self.partial(search, found, anchor, layer) if reported else None
-        try:
-            plan = planned(found.view, site_of(search, found.view, layer, attention))
-            check_fits(search, plan, layer_plan(plan, None))
-        except (Unread, NotARegion) as why:
-            unread = why if isinstance(why, Unread) else Unread(str(why), layer.attention)
+
+        def declined(why: Declined) -> Rejection:
+            unread = why if isinstance(why, Unread) else Unread(why.sentence, layer.attention)
             products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
             nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
-            return self.partial(
-                search, found, anchor, Partial(unread, READING_STEPS, self.decoder, self.fused, nids, layer.axes)
-            )
+            partial = Partial(unread, READING_STEPS, self.decoder, self.fused, nids, layer.axes)
+            return self.partial(search, found, anchor, partial)
+
+        return attempted(lambda: self.fitted(search, found, attention, layer), declined)
+
+    def fitted(self, search: Search, found: _Folded, attention: Candidate, layer: LayerRead) -> Found | Rejection:
+        """A layer that was read to its end.
+
+        Raises:
+          Declined: it cannot be cut out, or the op does not take it.
+        """
+        plan = planned(found.view, site_of(search, found.view, layer, attention))
+        check_fits(search, plan, layer_plan(plan, None))
         region = plan.site.region
         proposed = propose(
             search,
             self.name,
             region,
             layer_plan(plan, search.implementation),
-            anchor,
+            _anchor(search, attention),
             _notes(found.view, plan.site),
             ("transformer_layer",),
             sums=self.spread,
@@ -289,13 +299,6 @@ def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
 
 
-def _read(view: CanonicalView, nid: int) -> LayerRead | Partial:
-    try:
-        return LayerReader(view, nid).read()
-    except Partial as partial:
-        return partial
-
-
 def _anchor(search: Search, site: Candidate) -> Node:
     """The node that makes a site's result."""
     return search.block.producer[site.root.id]
@@ -339,7 +342,7 @@ def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     weights = "one weight" if site.layer.fused else "three weights"
     norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
-    notes = (note for piece in pieces for note in piece.notes if note != MADE_OUTSIDE and not note.startswith(LEFT))
+    notes = (note for piece in pieces for note in piece.notes if note not in (MADE_OUTSIDE, LEFT + piece.idle))
     return (
         f"weights are read as they lie: {weights} for queries, keys and values, nothing is repacked",
         *dict.fromkeys(notes),

@@ -13,6 +13,8 @@ from typing import Any
 from ....graph.canonical.fused_nodes import node_labels
 from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
+from ...engine.declining import attempted
 from .axes import Side, Unread, is_plain, is_product_of, read_by, side_of, slot_of, slot_reading
 from .caches import CacheJoin
 from .norms import NormRead, NormWalk
@@ -82,36 +84,36 @@ class LayerRead:
         return self.sizes.get("h", 1) if "h" in self.keys.atoms else 1
 
 
-class Partial(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """A layer that was read so far only: the steps done, whether it is a decoder and fused as far as known, and why it ends."""
+@dataclass(frozen=True)
+class Partial:
+    """A layer that was read so far only: why it ends, the steps done, and whether it is a decoder and fused as far as known."""
 
-    def __init__(
-        self, why: Unread, steps: int, decoder: bool, fused: bool, nids: tuple[int, ...], axes: tuple[str, ...] = ()
-    ) -> None:
-        super().__init__(str(why))
-        self.why, self.steps, self.decoder, self.fused, self.nids, self.axes = why, steps, decoder, fused, nids, axes
+    why: Unread
+    steps: int
+    decoder: bool
+    fused: bool
+    nids: tuple[int, ...]
+    axes: tuple[str, ...]
 
 
 class LayerReader(NormWalk, ResidualWalk):
-    """Reads the layer around one attention of a view.
-
-    Raises (`read`):
-      Partial: it is none; the exception says how far it got.
-    """
+    """Reads the layer around one attention of a view."""
 
     def __init__(self, view: CanonicalView, attention: int) -> None:
         super().__init__(view, attention)
         self.met.append(attention)
         self.factor = 1.0
 
-    def read(self) -> LayerRead:
-        try:
-            return self._read()
-        except Unread as why:
-            op = self.node(why.nid).op
-            if why.code == "structure" and op in REJECTION_CODES:
-                why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, REJECTION_CODES[op])
-            raise Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes) from None
+    def read(self) -> LayerRead | Partial:
+        """The layer; how far it got where it is none."""
+        return attempted(self._read, self._partial)
+
+    def _partial(self, why: Declined) -> Partial:
+        assert isinstance(why, Unread)
+        op = self.node(why.nid).op
+        if why.code == "structure" and op in REJECTION_CODES:
+            why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, REJECTION_CODES[op])
+        return Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes)
 
     def _read(self) -> LayerRead:
         node = self.node(self.attention)
@@ -266,10 +268,7 @@ class LayerReader(NormWalk, ResidualWalk):
 
     def norm_after(self, total: Side) -> NormRead:
         total = self.towards(total, ("layer_norm",))
-        try:
-            node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm")
-        except Unread as why:
-            raise Unread(str(why), why.nid, why.code, about="norm after") from None
+        node = self.reader(total, "the residual sum", {"layer_norm"}, "a norm", "norm after")
         return self.norm(self.norm_from(Side(node.id, total.shown)))
 
     def feed_forward(self, fed: Side) -> tuple[Projection, Projection | None, Projection]:

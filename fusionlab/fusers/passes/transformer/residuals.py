@@ -27,19 +27,22 @@ class ResidualWalk(StreamWalk, FactorWalk):
         self.axes: tuple[str, ...] = ()
         self.alone: int | None = None
 
-    def reader(self, side: Side, name: str, wanted: Collection[str], needed: str) -> CNode:
-        """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out."""
+    def reader(self, side: Side, name: str, wanted: Collection[str], needed: str, about: str = "") -> CNode:
+        """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out.
+
+        Raises:
+          Unread: there is none, or several; with `about`.
+        """
         users = self.readers(side.nid)
         fit = [n for n in users if n.op in wanted]
         if len(fit) == 1:
             return fit[0]
         if not users:
-            raise Unread(f"nothing reads {name}, needed {needed}", side.nid)
+            raise Unread(f"nothing reads {name}, needed {needed}", side.nid, about=about)
         if not fit:
-            raise Unread(
-                f"{', '.join(sorted({n.op for n in users}))} reads {name} where the op has {needed}", users[0].id
-            )
-        raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {name}, needed one", side.nid)
+            readers = ", ".join(sorted({n.op for n in users}))
+            raise Unread(f"{readers} reads {name} where the op has {needed}", users[0].id, about=about)
+        raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {name}, needed one", side.nid, about=about)
 
     def sum_of(self, side: Side, name: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""

@@ -10,11 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.dtypes import narrows
-from ....graph.matching.region import NotARegion, Region, cut, escapes, look_through
+from ....graph.matching.region import Region, cut, escapes, look_through
 from ....graph.primitives import SUMS_OVER_DEVICES
 from ....graph.program.ir import Value
 from ...engine.base import Search, all_nodes, escape_text
+from ...engine.declining import attempted
 from ...engine.outcomes import Candidate
 from .axes import Atoms, Side, Unread, all_letters
 from .factors import BOTH, FACTOR
@@ -178,7 +180,7 @@ def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Ca
       attention: the attention's own site.
 
     Raises:
-      NotARegion, Unread: it cannot be.
+      Declined: it cannot be.
     """
     assert attention.region is not None
     leaves = operands_of(layer)
@@ -212,11 +214,11 @@ def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
     """Whether the region reads what its tables are made of as they do.
 
     Raises:
-      NotARegion: it does not.
+      Declined: it does not.
     """
     other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
     if other is not None:
-        raise NotARegion(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
+        raise Declined(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
 
 
 def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) -> None:
@@ -290,7 +292,7 @@ def _cut(
             if region.leaves["x"].shape == root.shape:
                 return region
             return _shaped_alike(base, root, given, wide, as_read, others) or region
-    raise NotARegion(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
+    raise Declined(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
 
 
 def _shaped_alike(
@@ -304,12 +306,10 @@ def _shaped_alike(
     """The region that takes x as it gives its result, as the layers after it do: what makes a token's embedding that is none of the layer's
     own. None where x is not read so throughout.
     """
-    try:
-        region = cut(base, root, given, frozenset(), as_read, wide, others, {"x": root.shape})
-    except NotARegion:
-        return None
-    x = region.leaves["x"]
-    return region if (x.shape, x.dtype) == (root.shape, root.dtype) else None
+    shapes = {"x": root.shape}
+    region = attempted(lambda: cut(base, root, given, frozenset(), as_read, wide, others, shapes), lambda why: None)
+    x = None if region is None else region.leaves["x"]
+    return region if x is not None and (x.shape, x.dtype) == (root.shape, root.dtype) else None
 
 
 def _mask_leaves(attention: Candidate) -> dict[str, Value]:
@@ -322,7 +322,7 @@ def _raw(view: CanonicalView, nid: int, dtype: Any) -> Value:
     for value in view.values_of.get(nid, ()):
         if dtype is None or value.dtype == dtype:
             return value
-    raise NotARegion("one of its operands is no value of the program's own")
+    raise Declined("one of its operands is no value of the program's own")
 
 
 def _base_id(view: CanonicalView, base: CanonicalView, nid: int) -> int:
@@ -353,7 +353,7 @@ def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
     """The precision of its products, and of the attention's where that is another.
 
     Raises:
-      NotARegion: they differ otherwise.
+      Declined: they differ otherwise.
     """
     if region.root.dtype not in (jnp.float32, jnp.float64):
         return None, None  # 16-bit products are summed in float32 whatever is asked
@@ -366,10 +366,10 @@ def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
                 found[top.id in own][str(asked)] = asked
     products, inner = found
     if len(products) > 1 or len(inner) > 1:
-        raise NotARegion(f"its products ask for different precisions: {', '.join(sorted({**products, **inner}))}")
+        raise Declined(f"its products ask for different precisions: {', '.join(sorted({**products, **inner}))}")
     of_products, of_attention = (next(iter(f.values()), None) for f in found)
     if str(of_products) == str(of_attention):
         return of_products, None
     if of_attention is None:
-        raise NotARegion(f"its products ask for precision {of_products}, and those of the attention for none")
+        raise Declined(f"its products ask for precision {of_products}, and those of the attention for none")
     return of_products, of_attention

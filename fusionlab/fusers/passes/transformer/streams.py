@@ -8,7 +8,8 @@ from ....graph.canonical.nodes import ONE, CNode, FoldedNodes
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.program.ir import Node, Value
-from .axes import Side, Unread
+from ...engine.declining import attempted
+from .axes import Side
 from .projections import ProjectionWalk
 
 _SUMS = frozenset({"add", "add_any"})
@@ -70,10 +71,7 @@ class StreamWalk(ProjectionWalk):
         users = self.readers(end.nid)
         if end.shown == x.shown or [n.op for n in users] != ["reshape"] or self._is_returned(end.nid):
             return end
-        try:
-            parted = self.after_reshape(users[0], end.shown)
-        except Unread:
-            return end
+        parted = attempted(lambda: self.after_reshape(users[0], end.shown), lambda why: end)
         return parted if parted.shown == x.shown else end
 
     def same_value(self, first: Side, second: Side) -> bool:
@@ -82,7 +80,4 @@ class StreamWalk(ProjectionWalk):
 
     def in_rows(self, side: Side) -> Side:
         """What a value is made of by reshapes; itself where one of them deals out rows in another way."""
-        try:
-            return self.up(side, parts=False)
-        except Unread:
-            return side
+        return attempted(lambda: self.up(side, parts=False), lambda why: side)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from ...op.arrays import FLOATS
 from ...op.card import CUBLASLT, CUDA, XLA, Card, Variants
 from .elementwise import KERNEL_ACTIVATIONS, SOURCE, backward_plan, forward_plan, saves_for_backward
-from .op import DTYPES, GEMM_EPILOGUE
+from .op import GEMM_EPILOGUE
 
 # On other architectures than sm_90: each dtype, each kind of saved value, and each function of the special function unit once.
 SAMPLE = (
@@ -20,7 +21,7 @@ SAMPLE = (
 
 def variants(arch: str) -> Variants:
     """Each dtype with each activation."""
-    pairs = [(d, a) for d in DTYPES for a in KERNEL_ACTIVATIONS] if arch == "sm_90" else SAMPLE
+    pairs = [(d, a) for d in FLOATS for a in KERNEL_ACTIVATIONS] if arch == "sm_90" else SAMPLE
     for dtype, activation in pairs:
         columns = (256, 255) if (dtype, activation) in SAMPLE else (256,)  # 255: one element at a time
         for n in columns:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...op.arrays import FLOATS
 from ...op.card import Card, Variants
-from .op import DTYPES, LERP
+from .op import LERP
 from .plan import SLOTS, SOURCE, backward_passes, forward_plan
 
 _SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
@@ -18,7 +19,7 @@ _SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
 def variants(arch: str) -> Variants:
     """Element by element, and each kind of sum with what fits a vector and what does not."""
     some = _SHAPES if arch == "sm_90" else ("images", "two sums")
-    for dtype in DTYPES if arch == "sm_90" else DTYPES[:2]:
+    for dtype in FLOATS if arch == "sm_90" else FLOATS[:2]:
         for kind in some:
             given = dict(zip(SLOTS, _SHAPES[kind], strict=True))
             name = f"lerp {dtype} {kind}"
