@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ..errors import ArgumentError, unknown_name
 from ..kernels import OPS
-from ..kernels.op.op import Op
 from .engine.base import Pass
 from .passes.attention.dot_product_attention import DotProductAttentionPass
+from .passes.custom.written_pass import WrittenPass
 from .passes.lerp.lerp import LerpPass
 from .passes.linear.gemm_epilogue import GemmEpiloguePass
 from .passes.matmul.matmul_schedule import MatmulSchedulePass
@@ -33,8 +34,8 @@ def registry() -> dict[str, Pass]:
     return {p.name: p for p in _BUILT_IN} | _ADDED
 
 
-def add_pass(pass_: Pass) -> None:
-    """Adds a pass.
+def add_pass(pass_: Any) -> None:
+    """Adds a pass: a `Pass`, or an object with the attributes that one needs.
 
     Raises:
       ArgumentError: its name is taken, or it lacks an attribute of `fusionlab.fusers.Pass`.
@@ -46,7 +47,7 @@ def add_pass(pass_: Pass) -> None:
         )
     if pass_.name in registry():
         raise ArgumentError(f"register: a pass named {pass_.name!r} exists already; choose another name")
-    _ADDED[pass_.name] = pass_
+    _ADDED[pass_.name] = pass_ if isinstance(pass_, Pass) else WrittenPass(pass_)
 
 
 def remove_pass(name: str) -> None:
@@ -63,12 +64,7 @@ def remove_pass(name: str) -> None:
         raise unknown_name("pass", name, registry())
 
 
-def op_of(pass_: Pass) -> Op:
-    """The op that a pass rewrites to: one of this package's, by name, or the pass's own."""
-    return getattr(pass_, "fused_op", None) or OPS[pass_.op]
-
-
 def implementations() -> Mapping[str, tuple[str, ...]]:
     """Op -> the names of its implementations: every op there is."""
-    ops = {**OPS, **{p.op: op_of(p) for p in registry().values()}}
+    ops = {**OPS, **{p.op: p.fused_op for p in registry().values()}}
     return {name: tuple(op.implementations) for name, op in ops.items()}

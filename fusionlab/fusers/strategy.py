@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
-from .engine.base import BY_DEFAULT, GRADIENT, Pass, check_options, has_gradient
+from .engine.base import BY_DEFAULT, GRADIENT, Pass
 
 
 class Strategy(Mapping[str, Any]):
@@ -71,7 +71,7 @@ def select(
       ArgumentError: a `_grad` without its pass, or with options.
     """
     if passes is None:
-        return [(p, {BY_DEFAULT: True}) for p in registry.values() if not getattr(p, "named_only", False)]
+        return [(p, {BY_DEFAULT: True}) for p in registry.values() if not p.named_only]
     if isinstance(passes, str):
         passes = [passes]
     chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
@@ -80,7 +80,7 @@ def select(
     for name, pass_ in registry.items():
         value = chosen.get(name, False)
         options = dict(value) if isinstance(value, Mapping) else {}
-        check_options(pass_, options)
+        pass_.check_names(options)
         if chosen.get(f"{name}_grad", True) is False:
             options[GRADIENT] = False
         if value is not False:
@@ -94,8 +94,8 @@ def _check_names(registry: Mapping[str, Pass], chosen: Mapping[str, Any]) -> Non
         if name in registry:
             continue
         forward = registry.get(name.removesuffix("_grad"))
-        if forward is None or not has_gradient(forward):
-            gradients = (f"{n}_grad" for n, p in registry.items() if has_gradient(p))
+        if forward is None or forward.forward_only:
+            gradients = (f"{n}_grad" for n, p in registry.items() if not p.forward_only)
             raise unknown_name("pass", name, (*registry, *gradients))
         _check_gradient(name, value, chosen)
 

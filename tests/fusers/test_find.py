@@ -14,7 +14,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
-from fusionlab.fusers.engine.base import reject
+from fusionlab.fusers.engine.base import Pass, reject
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import _number, find_in
 from fusionlab.fusers.registry import registry
@@ -386,7 +386,7 @@ def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
     assert [p.name for p in passes][: len(PASSES)] == list(PASSES)
     for pass_ in passes:
         fn, args = pass_.sample()
-        device, options = getattr(pass_, "sample_for", (None, {}))
+        device, options = pass_.sample_for
         asked = fl.Strategy(**{pass_.name: dict(options)})
         assert forward_counts(fl.find(fn, *args, passes=asked, device=device)) == {pass_.name: 1}
         assert pass_.formula
@@ -485,11 +485,10 @@ def test_a_registered_pass_must_be_whole_and_new():
         fl.register(registry()["gemm_epilogue"])
 
 
-class _Sines:
+class _Sines(Pass):
     """Declines every sine: the smallest pass there is."""
 
     name, op, formula, needs = "sines", "gemm_epilogue", "sin(x)", "nothing"
-    options: dict = {}  # noqa: RUF012
 
     def sample(self):
         return jnp.sin, (X,)

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.matching.region import NotARegion, Region, escapes
-from ...engine.base import option, propose, reason_to_tell
+from ...engine.base import propose, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection
 from .conditions import AttentionConditions
 from .dropout import NotDrawn, draw_of, kept_as_data
@@ -73,7 +73,7 @@ class AttentionProposals(AttentionConditions):
         """
         attrs = attention_attributes(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
-        if option(self.search, self.pass_, "deterministic"):
+        if self.pass_.option(self.search, "deterministic"):
             attrs["deterministic"] = True
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:

@@ -8,9 +8,9 @@ A product that stays with XLA as it is written is no candidate and no rejection:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -25,7 +25,7 @@ from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import ProductAxes, canonical
 from ....kernels.ops.matmul.op import MATMUL
 from ....kernels.ops.matmul.routes import Answer
-from ...engine.base import Pass, Search, Substitution, examined, option, propose
+from ...engine.base import Option, Pass, Search, Substitution, propose
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .gated import GATED_MEANING, IMPLEMENTATIONS, gated_implementation, gated_pairs
@@ -35,27 +35,23 @@ from .route_table import ProductRoute, Routes, tag_of
 _WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
 
 
-@dataclass(frozen=True)
-class MatmulSchedulePass:
+class MatmulSchedulePass(Pass):
     """See the module docstring."""
 
-    name: str = "matmul_schedule"
-    op: str = "matmul"
-    formula: str = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
-    needs: str = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
-    options: Any = None
-    takes_the_rest: bool = (
-        True  # where its op overlaps with another pass's, that one wins, unless it would run XLA's own code
-    )
-    # Device and options of the sample.
-    sample_for: tuple[str, Mapping[str, Any]] = ("sm_90", MappingProxyType({"library": True}))
-
-    def __post_init__(self) -> None:
-        meaning = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
-        library = (None, meaning, (None, True, False))
-        object.__setattr__(
-            self, "options", {"library": library, "gated": (None, GATED_MEANING, (None, *IMPLEMENTATIONS))}
-        )
+    name = "matmul_schedule"
+    op = "matmul"
+    formula = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
+    needs = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
+    options: ClassVar = {
+        "library": Option(
+            None,
+            "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest",
+            (None, True, False),
+        ),
+        "gated": Option(None, GATED_MEANING, (None, *IMPLEMENTATIONS)),
+    }
+    takes_the_rest = True
+    sample_for = "sm_90", MappingProxyType({"library": True})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def product(a: Any, b: Any, bias: Any) -> Any:
@@ -68,14 +64,16 @@ class MatmulSchedulePass:
         checked_switch(options.get("library"))
         gated_implementation(options.get("gated"))
 
+    def is_anchor(self, node: Node) -> bool:
+        return node.primitive == "dot_general" and not is_backward(node.eqn)
+
+    def examine(self, search: Search, anchor: Node) -> Iterator[Candidate | Rejection]:
+        return Routed(self, search, anchor, self.option(search, "library")).examine()
+
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        library = checked_switch(option(search, self, "library"))
-        yield from gated_pairs(self, search, gated_implementation(option(search, self, "gated")))
-        if search.device.platform != "cuda":
-            return  # there all stay with XLA
-        for node in search.block.nodes:
-            if node.primitive == "dot_general" and not is_backward(node.eqn):
-                yield from examined(search, self.name, node, Routed(self, search, node, library).examine)
+        yield from gated_pairs(self, search, gated_implementation(self.option(search, "gated")))
+        if search.device.platform == "cuda":  # elsewhere all stay with XLA
+            yield from super().search(search)
 
 
 def checked_switch(library: Any) -> bool | None:
