@@ -129,7 +129,8 @@ def _find_in(
             lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
             lambda fault: ([], [failed_on(item, fault) for item in found]),
         )
-    searched = [(Search(graph, view, device, certifier, {}, implementation), owner) for view, owner in found_views]
+    routed = _options(passes, "matmul_schedule")
+    searched = [(Search(graph, view, device, certifier, routed, implementation), owner) for view, owner in found_views]
     return Findings(
         graph,
         tuple(p.name for p, _ in passes),
@@ -138,7 +139,7 @@ def _find_in(
         str(device),
         gradients=_gradients(passes),
         differentiated=differentiated,
-        router=functools.partial(routes_of, searched, _option(passes, "matmul_schedule", "library")),
+        router=functools.partial(routes_of, searched),
     )
 
 
@@ -155,9 +156,9 @@ def _gradients(passes: Iterable[tuple[Pass, Mapping[str, Any]]]) -> tuple[str, .
     return tuple(f"{p.name}_grad" for p, options in passes if not p.forward_only and options.get(GRADIENT, True))
 
 
-def _option(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str, key: str) -> Any:
-    """An option of a pass as it was given; None where it was not, or the pass was not asked."""
-    return next((options.get(key) for p, options in passes if p.name == pass_name), None)
+def _options(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str) -> Mapping[str, Any]:
+    """The options of a pass as they were given; none where it was not asked."""
+    return next((options for p, options in passes if p.name == pass_name), {})
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
@@ -199,12 +200,11 @@ def _settled(
     derivatives: Derivatives | None,
 ) -> tuple[list[Candidate], list[Rejection]]:
     """The sites with their backward passes, overlaps settled."""
-    last = {(p.name, p.op) for p, _ in passes if p.takes_the_rest}
-    found = with_shares_left(found, last)
+    found = with_shares_left(found)
     if derivatives is not None:
         found = with_backward(graph, [view for view, _ in found_views], found, certifier, derivatives)
-        found = grouped(found, _option(passes, "gemm_epilogue", "grouping"))
-    return settle(found, last)
+        found = grouped(found, _options(passes, "gemm_epilogue").get("grouping"))
+    return settle(found)
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:

@@ -9,9 +9,9 @@ from ..errors import ArgumentError, unknown_name
 from ..kernels import OPS
 from .engine.base import Pass
 from .passes.attention.dot_product_attention import DotProductAttentionPass
-from .passes.custom.written_pass import WrittenPass
 from .passes.lerp.lerp import LerpPass
 from .passes.linear.gemm_epilogue import GemmEpiloguePass
+from .passes.matmul.gated import GatedMatmulPass
 from .passes.matmul.matmul_schedule import MatmulSchedulePass
 from .passes.norm.layer_norm import LayerNormPass
 from .passes.transformer.multi_transformer import PASSES as LAYER_PASSES
@@ -21,12 +21,14 @@ _BUILT_IN: tuple[Pass, ...] = (
     DotProductAttentionPass(),
     LayerNormPass(),
     LerpPass(),
+    GatedMatmulPass(),
     MatmulSchedulePass(),
     *LAYER_PASSES,
 )
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
 _ADDED: dict[str, Pass] = {}
 _PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")
+_MAY_LACK = (*Pass.__annotations__, "check", "fused_op")
 
 
 def registry() -> dict[str, Pass]:
@@ -47,7 +49,14 @@ def add_pass(pass_: Any) -> None:
         )
     if pass_.name in registry():
         raise ArgumentError(f"register: a pass named {pass_.name!r} exists already; choose another name")
-    _ADDED[pass_.name] = pass_ if isinstance(pass_, Pass) else WrittenPass(pass_)
+    _ADDED[pass_.name] = pass_ if isinstance(pass_, Pass) else _as_written(pass_)
+
+
+def _as_written(written: Any) -> Pass:
+    """A pass of an object that has the attributes of one without its class; what it lacks is as by default."""
+    parts = {part: getattr(written, part) for part in (*_PARTS, *_MAY_LACK) if hasattr(written, part)}
+    own = {part: staticmethod(value) if callable(value) else value for part, value in parts.items()}
+    return type(type(written).__name__, (Pass,), own)()
 
 
 def remove_pass(name: str) -> None:

@@ -24,8 +24,8 @@ def jit(fn: Any) -> Any:
 
 
 def forward_counts(found):
-    """Pass -> number of candidates, without the `_grad` of each, and without lerp and matmul_schedule where they found none."""
-    rare = ("lerp", "matmul_schedule")
+    """Pass -> number of candidates, without the `_grad` of each, and without those that found none where that is usual."""
+    rare = ("lerp", "gated_matmul", "matmul_schedule")
     return {name: n for name, n in found.counts().items() if not name.endswith("_grad") and (n or name not in rare)}
 
 

@@ -175,7 +175,7 @@ def test_a_device_without_memory_comes_through(quiet, monkeypatch):
     [
         ({"gemm_epilogue": {"grouping": "no"}}, UnknownNameError),
         ({"matmul_schedule": {"library": 0}}, ArgumentError),
-        ({"matmul_schedule": {"gated": "no"}}, ArgumentError),
+        ({"gated_matmul": {"prefer": "no"}}, ArgumentError),
     ],
 )
 def test_a_wrong_option_is_the_callers_error(quiet, options, kind):

@@ -22,7 +22,7 @@ from fusionlab.fusers.registry import registry
 from .checks import forward_counts, normal, primitives
 
 X, W, B = normal((6, 8), (8, 8), (8,))
-PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm", "lerp", "matmul_schedule")
+PASSES = ("gemm_epilogue", "dot_product_attention", "layer_norm", "lerp", "gated_matmul", "matmul_schedule")
 
 
 def model(x):
@@ -54,6 +54,7 @@ def test_counts_have_every_pass_asked_even_at_zero():
         "dot_product_attention: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "layer_norm: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "lerp: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
+        "gated_matmul: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
         "matmul_schedule: 0 subgraphs fused, 0 declined, nodes 1 -> 1",
     ]
 
@@ -238,7 +239,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
 def test_a_node_in_no_site_says_which_passes_were_asked():
     found = fl.find(lambda x: jnp.sin(x), X)
     assert found.explain("%1").splitlines()[1] == (
-        "  in no site: no pass asked (gemm_epilogue, dot_product_attention, layer_norm, lerp, matmul_schedule) has its anchor here"
+        f"  in no site: no pass asked ({', '.join(PASSES)}) has its anchor here"
     )
 
 
@@ -257,7 +258,7 @@ def test_what_cannot_be_explained_says_what_can(found, what, message):
 def test_the_report_is_plain_json_that_round_trips(found):
     data = json.loads(found.to_json())
     assert data == json.loads(json.dumps(found.to_dict()))
-    forward = {"gemm_epilogue": 5, "dot_product_attention": 1, "layer_norm": 0, "lerp": 0, "matmul_schedule": 0}
+    forward = dict.fromkeys(PASSES, 0) | {"gemm_epilogue": 5, "dot_product_attention": 1}
     assert data["counts"] == forward | {f"{name}_grad": "runs under jax.grad" for name in forward}
     assert data["passes"] == list(PASSES)
     assert data["lines"] == [found.line(p) for p in found.passes]
@@ -329,8 +330,9 @@ def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
     with pytest.raises(UnknownNameError) as caught:
         fl.find(model, X, passes=["gemm_epilog"])
     assert str(caught.value) == (
-        "unknown pass 'gemm_epilog'; valid: dot_product_attention, dot_product_attention_grad, gemm_epilogue, "
-        "gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad, matmul_schedule, matmul_schedule_grad, "
+        "unknown pass 'gemm_epilog'; valid: dot_product_attention, dot_product_attention_grad, gated_matmul, "
+        "gated_matmul_grad, gemm_epilogue, gemm_epilogue_grad, layer_norm, layer_norm_grad, lerp, lerp_grad, "
+        "matmul_schedule, matmul_schedule_grad, "
         "multi_devices_multi_transformer_decoder, multi_devices_multi_transformer_decoder_fuse_qkv, "
         "multi_devices_multi_transformer_encoder, multi_devices_multi_transformer_encoder_fuse_qkv, "
         "multi_transformer_decoder, multi_transformer_decoder_fuse_qkv, multi_transformer_encoder, multi_transformer_encoder_fuse_qkv. "

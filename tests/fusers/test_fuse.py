@@ -196,7 +196,10 @@ def test_as_a_decorator_with_and_without_options():
     close(configured(X), plain(X))
     assert (plain.__name__, configured.__name__, configured.__doc__) == ("plain", "configured", "Doc.")
     assert repr(configured) == "<fused configured: gemm_epilogue>"
-    assert repr(plain) == "<fused plain: gemm_epilogue, dot_product_attention, layer_norm, lerp, matmul_schedule>"
+    assert (
+        repr(plain)
+        == "<fused plain: gemm_epilogue, dot_product_attention, layer_norm, lerp, gated_matmul, matmul_schedule>"
+    )
 
 
 def test_a_method_is_fused_for_each_of_its_instances():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ...device import Device, asked_about
-from ...errors import unknown_name
+from ...errors import ArgumentError, unknown_name
 from ...graph.backward.find import Derivatives
 from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
@@ -27,6 +27,7 @@ from ...graph.program.graph import Graph
 from ...graph.program.in_shard_map import DeviceSums, make_jaxpr
 from ...graph.program.ir import Block, Node
 from ...graph.program.ir import all_nodes as all_nodes
+from ...graph.program.scopes import is_backward
 from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
@@ -108,7 +109,7 @@ class Option:
 class Pass(abc.ABC):
     """One fusion pass: a name, words for people, and a search over one block.
 
-    A pass says which nodes are its anchors and what is made of one; what it finds there, or why it declines, is `search`.
+    A pass says which nodes are its anchors, and what is made of one; an error that is raised there is told as a rejection `uncertified`.
 
     Attributes:
       name: as in `passes=[...]` and `Strategy`.
@@ -116,10 +117,10 @@ class Pass(abc.ABC):
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
       options: by name; a tuple (default, meaning) or (default, meaning, choices) is an option too.
+      primitives: of its anchors.
       whole: its sites are made of what other passes find: it is searched after them, whatever the order they were asked in.
       named_only: it is asked only by name.
       forward_only: its op dissolves under `jax.grad`: it has no `_grad`.
-      takes_the_rest: where its op overlaps with another pass's, that one wins, unless it would run XLA's own code.
       sample_for: the device and the options at which its sample has a site.
     """
 
@@ -128,10 +129,10 @@ class Pass(abc.ABC):
     formula: str
     needs: str
     options: Mapping[str, Option | tuple[Any, ...]] = MappingProxyType({})
+    primitives: Collection[str] = ()
     whole: bool = False
     named_only: bool = False
     forward_only: bool = False
-    takes_the_rest: bool = False
     sample_for: tuple[str, Mapping[str, Any]] = ("cpu", MappingProxyType({}))
 
     @functools.cached_property
@@ -154,11 +155,16 @@ class Pass(abc.ABC):
             if key not in self.options:
                 raise unknown_name(f"option of pass {self.name}", key, self.options)
 
-    def check(self, options: Mapping[str, Any]) -> None:  # noqa: B027 (most passes take every value)
-        """Raises ArgumentError or UnknownNameError for the value of an option that it does not take.
-
-        Any other error, and one raised during the search, is told as a rejection `uncertified`.
-        """
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises ArgumentError or UnknownNameError for the value of an option that it does not take."""
+        for key, choices in ((key, o.choices) for key, o in self.declared.items() if o.choices is not None):
+            value = options.get(key, choices[0])
+            if any(isinstance(value, type(choice)) and value == choice for choice in choices):  # 0 is no False
+                continue
+            if None not in choices:
+                raise unknown_name(key, value, choices)
+            needed = ", ".join(repr(choice) for choice in choices if choice is not None)
+            raise ArgumentError(f"{self.name}: {key} is {value!r}, needed {needed} or None")
 
     @abc.abstractmethod
     def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -166,7 +172,7 @@ class Pass(abc.ABC):
 
     def is_anchor(self, node: Node) -> bool:
         """Whether a node may be where a site is matched from."""
-        raise NotImplementedError
+        return node.primitive in self.primitives and not is_backward(node.eqn)
 
     def anchors(self, search: Search) -> Iterable[tuple[Any, ...]]:
         """The anchors of a block, each with what `examine` is to know of it."""

@@ -113,12 +113,7 @@ def options_of(name: str, strategy: Strategy | None) -> list[dict[str, Any]]:
     given = (strategy or {}).get(name, {})
     given = given if isinstance(given, Mapping) else {}
     return [
-        {
-            "name": key,
-            "value": given.get(key, option.default),
-            "choices": option.values,
-            "doc": option.meaning,
-        }
+        {"name": key, "value": given.get(key, option.default), "choices": option.values, "doc": option.meaning}
         for key, option in pass_.declared.items()
     ]
 

@@ -26,7 +26,6 @@ from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS, NotARegion, Region, cut, shared_casts
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
-from ....graph.program.scopes import is_backward
 from ...engine.base import Option, Pass, Search, anchor_text
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection
@@ -56,6 +55,7 @@ class DotProductAttentionPass(Pass):
     options: ClassVar = {
         "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is left out")
     }
+    primitives = ("dot_general",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -64,9 +64,6 @@ class DotProductAttentionPass(Pass):
 
         q = jnp.zeros((2, 8, 2, 16))
         return attention, (q, q, q)
-
-    def is_anchor(self, node: Node) -> bool:
-        return node.primitive == "dot_general" and not is_backward(node.eqn)
 
     def anchors(self, search: Search) -> list[tuple[Node, int, int]]:
         """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""

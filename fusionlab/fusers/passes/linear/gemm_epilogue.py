@@ -7,7 +7,7 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....errors import unknown_name
 from ....graph.certify.alike import most_sizes_first
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import close
@@ -63,12 +62,6 @@ class GemmEpiloguePass(Pass):
             return jax.nn.gelu(x @ w + b)
 
         return linear, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(16))
-
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raises UnknownNameError for a grouping that there is none of."""
-        grouping = options.get("grouping", GROUPINGS[0])
-        if grouping not in GROUPINGS:
-            raise unknown_name("grouping", grouping, GROUPINGS)
 
     def is_anchor(self, node: Node) -> bool:
         return (node.primitive == "dot_general" or is_pointwise_convolution(node)) and not is_backward(node.eqn)

@@ -1,7 +1,6 @@
 """Pass `matmul_schedule`: every product that no larger fusion claims -> the route that takes it.
 
 A route takes a product with all it can absorb (factors, a bias, an activation, a cast), or says why it does not (`kernels.matmul.routes`).
-A gated pair of products is one call of its own where that is asked for or was measured faster (`gated`), and wins over its products.
 A product that stays with XLA as it is written is no candidate and no rejection: it has a route, and `Findings.routes()` tells which.
 """
 
@@ -14,7 +13,6 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from ....errors import ArgumentError
 from ....graph.certify.activations import ACTIVATION_PRIMITIVES
 from ....graph.matching.region import NotARegion, escapes
 from ....graph.program.ir import Node, dtype_text
@@ -28,7 +26,6 @@ from ....kernels.ops.matmul.routes import Answer
 from ...engine.base import Option, Pass, Search, Substitution, propose
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
-from .gated import GATED_MEANING, IMPLEMENTATIONS, gated_implementation, gated_pairs
 from .products import ProductCall, ProductReader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of
 
@@ -48,9 +45,8 @@ class MatmulSchedulePass(Pass):
             "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest",
             (None, True, False),
         ),
-        "gated": Option(None, GATED_MEANING, (None, *IMPLEMENTATIONS)),
     }
-    takes_the_rest = True
+    primitives = ("dot_general",)
     sample_for = "sm_90", MappingProxyType({"library": True})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
@@ -59,40 +55,20 @@ class MatmulSchedulePass(Pass):
 
         return product, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8))
 
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raises ArgumentError for a value of `library` or `gated` that is none."""
-        checked_switch(options.get("library"))
-        gated_implementation(options.get("gated"))
-
-    def is_anchor(self, node: Node) -> bool:
-        return node.primitive == "dot_general" and not is_backward(node.eqn)
-
     def examine(self, search: Search, anchor: Node) -> Iterator[Candidate | Rejection]:
-        return Routed(self, search, anchor, self.option(search, "library")).examine()
+        return Routed(self, search, anchor).examine()
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        yield from gated_pairs(self, search, gated_implementation(self.option(search, "gated")))
-        if search.device.platform == "cuda":  # elsewhere all stay with XLA
-            yield from super().search(search)
-
-
-def checked_switch(library: Any) -> bool | None:
-    """The option `library`.
-
-    Raises:
-      ArgumentError: it is none of True, False and None.
-    """
-    if not any(library is known for known in (True, False, None)):  # 0 is no False where it is asked for by identity
-        raise ArgumentError(f"matmul_schedule: library is {library!r}, needed True, False or None")
-    return library
+    def anchors(self, search: Search) -> Iterable[tuple[Node]]:
+        return super().anchors(search) if search.device.platform == "cuda" else ()  # elsewhere all stay with XLA
 
 
 class Routed(Site):
     """One product, what stands behind it, and what each route says of it."""
 
-    def __init__(self, pass_: Pass, search: Search, anchor: Node, library: bool | None) -> None:
-        super().__init__(pass_, search, anchor)
-        self.library = library
+    @property
+    def library(self) -> bool | None:
+        """The switch."""
+        return self.pass_.option(self.search, "library")
 
     def decided(self) -> tuple[ProductCall, tuple[Answer, ...]] | None:
         """What a route takes, with what the routes say; None for no product of the op's.
@@ -149,7 +125,10 @@ class Routed(Site):
         plan = _plan(self, call, region.inputs)
         notes = (note,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
-        if not isinstance(outcome, Candidate) or not call.widened:
+        if not isinstance(outcome, Candidate):
+            return outcome
+        outcome = replace(outcome, takes_the_rest=True)
+        if not call.widened:
             return outcome
         # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
         backends = (
@@ -175,21 +154,20 @@ def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitut
 
 
 @jax_defaults()
-def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | None, findings: Any) -> Routes:
+def routes_of(searched: Sequence[tuple[Search, Node | None]], findings: Any) -> Routes:
     """The route of every product.
 
     Args:
-      searched: a search over each block, with the custom rule that it belongs to, if it does.
-      library: the switch.
+      searched: a search of the pass over each block, with the custom rule that it belongs to, if it does.
       findings: whose candidates claim products.
     """
-    mine = [c for c in findings.candidates if (c.pass_name, c.op) == (_PASS.name, _PASS.op)]
+    mine = [c for c in findings.candidates if c.pass_name == _PASS.name]
     claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
     rows = []
     for search, rule in searched:
         for node in search.block.nodes:
             if node.primitive == "dot_general":
-                routed = Routed(_PASS, search, node, library)
+                routed = Routed(_PASS, search, node)
                 rows.append(_row(routed, claims.get(node.id), own.get(node.id), rule))
     return Routes(findings.device, tuple(sorted(rows, key=lambda row: row.node)))
 
@@ -240,5 +218,4 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
 def _claimed(claim: Candidate) -> str:
     """Why no route is asked of a product that is a larger fusion's."""
     backend = claim.backend
-    by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
-    return f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")
+    return f"claimed by {claim.pass_name}" + (f", {backend.name}: {backend.reason}" if backend else "")

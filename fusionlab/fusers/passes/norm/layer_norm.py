@@ -26,7 +26,7 @@ from ....graph.matching.pattern import Example, pattern_of
 from ....graph.matching.region import CASTS, NotARegion, Region, cut, escapes, widens
 from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
-from ....graph.program.scopes import in_backward, is_backward
+from ....graph.program.scopes import in_backward
 from ....kernels import OPS
 from ...engine.base import Pass, Search, Substitution, anchor_text, propose
 from ...engine.layout import AxisClasses, arrange, axes_of, input_positions, ordered_classes, present, restore
@@ -67,6 +67,7 @@ class LayerNormPass(Pass):
         "mean and variance over the same axis, any one, or over the last ones; epsilon inside the root and below 0.01; the statistics "
         "read by the norm alone; f64/f32/bf16/f16"
     )
+    primitives = ROOTS
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def norm(x: Any, scale: Any, bias: Any) -> Any:
@@ -76,7 +77,7 @@ class LayerNormPass(Pass):
         return norm, (jnp.zeros((8, 16)), jnp.zeros(16), jnp.zeros(16))
 
     def is_anchor(self, node: Node) -> bool:
-        return node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn)
+        return super().is_anchor(node) and is_float(node.outputs[0].dtype)
 
     def anchors(self, search: Search) -> Iterator[tuple[Node, set[int]]]:
         """With the results of the norms that were found before it."""

@@ -8,7 +8,6 @@ devices sum its products.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from .streams import multiples
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
 _REPORTED = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
+_SUMMED = ", both of devices' parts that are summed before the bias"
 SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 
 
@@ -142,21 +142,12 @@ class MultiTransformerPass(Pass):
         self.spread, self.decoder, self.fused = spread, decoder, fused
         kind = f"{'decoder' if decoder else 'encoder'}{'_fuse_qkv' * fused}"
         self.name = f"{'multi_devices_' * spread}multi_transformer_{kind}"
+        self.formula = (
+            f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{_SUMMED * spread}; attention over "
+            f"{'a cache and ' * decoder}the call's own keys, {'one product' if fused else 'a product each'} for queries, keys and values"
+        )
         if not spread:  # collectives stand between layers over devices
             self.options = {"stacked": Option(False, "identical layers in a row become one call")}
-
-    @functools.cached_property
-    def formula(self) -> str:
-        keys = (
-            "attention over a cache and the call's own keys" if self.decoder else "attention over the call's own keys"
-        )
-        products = (
-            "one product for queries, keys and values" if self.fused else "a product each for queries, keys and values"
-        )
-        devices = ", both of devices' parts that are summed before the bias" if self.spread else ""
-        return (
-            f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{devices}; {keys}, {products}"
-        )
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         from .sample import sample
