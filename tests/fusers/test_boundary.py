@@ -193,7 +193,7 @@ def test_a_reading_that_fails_is_told_once(quiet, monkeypatch):
 
 def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
     class Mine:
-        name, op, formula, needs, options = "mine", "lerp", "", "", {}
+        name, op, formula, needs, options = "mine", "lerp", "", "", {"deep": (1, "how deep it looks")}
 
         def sample(self):
             return layer, (X, P)
@@ -204,6 +204,8 @@ def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
     fl.register(Mine())
     try:
         found = fl.find(layer, X, P)
+        assert "option deep=1: how deep it looks" in str(fl.passes())
+        assert "mine_grad" in fl.find(layer, X, P, passes={"mine": {"deep": 2}}).gradients
     finally:
         fl.unregister("mine")
     (told,) = faults(found)

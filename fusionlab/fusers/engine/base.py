@@ -157,9 +157,9 @@ class Pass(abc.ABC):
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Raises ArgumentError or UnknownNameError for the value of an option that it does not take."""
-        for key, choices in ((key, o.choices) for key, o in self.declared.items() if o.choices is not None):
-            value = options.get(key, choices[0])
-            if any(isinstance(value, type(choice)) and value == choice for choice in choices):  # 0 is no False
+        for key, value in options.items():
+            choices = self.declared[key].choices if key in self.declared else None
+            if choices is None or any(isinstance(value, type(c)) and value == c for c in choices):  # 0 is no False
                 continue
             if None not in choices:
                 raise unknown_name(key, value, choices)
