@@ -23,7 +23,7 @@ import jax
 from .errors import ArgumentError
 
 # What a card is called -> its architecture. Any other is asked about by its sm_NN.
-CARDS = {
+GPUS = {
     "a100": "sm_80",
     "l4": "sm_89",
     "h100": "sm_90",

@@ -8,7 +8,7 @@ import fusionlab as fl
 
 
 def by_default() -> list[Any]:
-    return [p for p in fl.passes() if not getattr(p, "named_only", False)]
+    return [p for p in fl.passes() if not p.named_only]
 
 
 def by_name() -> list[str]:

@@ -130,7 +130,7 @@ def one(case: Case, samples: int) -> dict[str, Any]:
         "no library": fl.fuse(case.fn, passes=fl.Strategy(gemm_epilogue=True, matmul_schedule={"library": False})),
     }
     for gated in ("concatenated", "kernel") if case.gated else ():
-        passes = fl.Strategy(gemm_epilogue=True, matmul_schedule={"gated": gated})
+        passes = fl.Strategy(gemm_epilogue=True, gated_matmul={"prefer": gated}, matmul_schedule=True)
         fused[f"gated {gated}"] = fl.fuse(case.fn, passes=passes)
     programs = compiled_at_once({"jax.jit": (case.fn, args)} | {name: (f, args) for name, f in fused.items()})
     reference = programs["jax.jit"]()
@@ -157,10 +157,10 @@ def table(path: Path, all_cases: list[Case], samples: int) -> None:
     from fusionlab.evidence.tuning import calls_in, tune_calls
     from fusionlab.kernels.choose.choices import write
 
-    settings = [(case, {"library": True}) for case in all_cases]
-    settings += [(case, {"gated": "concatenated"}) for case in all_cases if case.gated]
-    for case, options in settings:
-        fused = fl.fuse(case.fn, passes=fl.Strategy(matmul_schedule=options))
+    settings = [(case, {"matmul_schedule": {"library": True}}) for case in all_cases]
+    settings += [(case, {"gated_matmul": {"prefer": "concatenated"}}) for case in all_cases if case.gated]
+    for case, passes in settings:
+        fused = fl.fuse(case.fn, passes=fl.Strategy(**passes))
         calls = calls_in(jax.make_jaxpr(fused)(*case.arguments()).jaxpr)
         found = tune_calls(calls, samples=samples)
         write(path, Device.current().arch, found)

@@ -19,7 +19,6 @@ from .find import find_in as find_in
 from .passes.custom.own_pass import pattern_pass as pattern_pass
 from .registry import add_pass as add_pass
 from .registry import implementations as implementations
-from .registry import op_of as op_of
 from .registry import registry as registry
 from .registry import remove_pass as remove_pass
 from .report.findings import Findings as Findings

@@ -21,13 +21,12 @@ from ..graph.program.graph import Graph
 from ..graph.program.ir import Block, Node
 from ..graph.settings import jax_defaults, wide_types
 from ..kernels import plain_meaning_of
-from .engine.base import GRADIENT, Pass, Search, faulty, found_at, has_gradient, is_whole
+from .engine.base import GRADIENT, Pass, Search, faulty, found_at
 from .engine.outcomes import Candidate, Rejection
 from .engine.overlaps import settle, with_shares_left
 from .engine.pairing import failed_on, has_backward_pass, with_backward
 from .passes.linear.linear_groups import grouped
 from .passes.matmul.matmul_schedule import routes_of
-from .registry import op_of
 from .report.findings import Findings
 
 _YOUNG_ONLY = (50_000, 10, 1_000_000)  # thresholds of `gc`: the last is of full collections
@@ -109,7 +108,7 @@ def _find_in(
     certifier: Certifier,
 ) -> Findings:
     for pass_, options in passes:
-        getattr(pass_, "check", lambda options: None)(options)
+        pass_.check(options)
     seconds: dict[str, float] = {}
     unread: list[tuple[Block, Fault]] = []
     with _timed(seconds, "canonicalise"):
@@ -118,8 +117,8 @@ def _find_in(
     differentiated = has_backward_pass(graph)
     derivatives = Derivatives() if differentiated else None
     shared: dict[Any, Any] = {}
-    for pass_, options in sorted(passes, key=lambda asked: is_whole(asked[0])):
-        if implementation not in (None, *op_of(pass_).implementations):
+    for pass_, options in sorted(passes, key=lambda asked: asked[0].whole):
+        if implementation not in (None, *pass_.fused_op.implementations):
             continue
         with _timed(seconds, pass_.name):
             for view, owner in found_views:
@@ -130,7 +129,8 @@ def _find_in(
             lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
             lambda fault: ([], [failed_on(item, fault) for item in found]),
         )
-    searched = [(Search(graph, view, device, certifier, {}, implementation), owner) for view, owner in found_views]
+    routed = _options(passes, "matmul_schedule")
+    searched = [(Search(graph, view, device, certifier, routed, implementation), owner) for view, owner in found_views]
     return Findings(
         graph,
         tuple(p.name for p, _ in passes),
@@ -139,7 +139,7 @@ def _find_in(
         str(device),
         gradients=_gradients(passes),
         differentiated=differentiated,
-        router=functools.partial(routes_of, searched, _option(passes, "matmul_schedule", "library")),
+        router=functools.partial(routes_of, searched),
     )
 
 
@@ -153,12 +153,12 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 def _gradients(passes: Iterable[tuple[Pass, Mapping[str, Any]]]) -> tuple[str, ...]:
     """The names of the `_grad` passes that are on."""
-    return tuple(f"{p.name}_grad" for p, options in passes if has_gradient(p) and options.get(GRADIENT, True))
+    return tuple(f"{p.name}_grad" for p, options in passes if not p.forward_only and options.get(GRADIENT, True))
 
 
-def _option(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str, key: str) -> Any:
-    """An option of a pass as it was given; None where it was not, or the pass was not asked."""
-    return next((options.get(key) for p, options in passes if p.name == pass_name), None)
+def _options(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str) -> Mapping[str, Any]:
+    """The options of a pass as they were given; none where it was not asked."""
+    return next((options for p, options in passes if p.name == pass_name), {})
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
@@ -200,12 +200,11 @@ def _settled(
     derivatives: Derivatives | None,
 ) -> tuple[list[Candidate], list[Rejection]]:
     """The sites with their backward passes, overlaps settled."""
-    last = {(p.name, p.op) for p, _ in passes if getattr(p, "takes_the_rest", False)}
-    found = with_shares_left(found, last)
+    found = with_shares_left(found)
     if derivatives is not None:
         found = with_backward(graph, [view for view, _ in found_views], found, certifier, derivatives)
-        found = grouped(found, _option(passes, "gemm_epilogue", "grouping"))
-    return settle(found, last)
+        found = grouped(found, _options(passes, "gemm_epilogue").get("grouping"))
+    return settle(found)
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:

@@ -9,10 +9,10 @@ import operator
 import pkgutil
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from typing import Any
 
 from ..errors import ArgumentError, unknown_name
 from ..kernels import OPS
-from ..kernels.op.op import Op
 from . import passes
 from .engine.base import Pass
 
@@ -27,6 +27,7 @@ BUILT_IN: dict[str, Pass] = {p.name: p for _, p in sorted(_built_in(), key=opera
 # The one place a user's pass is remembered: `fusionlab.register` is meant to be seen by every later search of the process.
 _ADDED: dict[str, Pass] = {}
 _PARTS = ("name", "op", "formula", "needs", "options", "sample", "search")
+_MAY_LACK = (*Pass.__annotations__, "check", "fused_op")
 
 
 def registry() -> dict[str, Pass]:
@@ -34,8 +35,8 @@ def registry() -> dict[str, Pass]:
     return BUILT_IN | _ADDED
 
 
-def add_pass(pass_: Pass) -> None:
-    """Adds a pass.
+def add_pass(pass_: Any) -> None:
+    """Adds a pass: a `Pass`, or an object with the attributes that one needs.
 
     Raises:
       ArgumentError: its name is taken, or it lacks an attribute of `fusionlab.fusers.Pass`.
@@ -47,7 +48,14 @@ def add_pass(pass_: Pass) -> None:
         )
     if pass_.name in registry():
         raise ArgumentError(f"register: a pass named {pass_.name!r} exists already; choose another name")
-    _ADDED[pass_.name] = pass_
+    _ADDED[pass_.name] = pass_ if isinstance(pass_, Pass) else _as_written(pass_)
+
+
+def _as_written(written: Any) -> Pass:
+    """A pass of an object that has the attributes of one without its class; what it lacks is as by default."""
+    parts = {part: getattr(written, part) for part in (*_PARTS, *_MAY_LACK) if hasattr(written, part)}
+    own = {part: staticmethod(value) if callable(value) else value for part, value in parts.items()}
+    return type(type(written).__name__, (Pass,), own)()
 
 
 def remove_pass(name: str) -> None:
@@ -64,12 +72,7 @@ def remove_pass(name: str) -> None:
         raise unknown_name("pass", name, registry())
 
 
-def op_of(pass_: Pass) -> Op:
-    """The op that a pass rewrites to: one of this package's, by name, or the pass's own."""
-    return getattr(pass_, "fused_op", None) or OPS[pass_.op]
-
-
 def implementations() -> Mapping[str, tuple[str, ...]]:
     """Op -> the names of its implementations: every op there is."""
-    ops = {**OPS, **{p.op: op_of(p) for p in registry().values()}}
+    ops = {**OPS, **{p.op: p.fused_op for p in registry().values()}}
     return {name: tuple(op.implementations) for name, op in ops.items()}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
-from .engine.base import BY_DEFAULT, GRADIENT, Pass, check_options, has_gradient
+from .engine.base import BY_DEFAULT, GRADIENT, Pass
 
 
 class Strategy(Mapping[str, Any]):
@@ -23,7 +24,7 @@ class Strategy(Mapping[str, Any]):
         for name, value in passes.items():
             if not isinstance(value, bool | Mapping):
                 raise ArgumentError(f"Strategy: {name}={value!r}, needed True, False or a dict of options")
-        frozen = {k: v if isinstance(v, bool) else dict(v) for k, v in passes.items()}
+        frozen = {k: v if isinstance(v, bool) else dict(v) for k, v in _as_named_now(passes).items()}
         object.__setattr__(self, "_passes", frozen)
 
     _passes: dict[str, Any]
@@ -61,6 +62,20 @@ class Strategy(Mapping[str, Any]):
         return cls(**data)
 
 
+def _as_named_now(passes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The passes, with gated pairs, which were an option of `matmul_schedule`, as the pass that they are."""
+    rest = passes.get("matmul_schedule")
+    if not isinstance(rest, Mapping) or "gated" not in rest:
+        return passes
+    now = {"gated_matmul": {"prefer": rest["gated"]}, **passes}
+    now["matmul_schedule"] = {key: value for key, value in rest.items() if key != "gated"}
+    if "matmul_schedule_grad" in passes:
+        now.setdefault("gated_matmul_grad", passes["matmul_schedule_grad"])
+    text = "matmul_schedule=dict(gated=...): gated pairs are a pass of their own, write gated_matmul=dict(prefer={!r})"
+    warnings.warn(text.format(rest["gated"]), FutureWarning, stacklevel=3)
+    return now
+
+
 def select(
     registry: Mapping[str, Pass], passes: Strategy | Iterable[str] | str | None
 ) -> list[tuple[Pass, dict[str, Any]]]:
@@ -71,16 +86,16 @@ def select(
       ArgumentError: a `_grad` without its pass, or with options.
     """
     if passes is None:
-        return [(p, {BY_DEFAULT: True}) for p in registry.values() if not getattr(p, "named_only", False)]
+        return [(p, {BY_DEFAULT: True}) for p in registry.values() if not p.named_only]
     if isinstance(passes, str):
         passes = [passes]
-    chosen: Mapping[str, Any] = passes if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
+    chosen = _as_named_now(passes) if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
     _check_names(registry, chosen)
     result = []
     for name, pass_ in registry.items():
         value = chosen.get(name, False)
         options = dict(value) if isinstance(value, Mapping) else {}
-        check_options(pass_, options)
+        pass_.check_names(options)
         if chosen.get(f"{name}_grad", True) is False:
             options[GRADIENT] = False
         if value is not False:
@@ -94,8 +109,8 @@ def _check_names(registry: Mapping[str, Pass], chosen: Mapping[str, Any]) -> Non
         if name in registry:
             continue
         forward = registry.get(name.removesuffix("_grad"))
-        if forward is None or not has_gradient(forward):
-            gradients = (f"{n}_grad" for n, p in registry.items() if has_gradient(p))
+        if forward is None or forward.forward_only:
+            gradients = (f"{n}_grad" for n, p in registry.items() if not p.forward_only)
             raise unknown_name("pass", name, (*registry, *gradients))
         _check_gradient(name, value, chosen)
 

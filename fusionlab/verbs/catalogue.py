@@ -49,7 +49,7 @@ class Catalogue:
 
 def _text(p: Pass) -> str:
     lines = [p.name, f"  fuses  {p.formula}", f"  needs  {p.needs}"]
-    lines += [f"  option {key}={default!r}: {meaning}" for key, (default, meaning, *_) in p.options.items()]
+    lines += [f"  option {key}={o.default!r}: {o.meaning}" for key, o in p.declared.items()]
     return "\n".join(lines)
 
 
@@ -59,6 +59,6 @@ def _picture(p: Pass, applied: bool) -> str:
 
     fn, args = p.sample()
     graph = trace(fn, *args)
-    device, options = getattr(p, "sample_for", ("cpu", {}))
+    device, options = p.sample_for
     found = find_in(graph, [(p, options)], Device.of(device))
     return to_svg(to_dot(found.apply()) if applied else to_dot(graph, found))

@@ -9,7 +9,6 @@ from typing import Any
 
 from ..device import Device
 from ..fusers import Findings, Pass, find_in
-from ..fusers.engine.base import is_whole
 from ..graph.program.graph import Graph
 from ..graph.program.text import graph_text
 from ..output import output_folder, write_file
@@ -32,7 +31,7 @@ def write_dump(
     with output_folder(folder) as into:
         reports = []
         # A pass of wholes would find nothing of what another has rewritten.
-        for i, (pass_, options) in enumerate(sorted(passes, key=lambda asked: not is_whole(asked[0]))):
+        for i, (pass_, options) in enumerate(sorted(passes, key=lambda asked: not asked[0].whole)):
             found = find_in(graph, [(pass_, options)], device, implementation)
             stem = f"{i:02d}_{pass_.name}"
             _write(into, f"{stem}.before", graph, found)

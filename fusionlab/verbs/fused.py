@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from ..device import Device
 from ..errors import BackendError
-from ..fusers import Candidate, Pass, find_in, op_of
+from ..fusers import Candidate, Pass, find_in
 from ..fusers import Findings as PlainFindings
 from ..graph.calls.binding import as_tuple, bind, lost_by
 from ..graph.calls.parts import flattened, is_array
@@ -42,7 +42,7 @@ def find_with_notes(
     found = find_in(graph, passes, device, implementation)
     notes: list[str] = []
     if implementation is not None:
-        lack = [p.name for p, _ in passes if implementation not in op_of(p).implementations]
+        lack = [p.name for p, _ in passes if implementation not in p.fused_op.implementations]
         if lack:
             notes.append(f"implementation={implementation!r}: nothing fused for {', '.join(lack)}, which lacks it")
         if not found.candidates:

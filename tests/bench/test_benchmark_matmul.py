@@ -56,7 +56,7 @@ def test_of_a_gated_pair_there_are_two_more_settings(tmp_path):
     (llama,) = (c for c in bench.cases(1024, 16) if c.gated)
     shapes = [jax.ShapeDtypeStruct(s, llama.dtype) for s in llama.shapes]
     for name, tag in (("concatenated", "xla"), ("kernel", "kernel")):
-        found = fl.find(llama.fn, *shapes, passes=fl.Strategy(matmul_schedule={"gated": name}), device="sm_90")
+        found = fl.find(llama.fn, *shapes, passes=fl.Strategy(gated_matmul={"prefer": name}), device="sm_90")
         assert [(row.formula, row.tag) for row in found.routes()][:2] == [(pair, tag)] * 2
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from fusionlab.fusers.engine.base import Search, Substitution, propose, reject
+from fusionlab.fusers.engine.base import Pass, Search, Substitution, propose, reject
 from fusionlab.graph.declined import Declined
 from fusionlab.graph.matching.region import cut, escapes
 from fusionlab.graph.program.ir import Value
@@ -44,7 +44,7 @@ class GateOp:
 
 
 @dataclass
-class GatePass:
+class GatePass(Pass):
     """Finds `gate`; `finish` is what its plan makes of the op's two results.
 
     What other nodes of the primitive `also` make of h is a result too.

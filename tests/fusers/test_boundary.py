@@ -175,7 +175,7 @@ def test_a_device_without_memory_comes_through(quiet, monkeypatch):
     [
         ({"gemm_epilogue": {"grouping": "no"}}, UnknownNameError),
         ({"matmul_schedule": {"library": 0}}, ArgumentError),
-        ({"matmul_schedule": {"gated": "no"}}, ArgumentError),
+        ({"gated_matmul": {"prefer": "no"}}, ArgumentError),
     ],
 )
 def test_a_wrong_option_is_the_callers_error(quiet, options, kind):
@@ -184,7 +184,7 @@ def test_a_wrong_option_is_the_callers_error(quiet, options, kind):
 
 
 def test_a_reading_that_fails_is_told_once(quiet, monkeypatch):
-    passes = [p.name for p in multi_transformer.PASSES]
+    passes = [p.name for p in multi_transformer.PASSES.values()]
     fn, args = multi_transformer.PASSES[0].sample()
     monkeypatch.setattr(multi_transformer.LayerReader, "read", broken)
     (told,) = faults(fl.find(fn, *args, passes=passes))
@@ -193,7 +193,7 @@ def test_a_reading_that_fails_is_told_once(quiet, monkeypatch):
 
 def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
     class Mine:
-        name, op, formula, needs, options = "mine", "lerp", "", "", {}
+        name, op, formula, needs, options = "mine", "lerp", "", "", {"deep": (1, "how deep it looks")}
 
         def sample(self):
             return layer, (X, P)
@@ -204,6 +204,8 @@ def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
     fl.register(Mine())
     try:
         found = fl.find(layer, X, P)
+        assert "option deep=1: how deep it looks" in str(fl.passes())
+        assert "mine_grad" in fl.find(layer, X, P, passes={"mine": {"deep": 2}}).gradients
     finally:
         fl.unregister("mine")
     (told,) = faults(found)

@@ -14,7 +14,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
-from fusionlab.fusers.engine.base import has_gradient, reject
+from fusionlab.fusers.engine.base import Pass, reject
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import _number, find_in
 from fusionlab.fusers.registry import _built_in, registry
@@ -323,7 +323,7 @@ def test_a_candidate_is_plain_data_of_its_own(found):
 def test_a_misspelt_pass_lists_the_valid_ones_and_suggests_the_near_one():
     with pytest.raises(UnknownNameError) as caught:
         fl.find(model, X, passes=["gemm_epilog"])
-    names = [p.name for p in fl.passes()] + [f"{p.name}_grad" for p in fl.passes() if has_gradient(p)]
+    names = [p.name for p in fl.passes()] + [f"{p.name}_grad" for p in fl.passes() if not p.forward_only]
     assert str(caught.value) == (
         f"unknown pass 'gemm_epilog'; valid: {', '.join(sorted(names))}. Did you mean 'gemm_epilogue'?"
     )
@@ -384,7 +384,7 @@ def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
     assert len(set(places)) == len(places)
     for pass_ in passes:
         fn, args = pass_.sample()
-        device, options = getattr(pass_, "sample_for", (None, {}))
+        device, options = pass_.sample_for
         asked = fl.Strategy(**{pass_.name: dict(options)})
         assert forward_counts(fl.find(fn, *args, passes=asked, device=device)) == {pass_.name: 1}
         assert pass_.formula
@@ -483,11 +483,10 @@ def test_a_registered_pass_must_be_whole_and_new():
         fl.register(registry()["gemm_epilogue"])
 
 
-class _Sines:
+class _Sines(Pass):
     """Declines every sine: the smallest pass there is."""
 
     name, op, formula, needs = "sines", "gemm_epilogue", "sin(x)", "nothing"
-    options: dict = {}  # noqa: RUF012
 
     def sample(self):
         return jnp.sin, (X,)

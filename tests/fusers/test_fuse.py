@@ -352,7 +352,7 @@ def test_what_is_no_pass_and_no_site_is_refused_when_the_function_is_made(option
     for given in (name, [name], ["gemm_epilogue", name]):
         with pytest.raises(UnknownNameError, match=f"unknown pass or site in {option} '{name}'; valid: ") as caught:
             fl.fuse(both, **{option: given})
-        assert "dot_product_attention, gemm_epilogue" in str(caught.value)
+        assert "gated_matmul, gemm_epilogue" in str(caught.value)
         assert "<pass>@<scope>#<number>" in str(caught.value)
     with pytest.raises(ArgumentError, match=f"{option}: got 3, needed pass names and site ids"):
         fl.fuse(both, **{option: [3]})

@@ -44,7 +44,9 @@ def feed_forward(x, w, v, d):
 @pytest.mark.parametrize(("gated", "products", "launches"), [(None, 3, 0), ("concatenated", 2, 0), ("kernel", 1, 1)])
 def test_products_go_from_three_to_two_to_one_and_a_kernel(gated, products, launches):
     args = arrays((512, 256), (256, 1024), (256, 1024), (1024, 256))
-    fused = fl.fuse(feed_forward, passes=fl.Strategy(matmul_schedule={"gated": gated, "library": False}))
+    fused = fl.fuse(
+        feed_forward, passes=fl.Strategy(gated_matmul={"prefer": gated}, matmul_schedule={"library": False})
+    )
     lowered = jax.jit(fused).lower(*args)
     assert lowered.as_text().count("dot_general") == products
     text = lowered.compile().as_text()
@@ -82,7 +84,7 @@ def test_a_train_step_with_the_kernel_in_it():
     def step(f):
         return jax.jit(jax.value_and_grad(lambda *a: (f(*a).astype(jnp.float32) ** 2).mean(), (0, 1, 2, 3)))
 
-    fused = fl.fuse(feed_forward, passes=fl.Strategy(matmul_schedule={"gated": "kernel"}))
+    fused = fl.fuse(feed_forward, passes=fl.Strategy(gated_matmul={"prefer": "kernel"}))
     got, want = step(fused)(*args), step(feed_forward)(*args)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(jnp.abs(w.astype(jnp.float32)).max())

@@ -277,9 +277,9 @@ def matmul_routes_runs_and_shows_its_story(matmul_routes):
         "sin before it",
         "library=True: {'evaluate': 6, 'kernel': 0, 'xla': 0}",
         "library=False: {'evaluate': 0, 'kernel': 0, 'xla': 6}",
-        "gated=None: two products, and the gate",
-        "gated='concatenated': silu(x @ w) * (x @ v) by concatenated",
-        "gated='kernel': silu(x @ w) * (x @ v) by cuda",
+        "prefer=None: two products, and the gate",
+        "prefer='concatenated': silu(x @ w) * (x @ v) by concatenated",
+        "prefer='kernel': silu(x @ w) * (x @ v) by cuda",
     ):
         assert said in everything, said
     pictures = [o for c in cells for o in c.outputs if "image/svg+xml" in o.get("data", {})]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ...device import Device, asked_about
-from ...errors import unknown_name
+from ...errors import ArgumentError, unknown_name
 from ...graph.backward.find import Derivatives
 from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
@@ -26,6 +28,7 @@ from ...graph.program.graph import Graph
 from ...graph.program.in_shard_map import DeviceSums, make_jaxpr
 from ...graph.program.ir import Block, Node
 from ...graph.program.ir import all_nodes as all_nodes
+from ...graph.program.scopes import is_backward
 from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
@@ -49,43 +52,6 @@ WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole s
 # What to do where explicit axes stand in the way.
 AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
-
-
-class Pass(Protocol):
-    """One fusion pass: a name, words for people, and a search over one block.
-
-    Attributes:
-      name: as in `passes=[...]` and `Strategy`.
-      op: the fused op it rewrites to.
-      formula: what it fuses, in one line.
-      needs: its conditions, in one line.
-      options: option name -> (default, meaning), or (default, meaning, choices).
-      whole: where it is there and true, the pass is searched after those that have none, whatever the order they were asked in.
-      named_only: where it is there and true, the pass is asked only by name.
-      forward_only: likewise, that it has no `_grad`.
-      check(options): where it is there, raises ArgumentError or UnknownNameError for the value of an option that it does not take. Any
-        other error, and one raised during the search, is told as a rejection `uncertified`.
-      sample(): a small function and arguments in which it finds a site (for the before/after picture).
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def op(self) -> str: ...
-    @property
-    def formula(self) -> str: ...
-    @property
-    def needs(self) -> str: ...
-    @property
-    def options(self) -> Mapping[str, tuple[Any, ...]]: ...
-
-    def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """A small function and arguments with one site."""
-        ...
-
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        """Every site of the block: a candidate, or a rejection that says why not."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +90,104 @@ class Search:
     def by_default(self) -> bool:
         """Whether neither the pass nor an implementation was named."""
         return bool(self.options.get(BY_DEFAULT, False)) and self.implementation is None
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a pass: its default, what it means, and the values it can have where these are told."""
+
+    default: Any
+    meaning: str
+    choices: Sequence[Any] | None = None
+
+    @property
+    def values(self) -> list[Any] | None:
+        """The values it can have; None where they are not told."""
+        if self.choices is not None:
+            return list(self.choices)
+        return [False, True] if isinstance(self.default, bool) else None
+
+
+class Pass(abc.ABC):
+    """One fusion pass: a name, words for people, and a search over one block.
+
+    A pass says which nodes are its anchors, and what is made of one; an error that is raised there is told as a rejection `uncertified`.
+
+    Attributes:
+      name: as in `passes=[...]` and `Strategy`.
+      op: the fused op it rewrites to.
+      formula: what it fuses, in one line.
+      needs: its conditions, in one line.
+      options: by name; a tuple (default, meaning) or (default, meaning, choices) is an option too.
+      primitives: of its anchors.
+      whole: its sites are made of what other passes find: it is searched after them, whatever the order they were asked in.
+      named_only: it is asked only by name.
+      forward_only: its op dissolves under `jax.grad`: it has no `_grad`.
+      sample_for: the device and the options at which its sample has a site.
+    """
+
+    name: str
+    op: str
+    formula: str
+    needs: str
+    options: Mapping[str, Option | tuple[Any, ...]] = MappingProxyType({})
+    primitives: Collection[str] = ()
+    whole: bool = False
+    named_only: bool = False
+    forward_only: bool = False
+    sample_for: tuple[str, Mapping[str, Any]] = ("cpu", MappingProxyType({}))
+
+    @functools.cached_property
+    def fused_op(self) -> Op:
+        """The op that it rewrites to, by default the one of this package that `op` names."""
+        return OPS[self.op]
+
+    @functools.cached_property
+    def declared(self) -> dict[str, Option]:
+        """The options, none of them a tuple."""
+        return {key: o if isinstance(o, Option) else Option(*o) for key, o in self.options.items()}
+
+    def option(self, search: Search, key: str) -> Any:
+        """An option's value: as given, or the default."""
+        return search.options.get(key, self.declared[key].default)
+
+    def check_names(self, options: Mapping[str, Any]) -> None:
+        """Raises UnknownNameError for an option the pass does not have."""
+        for key in options:
+            if key not in self.options:
+                raise unknown_name(f"option of pass {self.name}", key, self.options)
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises ArgumentError or UnknownNameError for the value of an option that it does not take."""
+        for key, value in options.items():
+            choices = self.declared[key].choices if key in self.declared else None
+            if choices is None or any(isinstance(value, type(c)) and value == c for c in choices):  # 0 is no False
+                continue
+            if None not in choices:
+                raise unknown_name(key, value, choices)
+            needed = ", ".join(repr(choice) for choice in choices if choice is not None)
+            raise ArgumentError(f"{self.name}: {key} is {value!r}, needed {needed} or None")
+
+    @abc.abstractmethod
+    def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """A small function and arguments with one site (for the before/after picture)."""
+
+    def is_anchor(self, node: Node) -> bool:
+        """Whether a node may be where a site is matched from."""
+        return node.primitive in self.primitives and not is_backward(node.eqn)
+
+    def anchors(self, search: Search) -> Iterable[tuple[Any, ...]]:
+        """The anchors of a block, each with what `examine` is to know of it."""
+        return ((node,) for node in search.block.nodes if self.is_anchor(node))
+
+    def examine(self, search: Search, anchor: Node, *known: Any) -> Any:
+        """What is found at an anchor: a candidate, a rejection that says why not, several of them, or None where there is no site."""
+        raise NotImplementedError
+
+    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+        """Every site of the block: a candidate, or a rejection that says why not."""
+        for anchor in self.anchors(search):
+            yield from examined(search, self.name, anchor[0], functools.partial(self.examine, search, *anchor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -385,36 +449,6 @@ def _proved(
     return ProofOutcome(None, lost=tuple(lost), edge=edge, regained=regained)
 
 
-def is_whole(pass_: Pass) -> bool:
-    """Whether a pass's sites are made of what other passes find, and it is to be searched after them."""
-    return getattr(pass_, "whole", False)
-
-
-def option(search: Search, pass_: Pass, key: str) -> Any:
-    """An option's value: as given, or the default."""
-    return search.options.get(key, pass_.options[key][0])
-
-
-def has_gradient(pass_: Pass) -> bool:
-    """Whether a pass brings a `_grad` with it: one of a forward op that dissolves under `jax.grad` does not."""
-    return not getattr(pass_, "forward_only", False)
-
-
 def found_at(pass_name: str, view: CanonicalView) -> tuple[str, str, str]:
     """Where `Search.shared` has what a pass found in a block."""
     return "found", pass_name, view.block.path
-
-
-def choices_of(pass_: Pass, name: str) -> list[Any] | None:
-    """The values an option of a pass can have; None where they are not told."""
-    default, _, *choices = pass_.options[name]
-    if choices:
-        return list(choices[0])
-    return [False, True] if isinstance(default, bool) else None
-
-
-def check_options(pass_: Pass, options: Mapping[str, Any]) -> None:
-    """Raises UnknownNameError for an option the pass does not have."""
-    for key in options:
-        if key not in pass_.options:
-            raise unknown_name(f"option of pass {pass_.name}", key, pass_.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ...graph.backward.gradients import BackwardPart, first_gradients
 from ...graph.program.ir import Block
@@ -11,16 +11,14 @@ from ...graph.program.order import SitesWaitError, in_order
 from .outcomes import Candidate, Rejection
 
 
-def with_shares_left(
-    found: Sequence[Candidate | Rejection], last: Collection[tuple[str, str]] = ()
-) -> list[Candidate | Rejection]:
+def with_shares_left(found: Sequence[Candidate | Rejection]) -> list[Candidate | Rejection]:
     """The sites, those that would take nodes of others beside what their op is for (`Candidate.plain`) without them.
 
-    A sum that two norms are taken of is the first one's. An idle site, or one of a pass named in `last`, takes nothing from any.
+    A sum that two norms are taken of is the first one's. An idle site, or one that takes the rest, takes nothing from any.
     """
     firm = _Claims()
     for c in found:
-        if isinstance(c, Candidate) and not c.idle and (c.pass_name, c.op) not in last:
+        if isinstance(c, Candidate) and not c.idle and not c.takes_the_rest:
             firm.add(c, c.seen)
     left: list[Candidate | Rejection] = []
     for c in found:
@@ -60,13 +58,11 @@ def _taken_by(c: Candidate) -> Iterator[tuple[str, int]]:
     yield from (("value", i) for i in _inner_values(c))
 
 
-def settle(
-    found: list[Candidate | Rejection], last: Collection[tuple[str, str]] = ()
-) -> tuple[list[Candidate], list[Rejection]]:
+def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
     """Where candidates overlap the one with more nodes wins, over one that is idle any; the loser becomes a rejection naming the winner.
 
     They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
-    is part of it, and no site of its own. A pass and an op named in `last`: what the pass makes of that op takes what the others leave, and
+    is part of it, and no site of its own. One that takes the rest (`Candidate.takes_the_rest`) takes what the others leave, and
     what they would only leave to XLA.
 
     Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other. One
@@ -74,7 +70,7 @@ def settle(
     """
     stuck: dict[int, Rejection] = {}
     while True:
-        candidates, rejections = _settled([f for f in found if id(f) not in stuck], last)
+        candidates, rejections = _settled([f for f in found if id(f) not in stuck])
         waiting = _waiting(candidates)
         if waiting is None:
             return candidates, [*rejections, *stuck.values()]
@@ -85,15 +81,13 @@ def settle(
             stuck[id(given_up)] = _stuck(given_up, others)
 
 
-def _settled(
-    found: list[Candidate | Rejection], last: Collection[tuple[str, str]]
-) -> tuple[list[Candidate], list[Rejection]]:
+def _settled(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
     """`settle`, but for what waits."""
     taken, lost = _Taken(), {}
     candidates = [c for c in found if isinstance(c, Candidate)]
-    for c in sorted(candidates, key=lambda c: (bool(c.idle), (c.pass_name, c.op) in last, -c.nodes_before)):
+    for c in sorted(candidates, key=lambda c: (bool(c.idle), c.takes_the_rest, -c.nodes_before)):
         others = taken.overlapping(c)
-        if _gives_way(c, others, last):
+        if _gives_way(c, others):
             lost[id(c)] = others[0]
             continue
         for other in others:
@@ -101,17 +95,18 @@ def _settled(
             lost[id(other)] = c
         taken.add(c)
     rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= taken.owner.keys()]
-    return _with_losers(candidates, lost, rejections)
+    kept = [c for c in candidates if id(c) not in lost]
+    return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
 
 
-def _gives_way(c: Candidate, others: Sequence[Candidate], last: Collection[tuple[str, str]]) -> bool:
+def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:
     """Whether a site is declined for those it overlaps, which stand so far.
 
-    One of `last` stands all the same where it has code of its own, and each of the others is what XLA runs anyway.
+    One that takes the rest stands all the same where it has code of its own, and each of the others is what XLA runs anyway.
     """
     if not others:
         return False
-    return (c.pass_name, c.op) not in last or c.same_code or not all(o.same_code for o in others)
+    return not c.takes_the_rest or c.same_code or not all(o.same_code for o in others)
 
 
 class _Taken:
@@ -147,13 +142,6 @@ def _inner_values(c: Candidate) -> list[int]:
     """The values that a candidate's nodes make, without those it gives."""
     given = {v.id for v in c.roots}
     return [v.id for n in c.site.nodes for v in n.outputs if v.id not in given]
-
-
-def _with_losers(
-    candidates: list[Candidate], lost: Mapping[int, Candidate], rejections: list[Rejection]
-) -> tuple[list[Candidate], list[Rejection]]:
-    kept = [c for c in candidates if id(c) not in lost]
-    return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
 
 
 def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] | None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.fusers import Strategy, registry
-from fusionlab.fusers.engine.base import choices_of
 
 from .alike import alike
 
@@ -114,13 +113,8 @@ def options_of(name: str, strategy: Strategy | None) -> list[dict[str, Any]]:
     given = (strategy or {}).get(name, {})
     given = given if isinstance(given, Mapping) else {}
     return [
-        {
-            "name": key,
-            "value": given.get(key, option[0]),
-            "choices": choices_of(pass_, key),
-            "doc": option[1],
-        }
-        for key, option in pass_.options.items()
+        {"name": key, "value": given.get(key, option.default), "choices": option.values, "doc": option.meaning}
+        for key, option in pass_.declared.items()
     ]
 
 

@@ -19,9 +19,9 @@ from tests.kernels.emulated import kernels_on_the_cpu
 
 from ..checks import close, normal
 
-PAIR = fl.Strategy(matmul_schedule={"gated": "concatenated"})
-KERNEL = fl.Strategy(matmul_schedule={"gated": "kernel"})
-BOTH = fl.Strategy(gemm_epilogue=True, matmul_schedule={"gated": "concatenated"})
+PAIR = fl.Strategy(gated_matmul={"prefer": "concatenated"})
+KERNEL = fl.Strategy(gated_matmul={"prefer": "kernel"})
+BOTH = fl.Strategy(gemm_epilogue=True, gated_matmul={"prefer": "concatenated"})
 X, W, V, D, B = normal((3, 8, 16), (16, 24), (16, 24), (24, 16), (24,))
 HX, HW, HV, HD = (a.astype(jnp.bfloat16) for a in (X, W, V, D))
 silu = jax.nn.silu
@@ -84,7 +84,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_pair_is_one_call(name):
     site = agree(FORMS[name], X, W, V)
-    assert site.pass_name == "matmul_schedule"
+    assert site.pass_name == "gated_matmul"
     assert dict(site.attrs)["w_contract"] == (name == "columns x inner")
 
 
@@ -107,7 +107,7 @@ def test_of_16_bits_with_sums_in_float32_it_is_what_the_program_says():
 
     assert agree(fn, HX, HW, HV).notes == ()
     np.testing.assert_array_equal(
-        fl.fuse(fn, passes=fl.Strategy(matmul_schedule={"gated": "concatenated"}))(HX, HW, HV), fn(HX, HW, HV)
+        fl.fuse(fn, passes=fl.Strategy(gated_matmul={"prefer": "concatenated"}))(HX, HW, HV), fn(HX, HW, HV)
     )
 
 
@@ -157,7 +157,7 @@ def test_of_float16_with_sums_in_float32_the_gradient_keeps_their_range():
     (told,) = find(fn, *args).rejections
     assert told.code == "dtype"
     assert "float16" in told.sentence
-    strategy = fl.Strategy(matmul_schedule={"gated": "concatenated"}, matmul_schedule_grad=False)
+    strategy = fl.Strategy(gated_matmul={"prefer": "concatenated"}, gated_matmul_grad=False)
     assert pairs(find(fn, *args, passes=strategy))  # JAX's own gradient of it keeps float32 too
     close(gradients(fl.fuse(fn, passes=strategy)), gradients(fn))
 
@@ -178,7 +178,7 @@ def test_x_may_be_cast_for_each_product():
 
 def test_products_go_from_three_to_two_to_none_of_its_own():
     assert products(feed_forward, X, W, V, D) == 3
-    assert products(fl.fuse(feed_forward, passes=fl.Strategy(matmul_schedule=True)), X, W, V, D) == 3
+    assert products(fl.fuse(feed_forward, passes=fl.Strategy(gated_matmul=True)), X, W, V, D) == 3
     assert products(fl.fuse(feed_forward, passes=PAIR), X, W, V, D) == 2
 
 
@@ -206,7 +206,7 @@ def test_the_routes_say_who_has_the_products():
     rows = list(find(feed_forward, HX, HW, HV, HD, passes=KERNEL, device="sm_90").routes())
     assert [(row.tag, row.formula) for row in rows] == [("kernel", "silu(x @ w) * (x @ v)")] * 2 + [("xla", "a @ b")]
     assert rows[0].reason == "claimed by gated_matmul, cuda: asked for where it can run"
-    assert {row.site for row in rows[:2]} == {"matmul_schedule@#1"}
+    assert {row.site for row in rows[:2]} == {"gated_matmul@#1"}
     assert not rows[2].reason
 
 
@@ -214,7 +214,7 @@ def test_it_wins_over_the_sites_of_its_parts_where_it_is_asked_for():
     found = find(feed_forward, X, W, V, D, passes=BOTH)
     assert [c.op for c in found.candidates] == ["gated_matmul"]
     (lost,) = [r for r in found.rejections if r.pass_name == "gemm_epilogue"]
-    assert (lost.code, lost.winner) == ("overlap", "matmul_schedule@#1")
+    assert (lost.code, lost.winner) == ("overlap", "gated_matmul@#1")
 
 
 def test_it_wins_over_a_site_that_runs_faster_than_xla_too(monkeypatch):
@@ -231,7 +231,7 @@ def test_by_default_the_pair_stays_as_it_is():
     for device in ("cpu", "sm_90"):
         found = find(feed_forward, HX, HW, HV, HD, passes=None, device=device)
         assert [c.op for c in found.candidates] == ["gemm_epilogue"]
-        assert not [r for r in found.rejections if r.pass_name == "matmul_schedule"]
+        assert not [r for r in found.rejections if r.pass_name == "gated_matmul"]
         assert [s.kind for s in found.structures] == ["glu_pair"]
 
 
@@ -245,7 +245,7 @@ def test_what_was_measured_faster_is_taken_by_default(monkeypatch, tmp_path):
         choices.write(tmp_path / "plans.json", "sm_90", choices.Measured({text: one}, device="a GPU"))
         found = find(feed_forward, x, w, w, d, passes=None, device="sm_90")
         assert [c.op for c in found.candidates] == ["gated_matmul" if name == "cuda" else "gemm_epilogue"]
-        assert not [r for r in found.rejections if r.pass_name == "matmul_schedule"]
+        assert not [r for r in found.rejections if r.pass_name == "gated_matmul"]
     assert "measured: cuda 1 us" in pairs(found)[0].backend.reason
     assert not pairs(find(feed_forward, x, w, w, d, passes=None))  # on a CPU nothing was measured
 
@@ -271,7 +271,10 @@ def test_a_train_step_is_fused_with_its_backward_pass():
 
 
 def test_a_gradient_may_stay_jax_s_own():
-    strategy = fl.Strategy(matmul_schedule={"gated": "concatenated"}, matmul_schedule_grad=False)
+    with pytest.warns(FutureWarning, match="gated_matmul=dict"):  # as it was asked for while it was an option
+        strategy = fl.Strategy(matmul_schedule={"gated": "concatenated", "library": False}, matmul_schedule_grad=False)
+    now = {"gated_matmul": {"prefer": "concatenated"}, "matmul_schedule": {"library": False}}
+    assert dict(strategy) == now | {"gated_matmul_grad": False, "matmul_schedule_grad": False}
     (site,) = pairs(find(FORMS["silu"], X, W, V, passes=strategy))
     assert dict(site.attrs)["gradient"] == "reference"
     agree(FORMS["silu"], X, W, V, passes=strategy)
@@ -340,10 +343,10 @@ def test_what_is_no_pair_is_not_fused_and_says_why(name):
     fn, code = NEAR[name]
     found = find(fn, X, W, V)
     assert not pairs(found)
-    told = [r for r in found.rejections if r.pass_name == "matmul_schedule"]
+    told = [r for r in found.rejections if r.pass_name == "gated_matmul"]
     assert [r.code for r in told] == ([code] if code else [])
     assert all(r.code in REJECTIONS and r.sentence for r in told)
-    assert not find(fn, X, W, V, passes=fl.Strategy(matmul_schedule=True)).rejections
+    assert not find(fn, X, W, V, passes=fl.Strategy(gated_matmul=True)).rejections
 
 
 HALF = {
@@ -385,7 +388,7 @@ def test_a_global_name_is_the_only_one_asked():
 @pytest.mark.parametrize("gated", ["cuda", True, 1, "xla"])
 def test_the_option_is_checked(gated):
     with pytest.raises(ArgumentError, match="needed 'concatenated', 'kernel' or None"):
-        find(feed_forward, X, W, V, D, passes=fl.Strategy(matmul_schedule={"gated": gated}))
+        find(feed_forward, X, W, V, D, passes=fl.Strategy(gated_matmul={"prefer": gated}))
 
 
 def test_a_fused_program_traced_again_finds_nothing_new():

@@ -144,7 +144,7 @@ def test_a_transformer_layer_is_one_structure_in_every_spelling(spelling, by_hea
 def test_a_transformer_layer_whose_gated_pair_is_one_op(by_heads):
     p = weights(heads=2 if by_heads else None)
     passes = fl.Strategy(
-        **dict.fromkeys((p.name for p in by_default()), True) | {"matmul_schedule": {"gated": "concatenated"}}
+        **dict.fromkeys((p.name for p in by_default()), True) | {"gated_matmul": {"prefer": "concatenated"}}
     )
     found = fl.find(lambda p, x: layer(p, x, **SPELLINGS["gated, no biases"]), p, INPUT, passes=passes, device="cpu")
     assert "gated_matmul" in {c.op for c in found.candidates}

@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,7 @@ from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS, Region, cut, shared_casts
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
-from ....graph.program.scopes import is_backward
-from ...engine.base import Search, anchor_text
+from ...engine.base import Option, Pass, Search, anchor_text
 from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection
@@ -46,22 +45,19 @@ _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
 
-@dataclass(frozen=True)
-class DotProductAttentionPass:
+class DotProductAttentionPass(Pass):
     """See the module docstring."""
 
-    name: str = "dot_product_attention"
-    op: str = "dot_product_attention"
-    formula: str = (
+    name = op = "dot_product_attention"
+    formula = (
         "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with a sink or without, "
         "with dropout or without, heads that share keys, any layout"
     )
-    needs: str = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
-    options: Any = None
-
-    def __post_init__(self) -> None:
-        deterministic = (False, "the same bits every time, gradients included: cuDNN's backward is left out")
-        object.__setattr__(self, "options", {"deterministic": deterministic})
+    needs = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
+    options: ClassVar = {
+        "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is left out")
+    }
+    primitives = ("dot_general",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def attention(q: Any, k: Any, v: Any) -> Any:
@@ -71,23 +67,20 @@ class DotProductAttentionPass:
         q = jnp.zeros((2, 8, 2, 16))
         return attention, (q, q, q)
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        for node, (weights, exps) in self.anchors(search):
-            yield from _SoftmaxSite(self, search, node).examined(weights, exps)
-
-    def anchors(self, search: Search) -> list[tuple[Node, tuple[int, int]]]:
+    def anchors(self, search: Search) -> list[tuple[Node, int, int]]:
         """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
         view, found = search.view, dict[int, tuple[int, int]]()
         nodes: list[Node] = []
-        for node in search.block.nodes:
-            if node.primitive != "dot_general" or is_backward(node.eqn):
-                continue
+        for node in filter(self.is_anchor, search.block.nodes):
             parts = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
             if parts is None or parts[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
                 continue  # the products of a backward pass read the same exponentials as their forward
             found[node.id] = parts
             nodes.append(node)
-        return [(node, found[node.id]) for node in most_sizes_first(nodes)]
+        return [(node, *found[node.id]) for node in most_sizes_first(nodes)]
+
+    def examine(self, search: Search, anchor: Node, weights: int, exponentials: int) -> list[Candidate | Rejection]:
+        return _SoftmaxSite(self, search, anchor).examined(weights, exponentials)
 
 
 def _own(reason: Declined) -> Rejection:

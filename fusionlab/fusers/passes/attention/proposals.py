@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ....graph.declined import Declined
 from ....graph.matching.region import Region, escapes
-from ...engine.base import option, propose, reason_to_tell
+from ...engine.base import propose, reason_to_tell
 from ...engine.declining import attempted
 from ...engine.outcomes import Candidate, Rejection
 from .conditions import AttentionConditions
@@ -75,7 +75,7 @@ class AttentionProposals(AttentionConditions):
         """
         attrs = attention_attributes(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
-        if option(self.search, self.pass_, "deterministic"):
+        if self.pass_.option(self.search, "deterministic"):
             attrs["deterministic"] = True
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:

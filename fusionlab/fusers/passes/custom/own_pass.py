@@ -17,9 +17,10 @@ from ....errors import ArgumentError
 from ....graph.certify.certify import prove_function
 from ....graph.dtypes import is_float
 from ....graph.matching.pattern import Example, Pattern, ScalarEdge, pattern_of
+from ....graph.program.ir import Node
 from ....kernels import OPS, plain_meaning_of
 from ....kernels.op.own import CudaKernel, PatternOp
-from ...engine.base import Search
+from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection
 from .own_site import OwnSite, makers_of
 from .reserved_names import primitive_names
@@ -33,7 +34,7 @@ _RESERVED = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class PatternPass:
+class PatternPass(Pass):
     """A pass made by `pattern_pass`; attributes as of `Pass`, and
 
     Attributes:
@@ -42,16 +43,12 @@ class PatternPass:
     """
 
     name: str
+    op: str
     formula: str
     needs: str
-    fused_op: PatternOp
+    fused_op: PatternOp = field()
     gauged: tuple[Example, ...]
     bare: tuple[Example, ...]
-    options: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
-
-    @property
-    def op(self) -> str:
-        return self.name
 
     def __call__(self, *operands: Any, implementation: str | None = None, **scalars: float) -> Any:
         """The op itself, on arrays with one axis per letter; scalars by name."""
@@ -62,12 +59,15 @@ class PatternPass:
         numbers = _NUMBERS[0][: len(self.gauged[0].scalars)]
         return lambda *leaves: self.gauged[0].fn(*leaves, *numbers), tuple(jnp.zeros(s.shape) for s in shapes)
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
+    def anchors(self, search: Search) -> Iterator[tuple[Node, int, list[Node]]]:
         roots = {p.nodes[p.root].op for p in map(pattern_of, self.gauged)}
         for nid in sorted(n for op in roots for n in search.view.by_op.get(op, ())):
             makers = makers_of(search.view, nid)
             if makers:
-                yield from OwnSite(self, search, nid, makers).examined()
+                yield makers[0], nid, makers
+
+    def examine(self, search: Search, anchor: Node, nid: int, makers: list[Node]) -> list[Candidate | Rejection]:
+        return OwnSite(self, search, nid, makers).examined()
 
 
 def pattern_pass(
@@ -127,7 +127,9 @@ def pattern_pass(
         _certify(name, "the op with its backward", spellings[0], _call_of(op), axes, scalars)
     _certify_derivatives(name, op, spellings[0], axes, scalars)
     needs = f"operands of one dtype of f64/f32/bf16/f16, and {' '.join(f'{n}[{x}]' for n, x in axes.items())}"
-    return PatternPass(name, formula, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True))
+    return PatternPass(
+        name, name, formula, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True)
+    )
 
 
 def _plain(name: str, reference: Callable[..., Any] | CudaKernel) -> Callable[..., Any]:

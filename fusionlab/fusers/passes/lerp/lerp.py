@@ -7,8 +7,7 @@ like it) are where `lerp=dict(reassociate=True)` asks for them. How a program wr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -17,7 +16,7 @@ from ....graph.matching.region import CASTS, VIEWS, Region, cut, escapes
 from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import Pass, Search, Substitution, anchor_text, option, propose
+from ...engine.base import Option, Pass, Search, Substitution, anchor_text, propose
 from ...engine.layout import arrange_thin, axes_of, input_positions, restore
 from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
@@ -28,30 +27,32 @@ from .examples import AS_THE_OP_ROUNDS
 _DIGITS = "the number w is taken to 12 digits"
 
 
-@dataclass(frozen=True)
-class LerpPass:
+class LerpPass(Pass):
     """See the module docstring."""
 
-    name: str = "lerp"
-    op: str = "lerp"
-    formula: str = "x + w * (y - x), w an array or a number, broadcast in any way"
-    needs: str = "x, y and w of one float dtype (f64/f32/bf16/f16), or widened to it; a number for w between 0 and 1"
-    options: Any = None
-
-    def __post_init__(self) -> None:
-        meaning = "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge"
-        object.__setattr__(self, "options", {"reassociate": (False, meaning)})
+    name = op = "lerp"
+    formula = "x + w * (y - x), w an array or a number, broadcast in any way"
+    needs = "x, y and w of one float dtype (f64/f32/bf16/f16), or widened to it; a number for w between 0 and 1"
+    options: ClassVar = {
+        "reassociate": Option(
+            False,
+            "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge",
+        )
+    }
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         return lambda x, y, w: x + w * (y - x), (jnp.zeros((8, 16)), jnp.zeros((8, 16)), jnp.zeros(16))
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        asked = option(search, self, "reassociate")
+    def anchors(self, search: Search) -> Iterator[tuple[Node, Blend]]:
+        asked = self.option(search, "reassociate")
         for blend in blends(search.view, weighted_sums=asked):
             # An optimizer blends two moments for every parameter, each by numbers that the program multiplies by: where those are not
             # asked for they are told as structures, and not declined one by one.
             if asked or "1 - w" not in blend.match.scalars:
-                yield from _BlendSite(self, search, blend).examined()
+                yield blend.nodes[-1], blend
+
+    def examine(self, search: Search, anchor: Node, blend: Blend) -> list[Candidate | Rejection]:
+        return _BlendSite(self, search, blend).examined()
 
 
 class _BlendSite(Site):
@@ -63,7 +64,7 @@ class _BlendSite(Site):
 
     def examine(self) -> Candidate | Rejection:
         reassociated = self.blend.form.example.fn not in AS_THE_OP_ROUNDS
-        if reassociated and not option(self.search, self.pass_, "reassociate"):
+        if reassociated and not self.pass_.option(self.search, "reassociate"):
             sentence = (
                 f"{anchor_text(self.anchor)} is {self.blend.form.text}, which rounds differently from x + w * (y - x)"
             )

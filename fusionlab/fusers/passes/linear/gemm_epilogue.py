@@ -7,15 +7,14 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....errors import unknown_name
 from ....graph.certify.alike import most_sizes_first
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
@@ -26,7 +25,7 @@ from ....graph.program.scopes import is_backward
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ...engine.base import Search, anchor_text, option, reason_to_tell
+from ...engine.base import Option, Pass, Search, anchor_text, reason_to_tell
 from ...engine.declining import attempted
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import Passage, narrow, passage, rounding
@@ -41,28 +40,24 @@ _BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differen
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
 
-@dataclass(frozen=True)
-class GemmEpiloguePass:
+class GemmEpiloguePass(Pass):
     """See the module docstring."""
 
-    name: str = "gemm_epilogue"
-    op: str = "gemm_epilogue"
-    formula: str = "act(x @ w + b), act one of " + ", ".join(ACTIVATIONS)
-    needs: str = (
+    name = op = "gemm_epilogue"
+    formula = "act(x @ w + b), act one of " + ", ".join(ACTIVATIONS)
+    needs = (
         "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read by the "
         "activation alone"
     )
-    options: Any = None
-
-    def __post_init__(self) -> None:
-        strict = (False, "judge the weight's rank before any squeeze, as the original pass did")
-        grouping = (
+    options: ClassVar = {
+        "strict_rank": Option(False, "judge the weight's rank before any squeeze, as the original pass did"),
+        "grouping": Option(
             "per_layer",
             "of backward passes that are in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
             "layer behind, where that is the only one its result feeds",
             GROUPINGS,
-        )
-        object.__setattr__(self, "options", {"strict_rank": strict, "grouping": grouping})
+        ),
+    }
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def linear(x: Any, w: Any, b: Any) -> Any:
@@ -70,24 +65,21 @@ class GemmEpiloguePass:
 
         return linear, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(16))
 
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raises UnknownNameError for a grouping that there is none of."""
-        grouping = options.get("grouping", self.options["grouping"][0])
-        if grouping not in GROUPINGS:
-            raise unknown_name("grouping", grouping, GROUPINGS)
+    def is_anchor(self, node: Node) -> bool:
+        return (node.primitive == "dot_general" or is_pointwise_convolution(node)) and not is_backward(node.eqn)
+
+    def anchors(self, search: Search) -> Iterator[tuple[Node]]:
+        return ((node,) for node in most_sizes_first(filter(self.is_anchor, search.block.nodes)))
+
+    def examine(self, search: Search, anchor: Node) -> list[Candidate | Rejection]:
+        return _ProductSite(self, search, anchor).examined()
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        self.check(search.options)
         claimed: set[int] = set()
-        for node in most_sizes_first(filter(_is_anchor, search.block.nodes)):
-            for outcome in _ProductSite(self, search, node).examined():
-                claimed |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
-                yield outcome
+        for outcome in super().search(search):
+            claimed |= outcome.node_ids if isinstance(outcome, Candidate) else outcome.site_ids
+            yield outcome
         yield from activations_beyond(self, search, claimed)
-
-
-def _is_anchor(node: Node) -> bool:
-    return (node.primitive == "dot_general" or is_pointwise_convolution(node)) and not is_backward(node.eqn)
 
 
 @dataclass(frozen=True)
@@ -348,7 +340,7 @@ class _ProductSite(LinearSite):
             )
             edit = "name the pass to have it all the same: passes='gemm_epilogue'"
             return self.rejection("unmeasured", sentence, [self.anchor], None, edit, region.nodes, concepts)
-        if option(self.search, self.pass_, "strict_rank") and len(w.shape) != 2:
+        if self.pass_.option(self.search, "strict_rank") and len(w.shape) != 2:
             sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
             edit = "reshape the weight to a matrix, or leave strict_rank off"
             return self.rejection("rank", sentence, [self.anchor], None, edit)

@@ -1,4 +1,4 @@
-"""The gated pair of a feed-forward, act(x @ w) * (x @ v), as one call of `gated_matmul`: an option of the pass `matmul_schedule`.
+"""Pass `gated_matmul`: the gated pair of a feed-forward, act(x @ w) * (x @ v) -> one `gated_matmul` op.
 
 What it is made of is read off the raw layer (`gates`), as products are. Taken where an implementation is named, or was measured faster
 than what XLA makes of the pair.
@@ -7,23 +7,23 @@ than what XLA makes of the pair.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from ....errors import ArgumentError
 from ....graph.certify.activations import between
 from ....graph.declined import Declined
 from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Atom, Node, Value
-from ....graph.program.scopes import is_backward
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
-from ...engine.base import AUTO_AXES, Pass, Search, Substitution, anchor_text
+from ...engine.base import AUTO_AXES, Option, Pass, Search, Substitution, anchor_text
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import is_half, passage, rounding
 from ...engine.site import Site
@@ -31,49 +31,56 @@ from ..linear.epilogues import Epilogue, concepts_of
 from .gates import BETWEEN, GateSide, sides_of
 from .products import region_with
 
-IMPLEMENTATIONS = {"concatenated": "concatenated", "kernel": "cuda"}  # what the option names
-GATED_MEANING = (
-    'for a gated pair act(x @ w) * (x @ v): "concatenated": one product with the weights side by side; "kernel": one kernel of our own; '
-    "None: where one of them was measured faster"
-)
+_PREFERRED = {None: None, "concatenated": "concatenated", "kernel": "cuda"}  # what the option names
 OP = OPS["gated_matmul"]
 _ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
 _ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
 
 
-def gated_implementation(gated: Any) -> str | None:
-    """The option `gated`, as the implementation it names.
+class GatedMatmulPass(Pass):
+    """See the module docstring."""
 
-    Raises:
-      ArgumentError: it is none of None, "concatenated" and "kernel".
-    """
-    if gated is not None and (not isinstance(gated, str) or gated not in IMPLEMENTATIONS):
-        names = ", ".join(map(repr, IMPLEMENTATIONS))
-        raise ArgumentError(f"matmul_schedule: gated is {gated!r}, needed {names} or None")
-    return None if gated is None else IMPLEMENTATIONS[gated]
+    name = op = "gated_matmul"
+    formula = "act(x @ w) * (x @ v), by one product with the weights side by side or by one kernel"
+    needs = (
+        "two products of the same rows, by matrices of one size that lie alike, the gate's read by the activation alone; an implementation "
+        "that was measured faster than XLA's two products, or is asked for"
+    )
+    options: ClassVar = {
+        "prefer": Option(
+            None,
+            '"concatenated": one product with the weights side by side; "kernel": one kernel of our own; None: where one of them was '
+            "measured faster",
+            tuple(_PREFERRED),
+        )
+    }
+    primitives = ("mul",)
+    sample_for = "cpu", MappingProxyType({"prefer": "concatenated"})
 
+    def sample(self) -> tuple[Any, tuple[Any, ...]]:
+        def gated(x: Any, w: Any, v: Any) -> Any:
+            return jax.nn.silu(x @ w) * (x @ v)
 
-def gated_pairs(pass_: Pass, search: Search, named: str | None) -> Iterator[Candidate | Rejection]:
-    """The gated pairs of a block.
+        return gated, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros((4, 16)))
 
-    Args:
-      pass_: `matmul_schedule`.
-      search: over the block.
-      named: the implementation asked for; None for what was measured. Then nothing is declined either: a pair stays as it is written.
-    """
-    if search.implementation not in (None, named) or (named is None and search.device.platform != "cuda"):
-        return
-    for node in search.block.nodes:
-        if node.primitive == "mul" and not is_backward(node.eqn):
-            yield from GatedSite(pass_, search, node, named).examined()
+    def anchors(self, search: Search) -> Iterable[tuple[Node]]:
+        """None where an implementation is named that is not preferred, nor on a CPU, where nothing was measured."""
+        named = _PREFERRED[self.option(search, "prefer")]
+        if search.implementation not in (None, named) or (named is None and search.device.platform != "cuda"):
+            return ()
+        return super().anchors(search)
+
+    def examine(self, search: Search, anchor: Node) -> list[Candidate | Rejection]:
+        return GatedSite(self, search, anchor).examined()
 
 
 class GatedSite(Site):
     """One multiplication, from what it multiplies to a candidate or a rejection."""
 
-    def __init__(self, pass_: Pass, search: Search, anchor: Node, named: str | None) -> None:
-        super().__init__(pass_, search, anchor)
-        self.named = named
+    @property
+    def named(self) -> str | None:
+        """The implementation asked for; None for what was measured. Then nothing is declined either: a pair stays as it is written."""
+        return _PREFERRED[self.pass_.option(self.search, "prefer")]
 
     def examine(self) -> Iterator[Candidate | Rejection]:
         sides = sides_of(self.view, self.anchor)
@@ -290,3 +297,6 @@ def _are_sharded(gate: Node, up: Node) -> bool:
 
 def _dtypes(atoms: Iterable[Atom]) -> set[str]:
     return {np.dtype(a.dtype).name for a in atoms}
+
+
+PASSES = {45: GatedMatmulPass()}

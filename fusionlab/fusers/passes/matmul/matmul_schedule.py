@@ -1,20 +1,18 @@
 """Pass `matmul_schedule`: every product that no larger fusion claims -> the route that takes it.
 
 A route takes a product with all it can absorb (factors, a bias, an activation, a cast), or says why it does not (`kernels.matmul.routes`).
-A gated pair of products is one call of its own where that is asked for or was measured faster (`gated`), and wins over its products.
 A product that stays with XLA as it is written is no candidate and no rejection: it has a route, and `Findings.routes()` tells which.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from ....errors import ArgumentError
 from ....graph.certify.activations import ACTIVATION_PRIMITIVES
 from ....graph.declined import Declined
 from ....graph.matching.region import escapes
@@ -26,37 +24,31 @@ from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import ProductAxes, canonical
 from ....kernels.ops.matmul.op import MATMUL
 from ....kernels.ops.matmul.routes import Answer
-from ...engine.base import Pass, Search, Substitution, option, propose
+from ...engine.base import Option, Pass, Search, Substitution, propose
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
-from .gated import GATED_MEANING, IMPLEMENTATIONS, gated_implementation, gated_pairs
 from .products import ProductCall, ProductReader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of
 
 _WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
 
 
-@dataclass(frozen=True)
-class MatmulSchedulePass:
+class MatmulSchedulePass(Pass):
     """See the module docstring."""
 
-    name: str = "matmul_schedule"
-    op: str = "matmul"
-    formula: str = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
-    needs: str = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
-    options: Any = None
-    takes_the_rest: bool = (
-        True  # where its op overlaps with another pass's, that one wins, unless it would run XLA's own code
-    )
-    # Device and options of the sample.
-    sample_for: tuple[str, Mapping[str, Any]] = ("sm_90", MappingProxyType({"library": True}))
-
-    def __post_init__(self) -> None:
-        meaning = "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest"
-        library = (None, meaning, (None, True, False))
-        object.__setattr__(
-            self, "options", {"library": library, "gated": (None, GATED_MEANING, (None, *IMPLEMENTATIONS))}
-        )
+    name = "matmul_schedule"
+    op = "matmul"
+    formula = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
+    needs = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
+    options: ClassVar = {
+        "library": Option(
+            None,
+            "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest",
+            (None, True, False),
+        ),
+    }
+    primitives = ("dot_general",)
+    sample_for = "sm_90", MappingProxyType({"library": True})
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def product(a: Any, b: Any, bias: Any) -> Any:
@@ -64,38 +56,20 @@ class MatmulSchedulePass:
 
         return product, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8))
 
-    def check(self, options: Mapping[str, Any]) -> None:
-        """Raises ArgumentError for a value of `library` or `gated` that is none."""
-        checked_switch(options.get("library"))
-        gated_implementation(options.get("gated"))
+    def examine(self, search: Search, anchor: Node) -> list[Candidate | Rejection]:
+        return Routed(self, search, anchor).examined()
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        library = checked_switch(option(search, self, "library"))
-        yield from gated_pairs(self, search, gated_implementation(option(search, self, "gated")))
-        if search.device.platform != "cuda":
-            return  # there all stay with XLA
-        for node in search.block.nodes:
-            if node.primitive == "dot_general" and not is_backward(node.eqn):
-                yield from Routed(self, search, node, library).examined()
-
-
-def checked_switch(library: Any) -> bool | None:
-    """The option `library`.
-
-    Raises:
-      ArgumentError: it is none of True, False and None.
-    """
-    if not any(library is known for known in (True, False, None)):  # 0 is no False where it is asked for by identity
-        raise ArgumentError(f"matmul_schedule: library is {library!r}, needed True, False or None")
-    return library
+    def anchors(self, search: Search) -> Iterable[tuple[Node]]:
+        return super().anchors(search) if search.device.platform == "cuda" else ()  # elsewhere all stay with XLA
 
 
 class Routed(Site):
     """One product, what stands behind it, and what each route says of it."""
 
-    def __init__(self, pass_: Pass, search: Search, anchor: Node, library: bool | None) -> None:
-        super().__init__(pass_, search, anchor)
-        self.library = library
+    @property
+    def library(self) -> bool | None:
+        """The switch."""
+        return self.pass_.option(self.search, "library")
 
     def decided(self) -> tuple[ProductCall, tuple[Answer, ...]] | None:
         """What a route takes, with what the routes say; None for no product of the op's.
@@ -149,7 +123,10 @@ class Routed(Site):
         plan = _plan(self, call, region.inputs)
         notes = (note,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
-        if not isinstance(outcome, Candidate) or not call.widened:
+        if not isinstance(outcome, Candidate):
+            return outcome
+        outcome = replace(outcome, takes_the_rest=True)
+        if not call.widened:
             return outcome
         # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
         backends = (
@@ -175,21 +152,20 @@ def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitut
 
 
 @jax_defaults()
-def routes_of(searched: Sequence[tuple[Search, Node | None]], library: bool | None, findings: Any) -> Routes:
+def routes_of(searched: Sequence[tuple[Search, Node | None]], findings: Any) -> Routes:
     """The route of every product.
 
     Args:
-      searched: a search over each block, with the custom rule that it belongs to, if it does.
-      library: the switch.
+      searched: a search of the pass over each block, with the custom rule that it belongs to, if it does.
       findings: whose candidates claim products.
     """
-    mine = [c for c in findings.candidates if (c.pass_name, c.op) == (_PASS.name, _PASS.op)]
+    mine = [c for c in findings.candidates if c.pass_name == _PASS.name]
     claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
     rows = []
     for search, rule in searched:
         for node in search.block.nodes:
             if node.primitive == "dot_general":
-                routed = Routed(_PASS, search, node, library)
+                routed = Routed(_PASS, search, node)
                 rows.append(_row(routed, claims.get(node.id), own.get(node.id), rule))
     return Routes(findings.device, tuple(sorted(rows, key=lambda row: row.node)))
 
@@ -240,8 +216,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
 def _claimed(claim: Candidate) -> str:
     """Why no route is asked of a product that is a larger fusion's."""
     backend = claim.backend
-    by = claim.op if claim.pass_name == _PASS.name else claim.pass_name
-    return f"claimed by {by}" + (f", {backend.name}: {backend.reason}" if backend else "")
+    return f"claimed by {claim.pass_name}" + (f", {backend.name}: {backend.reason}" if backend else "")
 
 
 PASSES = {50: MatmulSchedulePass()}

@@ -9,9 +9,10 @@ be the example's; 1/N is captured and has to be the size of the axis that is sum
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,9 +27,9 @@ from ....graph.matching.pattern import Example, pattern_of
 from ....graph.matching.region import CASTS, Region, cut, escapes, widens
 from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
-from ....graph.program.scopes import in_backward, is_backward
+from ....graph.program.scopes import in_backward
 from ....kernels import OPS
-from ...engine.base import Search, Substitution, anchor_text, examined, propose
+from ...engine.base import Pass, Search, Substitution, anchor_text, propose
 from ...engine.layout import AxisClasses, arrange, axes_of, input_positions, ordered_classes, present, restore
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import with_concepts
@@ -58,20 +59,16 @@ _HELD = {
 }
 
 
-@dataclass(frozen=True)
-class LayerNormPass:
+class LayerNormPass(Pass):
     """See the module docstring."""
 
-    name: str = "layer_norm"
-    op: str = "layer_norm"
-    formula: str = (
-        "(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, or x / sqrt(mean(x^2) + epsilon) * scale + bias"
-    )
-    needs: str = (
+    name = op = "layer_norm"
+    formula = "(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, or x / sqrt(mean(x^2) + epsilon) * scale + bias"
+    needs = (
         "mean and variance over the same axis, any one, or over the last ones; epsilon inside the root and below 0.01; the statistics "
         "read by the norm alone; f64/f32/bf16/f16"
     )
-    options: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    primitives = ROOTS
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def norm(x: Any, scale: Any, bias: Any) -> Any:
@@ -80,19 +77,19 @@ class LayerNormPass:
 
         return norm, (jnp.zeros((8, 16)), jnp.zeros(16), jnp.zeros(16))
 
-    def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        norm_results: set[int] = set()
-        for node in search.block.nodes:
-            if node.primitive in ROOTS and is_float(node.outputs[0].dtype) and not is_backward(node.eqn):
-                for outcome in examined(search, self.name, node, lambda n=node: self.at(search, n, norm_results)):
-                    if isinstance(outcome, Candidate):
-                        norm_results.add(outcome.root.id)
-                    yield outcome
+    def is_anchor(self, node: Node) -> bool:
+        return super().is_anchor(node) and is_float(node.outputs[0].dtype)
 
-    def at(self, search: Search, node: Node, norm_results: Collection[int]) -> Candidate | Rejection | None:
-        """What stands around one root; None where it is none of a norm."""
-        around = Surroundings(search, node)
-        return _NormSite(self, search, node, around, norm_results).examine() if around.is_norm else None
+    def anchors(self, search: Search) -> Iterator[tuple[Node, set[int]]]:
+        """With the results of the norms that were found before it."""
+        return zip(filter(self.is_anchor, search.block.nodes), itertools.repeat(set[int]()))
+
+    def examine(self, search: Search, anchor: Node, norm_results: set[int]) -> Candidate | Rejection | None:
+        around = Surroundings(search, anchor)
+        outcome = _NormSite(self, search, anchor, around, norm_results).examine() if around.is_norm else None
+        if isinstance(outcome, Candidate):
+            norm_results.add(outcome.root.id)
+        return outcome
 
 
 class _NormSite(NormSite):

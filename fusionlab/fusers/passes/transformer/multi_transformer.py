@@ -8,6 +8,7 @@ devices sum its products.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from ....graph.jax_compat import names_an_axis
 from ....graph.matching.region import Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import LEFT, Pass, Search, Substitution, anchor_text, faulty, found_at, option, propose, reject
+from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, propose, reject
 from ...engine.declining import attempted
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
@@ -39,7 +40,7 @@ from .streams import multiples
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
 _REPORTED = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
-_STACKED = (False, "identical layers in a row become one call")
+_SUMMED = ", both of devices' parts that are summed before the bias"
 SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 
 
@@ -121,42 +122,34 @@ def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejec
     return known
 
 
-@dataclass(frozen=True)
-class MultiTransformerPass:
-    """One of them; see the module docstring."""
+class MultiTransformerPass(Pass):
+    """One of them; see the module docstring.
 
-    name: str
-    decoder: bool
-    fused: bool
-    spread: bool = False  # over devices, which sum the output projection's and the feed-forward's results
-    op: str = "multi_transformer"
-    whole: bool = True
-    forward_only: bool = True
-    named_only: bool = (
-        True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
+    Attributes:
+      spread: over devices, which sum the output projection's and the feed-forward's results.
+      decoder: with a cache.
+      fused: with one product for queries, keys and values.
+    """
+
+    op = "multi_transformer"
+    needs = (
+        "self-attention, output projection, both residual sums, a layer or RMS norm for each with epsilon up to 0.001, a feed-forward "
+        "with a known activation; a rotary embedding by halves; nothing inside read elsewhere but keys and values; no dropout; forward "
+        "only"
     )
-    options: dict[str, tuple[Any, str]] = field(default_factory=lambda: {"stacked": _STACKED})
+    whole = forward_only = True
+    named_only = True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
 
-    @property
-    def formula(self) -> str:
-        keys = (
-            "attention over a cache and the call's own keys" if self.decoder else "attention over the call's own keys"
+    def __init__(self, spread: bool, decoder: bool, fused: bool) -> None:
+        self.spread, self.decoder, self.fused = spread, decoder, fused
+        kind = f"{'decoder' if decoder else 'encoder'}{'_fuse_qkv' * fused}"
+        self.name = f"{'multi_devices_' * spread}multi_transformer_{kind}"
+        self.formula = (
+            f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{_SUMMED * spread}; attention over "
+            f"{'a cache and ' * decoder}the call's own keys, {'one product' if fused else 'a product each'} for queries, keys and values"
         )
-        products = (
-            "one product for queries, keys and values" if self.fused else "a product each for queries, keys and values"
-        )
-        devices = ", both of devices' parts that are summed before the bias" if self.spread else ""
-        return (
-            f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{devices}; {keys}, {products}"
-        )
-
-    @property
-    def needs(self) -> str:
-        return (
-            "self-attention, output projection, both residual sums, a layer or RMS norm for each with epsilon up to 0.001, a feed-forward "
-            "with a known activation; a rotary embedding by halves; nothing inside read elsewhere but keys and values; no dropout; forward "
-            "only"
-        )
+        if not spread:  # collectives stand between layers over devices
+            self.options = {"stacked": Option(False, "identical layers in a row become one call")}
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         from .sample import sample
@@ -173,7 +166,7 @@ class MultiTransformerPass:
                 layers.append(outcome)
             elif outcome is not None:
                 yield outcome
-        if self.spread or not option(search, self, "stacked"):
+        if self.spread or not self.option(search, "stacked"):
             yield from (layer.candidate for layer in layers)
             return
         for row in rows(layers):
@@ -350,14 +343,5 @@ def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
 
 
 PASSES = {
-    60 + 4 * spread + 2 * decoder + fused: MultiTransformerPass(
-        f"{'multi_devices_' * spread}multi_transformer_{'decoder' if decoder else 'encoder'}{'_fuse_qkv' * fused}",
-        decoder,
-        fused,
-        spread,
-        options={} if spread else {"stacked": _STACKED},  # collectives stand between layers over devices
-    )
-    for spread in (False, True)
-    for decoder in (False, True)
-    for fused in (False, True)
+    60 + place: MultiTransformerPass(*kind) for place, kind in enumerate(itertools.product((False, True), repeat=3))
 }
