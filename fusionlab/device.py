@@ -39,7 +39,7 @@ NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, be
 class Device:
     """What a decision needs to know of a device: decisions are pure functions of a call and this record.
 
-    Any device can be simulated: `Device.of("sm_75")`, `Device.of("h100")` or another of `CARDS`,
+    Any device can be simulated: `Device.of("sm_75")`, `Device.of("h100")` or another of `GPUS`,
     `dataclasses.replace(Device.of("sm_90"), cudnn="8.9.7")` for one with an old library,
     `dataclasses.replace(Device.of("sm_90"), missing=("cupy",))` for one without CuPy, `Device.of("cpu")` for no GPU.
 
@@ -109,11 +109,11 @@ class Device:
         name = device.strip().lower() if isinstance(device, str) else ""
         if name == "cpu":
             return cls("cpu", "", "a CPU", simulated=True)
-        if (card := re.sub(r"[ -]", "", name)) in CARDS:
-            return cls("cuda", CARDS[card], f"an NVIDIA {card.upper()}, {CARDS[card]}", simulated=True)
+        if (card := re.sub(r"[ -]", "", name)) in GPUS:
+            return cls("cuda", GPUS[card], f"an NVIDIA {card.upper()}, {GPUS[card]}", simulated=True)
         if re.fullmatch(r"sm_\d{2,3}", name):
             return cls("cuda", name, f"a CUDA {name} device", simulated=True)
-        cards = ", ".join(map(repr, CARDS))
+        cards = ", ".join(map(repr, GPUS))
         raise ArgumentError(
             f"device: got {device!r}, needed None, 'cpu', 'sm_NN' (for instance 'sm_90'), one of {cards}, or a Device"
         )
