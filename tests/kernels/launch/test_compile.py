@@ -25,6 +25,7 @@ from fusionlab.kernels.launch.compile import (
     cubin,
     resources,
 )
+from fusionlab.kernels.op.arrays import FLOATS as DTYPES
 from fusionlab.kernels.ops.gemm_epilogue.card import SAMPLE
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     KERNEL_ACTIVATIONS,
@@ -34,7 +35,6 @@ from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     forward_plan,
     saves_for_backward,
 )
-from fusionlab.kernels.ops.gemm_epilogue.op import DTYPES
 from fusionlab.kernels.ops.gemm_epilogue.reference import mask_pitch
 
 KEY = "0" * 64

@@ -374,7 +374,7 @@ def over(colour, paper, share):
     return "#" + "".join(f"{round(m):02x}" for m in mixed)
 
 
-@pytest.mark.parametrize("name", sorted(palette._COLOURS))
+@pytest.mark.parametrize("name", sorted(palette._HUE_OF))
 def test_labels_stand_out_from_a_pass_tint(name):
     light, dark, *_ = themes()
     for colours in (light, dark):
