@@ -12,8 +12,6 @@ import fusionlab as fl
 
 from ..checks import agree, normal
 
-pytestmark = pytest.mark.whole
-
 ENCODERS = ["multi_transformer_encoder", "multi_transformer_encoder_fuse_qkv"]
 E, H, D, F = 32, 2, 16, 48
 SHAPES = {
