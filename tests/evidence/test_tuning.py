@@ -17,7 +17,7 @@ from fusionlab.evidence.instruments.device_clock import DeviceTimes
 from fusionlab.kernels.choose import choices
 from fusionlab.kernels.launch import cublaslt
 from fusionlab.kernels.launch import ffi_call as launch
-from fusionlab.kernels.op import selection
+from fusionlab.kernels.op import chooser
 from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
 from fusionlab.verbs import tuning as tuning_verb
 
@@ -49,7 +49,7 @@ def bench(tmp_path, monkeypatch):
     file, made = tmp_path / "mine" / "plans.json", Bench()
     monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(file))
     known = choices.Choices()
-    for module in (selection, by_cublaslt, tuning, tuning_verb):
+    for module in (chooser, by_cublaslt, tuning, tuning_verb):
         monkeypatch.setattr(module, "CHOICES", known)
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(Device, "current", classmethod(lambda cls: Device.of("sm_90")))
@@ -105,8 +105,8 @@ def test_the_quickest_algorithm_is_kept_for_each_product(bench, monkeypatch, rec
     measured = fl.tune(layer, *LAYER, grad=False).measured
     assert set(measured.algorithms.values()) == {(ALGORITHMS[1], 130100)}
     for name in measured.algorithms:
-        assert selection.CHOICES.algorithm("sm_90", name) == (ALGORITHMS[1], 130100)
-    assert selection.CHOICES.trial == {}
+        assert chooser.CHOICES.algorithm("sm_90", name) == (ALGORITHMS[1], 130100)
+    assert chooser.CHOICES.trial == {}
     assert bench.timed == [ALGORITHMS, ("xla", "cublaslt", "cuda")]
 
 
@@ -157,7 +157,7 @@ def test_cancelled_it_leaves_the_plan_file_as_it_was(bench, monkeypatch, calls_d
         fl.tune(layer, *LAYER, progress=interrupted)
     assert bench.file.read_bytes() == before
     assert [p.name for p in bench.file.parent.iterdir()] == [bench.file.name]
-    assert selection.CHOICES.trial == {}  # algorithms under trial decide nothing any more
+    assert chooser.CHOICES.trial == {}  # algorithms under trial decide nothing any more
 
 
 @pytest.mark.parametrize("fails", [False, True])

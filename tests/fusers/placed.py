@@ -23,7 +23,7 @@ import fusionlab as fl
 from fusionlab.graph.xla.collectives import COLLECTIVE_MOVES, Traffic, traffic
 from fusionlab.kernels import OPS
 from fusionlab.kernels.op.composite import CompositeOp
-from fusionlab.kernels.op.implementation import ChoiceKind, Decision
+from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
 from fusionlab.models import transformer
 from tests.asked import by_name
 
@@ -43,7 +43,7 @@ LAYOUTS = {"data": (True, False), "tensor": (False, True), "both": (True, True)}
 def surroundings() -> Iterator[None]:
     """Each op has an implementation that XLA cannot look into, and prefers it."""
     with pytest.MonkeyPatch.context() as patch:
-        decision = Decision("opaque", ChoiceKind.CHOSEN, "for these trials")
+        decision = ImplementationChoice("opaque", ChoiceKind.CHOSEN, "for these trials")
         for op in OPS.values():
             if not isinstance(op, CompositeOp):
                 one = replace(op.implementations["xla"], name="opaque", opaque=True)

@@ -21,7 +21,7 @@ from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import plain_meaning_of
-from fusionlab.kernels.op.implementation import ChoiceKind, Decision
+from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
 from fusionlab.verbs.dump import write_dump
 from fusionlab.viz.html.inspector import inspect
 from fusionlab.viz.html.report import report_html
@@ -205,7 +205,10 @@ def test_it_is_the_one_that_is_left_as_it_is_or_else_the_smaller_one():
     one, other = pass_.search(Search(trace(crossed, *ARGS), view, Device.of("cpu"), Certifier(plain_meaning_of)))
     larger = replace(other, nodes_before=other.nodes_before + 1)
     assert of(one, larger) == of(larger, one) == (other.node_ids, "order")
-    assert of(one, replace(larger, left_to_xla=Decision("xla", ChoiceKind.SLOWER, "slow"))) == (one.node_ids, "order")
+    assert of(one, replace(larger, left_to_xla=ImplementationChoice("xla", ChoiceKind.SLOWER, "slow"))) == (
+        one.node_ids,
+        "order",
+    )
 
 
 def test_where_a_site_gives_way_what_it_had_taken_is_free_again():

@@ -33,7 +33,7 @@ from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
 from ...kernels import OPS
-from ...kernels.op.implementation import Decision
+from ...kernels.op.implementation import ImplementationChoice
 from ...kernels.op.op import Op
 from .declining import attempted
 from .declining import examined as examined
@@ -235,7 +235,7 @@ class _Facts:
     program: Block | None = None  # of a site that is none, nothing but why
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
-    left: Decision | None = None
+    left: ImplementationChoice | None = None
     refused: str = ""
 
 
@@ -308,7 +308,7 @@ def _candidate(
     plan: Substitution,
     anchor: Node,
     facts: _Facts,
-    left: Decision | None,
+    left: ImplementationChoice | None,
     notes: tuple[str, ...],
     concepts: Sequence[str],
 ) -> Candidate:

@@ -11,7 +11,7 @@ from ...graph.matching.region import Region
 from ...graph.program.ir import Block, Value
 from ...graph.program.scopes import Source
 from ...kernels.op.implementation import BackendVerdict as Backend
-from ...kernels.op.implementation import ChoiceKind, Decision
+from ...kernels.op.implementation import ChoiceKind, ImplementationChoice
 from ...kernels.op.implementation import Residual as Residual
 from .origin import declined_at
 from .pairs import Pair
@@ -67,7 +67,7 @@ class Candidate:
     arithmetic: str = ""
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
-    left_to_xla: Decision | None = None
+    left_to_xla: ImplementationChoice | None = None
     notes: tuple[str, ...] = ()
     concepts: tuple[str, ...] = ()
     program: Block | None = dataclasses.field(default=None, repr=False)

@@ -61,7 +61,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Decision:
+class ImplementationChoice:
     """Which implementation runs where nobody names one: what that is against XLA's code of the site as it is written, and why."""
 
     implementation: str

@@ -37,15 +37,15 @@ from ...graph.program.ir import dtype_text
 from ...graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import lowering as partition
 from .arrays import as_arrays, canonical_precision, explicit_sharding, zero_tangent
+from .chooser import Chooser
 from .implementation import Residual
 from .labels import Axes, SummedCall
 from .primitive import FusedPrimitive, Meaning, attributes_in, give_types_and_eager_call, given_of, wanted_of
-from .selection import Selection
 
 Array = Any
 
 
-class Op(Selection):
+class Op(Chooser):
     """A fused op: its primitives, its meaning, its implementations.
 
     A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in

@@ -25,7 +25,7 @@ from ...graph.settings import matmul_precision
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
 from .arrays import check_dtypes
-from .implementation import Call, ChoiceKind, Decision, Implementation
+from .implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from .op import Op
 
 Array = Any
@@ -239,11 +239,11 @@ class PatternOp(Op):
     def batch(self, *_: Any) -> None:
         """No way to tell which axes may be more of the same: a batch is computed by the meaning."""
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         for name, impl in self.implementations.items() if call.role == "call" else ():
             if name != "xla" and impl.refuses(call.shapes, call.device, **call.attrs) is None:
-                return Decision(name, ChoiceKind.CHOSEN, "of the pass's own, the first that can run here")
-        return Decision("xla", ChoiceKind.SAME_CODE, "what XLA makes of the op's meaning")
+                return ImplementationChoice(name, ChoiceKind.CHOSEN, "of the pass's own, the first that can run here")
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "what XLA makes of the op's meaning")
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         return name == "xla" and self.same_code

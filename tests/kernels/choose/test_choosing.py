@@ -15,7 +15,7 @@ from fusionlab.device import Device
 from fusionlab.errors import BackendError, UnknownNameError
 from fusionlab.kernels.choose import choices
 from fusionlab.kernels.choose.choices import Choice, Choices, Measured, write
-from fusionlab.kernels.op import selection
+from fusionlab.kernels.op import chooser
 from fusionlab.kernels.op.arrays import FLOATS as DTYPES
 from fusionlab.kernels.ops.gemm_epilogue import ACTIVATIONS, GEMM_EPILOGUE, choosing, gemm_epilogue
 from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
@@ -44,7 +44,7 @@ def nothing_measured(tmp_path, monkeypatch):
     """Neither this machine's plan file nor a table decides a test; returns what writes a plan file of the test's own."""
     file = tmp_path / "plans.json"
     known = Choices(file)
-    monkeypatch.setattr(selection, "CHOICES", known)
+    monkeypatch.setattr(chooser, "CHOICES", known)
     monkeypatch.setattr(by_cublaslt, "CHOICES", known)
     monkeypatch.setattr(choices, "TABLES", tmp_path / "tables")
     monkeypatch.setattr(choices.CHOICES, "_tables", {})  # a table read of that folder stays in none
@@ -179,7 +179,7 @@ def test_a_measured_call_is_taken_with_both_times_as_its_reason(nothing_measured
     assert found["cublaslt"].verdict == "chosen"
     assert found["cublaslt"].reason.startswith("measured: cublaslt 10 us, xla 12.5 us (plan file ")
     assert GEMM_EPILOGUE.choose(*operands(), device="sm_90", activation="relu") == "cublaslt"
-    assert selection.CHOICES.counters()["hits"] >= 2
+    assert chooser.CHOICES.counters()["hits"] >= 2
 
 
 def test_where_xla_won_the_fusion_stays_off_and_both_times_say_why(nothing_measured):
@@ -221,10 +221,10 @@ def test_a_call_near_the_measured_one_takes_its_choice_and_says_so(nothing_measu
 
 def test_a_table_says_who_won_before_and_a_plan_file_who_wins_here(nothing_measured, monkeypatch):
     nothing_measured(operands(), "cublaslt", CUBLASLT_WINS, activation="relu")
-    file = selection.CHOICES.path
+    file = chooser.CHOICES.path
     choices.TABLES.mkdir()
     file.rename(choices.TABLES / "sm_90.json")
-    monkeypatch.setattr(selection, "CHOICES", Choices(file))  # tables are read once
+    monkeypatch.setattr(chooser, "CHOICES", Choices(file))  # tables are read once
     assert "(the table for sm_90)" in verdicts(*operands(), activation="relu")["cublaslt"].reason
     nothing_measured(operands(), "xla", XLA_WINS, activation="relu")
     assert chosen(verdicts(*operands(), activation="relu")) == ["xla"]

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import BackendError
-from fusionlab.kernels.op.implementation import ChoiceKind, Decision, Implementation
+from fusionlab.kernels.op.implementation import ChoiceKind, Implementation, ImplementationChoice
 from fusionlab.kernels.op.labels import Axes, SummedCall
 from fusionlab.kernels.op.op import Op
 from fusionlab.kernels.ops.dot_product_attention.op import DOT_PRODUCT_ATTENTION
@@ -102,7 +102,7 @@ def cotangent(saved, ct, wanted, shardings, *, activation, x_contract, w_contrac
     return [grads[slot] for slot in wanted]
 
 
-OPAQUELY = Decision("opaque", ChoiceKind.CHOSEN, "for this trial")
+OPAQUELY = ImplementationChoice("opaque", ChoiceKind.CHOSEN, "for this trial")
 OPAQUE = Implementation("opaque", "products in LAPACK", forward, tangent, cotangent, opaque=True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fusionlab.kernels.op.implementation import ChoiceKind, Decision
+from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
 from fusionlab.kernels.ops.gemm_epilogue.op import GEMM_EPILOGUE
 from fusionlab.ops import TransformerLayer, multi_transformer
 
@@ -133,7 +133,7 @@ def opaque() -> None:
     """Pieces that XLA cannot look into are told how to split: each device computes with its own rows alone."""
     x = jax.device_put(X, NamedSharding(mesh_of(AxisType.Auto), P("d")))
     want = encode(X, LAYERS, "xla")
-    decision = Decision("opaque", ChoiceKind.CHOSEN, "for the trial")
+    decision = ImplementationChoice("opaque", ChoiceKind.CHOSEN, "for the trial")
     with registered() as patch:
         patch.setattr(type(GEMM_EPILOGUE), "decide", lambda self, *_, **__: decision)
         jax.clear_caches()  # no piece is what it was, nor will be what it is

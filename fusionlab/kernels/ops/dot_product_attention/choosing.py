@@ -20,7 +20,7 @@ import numpy as np
 from ....device import Device
 from ...choose.choices import case_text
 from ...op.arrays import is_explicitly_sharded
-from ...op.implementation import ChoiceKind, Decision
+from ...op.implementation import ChoiceKind, ImplementationChoice
 from .cudnn import backend as cudnn
 from .layouts import AttentionSizes
 from .own import backend as cuda
@@ -59,22 +59,22 @@ def keeps(role: str, attrs: Mapping[str, Any]) -> bool:
     return attrs["saves"] == "probabilities" and (role != "call" or attrs.get("residuals", False))
 
 
-def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Decision:
+def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
     """What runs where nothing that can run was measured."""
     if device.platform == "cpu":
         return _on_cpu(role, shapes, device, attrs)
     if keeps(role, attrs):
-        return Decision("xla", ChoiceKind.SAME_CODE, "the probabilities are what is kept")
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the probabilities are what is kept")
     # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode, and our kernels have none.
     if role == "tangent":
-        return Decision("xla", ChoiceKind.DEVICE, "forward mode has no implementation of its own")
+        return ImplementationChoice("xla", ChoiceKind.DEVICE, "forward mode has no implementation of its own")
     if device.platform != "cuda" or not device.arch:
         why = "there is no kernel for this device, or its architecture is not known here"
-        return Decision("xla", ChoiceKind.DEVICE, why)
+        return ImplementationChoice("xla", ChoiceKind.DEVICE, why)
     return _on_gpu(role, shapes, device, attrs)
 
 
-def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Decision:
+def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
     t, s = _lengths(shapes, attrs["layout"])
     size = f"{t} x {s} scores a head"
     forward = role == "call"
@@ -82,22 +82,22 @@ def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
     # Where nothing can run it, the refusals say more than its size.
     if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
         why = f"fewer than 128 x 128 scores a head ({size}) were not measured"
-        return Decision("xla", ChoiceKind.UNMEASURED, why)
+        return ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
     refusals, kinds = [], set()
     for name, refusal in refused.items():
         kind, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else (ChoiceKind.CHOSEN, "")
         if not refusal and not slow:
             less = [cudnn.PRECISION] if name == "cudnn" else []
             why = "; ".join([f"{size}: never written to memory", *refusals, *less])
-            return Decision(name, ChoiceKind.CHOSEN, why)
+            return ImplementationChoice(name, ChoiceKind.CHOSEN, why)
         if not refusal:
             kinds.add(kind)
         refusals.append(f"not {name}: {refusal or slow}")
     text = "; ".join(refusals)
     if not forward and not refuses_blockwise(shapes, device):
-        return Decision("xla_blockwise", ChoiceKind.CHOSEN, f"the statistics are what is kept; {text}")
+        return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, f"the statistics are what is kept; {text}")
     kind = ChoiceKind.SLOWER if kinds == {ChoiceKind.SLOWER} else ChoiceKind.UNMEASURED
-    return Decision("xla", kind if kinds else ChoiceKind.DEVICE, text)
+    return ImplementationChoice("xla", kind if kinds else ChoiceKind.DEVICE, text)
 
 
 def _not_faster(
@@ -123,16 +123,16 @@ def _not_faster(
     return ChoiceKind.UNMEASURED, f"with {subject} it was not measured on {device.arch} {takes}"
 
 
-def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> Decision:
+def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
     t, s = _lengths(shapes, attrs["layout"])
     size = " x ".join(str(n) for n in (t, s) if n)
     few = t * s < FEW_ON_CPU
     deciding = role == "call" and attrs["implementation"] is None
     if attrs["saves"] == "probabilities" or (deciding and few) or refuses_blockwise(shapes, device):
         why = refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
-        return Decision("xla", ChoiceKind.SAME_CODE, why)
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)
     why = f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
-    return Decision("xla_blockwise", ChoiceKind.CHOSEN, why)
+    return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, why)
 
 
 def _lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:

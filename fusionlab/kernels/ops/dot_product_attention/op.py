@@ -13,7 +13,7 @@ from ....device import Device
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
-from ...op.implementation import Call, Decision, Implementation
+from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import Axes
 from ...op.op import Op
 from . import choosing, dropout, reference
@@ -195,7 +195,7 @@ class DotProductAttention(Op):
         traits = (("is_causal", attrs["is_causal"]), *drawn, *shared, *local)
         return FusedForm(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return choosing.rule(call.role, call.shapes, call.device, call.attrs)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
@@ -213,7 +213,7 @@ class DotProductAttention(Op):
     def is_what_xla_runs(self, name: str, /, *, saves: str, **attrs: Any) -> bool:
         return name == "xla" and saves == "probabilities"
 
-    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         return super().left(call, decisions) if call.device.platform == "cuda" else None
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:

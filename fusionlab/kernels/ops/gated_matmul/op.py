@@ -15,7 +15,7 @@ from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import NEAR_GAIN, case_text
 from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name, wide
-from ...op.implementation import Call, ChoiceKind, Decision, Implementation
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS
@@ -87,17 +87,17 @@ class GatedMatmul(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params)
 
-    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
         wanted = attrs["prefer"] if role == "call" else None
         if wanted is None:
             return super().decide(role, shapes, device, **attrs)
         if unable := self.implementations[wanted].refuses(shapes, device, role=role, **attrs):
-            return Decision("xla", ChoiceKind.SAME_CODE, f"not {wanted}: {unable}")
-        return Decision(wanted, ChoiceKind.CHOSEN, "asked for where it can run")
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, f"not {wanted}: {unable}")
+        return ImplementationChoice(wanted, ChoiceKind.CHOSEN, "asked for where it can run")
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"
-        return Decision("xla", ChoiceKind.SAME_CODE, why)
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By sizes, dtype, activation, and how the weights lie."""

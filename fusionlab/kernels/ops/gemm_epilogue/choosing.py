@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...choose.choices import CHOICES, case_text
-from ...op.implementation import Call, ChoiceKind, Decision
+from ...op.implementation import Call, ChoiceKind, ImplementationChoice
 from . import cublaslt
 
 PACKABLE = ("relu", "relu_where")  # activations whose residual is a plain mask
@@ -58,7 +58,7 @@ def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
     return shapes["x"].shape[attrs["x_contract"]] if "x" in shapes else 0
 
 
-def rule(call: Call, unable: str) -> Decision:
+def rule(call: Call, unable: str) -> ImplementationChoice:
     """What runs where nothing that can run was measured: XLA's code."""
     if call.device.platform == "cpu":
         why = ON_CPU
@@ -69,4 +69,4 @@ def rule(call: Call, unable: str) -> Decision:
     else:
         hint = CHOICES.unshared or "fusionlab.tune measures"
         why = unable or f"no such call was measured for {call.device.arch or 'this architecture'}; {hint}"
-    return Decision("xla", ChoiceKind.SAME_CODE, why)
+    return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)

@@ -13,7 +13,7 @@ from ....device import Device
 from ....errors import ArgumentError, unknown_name
 from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name
-from ...op.implementation import Call, Decision, Implementation
+from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from . import choosing, cublaslt, cuda, reference
@@ -103,7 +103,7 @@ class GemmEpilogue(Op):
         found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
         return None if found is None else (found, params | {"x_contract": params["x_contract"] + 1})
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return choosing.rule(call, unable)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:

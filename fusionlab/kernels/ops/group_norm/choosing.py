@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....device import Device
-from ...op.implementation import Call, ChoiceKind, Decision
+from ...op.implementation import Call, ChoiceKind, ImplementationChoice
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
@@ -20,12 +20,16 @@ NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 
-def rule(call: Call, refusal: str | None) -> Decision:
+def rule(call: Call, refusal: str | None) -> ImplementationChoice:
     """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
     if refusal:
-        return Decision("xla", ChoiceKind.DEVICE, refusal)
+        return ImplementationChoice("xla", ChoiceKind.DEVICE, refusal)
     why = _why_not_cuda(call.shapes, call.device)
-    return Decision("xla", ChoiceKind.UNMEASURED, why) if why else Decision("cuda", ChoiceKind.CHOSEN, FASTER)
+    return (
+        ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
+        if why
+        else ImplementationChoice("cuda", ChoiceKind.CHOSEN, FASTER)
+    )
 
 
 def _why_not_cuda(shapes: Mapping[str, Any], device: Device) -> str:

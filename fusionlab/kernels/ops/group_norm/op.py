@@ -10,7 +10,7 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ...op.arrays import batch_of_rows, check_name, check_vectors
-from ...op.implementation import Call, ChoiceKind, Decision, Implementation
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import Axes
 from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
@@ -83,14 +83,14 @@ class GroupNorm(Op):
         found = batch_of_rows(_IMAGES, role, names, values, dims, (True, of_vectors))
         return None if found is None else (found, params | {"batch_axes": params["batch_axes"] + 1})
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         if call.device.platform != "cuda" or call.role == "tangent":
-            return Decision("xla", ChoiceKind.SAME_CODE, "")
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
         return choosing.rule(call, self.refusal("cuda", call))
 
-    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         if call.device.platform != "cuda":
-            return Decision("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
         return super().left(call, decisions)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:

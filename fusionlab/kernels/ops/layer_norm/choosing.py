@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...op.arrays import first_given
-from ...op.implementation import Call, ChoiceKind, Decision
+from ...op.implementation import Call, ChoiceKind, ImplementationChoice
 from ..geometry import ITEM_BYTES, vector
 from . import cuda
 
@@ -21,16 +21,20 @@ AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks nor
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
 
 
-def rule(call: Call, refusal: str | None) -> Decision:
+def rule(call: Call, refusal: str | None) -> ImplementationChoice:
     """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
     if refusal:
-        return Decision("xla", ChoiceKind.DEVICE, refusal)
+        return ImplementationChoice("xla", ChoiceKind.DEVICE, refusal)
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
         why = f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
-        return Decision("xla", ChoiceKind.UNMEASURED, why)
+        return ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
     why = _why_slower(call.role, call.shapes, call.attrs.get("residuals", False))
-    return Decision("xla", ChoiceKind.SLOWER, why) if why else Decision("cuda", ChoiceKind.CHOSEN, FASTER)
+    return (
+        ImplementationChoice("xla", ChoiceKind.SLOWER, why)
+        if why
+        else ImplementationChoice("cuda", ChoiceKind.CHOSEN, FASTER)
+    )
 
 
 def _why_slower(role: str, shapes: Mapping[str, Any], residuals: bool) -> str:

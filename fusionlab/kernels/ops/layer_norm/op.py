@@ -13,7 +13,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import FLOATS, batch_of_rows, check_name, check_vectors
-from ...op.implementation import Call, ChoiceKind, Decision, Implementation
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import Axes
 from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
@@ -104,15 +104,15 @@ class LayerNorm(Op):
         more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         if call.device.platform != "cuda" or call.role == "tangent":
-            return Decision("xla", ChoiceKind.SAME_CODE, "")
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
         return choosing.rule(call, self.refusal("cuda", call))
 
-    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """It is to gain both ways: one that it loses takes what the other gains."""
         if call.device.platform != "cuda":
-            return Decision("xla", ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
+            return ImplementationChoice("xla", ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
         found = super().left(call, decisions)
         if found is None:
             return None

@@ -12,7 +12,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import case_text
 from ...op.arrays import batch_size, check_dtypes, with_rank
-from ...op.implementation import Call, ChoiceKind, Decision, Implementation
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import Axes
 from ...op.op import Op
 from ...op.primitive import wanted_of
@@ -95,8 +95,8 @@ class Lerp(Op):
         labels = _labels(len(shapes["x"]))
         return FusedForm(tuple(shapes), (labels,) * len(shapes), labels)
 
-    def rule(self, call: Call, unable: str) -> Decision:
-        return Decision("xla", ChoiceKind.UNMEASURED, "nothing was measured faster")
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
+        return ImplementationChoice("xla", ChoiceKind.UNMEASURED, "nothing was measured faster")
 
     def _together(self, axis: BroadcastAxes) -> str:
         """The names of the operands that have an axis: "xw"."""
@@ -115,21 +115,21 @@ class Lerp(Op):
             content["wanted"] = list(wanted_of(attrs))
         return case_text(self.name, role, **content)
 
-    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """A site is left where it gains in no role."""
         kinds = {decision.kind for decision in decisions}
         if call.device.platform != "cuda" or ChoiceKind.CHOSEN in kinds:
             return None
         if refusal := self.implementations["cuda"].refuses(call.shapes, call.device, **call.attrs):
             why = f"nothing but XLA's code can run it there: {refusal}"
-            return Decision("xla", ChoiceKind.DEVICE, why)
+            return ImplementationChoice("xla", ChoiceKind.DEVICE, why)
         where, tune = call.device.arch or "this architecture", "(fusionlab.tune measures)"
         if kinds == {ChoiceKind.UNMEASURED}:
-            return Decision("xla", ChoiceKind.UNMEASURED, f"nothing near it was measured on {where} {tune}")
+            return ImplementationChoice("xla", ChoiceKind.UNMEASURED, f"nothing near it was measured on {where} {tune}")
         kind, ways = ChoiceKind.SLOWER, "forward and backward"
         if ChoiceKind.UNMEASURED in kinds:
             kind, ways = ChoiceKind.UNMEASURED, "as far as it was measured"
-        return Decision("xla", kind, f"on {where} XLA's code was measured as fast {ways} {tune}")
+        return ImplementationChoice("xla", kind, f"on {where} XLA's code was measured as fast {ways} {tune}")
 
     def formula(self, **_: Any) -> str:
         return "x + w * (y - x)"

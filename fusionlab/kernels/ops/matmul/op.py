@@ -15,7 +15,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import NEAR_GAIN
 from ...op.arrays import batch_size, canonical_precision, check_name, with_rank
-from ...op.implementation import Call, ChoiceKind, Decision, Implementation
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import Axes, SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS, call_of_activation
@@ -131,18 +131,18 @@ class Matmul(Op):
         values = [moved(*operand) for operand in zip(names, values, dims, strict=True)]
         return values, params | {"dimensions": dimensions, "bias_axes": _batched_bias_axes(role, by_name, params)}
 
-    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
         if role != "call":
             return self.rule(Call(role, shapes, device, attrs), "")
         *refusals, taken = self.routes(shapes, device, **attrs)
         refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in refusals)
         if taken.route.name == "xla":
-            return Decision("xla", ChoiceKind.SAME_CODE, refused)
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, refused)
         why = "; ".join(filter(None, (taken.sentence, refused)))
-        return Decision(taken.route.implementation, ChoiceKind.CHOSEN, why)
+        return ImplementationChoice(taken.route.implementation, ChoiceKind.CHOSEN, why)
 
-    def rule(self, call: Call, unable: str) -> Decision:
-        return Decision("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
         """What each route says of a call with these operands and attributes, as `prepare` gives them."""

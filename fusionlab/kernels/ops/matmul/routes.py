@@ -21,7 +21,7 @@ from .axes import ProductAxes
 from .support import Reason
 
 SIZES = ("batch", "rows", "columns", "inner")
-Measured = Callable[[], Choice | None]
+FindMeasured = Callable[[], Choice | None]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Answer:
 
 
 def answers(
-    measured: Measured, shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any
+    measured: FindMeasured, shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any
 ) -> tuple[Answer, ...]:
     """What each route says, in order, up to the one that takes the product.
 
@@ -87,7 +87,7 @@ def answers(
 
 def _answer(
     route: Route,
-    measured: Measured,
+    measured: FindMeasured,
     shapes: Mapping[str, Any],
     device: Device,
     library: bool | None,

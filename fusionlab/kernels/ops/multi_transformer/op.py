@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ....device import Device
 from ...op.arrays import batch_size, canonical_precision
 from ...op.composite import CompositeOp, composite_implementation
-from ...op.implementation import Call, ChoiceKind, Decision, Implementation
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from . import choosing, composed, reference
 from .checks import PER_LAYER, SHARED, checked
 from .decode import backend as cuda
@@ -117,13 +117,13 @@ class MultiTransformer(CompositeOp):
         ]
         return folded, params
 
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         if call.role == "call" and not choosing.why_not_cuda(call.shapes, call.device, **call.attrs):
-            return Decision("cuda", ChoiceKind.CHOSEN, choosing.FASTER)
-        return Decision("composed", ChoiceKind.IN_PIECES, "each of its pieces chooses for itself")
+            return ImplementationChoice("cuda", ChoiceKind.CHOSEN, choosing.FASTER)
+        return ImplementationChoice("composed", ChoiceKind.IN_PIECES, "each of its pieces chooses for itself")
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> Decision:
-        return Decision("composed", ChoiceKind.IN_PIECES, _PIECES_DO)
+    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> ImplementationChoice:
+        return ImplementationChoice("composed", ChoiceKind.IN_PIECES, _PIECES_DO)
 
     def formula(
         self,

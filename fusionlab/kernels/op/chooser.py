@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 from ...device import Device
 from ...errors import BackendError
 from ..choose.choices import CHOICES, Choice
-from .implementation import WHAT_XLA_RUNS, BackendVerdict, Call, ChoiceKind, Decision, Implementation
+from .implementation import WHAT_XLA_RUNS, BackendVerdict, Call, ChoiceKind, Implementation, ImplementationChoice
 
 
-class Selection(abc.ABC):
+class Chooser(abc.ABC):
     """How an op chooses among its implementations."""
 
     name: ClassVar[str]
@@ -32,7 +32,7 @@ class Selection(abc.ABC):
     # What an op says of itself.
 
     @abc.abstractmethod
-    def rule(self, call: Call, unable: str) -> Decision:
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
         """What runs where nothing that can run was measured; `unable`: why what was measured best cannot run, or ""."""
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
@@ -47,7 +47,7 @@ class Selection(abc.ABC):
         """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
         return name == "xla"
 
-    def left(self, call: Call, decisions: Sequence[Decision]) -> Decision | None:
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """Why a site is left to XLA of which these are the decisions (`at_site`): the first that leaves it; None where
         none does. `call` is the site's, without its residuals."""
         return next((decision for decision in decisions if decision.kind.leaves_it_to_xla), None)
@@ -68,7 +68,7 @@ class Selection(abc.ABC):
             return None
         return CHOICES.lookup(arch, text) or CHOICES.nearest(arch, text, self.sizes, gain=self.least_gain)
 
-    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Decision:
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
         """What runs in a role ("call", "tangent", "cotangent") when no implementation is named.
 
         `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
@@ -81,7 +81,7 @@ class Selection(abc.ABC):
             )
             if refusal is None:
                 kind = ChoiceKind.SLOWER if found.implementation == "xla" else ChoiceKind.CHOSEN
-                return Decision(found.implementation, kind, found.reason)
+                return ImplementationChoice(found.implementation, kind, found.reason)
             unable = f"{found.implementation!r} was fastest but cannot run this call: {refusal}"
         return self.rule(call, unable)
 
@@ -134,7 +134,9 @@ class Selection(abc.ABC):
                 verdicts.append(BackendVerdict(impl.name, ChoiceKind.CHOSEN.value, why))
         return tuple(verdicts)
 
-    def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> Decision | None:
+    def left_to_xla(
+        self, *operands: Any, device: Device | str | None = None, **attrs: Any
+    ) -> ImplementationChoice | None:
         """Why a site that could become this op is not fused by default on a device: nothing gains by it there, or nothing can run it.
         None where it is fused."""
         if not self.at_site:
