@@ -26,6 +26,8 @@ from . import recall
 
 DEVICES = ("cpu", "sm_80", "sm_90", "sm_100")
 _METADATA = re.compile(r', metadata=\{(?:[^{}"]|"(?:[^"\\]|\\.)*")*\}')
+# The tables of files, functions and stack frames that a module's text begins with.
+_TABLES = re.compile(r"^(FileNames|FunctionNames|FileLocations|StackFrames)\n(.+\n)*", re.MULTILINE)
 # Fields that are words for people.
 _WORDS = "sentence", "edit", "why", "notes", "left"
 _DIFFERENCES_SHOWN = 40
@@ -73,7 +75,7 @@ def module_digest(fn: Any, args: tuple[Any, ...]) -> str:
     import fusionlab as fl
 
     text = jax.jit(fl.fuse(fn)).lower(*args).compile().as_text()
-    return hashlib.sha256(_METADATA.sub("", text).encode()).hexdigest()[:16]
+    return hashlib.sha256(_TABLES.sub("", _METADATA.sub("", text)).encode()).hexdigest()[:16]
 
 
 def decisions(modules: bool, named: str) -> dict[str, Any]:
