@@ -67,7 +67,10 @@ def _as_named_now(passes: Mapping[str, Any]) -> Mapping[str, Any]:
     rest = passes.get("matmul_schedule")
     if not isinstance(rest, Mapping) or "gated" not in rest:
         return passes
-    now = {"gated_matmul": {"prefer": rest["gated"]}, **passes}
+    now = {"gated_matmul": True, **passes}
+    if now["gated_matmul"]:  # what is said by the name of today stands
+        options = now["gated_matmul"] if isinstance(now["gated_matmul"], Mapping) else {}
+        now["gated_matmul"] = {"prefer": rest["gated"], **options}
     now["matmul_schedule"] = {key: value for key, value in rest.items() if key != "gated"}
     if "matmul_schedule_grad" in passes:
         now.setdefault("gated_matmul_grad", passes["matmul_schedule_grad"])

@@ -193,7 +193,7 @@ def test_a_reading_that_fails_is_told_once(quiet, monkeypatch):
 
 def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
     class Mine:
-        name, op, formula, needs, options = "mine", "lerp", "", "", {"deep": (1, "how deep it looks")}
+        name, op, formula, needs, options = "mine", "lerp", "", "", {"deep": (1, "how deep it looks", (1, 2))}
 
         def sample(self):
             return layer, (X, P)
@@ -205,7 +205,9 @@ def test_what_a_users_own_pass_raises_is_told_with_the_users_line(quiet):
     try:
         found = fl.find(layer, X, P)
         assert "option deep=1: how deep it looks" in str(fl.passes())
-        assert "mine_grad" in fl.find(layer, X, P, passes={"mine": {"deep": 2}}).gradients
+        assert "mine_grad" in fl.find(layer, X, P, passes={"mine": {"deep": 2.0}}).gradients
+        with pytest.raises(ArgumentError, match="mine: deep is 3, needed 1 or 2"):
+            fl.find(layer, X, P, passes={"mine": {"deep": 3}})
     finally:
         fl.unregister("mine")
     (told,) = faults(found)

@@ -137,6 +137,9 @@ class Pass(abc.ABC):
     forward_only: bool = False
     sample_for: tuple[str, Mapping[str, Any]] = ("cpu", MappingProxyType({}))
 
+    def __repr__(self) -> str:
+        return f"<pass {self.name}: {self.formula}>"
+
     @functools.cached_property
     def fused_op(self) -> Op:
         """The op that it rewrites to, by default the one of this package that `op` names."""
@@ -161,12 +164,13 @@ class Pass(abc.ABC):
         """Raises ArgumentError or UnknownNameError for the value of an option that it does not take."""
         for key, value in options.items():
             choices = self.declared[key].choices if key in self.declared else None
-            if choices is None or any(isinstance(value, type(c)) and value == c for c in choices):  # 0 is no False
+            # 0 is no False, and 1 no True, though they are equal
+            if choices is None or any(isinstance(value, bool) == isinstance(c, bool) and value == c for c in choices):
                 continue
-            if None not in choices:
+            if all(isinstance(choice, str) for choice in choices):
                 raise unknown_name(key, value, choices)
-            needed = ", ".join(repr(choice) for choice in choices if choice is not None)
-            raise ArgumentError(f"{self.name}: {key} is {value!r}, needed {needed} or None")
+            *needed, last = sorted(map(repr, choices), key=lambda text: text == "None")
+            raise ArgumentError(f"{self.name}: {key} is {value!r}, needed {', '.join(needed)} or {last}")
 
     @abc.abstractmethod
     def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

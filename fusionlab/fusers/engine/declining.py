@@ -60,16 +60,17 @@ def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequenc
     return replace(rejection, origin=fault.origin, failed=True)
 
 
+def listed(outcome: Any) -> list[Candidate | Rejection]:
+    """One outcome, several (a generator runs here) or None."""
+    if outcome is None:
+        return []
+    return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
+
+
 def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
     """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
 
-    def found() -> list[Candidate | Rejection]:
-        outcome = examine()
-        if outcome is None:
-            return []
-        return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
-
-    return guarded(found, lambda fault: [faulty(search, name, fault, anchor, [anchor])])
+    return guarded(lambda: listed(examine()), lambda fault: [faulty(search, name, fault, anchor, [anchor])])
 
 
 def attempted(make: Callable[[], T], instead: Callable[[Declined], U]) -> T | U:

@@ -16,7 +16,7 @@ from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
 from .base import Pass, Search, Substitution, anchor_text, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
-from .declining import attempted, examined
+from .declining import attempted, examined, listed
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
 
@@ -69,7 +69,9 @@ class Site:
 
     def examined(self, *given: Any) -> list[Candidate | Rejection]:
         """What `examine` gives; the rejection of the place where it declines, or fails."""
-        return examined(self.search, self.pass_.name, self.anchor, lambda: self.attempt(self.examine, *given))
+        return examined(
+            self.search, self.pass_.name, self.anchor, lambda: self.attempt(lambda: listed(self.examine(*given)))
+        )
 
     def attempt(self, make: Callable[..., T], *given: Any) -> T | Rejection:
         """What `make` gives; the rejection of the place where it declines."""

@@ -275,6 +275,9 @@ def test_a_gradient_may_stay_jax_s_own():
         strategy = fl.Strategy(matmul_schedule={"gated": "concatenated", "library": False}, matmul_schedule_grad=False)
     now = {"gated_matmul": {"prefer": "concatenated"}, "matmul_schedule": {"library": False}}
     assert dict(strategy) == now | {"gated_matmul_grad": False, "matmul_schedule_grad": False}
+    with pytest.warns(FutureWarning, match="gated_matmul=dict"):  # by both names
+        both = fl.Strategy(matmul_schedule={"gated": "concatenated"}, gated_matmul=True)
+    assert both["gated_matmul"] == {"prefer": "concatenated"}
     (site,) = pairs(find(FORMS["silu"], X, W, V, passes=strategy))
     assert dict(site.attrs)["gradient"] == "reference"
     agree(FORMS["silu"], X, W, V, passes=strategy)
@@ -383,6 +386,9 @@ def test_what_a_named_kernel_does_not_take_is_declined_with_the_way_that_does():
 
 def test_a_global_name_is_the_only_one_asked():
     assert not pairs(fl.find(feed_forward, X, W, V, D, passes=PAIR, implementation="xla", device="cpu"))
+    # With the pass an implementation that is named is what is preferred.
+    asked = {"passes": "gated_matmul", "implementation": "concatenated", "device": "cpu"}
+    assert len(pairs(fl.find(feed_forward, X, W, V, D, **asked))) == 1
 
 
 @pytest.mark.parametrize("gated", ["cuda", True, 1, "xla"])

@@ -23,7 +23,7 @@ from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
-from ...engine.base import AUTO_AXES, Option, Pass, Search, Substitution, anchor_text
+from ...engine.base import AUTO_AXES, BY_DEFAULT, Option, Pass, Search, Substitution, anchor_text
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import is_half, passage, rounding
 from ...engine.site import Site
@@ -63,9 +63,16 @@ class GatedMatmulPass(Pass):
 
         return gated, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros((4, 16)))
 
+    def preferred(self, search: Search) -> str | None:
+        """The implementation asked for, by the option, or by name where the pass is named too; None for what was measured."""
+        preferred = _PREFERRED[self.option(search, "prefer")]
+        if preferred is None and not search.options.get(BY_DEFAULT) and search.implementation in _PREFERRED.values():
+            return search.implementation
+        return preferred
+
     def anchors(self, search: Search) -> Iterable[tuple[Node]]:
         """None where an implementation is named that is not preferred, nor on a CPU, where nothing was measured."""
-        named = _PREFERRED[self.option(search, "prefer")]
+        named = self.preferred(search)
         if search.implementation not in (None, named) or (named is None and search.device.platform != "cuda"):
             return ()
         return super().anchors(search)
@@ -80,7 +87,8 @@ class GatedSite(Site):
     @property
     def named(self) -> str | None:
         """The implementation asked for; None for what was measured. Then nothing is declined either: a pair stays as it is written."""
-        return _PREFERRED[self.pass_.option(self.search, "prefer")]
+        assert isinstance(self.pass_, GatedMatmulPass)
+        return self.pass_.preferred(self.search)
 
     def examine(self) -> Iterator[Candidate | Rejection]:
         sides = sides_of(self.view, self.anchor)
