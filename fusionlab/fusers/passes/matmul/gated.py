@@ -260,6 +260,8 @@ class GatedSite(Site):
         nodes = zip(("x", "w", "v"), (*gate.inputs, up.inputs[1]), strict=True)
         shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
         given, full = OP.prepare(shapes, attrs)
+        if self.named is not None and self.named == self.search.implementation:
+            return None  # asked of every op alike: `propose` says where it cannot run
         if self.named is None:
             decision = OP.decide("call", given, self.search.device, **full)
             return self.rejection("slower", decision.reason) if decision.implementation == "xla" else None
