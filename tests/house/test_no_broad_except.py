@@ -16,7 +16,7 @@ from fusionlab.graph.program import trace
 PACKAGE = Path(fusionlab.__file__).parent
 FILES = sorted(p for room in ("graph", "fusers") for p in (PACKAGE / room).rglob("*.py"))
 BROAD = {"Exception", "BaseException", "ExceptionGroup", "BaseExceptionGroup"}
-BOUNDARY = "graph/boundary.py"  # the one broad handler there is: it tells the error, and in the tests it raises it
+BOUNDARY = "graph/program/boundary.py"  # the one broad handler there is: it tells the error, and in the tests it raises it
 X = jnp.ones(3)
 
 
@@ -55,6 +55,7 @@ def test_a_handler_of_named_errors_is_not_a_broad_one():
     assert not list(broad_handlers(code))
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_file_of_the_graph_and_the_passes_catches_every_error(path):
     handlers = list(broad_handlers(path.read_text(encoding="utf-8")))
