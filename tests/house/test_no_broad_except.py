@@ -16,7 +16,8 @@ from fusionlab.graph.program import trace
 PACKAGE = Path(fusionlab.__file__).parent
 FILES = sorted(p for room in ("graph", "fusers") for p in (PACKAGE / room).rglob("*.py"))
 BROAD = {"Exception", "BaseException", "ExceptionGroup", "BaseExceptionGroup"}
-BOUNDARY = "graph/program/boundary.py"  # the one broad handler there is: it tells the error, and in the tests it raises it
+# The one broad handler there is: it tells the error, and in the tests it raises it.
+BOUNDARY = "graph/program/boundary.py"
 X = jnp.ones(3)
 
 
