@@ -10,7 +10,7 @@ import fusionlab as fl
 from fusionlab.errors import ArgumentError, OutOfMemoryError, UnknownNameError
 from fusionlab.fusers import find
 from fusionlab.fusers.engine import base, pairing
-from fusionlab.fusers.passes.attention import dot_product_attention
+from fusionlab.fusers.passes.attention import dot_product_attention, proposals
 from fusionlab.fusers.passes.lerp import lerp
 from fusionlab.fusers.passes.linear import epilogues, gemm_epilogue
 from fusionlab.fusers.passes.norm import layer_norm
@@ -60,14 +60,14 @@ PLACES = {
     "interpretation": (views, "CanonicalView"),
     "interpretation of a norm": (norms.Surroundings, "__init__"),
     "interpretation of blends": (lerp, "blends"),
-    "interpretation of products": (gemm_epilogue, "_Site"),
+    "interpretation of products": (gemm_epilogue, "_ProductSite"),
     "the match of an attention": (dot_product_attention, "match"),
     "activations": (epilogues, "recognise"),
     "cones": (epilogues, "cone"),
     "certification": (certify, "_prove"),
     "tracing what would replace it": (base, "make_jaxpr"),
     "signatures": (base, "region_signature"),
-    "the plan of an attention": (dot_product_attention, "plan_of"),
+    "the plan of an attention": (proposals, "attention_plan"),
     "the plan of a norm": (layer_norm, "_plan"),
     "choosing a backend": (Op, "backends"),
     "residuals": (Op, "residuals"),
