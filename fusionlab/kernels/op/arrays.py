@@ -23,29 +23,6 @@ def batch_size(values: list[Array], dims: list[int | None]) -> int:
     return next(v.shape[d] for v, d in zip(values, dims, strict=True) if d is not None)
 
 
-def batch_of_rows(
-    rows: Sequence[str],
-    role: str,
-    names: Sequence[str],
-    values: list[Array],
-    dims: Sequence[int | None],
-    live: Sequence[bool],
-) -> list[Array] | None:
-    """The operands of an op whose batch is more rows, the batch of those named in `rows` as axis 0.
-
-    None for a batch of anything else (weights, say), or of its gradient: that is not the same op.
-    """
-    if any(d is not None and n not in rows for n, d in zip(names, dims, strict=True)):
-        return None
-    # All gradients but the first slot's are sums over rows: each of the batch has its own, more rows would have one together.
-    if role == "cotangent" and any(live[1:]):
-        return None
-    at = [i for i, n in enumerate(names) if n in rows]
-    moved = batch_to_front([values[i] for i in at], [dims[i] for i in at])
-    found = dict(zip(at, moved, strict=True))
-    return [found.get(i, v) for i, v in enumerate(values)]
-
-
 def batch_to_front(values: list[Array], dims: list[int | None], size: int | None = None) -> list[Array]:
     """Every value with its batch axis first; unbatched ones are broadcast, to `size` where it cannot be read off the others."""
     size = batch_size(values, dims) if size is None else size

@@ -93,15 +93,6 @@ class CompositeOp(Op):
     def primitives(self) -> dict[str, FusedPrimitive]:
         return {self.name: self._call}
 
-    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
-        return ()
-
-    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
-        return frozenset()
-
-    def batch(self, *_: Any) -> None:
-        """`fold` says it."""
-
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """Nothing: its pieces save what they need."""
         return ()

@@ -44,6 +44,11 @@ class SummedCall:
     part: Callable[[Mapping[str, Array]], Array] | None = None
 
 
+def result_rank(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The rank of "out", or of the first operand of a call, for an op whose result has the same."""
+    return len(shapes.get("out", next(iter(shapes.values()))))
+
+
 class LabelledAxis(NamedTuple):
     """One axis of one tensor: an entry for every `per` indices along a label."""
 
@@ -123,7 +128,7 @@ def labels_of(
     """The axes of an equation with these operands and results (anything with a shape)."""
     op, attrs, role = primitive.op, attributes_in(params), primitive.role
     wanted = () if role == "call" else wanted_of(params)
-    reads = [_plain(n) for n in primitive.operand_names(params)]
+    reads = [origin(n) for n in primitive.operand_names(params)]
     gives = _results_of(primitive, params)
     named = [*zip(reads, operands, strict=True), *zip(gives, results, strict=False)]
     shapes = {name: tuple(value.shape) for name, value in named}
@@ -161,7 +166,8 @@ def _summed_for(
     return tuple(label for label in read if label not in _labels(by_name, given))
 
 
-def _plain(name: str) -> str:
+def origin(name: str) -> str:
+    """The slot, residual or result that an operand is, or is the tangent or cotangent of."""
     return "out" if name == "ct" else name.removeprefix("d_").removeprefix("ct_")
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import abc
 import functools
 import itertools
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -36,10 +37,10 @@ from ...graph.program.in_shard_map import same_varying_axes
 from ...graph.program.ir import dtype_text
 from ...graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import lowering as partition
-from .arrays import as_arrays, canonical_precision, explicit_sharding, zero_tangent
+from .arrays import as_arrays, batch_to_front, canonical_precision, explicit_sharding, zero_tangent
 from .chooser import Chooser
 from .implementation import Residual
-from .labels import Axes, SummedCall
+from .labels import Axes, SummedCall, origin
 from .primitive import FusedPrimitive, Meaning, attributes_in, give_types_and_eager_call, given_of, wanted_of
 
 Array = Any
@@ -58,6 +59,17 @@ class Op(Chooser):
     # Result -> of how many arrays its cotangent may be the sum, that an implementation adds up itself; one, where it is not named.
     addends: ClassVar[Mapping[str, int]] = {}
     is_users: ClassVar[bool] = False  # whether its meaning is a user's code
+    # The attributes that make another function, and those that are numbers, by which the search tells calls apart; without traits it does
+    # not see the op.
+    traits: ClassVar[tuple[str, ...] | None] = None
+    numbers: ClassVar[tuple[str, ...]] = ()
+    whole: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # labels, without their numbers, of axes that no device may hold a part of
+    # Of an op whose batch is more rows: what has entries of its own for each row, beside the result, and the attribute that numbers an axis
+    # behind the rows, or counts them, if one does.
+    rows: ClassVar[tuple[str, ...]] = ()
+    behind_rows: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self._call = FusedPrimitive(self.name, self, "call")
@@ -84,22 +96,32 @@ class Op(Chooser):
         """The names of what a call gives; the cotangent of one that is not "out" is named "ct_<result>"."""
         return ("out",)
 
-    @abc.abstractmethod
     def residual_names(self, **attrs: Any) -> tuple[str, ...]:
         """What the forward saves beside its operands and its results."""
+        return ()
 
-    @abc.abstractmethod
     def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
         """The slots, residuals and results that the gradients of the slots in `wanted` read."""
+        return frozenset(self.slots)
 
-    @abc.abstractmethod
     def batch(
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """The same primitive over a batch: operands and parameters with the batch as axis 0 of every result.
 
-        `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None: it cannot take the batch.
+        `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None: it cannot take the batch. By default a
+        batch of `rows` is more of them; one of anything else (weights, say), or of its gradients, is not the same op.
         """
+        has_rows = [origin(name) in ("out", *self.rows) for name in names]
+        if any(d is not None and not own for d, own in zip(dims, has_rows, strict=True)):
+            return None
+        # Other gradients are sums over rows: each of the batch has its own, more rows would have one together.
+        if role == "cotangent" and not set(wanted_of(params)) <= set(self.rows):
+            return None
+        at = list(itertools.compress(range(len(names)), has_rows))
+        moved = dict(zip(at, batch_to_front([values[i] for i in at], [dims[i] for i in at]), strict=True))
+        axis = {} if self.behind_rows is None else {self.behind_rows: params[self.behind_rows] + 1}
+        return [moved.get(i, v) for i, v in enumerate(values)], params | axis
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
         """The attributes `prepare` gave, completed by those that hang on the device as well."""
@@ -121,16 +143,28 @@ class Op(Chooser):
     def formula(self, **attrs: Any) -> str:
         """What it computes, for a reader."""
 
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Slot, residual or "out" -> a label for each of its axes, as `Axes` has them; without any, each device computes everything.
+
+        `shapes` has those of the slots of a call, in order, or of the slots, residuals and "out" that one primitive takes and gives: "out"
+        always, others maybe.
+        """
+        return {}
+
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
-        """A label for each axis of the operands (slot -> shape) and of the result; None for an op the search is not to see."""
-        return None
+        """A label for each axis of the operands (slot -> shape) and of the result; None for a call the search is not to see."""
+        if self.traits is None:
+            return None
+        labels = self.labels(shapes, **attrs)
+        traits, numbers = (tuple((name, attrs[name]) for name in names) for names in (self.traits, self.numbers))
+        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits, numbers)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        """Labels for the axes of all it reads and gives: how opaque code is split among devices. Without any, each computes everything.
-
-        `shapes` has those of the slots, residuals and "out" that one primitive takes and gives: "out" always, others maybe.
-        """
-        return Axes()
+        """Labels for the axes of all it reads and gives: how opaque code is split among devices."""
+        labels = self.labels(shapes, **attrs)
+        return Axes(
+            labels, frozenset(x for own in labels.values() for x in own if x.rstrip(string.digits) in self.whole)
+        )
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall | None:
         """How a call is computed whose contracted axes are split; None: every device needs them whole."""

@@ -230,15 +230,6 @@ class PatternOp(Op):
             sizes[longest] = -(-sizes[longest] // 2)
         return {slot: tuple(sizes[x] for x in axes) for slot, axes in self.letters.items()}
 
-    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
-        return ()
-
-    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
-        return frozenset(self.slots)
-
-    def batch(self, *_: Any) -> None:
-        """No way to tell which axes may be more of the same: a batch is computed by the meaning."""
-
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         for name, impl in self.implementations.items() if call.role == "call" else ():
             if name != "xla" and impl.refuses(call.shapes, call.device, **call.attrs) is None:

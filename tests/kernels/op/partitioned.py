@@ -23,13 +23,13 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 from fusionlab.errors import BackendError
 from fusionlab.kernels.op.implementation import ChoiceKind, Implementation, ImplementationChoice
-from fusionlab.kernels.op.labels import Axes, SummedCall
+from fusionlab.kernels.op.labels import SummedCall
 from fusionlab.kernels.op.op import Op
 from fusionlab.kernels.ops.dot_product_attention.op import DOT_PRODUCT_ATTENTION
 from fusionlab.kernels.ops.gated_matmul.op import GATED_MATMUL
 from fusionlab.kernels.ops.gemm_epilogue import reference
 from fusionlab.kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from fusionlab.kernels.ops.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue, _labels
+from fusionlab.kernels.ops.gemm_epilogue.op import GEMM_EPILOGUE, GemmEpilogue
 from fusionlab.kernels.ops.group_norm.op import GROUP_NORM
 from fusionlab.kernels.ops.layer_norm.op import LAYER_NORM
 from fusionlab.kernels.ops.lerp.op import LERP
@@ -111,9 +111,9 @@ class Packed(GemmEpilogue):
 
     name = "packed"
 
-    def axes(self, shapes, /, **attrs):
-        labels = _labels(len(shapes["out"]), **attrs)
-        return Axes({**labels, "mask": (*labels["out"][:-1], "n/8")})
+    def labels(self, shapes, /, **attrs):
+        labels = super().labels(shapes, **attrs)
+        return {**labels, "mask": (*labels["out"][:-1], "n/8")}
 
     def summed_call(self, params):
         found = super().summed_call(params)
@@ -661,7 +661,7 @@ def query_heads_are_split_with_the_key_heads_that_they_share() -> None:
 @trial
 def an_op_that_names_no_axes_is_computed_whole() -> None:
     attention = type(DOT_PRODUCT_ATTENTION)
-    named, attention.axes = attention.axes, Op.axes
+    named, attention.labels = attention.labels, Op.labels
     try:
         args = arrays(*[(4, 6, 2, 4)] * 3)
         attend = lambda name: everything(partial(fl.ops.dot_product_attention, implementation=name))  # noqa: E731
@@ -671,7 +671,7 @@ def an_op_that_names_no_axes_is_computed_whole() -> None:
             close(got, want, spec)
             assert local("call") == dict.fromkeys(("query", "key", "value"), (4, 6, 2, 4))
     finally:
-        attention.axes = named
+        attention.labels = named
 
 
 def in_scan(f: Callable[..., Array]) -> Callable[..., Array]:

@@ -70,7 +70,7 @@ def test_each_term_of_a_tangent_has_its_own_sum():
 
 
 def test_an_op_that_says_nothing_is_not_split(monkeypatch):
-    monkeypatch.setattr(type(OPS["dot_product_attention"]), "axes", Op.axes)
+    monkeypatch.setattr(type(OPS["dot_product_attention"]), "labels", Op.labels)
     q = (1, 6, 2, 4)
     found = labels(lambda q: OPS["dot_product_attention"].call(q, q, q), q)
     text, unsplit, sizes = found.rule()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
 from ...op.implementation import Call, Implementation, ImplementationChoice
-from ...op.labels import Axes
+from ...op.labels import Axes, result_rank
 from ...op.op import Op
 from . import choosing, dropout, reference
 from .blockwise import attention as blockwise
@@ -45,6 +46,7 @@ class DotProductAttention(Op):
     name = "dot_product_attention"
     slots = ("query", "key", "value", "bias", "mask", "factors", "dropout_key", "sink")
     sizes = choosing.SIZES
+    whole = frozenset("tscd")  # a part of these would need to know where it begins
     at_site = (("call", {}),)
     # On a GPU XLA's code of it was measured up to 1.5 times as slow as a site (batch 32, 16 heads, 1024 x 1024, with dropout).
     declines = True
@@ -174,26 +176,33 @@ class DotProductAttention(Op):
         drawn = params["dropout_shape"]
         return result, params | {"broadcast": broadcast, "dropout_shape": None if drawn is None else (1, *drawn)}
 
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Batch "b", heads "h" (of keys and values one for a group of them), queries "t", keys "s", their features "c", those of the values
+        "d"."""
+        batch, group = tuple(f"b{i}" for i in range(result_rank(shapes) - 3)), attrs["group"]
+        k = "h" if group == 1 else f"h/{group}"
+        axes = {"query": "thc", "key": ("s", k, "c"), "value": ("s", k, "d"), "out": "thd", "rounded_off": "thd"}
+        swapped = attrs["layout"] == "BNTH"
+        laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in axes.items()}
+        scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
+        statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum", "sink_weight"), (*batch, *"ht"))
+        return {**scores, **statistics, **laid_out, "dropout_key": ("w",)}
+
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        """Batch and heads may be split among devices; a part of the rest would need to know where it begins."""
-        batch = tuple(f"b{i}" for i in range(len(shapes["out"]) - 3))
+        found = super().axes(shapes, **attrs)
         # The bits of a dropout mask hang on where an entry stands among all that are drawn.
-        drawn = zip((*batch, "h"), attrs["dropout_shape"] or (), strict=False)
-        labels = _labels(batch, attrs["layout"], "h" if attrs["group"] == 1 else f"h/{attrs['group']}")
-        return Axes(labels, frozenset((*"tscd", *(label for label, n in drawn if n != 1))))
+        drawn = zip(found.labels.get("mask", ()), attrs["dropout_shape"] or (), strict=False)
+        return replace(found, whole=found.whole.union(label for label, n in drawn if n != 1))
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
-        """Batch "b", heads "h" (of keys and values "g", where they are fewer), queries "t", keys "s", their features "c", those of the
-        values "d"."""
-        group = attrs["group"]
-        batch = tuple(f"b{i}" for i in range(len(shapes["query"]) - 3))
-        axes = _labels(batch, attrs["layout"], "h" if group == 1 else "g")
-        numbers = _numbers(shapes, attrs)
+        """The heads of keys and values are "g" to the search, where they are fewer."""
+        labels, group = self.labels(shapes, **attrs), attrs["group"]
+        axes = {slot: tuple("g" if "/" in x else x for x in labels[slot]) for slot in shapes}
         drawn = (("dropout_shape", attrs["dropout_shape"]),) if "dropout_key" in shapes else ()
         shared = (("group", group),) if group > 1 else ()
         local = (("window", attrs["window"]),) if attrs["window"] is not None else ()
         traits = (("is_causal", attrs["is_causal"]), *drawn, *shared, *local)
-        return FusedForm(tuple(shapes), tuple(axes[slot] for slot in shapes), axes["out"], traits, numbers)
+        return FusedForm(tuple(axes), tuple(axes.values()), labels["out"], traits, _numbers(shapes, attrs))
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return choosing.rule(call.role, call.shapes, call.device, call.attrs)
@@ -292,16 +301,6 @@ def _numbers(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[tuple
     )
     known = ["scale", "softcap", *(name for slot, name in of_operand if slot in shapes)]
     return tuple((name, float(attrs[name])) for name in known if attrs[name] is not None)
-
-
-def _labels(batch: tuple[str, ...], layout: str, key_heads: str) -> dict[str, tuple[str, ...]]:
-    scores = dict.fromkeys((*_BROADCAST, "probabilities", "tanh"), (*batch, *"hts"))
-    statistics = dict.fromkeys(("logsumexp", "row_max", "log_sum", "sink_weight"), (*batch, *"ht"))
-    k = key_heads
-    btnh = (("query", "thc"), ("key", ("s", k, "c")), ("value", ("s", k, "d")), ("out", "thd"), ("rounded_off", "thd"))
-    swapped = layout == "BNTH"
-    laid_out = {slot: (*batch, *((h, t, c) if swapped else (t, h, c))) for slot, (t, h, c) in btnh}
-    return scores | statistics | laid_out | {"dropout_key": ("w",)}
 
 
 DOT_PRODUCT_ATTENTION = DotProductAttention()

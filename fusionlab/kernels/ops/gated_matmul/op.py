@@ -12,11 +12,10 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import NEAR_GAIN, case_text
-from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name, wide
+from ...op.arrays import canonical_precision, check_dtypes, check_name, wide
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
-from ...op.labels import Axes, SummedCall
+from ...op.labels import SummedCall, result_rank
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS
 from ..gemm_epilogue.cublaslt import compute_of
@@ -25,7 +24,6 @@ from . import cuda, reference
 Array = Any
 
 SIZES = ("rows", "columns", "inner")
-_ROWS = ("x", "d_x", "ct", "gate", "up")  # operands with one entry for each row of x
 XLA = Implementation(
     "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
 )
@@ -41,6 +39,8 @@ class GatedMatmul(Op):
     name = "gated_matmul"
     slots = ("x", "w", "v")
     sizes = SIZES
+    traits = ("activation",)
+    rows = ("x", "gate", "up")
     least_gain = NEAR_GAIN
     defaults: ClassVar[Mapping[str, Any]] = {"activation": "silu", "w_contract": 0, "precision": None, "prefer": None}
     implementations: ClassVar[Mapping[str, Implementation]] = {
@@ -80,13 +80,6 @@ class GatedMatmul(Op):
         of = {"x": ("w", "v", "gate", "up"), "w": ("x", "gate", "up"), "v": ("x", "gate")}
         return frozenset(name for slot in wanted for name in of[slot])
 
-    def batch(
-        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
-    ) -> tuple[list[Array], dict[str, Any]] | None:
-        """A batch of rows is more rows; a batch of weights, or of their gradients, is not this op."""
-        found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
-        return None if found is None else (found, params)
-
     def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
         wanted = attrs["prefer"] if role == "call" else None
         if wanted is None:
@@ -114,14 +107,11 @@ class GatedMatmul(Op):
         }
         return case_text(self.name, role, **content, **dict(zip(SIZES, sizes, strict=True)))
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
-        """Rows "m", contracted "k", columns "n"."""
-        labels = _labels(len(shapes["x"]), attrs["w_contract"])
-        traits = (("activation", attrs["activation"]),)
-        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
-
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        return Axes(_labels(len(shapes["out"]), attrs["w_contract"]))
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Rows "m0", "m1", ..., contracted "k", columns "n"."""
+        rows = tuple(f"m{i}" for i in range(result_rank(shapes) - 1))
+        weights = dict.fromkeys(("w", "v"), ("n", "k") if attrs["w_contract"] else ("k", "n"))
+        return {"x": (*rows, "k"), **weights, **dict.fromkeys(("out", "gate", "up"), (*rows, "n"))}
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
         """Both bare products of the parts, by XLA, and summed as a program sums them, in the operands' dtype; then the gate."""
@@ -145,13 +135,6 @@ class GatedMatmul(Op):
         w, v = ("w.T", "v.T") if w_contract else ("w", "v")
         gate = f"(x @ {w})" if activation == "none" else f"{activation}(x @ {w})"
         return f"{gate} * (x @ {v})"
-
-
-def _labels(rank: int, w_contract: int) -> dict[str, tuple[str, ...]]:
-    """Rows "m0", "m1", ..., contracted "k", columns "n"."""
-    rows = tuple(f"m{i}" for i in range(rank - 1))
-    weight, out = ("n", "k") if w_contract else ("k", "n"), (*rows, "n")
-    return {"x": (*rows, "k"), "w": weight, "v": weight, "out": out, "gate": out, "up": out}
 
 
 def _check(given: Mapping[str, Any], w_contract: int) -> None:

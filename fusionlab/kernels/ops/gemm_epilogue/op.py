@@ -11,17 +11,15 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError, unknown_name
-from ....graph.canonical.fused_nodes import FusedForm
-from ...op.arrays import batch_of_rows, canonical_precision, check_dtypes, check_name
+from ...op.arrays import canonical_precision, check_dtypes, check_name
 from ...op.implementation import Call, Implementation, ImplementationChoice
-from ...op.labels import Axes, SummedCall
+from ...op.labels import SummedCall, result_rank
 from ...op.op import Op
 from . import choosing, cublaslt, cuda, reference
 from .activations import ACTIVATIONS, call_of_activation
 
 Array = Any
 
-_ROWS = ("x", "x_saved", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
 XLA = Implementation(
     "xla", "the same product, add and activation as jnp code", reference.forward, reference.tangent, reference.cotangent
 )
@@ -41,6 +39,8 @@ class GemmEpilogue(Op):
     name = "gemm_epilogue"
     slots = ("x", "w", "bias", "x_saved")
     sizes = choosing.SIZES
+    traits = ("activation",)
+    rows, behind_rows = ("x", "x_saved", "mask", "preactivation"), "x_contract"
     defaults: ClassVar[Mapping[str, Any]] = {
         "activation": "none",
         "x_contract": -1,
@@ -96,13 +96,6 @@ class GemmEpilogue(Op):
             operands.add("w")  # which says the dtype that the gradients have
         return frozenset(operands.union(self.residual_names(**attrs)) if wanted else ())
 
-    def batch(
-        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
-    ) -> tuple[list[Array], dict[str, Any]] | None:
-        """A batch of rows is more rows; a batch of weights, or of their gradients, is not this op."""
-        found = batch_of_rows(_ROWS, role, names, values, dims, params.get("live", ()))
-        return None if found is None else (found, params | {"x_contract": params["x_contract"] + 1})
-
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return choosing.rule(call, unable)
 
@@ -144,14 +137,12 @@ class GemmEpilogue(Op):
         found = self.measured(Call("call", shapes, device, {**attrs, "residuals": True, "packed": True}))
         return found is not None and bool(found.settings.get("packed"))
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
-        """Rows "m", contracted "k", features "n"."""
-        labels = _labels(len(shapes["x"]), **attrs)
-        traits = (("activation", attrs["activation"]),)
-        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits)
-
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        return Axes(_labels(len(shapes["out"]), **attrs))
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Rows "m0", "m1", ..., contracted "k", features "n"."""
+        rows, axis = tuple(f"m{i}" for i in range(result_rank(shapes) - 1)), attrs["x_contract"]
+        x = dict.fromkeys(("x", "x_saved"), (*rows[:axis], "k", *rows[axis:]))
+        out = dict.fromkeys(("out", "mask", "preactivation"), (*rows, "n"))
+        return {**x, "w": ("n", "k") if attrs["w_contract"] else ("k", "n"), "bias": ("n",), **out}
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
         """The bare product of the parts; bias and activation follow once it is summed."""
@@ -184,14 +175,6 @@ class GemmEpilogue(Op):
         product = "x @ w" if w_contract in (0, -2) else "x @ w.T"
         linear = f"{product} + b" if bias else product
         return linear if activation == "none" else f"{activation}({linear})"
-
-
-def _labels(rank: int, *, x_contract: int, w_contract: int, **_: Any) -> dict[str, tuple[str, ...]]:
-    """Rows "m0", "m1", ..., contracted "k", features "n"."""
-    rows = [f"m{i}" for i in range(rank - 1)]
-    x, out = (*rows[:x_contract], "k", *rows[x_contract:]), (*rows, "n")
-    w = ("n", "k") if w_contract else ("k", "n")
-    return {"x": x, "w": w, "bias": ("n",), "x_saved": x, "out": out, "mask": out, "preactivation": out}
 
 
 def _check_saved(x: Any, saved: Any, activation: Any) -> None:

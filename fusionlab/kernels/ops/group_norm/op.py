@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....errors import ArgumentError
-from ...op.arrays import batch_of_rows, check_name, check_vectors
+from ...op.arrays import check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
-from ...op.labels import Axes
+from ...op.labels import result_rank
 from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
 from . import choosing, cuda, reference
@@ -19,8 +19,6 @@ from . import choosing, cuda, reference
 Array = Any
 
 _VECTORS = ("scale", "bias")
-# Operands with entries of their own for each image.
-_IMAGES = ("x", "d_x", "ct", "mean", "rstd")
 XLA = Implementation(
     "xla",
     "statistics, normalisation, scale, bias and activation as jnp code",
@@ -35,6 +33,8 @@ class GroupNorm(Op):
 
     name = "group_norm"
     slots = ("x", "scale", "bias")
+    whole = frozenset("png")  # the statistics run over all but images
+    rows, behind_rows = ("x", "mean", "rstd"), "batch_axes"  # a batch of images is more images
     at_site = (("call", {}), ("cotangent", {}))
     defaults: ClassVar[Mapping[str, Any]] = {"groups": 32, "epsilon": 1e-5, "activation": "none", "batch_axes": 1}
     implementations: ClassVar[Mapping[str, Implementation]] = {
@@ -74,15 +74,6 @@ class GroupNorm(Op):
         needed |= {"bias"} if active else set()
         return frozenset(needed - (set(_VECTORS) - set(present)))
 
-    def batch(
-        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
-    ) -> tuple[list[Array], dict[str, Any]] | None:
-        """A batch of images is more images; a batch of vectors, or of their gradients, is not this op."""
-        live = zip(params["present"], params.get("live", ()), strict=False)
-        of_vectors = any(moves for slot, moves in live if slot in _VECTORS)
-        found = batch_of_rows(_IMAGES, role, names, values, dims, (True, of_vectors))
-        return None if found is None else (found, params | {"batch_axes": params["batch_axes"] + 1})
-
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         if call.device.platform != "cuda" or call.role == "tangent":
             return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
@@ -93,15 +84,15 @@ class GroupNorm(Op):
             return ImplementationChoice("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
         return super().left(call, decisions)
 
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""
-        rank, batch_axes = len(shapes["out"]), attrs["batch_axes"]
-        batch = tuple(f"b{i}" for i in range(batch_axes))
-        positions = tuple(f"p{i}" for i in range(rank - 1 - batch_axes))
-        x, statistic = (*batch, *positions, "n"), (*batch, "g")
-        vectors = dict.fromkeys(_VECTORS, ("n",))
-        labels = {"x": x, "out": x, **vectors, "mean": statistic, "rstd": statistic}
-        return Axes(labels, whole=frozenset((*positions, "n", "g")))
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Images "b", positions "p", channels "n", groups "g"."""
+        batch = tuple(f"b{i}" for i in range(attrs["batch_axes"]))
+        x = (*batch, *(f"p{i}" for i in range(result_rank(shapes) - 1 - len(batch))), "n")
+        return {
+            **dict.fromkeys(("x", "out"), x),
+            **dict.fromkeys(_VECTORS, ("n",)),
+            **dict.fromkeys(("mean", "rstd"), (*batch, "g")),
+        }
 
     def formula(self, *, activation: str = "none", scale: bool = True, bias: bool = True, **_: Any) -> str:
         """ "silu(group_norm(x) * scale + bias)"; the operands that are False are left out."""

@@ -12,9 +12,9 @@ import numpy as np
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import FLOATS, batch_of_rows, check_name, check_vectors
+from ...op.arrays import FLOATS, check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
-from ...op.labels import Axes
+from ...op.labels import result_rank
 from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
 from . import choosing, cuda, reference
@@ -24,8 +24,6 @@ Array = Any
 
 KINDS = ("layer", "rms")
 _VECTORS = ("scale", "bias", "shift")
-# Operands with one entry, or N of them, for each row of x.
-_ROWS = ("x", "residual", "d_x", "d_residual", "ct", "ct_sum", "sum", "mean", "rstd")
 XLA = Implementation(
     "xla",
     "statistics, normalisation, scale and bias as jnp code",
@@ -40,6 +38,9 @@ class LayerNorm(Op):
 
     name = "layer_norm"
     slots = ("x", "scale", "bias", "shift", "residual")
+    traits, numbers = ("kind",), ("epsilon",)
+    whole = frozenset("n")  # the statistics run over n
+    rows, behind_rows = ("x", "residual", "sum", "mean", "rstd"), "axis"
     at_site = (("call", {"residuals": True}), ("cotangent", {}))
     addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
@@ -83,15 +84,6 @@ class LayerNorm(Op):
         summed = ("sum",) if attrs["gives_sum"] or "sum" in saved else ("x", *(s for s in ("shift",) if s in present))
         return frozenset((*summed, *scale, *saved))
 
-    def batch(
-        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
-    ) -> tuple[list[Array], dict[str, Any]] | None:
-        """A batch of rows is more rows; a batch of vectors, or of their gradients, is not this op."""
-        live = zip(params["present"], params.get("live", ()), strict=False)
-        of_vectors = any(moves for slot, moves in live if slot in _VECTORS)
-        found = batch_of_rows(_ROWS, role, names, values, dims, (True, of_vectors))
-        return None if found is None else (found, params | {"axis": params["axis"] + 1})
-
     def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
         """As the gradient of a shift, of which nothing is read where the sum was saved."""
         present, last = params["present"], len(params["shape"]) - 1
@@ -122,16 +114,14 @@ class LayerNorm(Op):
         return replace(found, reason=f"{found.reason}; and {as_xla}")
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
-        """Rows "m", features "n". The search does not look into a call of two results."""
-        if attrs["gives_sum"]:
-            return None
-        labels = _labels(len(shapes["x"]), attrs["axis"])
-        numbers = (("epsilon", attrs["epsilon"]),)
-        slots = tuple(labels[slot] for slot in shapes)
-        return FusedForm(tuple(shapes), slots, labels["out"], (("kind", attrs["kind"]),), numbers)
+        """The search does not look into a call of two results."""
+        return None if attrs["gives_sum"] else super().form(shapes, **attrs)
 
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        return Axes(_labels(len(shapes["out"]), attrs["axis"]), whole=frozenset("n"))  # the statistics run over n
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Rows "m0", "m1", ..., features "n"."""
+        rows, axis = tuple(f"m{i}" for i in range(result_rank(shapes) - 1)), attrs["axis"]
+        x = dict.fromkeys(("x", "residual", "sum", "out"), (*rows[:axis], "n", *rows[axis:]))
+        return {**x, **dict.fromkeys(_VECTORS, ("n",)), "mean": rows, "rstd": rows}
 
     def formula(
         self,
@@ -148,14 +138,6 @@ class LayerNorm(Op):
         summed = f"x{' + shift' if shift else ''}{' + residual' if residual else ''}"
         norm = f"{kind}_norm({summed}){' * scale' if scale else ''}{' + bias' if bias else ''}"
         return f"{norm}, and {summed}" if gives_sum else norm
-
-
-def _labels(rank: int, axis: int) -> dict[str, tuple[str, ...]]:
-    """Rows "m0", "m1", ..., features "n"."""
-    rows = tuple(f"m{i}" for i in range(rank - 1))
-    x = (*rows[:axis], "n", *rows[axis:])
-    whole, vectors = ("x", "residual", "sum", "out"), _VECTORS
-    return {**dict.fromkeys(whole, x), **dict.fromkeys(vectors, ("n",)), "mean": rows, "rstd": rows}
 
 
 def _check_shapes(given: Mapping[str, Any], axis: Any) -> int:

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import ArgumentError
-from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import case_text
 from ...op.arrays import batch_size, check_dtypes, with_rank
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
-from ...op.labels import Axes
+from ...op.labels import result_rank
 from ...op.op import Op
 from ...op.primitive import wanted_of
 from . import cuda, reference
@@ -31,6 +30,7 @@ class Lerp(Op):
     name = "lerp"
     slots = ("x", "y", "w")
     sizes = SIZES
+    traits = ()
     at_site = (
         ("call", {}),
         ("cotangent", {"live": (True, True, False)}),
@@ -59,9 +59,6 @@ class Lerp(Op):
         full["broadcast"] = tuple((slot, tuple(a.shape), np.dtype(a.dtype).name) for slot, a in present.items())
         return present, full
 
-    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
-        return ()
-
     def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
         of_ends = {"w"} if {"x", "y"} & set(wanted) else set()
         return frozenset(of_ends | ({"x", "y"} if "w" in wanted else set()))
@@ -86,14 +83,9 @@ class Lerp(Op):
         broadcast = tuple((s, (size if s in moves else 1, *shape), dtype) for s, shape, dtype in params["broadcast"])
         return result, params | {"broadcast": broadcast}
 
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
         """All operands are labelled as the result is; along an axis of size 1 nothing is split."""
-        labels = _labels(len(shapes["out"]))
-        return Axes(dict.fromkeys((*self.slots, "out"), labels))
-
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
-        labels = _labels(len(shapes["x"]))
-        return FusedForm(tuple(shapes), (labels,) * len(shapes), labels)
+        return dict.fromkeys((*self.slots, "out"), tuple(f"a{i}" for i in range(result_rank(shapes))))
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return ImplementationChoice("xla", ChoiceKind.UNMEASURED, "nothing was measured faster")
@@ -133,10 +125,6 @@ class Lerp(Op):
 
     def formula(self, **_: Any) -> str:
         return "x + w * (y - x)"
-
-
-def _labels(rank: int) -> tuple[str, ...]:
-    return tuple(f"a{i}" for i in range(rank))
 
 
 def _broadcast_shape(given: Mapping[str, Any]) -> tuple[int, ...]:

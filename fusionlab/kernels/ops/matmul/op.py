@@ -12,11 +12,10 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError
-from ....graph.canonical.fused_nodes import FusedForm
 from ...choose.choices import NEAR_GAIN
 from ...op.arrays import batch_size, canonical_precision, check_name, with_rank
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
-from ...op.labels import Axes, SummedCall
+from ...op.labels import SummedCall
 from ...op.op import Op
 from ..gemm_epilogue.activations import ACTIVATIONS, call_of_activation
 from . import cublaslt, cuda, reference, routes
@@ -45,6 +44,7 @@ class Matmul(Op):
     name = "matmul"
     slots = ("a", "b", "bias")
     sizes = routes.SIZES
+    traits, numbers = ("activation", "product", "out"), ("alpha", "beta")
     least_gain = NEAR_GAIN
     defaults: ClassVar[Mapping[str, Any]] = {
         "dimensions": None,
@@ -152,23 +152,20 @@ class Matmul(Op):
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return routes.case(shapes, **attrs) if role == "call" else None
 
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm:
-        """A batch "b", rows "m", contracted "k", columns "n"."""
-        labels = _labels(len(shapes["a"]), len(shapes["b"]), attrs["dimensions"])
-        traits = tuple((name, attrs[name]) for name in ("activation", "product", "out"))
-        numbers = (("alpha", attrs["alpha"]), ("beta", attrs["beta"]))
-        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits, numbers)
-
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        (_, _), (lb, _) = attrs["dimensions"]
-        contracted = len(attrs["dimensions"][0][0])
-        # One operand at least is there, or what both give: the rank of the other follows from the result's.
-        known = {slot: len(shapes[slot]) for slot in ("a", "b") if slot in shapes}
-        both = len(shapes["out"]) + len(lb) + 2 * contracted
-        if len(known) == 1:
-            slot, rank = next(iter(known.items()))
-            known["b" if slot == "a" else "a"] = both - rank
-        return Axes(_labels(known["a"], known["b"], attrs["dimensions"]) if known else {})
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """A batch "b0", ..., rows "m0", ..., contracted "k0", ..., columns "n0", ..."""
+        (lc, rc), (lb, rb) = attrs["dimensions"]
+        ranks = {slot: len(shapes[slot]) for slot in ("a", "b") if slot in shapes}
+        if not ranks:
+            return {}
+        # Where one operand is not there, its rank follows from that of the result.
+        for slot, other in (("a", "b"), ("b", "a")):
+            if slot not in ranks:
+                ranks[slot] = len(shapes["out"]) + len(lb) + 2 * len(lc) - ranks[other]
+        a, b = _labels(ranks["a"], lc, lb, "m"), _labels(ranks["b"], rc, rb, "n")
+        batch = tuple(f"b{i}" for i in range(len(lb)))
+        result = (*batch, *(x for x in a if x.startswith("m")), *(x for x in b if x.startswith("n")))
+        return {"a": a, "b": b, **dict.fromkeys(("bias", "out", "mask", "preactivation"), result)}
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
         """The bare product of the parts; what stands behind it follows once it is summed."""
@@ -213,21 +210,11 @@ class Matmul(Op):
         return text if out in (None, product) else f"{out}({text})"
 
 
-def _labels(a_rank: int, b_rank: int, dimensions: Dimensions) -> dict[str, tuple[str, ...]]:
-    (lc, rc), (lb, rb) = dimensions
-
-    def of(rank: int, contracted: tuple[int, ...], batch: tuple[int, ...], own: str) -> tuple[str, ...]:
-        named = {axis: f"k{i}" for i, axis in enumerate(contracted)} | {axis: f"b{i}" for i, axis in enumerate(batch)}
-        named |= {axis: f"{own}{i}" for i, axis in enumerate(free(rank, contracted, batch))}
-        return tuple(named[i] for i in range(rank))
-
-    a, b = of(a_rank, lc, lb, "m"), of(b_rank, rc, rb, "n")
-    out = (
-        *(f"b{i}" for i in range(len(lb))),
-        *(x for x in a if x.startswith("m")),
-        *(x for x in b if x.startswith("n")),
-    )
-    return {"a": a, "b": b, "bias": out, "out": out, "mask": out, "preactivation": out}
+def _labels(rank: int, contracted: tuple[int, ...], batch: tuple[int, ...], own: str) -> tuple[str, ...]:
+    """Of an operand, whose free axes are labelled `own`."""
+    groups = (("k", contracted), ("b", batch), (own, free(rank, contracted, batch)))
+    named = {axis: f"{letter}{i}" for letter, axes in groups for i, axis in enumerate(axes)}
+    return tuple(named[i] for i in range(rank))
 
 
 def _operands(given: Mapping[str, Any]) -> tuple[Any, Any]:

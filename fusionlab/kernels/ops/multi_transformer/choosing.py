@@ -33,7 +33,7 @@ def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool =
         return f"tokens of {width} features; the kernels were measured for {least} to {most}"
     if rows > 1 and (reason := _why_not_several(width, device, attrs)):
         return f"{rows} texts: the kernel for several {reason}"
-    # To XLA the kernels are one custom call, and the op names no axes along which it could be split (`Op.axes`).
+    # To XLA the kernels are one custom call, and the op names no axes along which it could be split (`Op.labels`).
     if not device.simulated and jax.device_count() > 1:
         return "with several devices each would compute the whole layer"
     return cuda.refuses(shapes, device, **attrs) or ""
