@@ -187,7 +187,7 @@ def circles(for_types: bool) -> list[set[str]]:
 FOR_TYPES = (
     {"graph.canonical." + m for m in "algebra concatenated einsum fused_nodes regroup rules view".split()},
     {"graph.program.graph", "graph.program.text"},
-    {"kernels.op.labels", "kernels.op.lowering", "kernels.op.op", "kernels.op.primitive"},
+    {"kernels.op.description", "kernels.op.labels", "kernels.op.lowering", "kernels.op.op", "kernels.op.primitive"},
     {"fusers.engine.base", "fusers.engine.declining"},
     {"fusers.report.findings", "fusers.report.structures"},
     {"fusers.passes.custom.own_pass", "fusers.passes.custom.own_site"},

@@ -21,12 +21,10 @@ from ...device import Device
 from ...errors import ArgumentError
 from ...graph.cost.cost import arithmetic_of
 from ...graph.jax_compat import child_jaxprs
-from ...graph.program.in_shard_map import same_varying_axes
 from ...graph.program.trace import block_of_jaxpr
-from ...graph.settings import WHERE_IT_RUNS, jax_defaults
-from .arrays import as_arrays, batch_size, explicit_sharding
+from .arrays import batch_size, explicit_sharding
 from .implementation import Implementation, Residual
-from .op import Op, rule
+from .op import Op, jvp_of_moving, rule
 from .primitive import FusedPrimitive, Marker, Meaning
 
 Array = Any
@@ -97,70 +95,48 @@ class CompositeOp(Op):
         """Nothing: its pieces save what they need."""
         return ()
 
-    # What users of an op call.
-
-    def call(self, *operands: Any, present: Sequence[str], **attrs: Any) -> tuple[Array, ...]:
-        """Binds the op: one named node in a trace. `present`: the operands' names, in order; an operand that is None is left out."""
-        names = tuple(present)
-        self._check_names(operands, names)
-        given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
-        if full["implementation"] is not None:
-            self.chosen("call", given, Device.asked(), full)
-        values = same_varying_axes(list(given.values()))
-        params = {**full, "residuals": False}
-        return tuple(self._call.bind(*values, **params, **self._marks(params, values)))
-
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
         """As `call`: there are none."""
         return self.call(*operands, **attrs)
 
-    def reference(self, *operands: Any, present: Sequence[str], **attrs: Any) -> tuple[Array, ...]:
-        """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
-        names = tuple(present)
-        self._check_names(operands, names)
-        given, full = self._prepared(as_arrays(names, operands), {**attrs, "present": names})
-        with jax_defaults(WHERE_IT_RUNS):
-            return tuple(self.implementations["xla"].forward(**given, residuals=False, **full))
+    # What a call names and gives.
 
     def _prepared(
         self, operands: Sequence[Any], attrs: Mapping[str, Any], device: Device | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        names = attrs.get("present", ())
-        self._check_names(operands, names)
+        names = self._names(operands, attrs)
         given = {name: a for name, a in zip(names, operands, strict=True) if a is not None}
         present, full = self.prepare(given, {k: v for k, v in attrs.items() if k != "present"})
         return present, full | {"present": tuple(present)}
 
-    def _check_names(self, operands: Sequence[Any], names: Sequence[str]) -> None:
+    def _names(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[str, ...]:
+        names = tuple(attrs.get("present", ()))
         if len(names) != len(operands):
             raise ArgumentError(
                 f"{self.name}: {len(operands)} operands and present={names!r}, needed a name for each operand, in order"
             )
         if twice := [n for n in names if names.count(n) > 1]:
             raise ArgumentError(f"{self.name}: {twice[0]} is given twice, needed each operand once")
+        return names
 
-    def _marks(self, params: Mapping[str, Any], values: Sequence[Array]) -> dict[str, Any]:
-        """JAX's cue that the lowering has to know the devices, where a piece needs it."""
+    def _given(self, results: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(results)
+
+    def _marks(self, present: Mapping[str, Array], device: Device, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """Where a piece needs it."""
         if jax.device_count() == 1:
             return {}
-        return {"partitioned": Marker()} if _marked(self._call.pieces(params, values).jaxpr) else {}
+        pieces = self._call.pieces({**attrs, "residuals": False}, list(present.values()))
+        return {"partitioned": Marker()} if _marked(pieces.jaxpr) else {}
 
     # Transformations.
 
     def _jvp_of_call(
         self, primals: Sequence[Array], tangents: Sequence[Any], **params: Any
     ) -> tuple[list[Array], list[Any]]:
-        moves = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
         by_reference = params["gradient"] == "reference"
         pieces = self._call.function(params, "xla" if by_reference else self.dissolved(params))
-
-        def of_moving(*moved: Array) -> list[Array]:
-            full = list(primals)
-            for i, value in zip(moves, moved, strict=True):
-                full[i] = value
-            return pieces(*full)
-
-        outs, moved = jax.jvp(of_moving, [primals[i] for i in moves], [tangents[i] for i in moves])
+        outs, moved = jvp_of_moving(pieces, primals, tangents)
         return (self._call.bind(*primals, **params) if by_reference else outs), moved
 
     def _batching_rule(

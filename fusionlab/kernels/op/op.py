@@ -15,12 +15,10 @@ of how many arrays.
 
 from __future__ import annotations
 
-import abc
 import functools
 import itertools
-import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,46 +28,27 @@ from jax.interpreters import ad, batching, mlir
 
 from ...device import Device
 from ...errors import unknown_name
-from ...graph.canonical.fused_nodes import FusedForm
 from ...graph.jax_compat import varies
 from ...graph.program.explicit_axes import mesh_of, sharding_in_type
 from ...graph.program.in_shard_map import same_varying_axes
 from ...graph.program.ir import dtype_text
 from ...graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import lowering as partition
-from .arrays import as_arrays, batch_to_front, canonical_precision, explicit_sharding, zero_tangent
-from .chooser import Chooser
+from .arrays import as_arrays, explicit_sharding, zero_tangent
+from .description import Description
 from .implementation import Residual
-from .labels import Axes, SummedCall, origin
 from .primitive import FusedPrimitive, Meaning, attributes_in, give_types_and_eager_call, given_of, wanted_of
 
 Array = Any
 
 
-class Op(Chooser):
+class Op(Description):
     """A fused op: its primitives, its meaning, its implementations.
 
     A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in
     `defaults`, `implementation`, and `gradient`: None for the op's own, "reference" for JAX's of the reference. The implementation
     named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
-
-    slots: ClassVar[tuple[str, ...]]
-    defaults: ClassVar[Mapping[str, Any]]
-    # Result -> of how many arrays its cotangent may be the sum, that an implementation adds up itself; one, where it is not named.
-    addends: ClassVar[Mapping[str, int]] = {}
-    is_users: ClassVar[bool] = False  # whether its meaning is a user's code
-    # The attributes that make another function, and those that are numbers, by which the search tells calls apart; without traits it does
-    # not see the op.
-    traits: ClassVar[tuple[str, ...] | None] = None
-    numbers: ClassVar[tuple[str, ...]] = ()
-    whole: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # labels, without their numbers, of axes that no device may hold a part of
-    # Of an op whose batch is more rows: what has entries of its own for each row, beside the result, and the attribute that numbers an axis
-    # behind the rows, or counts them, if one does.
-    rows: ClassVar[tuple[str, ...]] = ()
-    behind_rows: ClassVar[str | None] = None
 
     def __init__(self) -> None:
         self._call = FusedPrimitive(self.name, self, "call")
@@ -78,115 +57,9 @@ class Op(Chooser):
         for primitive in self.primitives.values():
             self._register(primitive)
         ad.primitive_jvps[self._call] = rule(self._jvp_of_call)
-        ad.primitive_jvps[self._tangent] = rule(functools.partial(self._jvp_of_linear, self._tangent))
-        ad.primitive_jvps[self._cotangent] = rule(functools.partial(self._jvp_of_linear, self._cotangent))
-        ad.primitive_transposes[self._tangent] = rule(self._transpose_of_tangent)
-        ad.primitive_transposes[self._cotangent] = rule(self._transpose_of_cotangent)
-
-    # What an op says of itself.
-
-    @abc.abstractmethod
-    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Checks the operands given (slot -> anything with shape and dtype) and the attributes.
-
-        Returns the operands as the primitives take them, and all attributes but `present` in canonical, hashable form.
-        """
-
-    def results(self, **attrs: Any) -> tuple[str, ...]:
-        """The names of what a call gives; the cotangent of one that is not "out" is named "ct_<result>"."""
-        return ("out",)
-
-    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
-        """What the forward saves beside its operands and its results."""
-        return ()
-
-    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
-        """The slots, residuals and results that the gradients of the slots in `wanted` read."""
-        return frozenset(self.slots)
-
-    def batch(
-        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
-    ) -> tuple[list[Array], dict[str, Any]] | None:
-        """The same primitive over a batch: operands and parameters with the batch as axis 0 of every result.
-
-        `names` are slots and residuals; tangents are named "d_<slot>", the cotangent "ct". None: it cannot take the batch. By default a
-        batch of `rows` is more of them; one of anything else (weights, say), or of its gradients, is not the same op.
-        """
-        has_rows = [origin(name) in ("out", *self.rows) for name in names]
-        if any(d is not None and not own for d, own in zip(dims, has_rows, strict=True)):
-            return None
-        # Other gradients are sums over rows: each of the batch has its own, more rows would have one together.
-        if role == "cotangent" and not set(wanted_of(params)) <= set(self.rows):
-            return None
-        at = list(itertools.compress(range(len(names)), has_rows))
-        moved = dict(zip(at, batch_to_front([values[i] for i in at], [dims[i] for i in at]), strict=True))
-        axis = {} if self.behind_rows is None else {self.behind_rows: params[self.behind_rows] + 1}
-        return [moved.get(i, v) for i, v in enumerate(values)], params | axis
-
-    def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
-        """The attributes `prepare` gave, completed by those that hang on the device as well."""
-        return attrs
-
-    def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
-        """The operands of a call of these shapes once settings among the attributes have changed."""
-        return shapes
-
-    def plain(self, params: Mapping[str, Any], shapes: dict[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
-        """A primitive's parameters and operands (by name) with residuals laid out as the reference has them."""
-        return params, shapes
-
-    def share(self, shapes: Mapping[str, Any], /, **attrs: Any) -> float:
-        """The part of its meaning's arithmetic that the op has to do, for a meaning that computes what it then throws away."""
-        return 1.0
-
-    @abc.abstractmethod
-    def formula(self, **attrs: Any) -> str:
-        """What it computes, for a reader."""
-
-    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
-        """Slot, residual or "out" -> a label for each of its axes, as `Axes` has them; without any, each device computes everything.
-
-        `shapes` has those of the slots of a call, in order, or of the slots, residuals and "out" that one primitive takes and gives: "out"
-        always, others maybe.
-        """
-        return {}
-
-    def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
-        """A label for each axis of the operands (slot -> shape) and of the result; None for a call the search is not to see."""
-        if self.traits is None:
-            return None
-        labels = self.labels(shapes, **attrs)
-        traits, numbers = (tuple((name, attrs[name]) for name in names) for names in (self.traits, self.numbers))
-        return FusedForm(tuple(shapes), tuple(labels[slot] for slot in shapes), labels["out"], traits, numbers)
-
-    def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
-        """Labels for the axes of all it reads and gives: how opaque code is split among devices."""
-        labels = self.labels(shapes, **attrs)
-        return Axes(
-            labels, frozenset(x for own in labels.values() for x in own if x.rstrip(string.digits) in self.whole)
-        )
-
-    def summed_call(self, params: Mapping[str, Any]) -> SummedCall | None:
-        """How a call is computed whose contracted axes are split; None: every device needs them whole."""
-        return None
-
-    def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
-        """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
-        return None
-
-    def row_sum(self, params: Mapping[str, Any]) -> str | None:
-        """The slot whose gradient is the sum of the cotangent over all axes but the last, if a cotangent with these parameters gives it."""
-        return None
-
-    def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
-        """The parameters of a cotangent with which it also gives the sum of a slot's gradient over all axes but the last, in `dtype`, and
-        the slot that this is the gradient of. It reads nothing more. None: it cannot."""
-        return None
-
-    def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
-        """What the gradients of the slots in `wanted` read, in the order in which the primitives take it."""
-        read = self.reads(wanted, **attrs)
-        return tuple(n for n in (*self.slots, *self.results(**attrs), *self.residual_names(**attrs)) if n in read)
+        for linear in (self._tangent, self._cotangent):
+            ad.primitive_jvps[linear] = rule(functools.partial(self._jvp_of_linear, linear))
+            ad.primitive_transposes[linear] = rule(functools.partial(self._transpose, linear))
 
     # What users of an op call.
 
@@ -200,7 +73,7 @@ class Op(Chooser):
 
         Returns its result; a tuple of them, where it gives several.
         """
-        return _single_or_tuple(self._bind_call(operands, attrs, residuals=False))
+        return self._given(self._bind_call(operands, attrs, residuals=False))
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
         """`(*results, *residuals)`: what the differentiated forward returns."""
@@ -208,9 +81,9 @@ class Op(Chooser):
 
     def reference(self, *operands: Any, **attrs: Any) -> Any:
         """The op's meaning in plain `jax.numpy`; differentiating it gives JAX's own gradients of that code."""
-        present, full = self._prepared(as_arrays(self.slots, operands), attrs)
+        present, full = self._prepared(as_arrays(self._names(operands, attrs), operands), attrs)
         with jax_defaults(WHERE_IT_RUNS):
-            return _single_or_tuple(self.implementations["xla"].forward(**present, residuals=False, **full))
+            return self._given(self.implementations["xla"].forward(**present, residuals=False, **full))
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
         """What the forward saves for backward when every operand's gradient is wanted."""
@@ -242,13 +115,26 @@ class Op(Chooser):
         full["present"] = tuple(present)
         return present, self.for_device(present, full, device or Device.asked())
 
+    def _names(self, operands: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[str, ...]:
+        """The names of the operands of a call, in order."""
+        return self.slots
+
+    def _given(self, results: Sequence[Array]) -> Any:
+        """What a call gives."""
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _marks(self, present: Mapping[str, Array], device: Device, attrs: Mapping[str, Any]) -> dict[str, Any]:
+        """JAX's cue that the lowering has to know the devices, as a parameter, where it may."""
+        return partition.marks(self, present, device, attrs)
+
     def _bind_call(self, operands: Sequence[Any], attrs: Mapping[str, Any], residuals: bool) -> list[Array]:
-        present, full = self._prepared(as_arrays(self.slots, operands), attrs)
+        present, full = self._prepared(as_arrays(self._names(operands, attrs), operands), attrs)
         device = Device.asked()
         if full["implementation"] is not None:
             self.chosen("call", present, device, full)
-        full |= partition.marks(self, present, device, full)
-        return self._call.bind(*same_varying_axes(list(present.values())), residuals=residuals, **full)
+        values = same_varying_axes(list(present.values()))
+        full |= self._marks(dict(zip(present, values, strict=True)), device, full)
+        return self._call.bind(*values, residuals=residuals, **full)
 
     def with_defaults(self, attrs: Mapping[str, Any]) -> dict[str, Any]:
         """The attributes given, and the defaults of the others.
@@ -277,69 +163,43 @@ class Op(Chooser):
 
     # Transformations.
 
-    def at_precision_set(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The parameters of a gradient, at the precision that the user has set where it is pulled back, if the call asked for none: JAX
-        makes the products of a gradient as it transposes, and as is set there.
-        """
-        asks_for_none = params.get("precision", "") is None
-        return params | {"precision": canonical_precision(None)} if asks_for_none else params
-
     def _jvp_of_call(
         self, primals: Sequence[Array], tangents: Sequence[Any], *, residuals: bool, **attrs: Any
     ) -> tuple[list[Array], list[Any]]:
-        if attrs["gradient"] == "reference" and not residuals:
-            return self._jvp_of_reference(primals, tangents, attrs)
-        live = tuple(type(t) is not ad.Zero for t in tangents)
-        slots = attrs["present"]
-        wanted = tuple(itertools.compress(slots, live))
-        saved = self.saved_names(wanted, attrs)
+        if (
+            attrs["gradient"] == "reference" and not residuals
+        ):  # the op forward; its derivative is JAX's own of the reference
+            meaning = self._call.function(attrs | {"residuals": False}, "xla")
+            moved = jvp_of_moving(meaning, primals, tangents)[1]
+            return self._call.bind(*primals, residuals=False, **attrs), moved
+        live, slots = tuple(_moving(tangents)), attrs["present"]
+        saved = self.saved_names(tuple(itertools.compress(slots, live)), attrs)
         results, names = self.results(**attrs), self.residual_names(**attrs)
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
         known = dict(zip(slots, primals, strict=True)) | dict(zip((*results, *names), outs, strict=False))
-        moving = list(itertools.compress(tangents, live))
         linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, (*primals, outs[0])))}
         if len(results) > 1:
             linear["given"] = (True,) * len(results)
-        operands, linear = (*(known[n] for n in saved), *moving), linear | attrs
+        operands, linear = (*(known[n] for n in saved), *itertools.compress(tangents, live)), linear | attrs
         self._tangent.set_types(list(map(jax.typeof, operands)), linear, [jax.typeof(x) for x in outs[: len(results)]])
         moved = self._tangent.bind(*operands, **linear)
         if not residuals:
             return outs[: len(results)], moved
-        return outs, [*moved, *self._residual_tangents(primals, live, moving, outs[len(results) :], attrs)]
-
-    def _jvp_of_reference(
-        self, primals: Sequence[Array], tangents: Sequence[Any], attrs: dict[str, Any]
-    ) -> tuple[list[Array], list[Any]]:
-        """The op forward; its derivative is JAX's own of the reference."""
-        moves = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-        meaning = self._call.function(attrs | {"residuals": False}, "xla")
-
-        def of_moving(*moved: Array) -> list[Array]:
-            full = list(primals)
-            for i, value in zip(moves, moved, strict=True):
-                full[i] = value
-            return meaning(*full)
-
-        _, moved = jax.jvp(of_moving, [primals[i] for i in moves], [tangents[i] for i in moves])
-        return self._call.bind(*primals, residuals=False, **attrs), moved
+        return outs, [*moved, *self._residual_tangents(primals, tangents, outs[len(results) :], attrs)]
 
     def _residual_tangents(
-        self, primals: Sequence[Array], live: tuple[bool, ...], moving: list[Array], outs: list[Array], attrs: dict
+        self, primals: Sequence[Array], tangents: Sequence[Any], outs: list[Array], attrs: dict[str, Any]
     ) -> list[Any]:
         floating = [jnp.issubdtype(r.dtype, jnp.floating) for r in outs]
         if not any(floating):
             return [zero_tangent(r) for r in outs]
 
-        def saved(*moved: Array) -> list[Array]:
-            fresh = iter(moved)
-            slots = zip(attrs["present"], primals, live, strict=True)
-            full = {slot: next(fresh) if moves else p for slot, p, moves in slots}
-            given = self.implementations["xla"].forward(**full, residuals=True, **attrs)
-            all_saved = given[len(self.results(**attrs)) :]
-            return [r for r, floats in zip(all_saved, floating, strict=True) if floats]
+        def saved(*operands: Array) -> list[Array]:
+            by_slot = dict(zip(attrs["present"], operands, strict=True))
+            given = self.implementations["xla"].forward(**by_slot, residuals=True, **attrs)
+            return list(itertools.compress(given[len(self.results(**attrs)) :], floating))
 
-        start = [p for p, moves in zip(primals, live, strict=True) if moves]
-        found = iter(jax.jvp(saved, start, moving)[1])
+        found = iter(jvp_of_moving(saved, primals, tangents)[1])
         return [next(found) if floats else zero_tangent(r) for r, floats in zip(outs, floating, strict=True)]
 
     def _jvp_of_linear(
@@ -348,29 +208,17 @@ class Op(Chooser):
         """Tangent and cotangent are linear in their last operands: that part stays the op, the rest is its meaning's."""
         outs = primitive.bind(*primals, **params)
         split = len(primals) - _linear_count(primitive, params)
-        parts = []
-        if any(type(t) is not ad.Zero for t in tangents[split:]):
-            parts.append(self._linear_part(primitive, primals[:split], tangents[split:], params))
-        moves = [i for i, t in enumerate(tangents[:split]) if type(t) is not ad.Zero]
-        if moves:
-            meaning = primitive.function(params, "xla")
-
-            def of_saved(*moved: Array) -> list[Array]:
-                full = list(primals)
-                for i, value in zip(moves, moved, strict=True):
-                    full[i] = value
-                return meaning(*full)
-
-            parts.append(jax.jvp(of_saved, [primals[i] for i in moves], [tangents[i] for i in moves])[1])
+        saved, moving, parts = primals[:split], _moving(tangents), []
+        if any(moving[split:]):
+            given, keep = list(itertools.compress(tangents[split:], moving[split:])), moving[split:]
+            if primitive.role == "cotangent":
+                parts.append(primitive.bind(*saved, *given, **_of_results(params, keep)))
+            else:
+                parts.append(self._bind_subset(primitive, saved, given, params, keep))
+        if any(moving[:split]):
+            rest = functools.partial(_with_last, primitive.function(params, "xla"), primals[split:])
+            parts.append(jvp_of_moving(rest, saved, tangents[:split])[1])
         return outs, [functools.reduce(jnp.add, same) for same in zip(*parts, strict=True)]
-
-    def _linear_part(
-        self, primitive: FusedPrimitive, saved: Sequence[Array], moving: Sequence[Any], params: dict[str, Any]
-    ) -> list[Array]:
-        given = [t for t in moving if type(t) is not ad.Zero]
-        if primitive.role == "cotangent":
-            return primitive.bind(*saved, *given, **_of_results(params, moving))
-        return self._bind_subset(self._tangent, saved, given, params, moving)
 
     def _bind_subset(
         self,
@@ -378,41 +226,38 @@ class Op(Chooser):
         saved: Sequence[Array],
         linear: Sequence[Array],
         params: dict[str, Any],
-        keep: Sequence[Any],
+        keep: Sequence[bool],
     ) -> list[Array]:
-        """Binds tangent or cotangent for those of the wanted slots whose entry in `keep` is not a symbolic zero."""
+        """Binds tangent or cotangent for those of the wanted slots that `keep` says."""
         attrs, wanted = attributes_in(params), wanted_of(params)
         known = dict(zip(self.saved_names(wanted, attrs), saved, strict=True))
-        kept = tuple(slot for slot, k in zip(wanted, keep, strict=True) if type(k) is not ad.Zero)
+        kept = tuple(itertools.compress(wanted, keep))
         live = tuple(slot in kept for slot in params["present"])
         return primitive.bind(*(known[n] for n in self.saved_names(kept, attrs)), *linear, **params | {"live": live})
 
-    def _transpose_of_tangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-        given = [ct for ct in cts if type(ct) is not ad.Zero]
-        if not given:
+    def _transpose(
+        self, primitive: FusedPrimitive, cts: Sequence[Any], *operands: Any, **params: Any
+    ) -> list[Array | None]:
+        """Of the tangent by the cotangent, and the other way round."""
+        moving = _moving(cts)
+        if not any(moving):
             return [None] * len(operands)
         params = self.at_precision_set(params)
-        split = len(operands) - sum(params["live"])
-        asked, keep = _asked(operands[split:])
-        grads = iter(self._bind_subset(self._cotangent, operands[:split], given, _of_results(params, cts), keep))
-        return [None] * split + [next(grads) if a else None for a in asked]
-
-    def _transpose_of_cotangent(self, cts: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-        given = [ct for ct in cts if type(ct) is not ad.Zero]
-        if not given:
-            return [None] * len(operands)
-        params = self.at_precision_set(params)
-        split = len(operands) - _linear_count(self._cotangent, params)
-        asked, _ = _asked(operands[split:])
-        # Where the linear operands lie among the results.
-        places = [r for r, n in enumerate(given_of(params)) for _ in range(n)]
-        wanted = set(itertools.compress(places, asked))
-        if "given" in params:
+        split = len(operands) - _linear_count(primitive, params)
+        asked = [ad.is_undefined_primal(t) for t in operands[split:]]
+        if primitive.role == "tangent":
+            other, keep, places = self._cotangent, asked, list(range(len(asked)))
+            params = _of_results(params, moving)
+        else:
+            other, keep = self._tangent, moving
+            # Where the linear operands lie among the results.
+            places = [r for r, n in enumerate(given_of(params)) for _ in range(n)]
+        wanted = sorted(set(itertools.compress(places, asked)))
+        if primitive.role == "cotangent" and "given" in params:
             params = params | {"given": tuple(r in wanted for r in range(len(params["given"])))}
-        moved = dict(
-            zip(sorted(wanted), self._bind_subset(self._tangent, operands[:split], given, params, cts), strict=True)
-        )
-        return [None] * split + [moved[r] if a else None for r, a in zip(places, asked, strict=True)]
+        given = list(itertools.compress(cts, moving))
+        found = dict(zip(wanted, self._bind_subset(other, operands[:split], given, params, keep), strict=True))
+        return [None] * split + [found[r] if a else None for r, a in zip(places, asked, strict=True)]
 
     def _batching_rule(
         self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
@@ -439,28 +284,40 @@ def rule(rule: Callable[..., Any]) -> Callable[..., Any]:
     return jax_defaults(WHERE_IT_RUNS | {"jax_default_matmul_precision"})(types_of_operands(rule))
 
 
-def _single_or_tuple(results: Sequence[Array]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
-
-
 def _linear_count(primitive: FusedPrimitive, params: Mapping[str, Any]) -> int:
     """Of how many of its operands, the last ones, a tangent or a cotangent is linear."""
     return sum(params["live"]) if primitive.role == "tangent" else sum(given_of(params))
 
 
-def _of_results(params: dict[str, Any], keep: Sequence[Any]) -> dict[str, Any]:
-    """The parameters for those of the results given whose entry in `keep` is not a symbolic zero."""
+def _of_results(params: dict[str, Any], keep: Sequence[bool]) -> dict[str, Any]:
+    """The parameters for those of the results given that `keep` says, one for each array."""
     if "given" not in params:
         return params
     kept = iter(keep)
-    counts = (sum(type(next(kept)) is not ad.Zero for _ in range(n)) for n in params["given"])
+    counts = (sum(next(kept) for _ in range(n)) for n in params["given"])
     return params | {"given": tuple(n if n > 1 else bool(n) for n in counts)}
 
 
-def _asked(operands: Sequence[Any]) -> tuple[list[bool], list[Any]]:
-    """Of linear operands: whether each one's cotangent is asked for, and a symbolic zero for each of which it is not."""
-    asked = [ad.is_undefined_primal(t) for t in operands]
-    return asked, [None if a else zero_tangent(t) for a, t in zip(asked, operands, strict=True)]
+def _moving(tangents: Sequence[Any]) -> list[bool]:
+    """Which tangents or cotangents are no symbolic zeros."""
+    return [type(t) is not ad.Zero for t in tangents]
+
+
+def _with_last(function: Callable[..., Any], last: Sequence[Array], *first: Array) -> Any:
+    return function(*first, *last)
+
+
+def jvp_of_moving(
+    function: Callable[..., list[Array]], primals: Sequence[Array], tangents: Sequence[Any]
+) -> tuple[list[Array], list[Array]]:
+    """`jax.jvp` of a function of whose tangents some are symbolic zeros."""
+    moves = _moving(tangents)
+
+    def of_moving(*moved: Array) -> list[Array]:
+        fresh = iter(moved)
+        return function(*(next(fresh) if m else p for p, m in zip(primals, moves, strict=True)))
+
+    return jax.jvp(of_moving, list(itertools.compress(primals, moves)), list(itertools.compress(tangents, moves)))
 
 
 def meaning_of(eqn: Any) -> Meaning | None:
