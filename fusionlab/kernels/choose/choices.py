@@ -116,6 +116,14 @@ def plan_file() -> Path:
     return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "fusionlab" / "plans.json"
 
 
+class PlanFileError(ArgumentError):
+    """A file in a plan file's place that cannot be read as one; `why` is what is said of it."""
+
+    def __init__(self, path: Path, error: str):
+        self.why = f"is no plan file that FusionLab can read ({error}); needed what fusionlab.tune writes: tune again, or remove the file"
+        super().__init__(f"{path} {self.why}")
+
+
 def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
     """Architecture -> what is known of it, from a plan file or a table; nothing where there is no such file.
 
@@ -127,10 +135,7 @@ def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise ArgumentError(
-            f"{path} is no plan file that FusionLab can read ({type(e).__name__}: {e}); needed what fusionlab.tune writes: tune again, or "
-            f"remove the file"
-        ) from e
+        raise PlanFileError(path, f"{type(e).__name__}: {e}") from e
 
 
 def parse(text: str, source: str) -> dict[str, Measured]:
@@ -233,12 +238,9 @@ class Choices:
         if not arch:
             return None
         with self._lock:
-            for known in (self._mine(arch), self._table(arch)):
-                if text in known.cases:
-                    self.hits += 1
-                    return known.cases[text]
-            self.misses += 1
-            return None
+            found = self._known(arch).cases.get(text)
+            self.hits, self.misses = self.hits + (found is not None), self.misses + (found is None)
+            return found
 
     def nearest(
         self, arch: str, text: str, sizes: tuple[str, ...], within: float = 4.0, gain: float = 0.0
@@ -248,17 +250,17 @@ class Choices:
         saves less than `gain` of XLA's time says nothing of other sizes.
         """
         kind, asked = _parts(text, sizes)
-        best, found, least = None, None, math.inf
         with self._lock:
-            known = {**self._table(arch).cases, **self._mine(arch).cases}
+            known = self._known(arch).cases
+        near: list[tuple[float, tuple[int, ...], Choice]] = []
         for other, choice in known.items():
             its_kind, content = _parts(other, sizes)
-            if its_kind != kind:
-                continue
-            distance = _distance(list(zip(asked, content, strict=True)), within)
-            if distance < least:
-                best, found, least = choice, content, distance
-        if best is None or found is None or best.gain < gain:
+            if its_kind == kind:
+                near.append((_distance(list(zip(asked, content, strict=True)), within), content, choice))
+        if not near:
+            return None
+        distance, found, best = min(near, key=lambda one: one[0])
+        if distance == math.inf or best.gain < gain:
             return None
         shape = " x ".join(map(str, found))
         return replace(best, source=f"{best.source}, at {shape}, the nearest measured")
@@ -266,12 +268,7 @@ class Choices:
     def algorithm(self, arch: str, plan: str) -> tuple[str, int] | None:
         """The algorithm found best for a cuBLASLt plan (by name), and the version of the library that named it."""
         with self._lock:
-            if plan in self.trial:
-                return self.trial[plan]
-            for known in (self._mine(arch), self._table(arch)):
-                if plan in known.algorithms:
-                    return known.algorithms[plan]
-            return None
+            return self.trial.get(plan) or self._known(arch).algorithms.get(plan)
 
     def counters(self) -> dict[str, int]:
         with self._lock:
@@ -281,6 +278,10 @@ class Choices:
         """Reads the plan file again when next asked."""
         with self._lock:
             self._read = (None, {})
+
+    def _known(self, arch: str) -> Measured:
+        """The plan file's content before the table's."""
+        return self._table(arch).with_more(self._mine(arch))
 
     def _mine(self, arch: str) -> Measured:
         if jax.process_count() > 1:
@@ -301,9 +302,8 @@ def _read_or_warn(path: Path) -> dict[str, Measured]:
     """A plan file as a cache: one that cannot be read is no reason for a program not to run."""
     try:
         return read_plan_file(path, f"plan file {path}")
-    except ArgumentError as error:
-        why = str(error).removeprefix(f"{path} ")
-        warn_once(path, f"is passed over, and the shipped tables decide: it {why}")
+    except PlanFileError as error:
+        warn_once(path, f"is passed over, and the shipped tables decide: it {error.why}")
         return {}
 
 

@@ -13,7 +13,7 @@ import importlib.util
 import itertools
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -31,20 +31,8 @@ NOT_INSTALLED = 'nvmath-python is not installed: pip install "fusionlab[cuda13]"
 
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE = {"f32": 68, "f64": 70, "tf32": 77}  # cublasComputeType_t: 32F, 64F, 32F_FAST_TF32
-WITH_BIAS = frozenset(
-    (
-        "BIAS",
-        "RELU_BIAS",
-        "RELU_AUX_BIAS",
-        "GELU_BIAS",
-        "GELU_AUX_BIAS",
-        "BGRADA",
-        "BGRADB",
-        "DRELU_BGRAD",
-        "DGELU_BGRAD",
-    )
-)
 GRADIENT_OF_BIAS = frozenset(("BGRADA", "BGRADB", "DRELU_BGRAD", "DGELU_BGRAD"))
+WITH_BIAS = GRADIENT_OF_BIAS | {"BIAS", "RELU_BIAS", "RELU_AUX_BIAS", "GELU_BIAS", "GELU_AUX_BIAS"}
 WRITES_AUX = frozenset(("RELU_AUX", "RELU_AUX_BIAS", "GELU_AUX", "GELU_AUX_BIAS"))
 READS_AUX = frozenset(("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD"))
 
@@ -95,15 +83,9 @@ class MatmulPlan:
     strides: tuple[int, int] = (0, 0)
 
     def spec(self) -> dict[str, Any]:
-        """Without what `_RARE` says and is not said otherwise: the names under which algorithms were measured stay theirs."""
-        return {name: value for name, value in asdict(self).items() if _RARE.get(name) != value}
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> MatmulPlan:
-        content = _RARE | dict(content)
-        given: dict[str, Any] = {f.name: content[f.name] for f in fields(cls)}
-        pairs: dict[str, Any] = {name: tuple(given[name]) for name in ("transposed", "leading", "strides")}
-        return cls(**given | pairs)
+        """Without what `_RARE` names and is not said otherwise: the names under which algorithms were measured stay theirs."""
+        usual = {f.name: f.default for f in fields(self) if f.name in _RARE}
+        return {name: value for name, value in asdict(self).items() if name not in usual or usual[name] != value}
 
     @property
     def result_dtype(self) -> str:
@@ -118,15 +100,8 @@ class MatmulPlan:
         return Prepared(product.run, (product.step(),), product)
 
 
-_RARE: dict[str, Any] = {
-    "out": "",
-    "alpha": 1.0,
-    "beta": 0.0,
-    "batch": 1,
-    "leading": (0, 0),
-    "strides": (0, 0),
-}
-plan_kind(MatmulPlan.kind, MatmulPlan.read)
+_RARE = ("out", "alpha", "beta", "batch", "leading", "strides")
+plan_kind(MatmulPlan.kind, lambda content: MatmulPlan(**content))
 
 
 def missing() -> str | None:
@@ -182,21 +157,10 @@ def algorithms(plan: MatmulPlan, device: int, count: int = 8) -> list[str]:
     return [bytes(result["algo"].tobytes()).hex() for result in found]
 
 
-class _Handles:
-    """A library handle for each device; it belongs to the context that is current when it is made."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._handles: dict[int, int] = {}
-
-    def of(self, device: int) -> int:
-        with self._lock:
-            if device not in self._handles:
-                self._handles[device] = bindings().create()
-            return self._handles[device]
-
-
-_HANDLES = _Handles()
+@functools.cache
+def _handle(device: int) -> int:
+    """The library's for a device; it belongs to the context that is current when it is made."""
+    return bindings().create()
 
 
 class _Matmul:
@@ -205,7 +169,7 @@ class _Matmul:
     def __init__(self, plan: MatmulPlan, device: int, pick: bool = True):
         lt = bindings()
         self._lt, self._plan, self._lock = lt, plan, threading.Lock()
-        self._handle = _HANDLES.of(device)
+        self._handle = _handle(device)
         scale = 1 if plan.compute == "f64" else 0
         self._desc = lt.matmul_desc_create(_COMPUTE[plan.compute], scale)
         self._set("TRANSA", int(plan.transposed[0]))
@@ -243,29 +207,13 @@ class _Matmul:
         buffers = {"operand": operands, "result": results}
         a, b, bias, aux, c, d, workspace = (buffers[kind][i] if kind != "null" else None for kind, i in self._places)
         handle, desc, a_layout, b_layout, d_layout, alpha, beta, algorithm = self._pointers
+        factors, result = (alpha, a, a_layout, b, b_layout), (beta, c, d_layout, d, d_layout)
         with self._lock:
             if bias is not None:
                 self._set("BIAS_POINTER", bias)
             if aux is not None:
                 self._set("EPILOGUE_AUX_POINTER", aux)
-            self._lt.matmul(
-                handle,
-                desc,
-                alpha,
-                a,
-                a_layout,
-                b,
-                b_layout,
-                beta,
-                c,
-                d_layout,
-                d,
-                d_layout,
-                algorithm,
-                workspace,
-                self._plan.workspace,
-                stream,
-            )
+            self._lt.matmul(handle, desc, *factors, *result, algorithm, workspace, self._plan.workspace, stream)
 
     def step(self) -> MatmulStep:
         """The call as data."""

@@ -48,58 +48,35 @@ def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:
 
 
 ExtensionBase = _struct("XLA_FFI_Extension_Base", struct_size=_size, type=_int, next=_pointer)
-ApiVersion = _struct(
-    "XLA_FFI_Api_Version", struct_size=_size, extension_start=_pointer, major_version=_int, minor_version=_int
-)
-Buffer = _struct(
-    "XLA_FFI_Buffer", struct_size=_size, extension_start=_pointer, dtype=_int, data=_pointer, rank=_i64, dims=_pointer
-)
-Args = _struct("XLA_FFI_Args", struct_size=_size, extension_start=_pointer, size=_i64, types=_pointer, args=_pointer)
-Rets = _struct("XLA_FFI_Rets", struct_size=_size, extension_start=_pointer, size=_i64, types=_pointer, rets=_pointer)
-Attrs = _struct(
-    "XLA_FFI_Attrs",
-    struct_size=_size,
-    extension_start=_pointer,
-    size=_i64,
-    types=_pointer,
-    names=_pointer,
-    attrs=_pointer,
-)
+
+
+def _sized(name: str, **fields: Any) -> type[ctypes.Structure]:
+    """One that begins, as most do, with its own size and a place for extensions."""
+    return _struct(name, struct_size=_size, extension_start=_pointer, **fields)
+
+
+ApiVersion = _sized("XLA_FFI_Api_Version", major_version=_int, minor_version=_int)
+Buffer = _sized("XLA_FFI_Buffer", dtype=_int, data=_pointer, rank=_i64, dims=_pointer)
+Args = _sized("XLA_FFI_Args", size=_i64, types=_pointer, args=_pointer)
+Rets = _sized("XLA_FFI_Rets", size=_i64, types=_pointer, rets=_pointer)
+Attrs = _sized("XLA_FFI_Attrs", size=_i64, types=_pointer, names=_pointer, attrs=_pointer)
 ByteSpan = _struct("XLA_FFI_ByteSpan", ptr=_pointer, len=_size)
-CallFrame = _struct(
-    "XLA_FFI_CallFrame",
-    struct_size=_size,
-    extension_start=_pointer,
-    api=_pointer,
-    ctx=_pointer,
-    stage=_int,
-    args=Args,
-    rets=Rets,
-    attrs=Attrs,
-    future=_pointer,
+CallFrame = _sized(
+    "XLA_FFI_CallFrame", api=_pointer, ctx=_pointer, stage=_int, args=Args, rets=Rets, attrs=Attrs, future=_pointer
 )
 # The table of functions; those after the last one used here are left out, as the header's rules allow.
-Api = _struct(
+_FUNCTIONS = ("Error_Create", "Error_GetMessage", "Error_Destroy", "Handler_Register", "Stream_Get")
+Api = _sized(
     "XLA_FFI_Api",
-    struct_size=_size,
-    extension_start=_pointer,
     api_version=ApiVersion,
     internal_api=_pointer,
-    XLA_FFI_Error_Create=_pointer,
-    XLA_FFI_Error_GetMessage=_pointer,
-    XLA_FFI_Error_Destroy=_pointer,
-    XLA_FFI_Handler_Register=_pointer,
-    XLA_FFI_Stream_Get=_pointer,
+    **{f"XLA_FFI_{name}": _pointer for name in _FUNCTIONS},
 )
 # Newer headers end this one with the type of a handler's state, which ours does not have: it is left as XLA set it.
 Metadata = _struct("XLA_FFI_Metadata", struct_size=_size, api_version=ApiVersion, traits=ctypes.c_uint32)
 MetadataExtension = _struct("XLA_FFI_Metadata_Extension", extension_base=ExtensionBase, metadata=_pointer)
-StreamGetArgs = _struct(
-    "XLA_FFI_Stream_Get_Args", struct_size=_size, extension_start=_pointer, ctx=_pointer, stream=_pointer
-)
-ErrorCreateArgs = _struct(
-    "XLA_FFI_Error_Create_Args", struct_size=_size, extension_start=_pointer, message=ctypes.c_char_p, errc=_int
-)
+StreamGetArgs = _sized("XLA_FFI_Stream_Get_Args", ctx=_pointer, stream=_pointer)
+ErrorCreateArgs = _sized("XLA_FFI_Error_Create_Args", message=ctypes.c_char_p, errc=_int)
 
 _HANDLER = ctypes.CFUNCTYPE(_pointer, _pointer)
 _API_FUNCTION = ctypes.CFUNCTYPE(_pointer, _pointer)

@@ -11,36 +11,10 @@ from typing import Any, ClassVar
 
 from .compile import KERNELS, CudaSource, cubin, source_texts
 from .plans import plan_kind
-from .steps import KernelStep, Prepared
+from .steps import KernelStep, Launch, Prepared
 
 _SHARED_WITHOUT_ASKING = 48 << 10  # bytes of dynamic shared memory a kernel may have unasked
 _EARLY_SINCE = 90  # programmatic dependent launch: compute capability 9.0 (CUDA C++ Programming Guide)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One launch of one kernel.
-
-    Attributes:
-      entry: the kernel's name in the source (extern "C").
-      grid, block: blocks, and threads of a block, along x, y, z.
-      shared: dynamic shared memory of a block, bytes.
-      params: in order, ("operand", number) and ("result", number) for an address, ("null", 0) for no address, ("i64", value),
-        ("i32", value).
-      early: the kernel starts with `fl_wait()` of `early.cuh`, so that on sm_90 and later it may be started before what comes before it has
-        ended; without that wait it would read what is not written yet.
-      cooperative: its blocks wait for each other, so all of them must be resident at once; where they cannot, the launch fails.
-
-    A kernel may as well have one parameter, a structure of eight bytes for each of `params`: they lie one behind another.
-    """
-
-    entry: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared: int
-    params: tuple[tuple[str, int], ...]
-    early: bool = False
-    cooperative: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,19 +45,7 @@ class KernelPlan:
         source, text = content["source"], content.get("text", "")
         if not text and content["digest"] != digest(source):
             raise LookupError(f"{source} is another version here")
-        launches = tuple(
-            Launch(
-                data["entry"],
-                tuple(data["grid"]),
-                tuple(data["block"]),
-                data["shared"],
-                tuple((kind, value) for kind, value in data["params"]),
-                data["early"],
-                data["cooperative"],
-            )
-            for data in content["launches"]
-        )
-        return cls(source, tuple(content["options"]), launches, text)
+        return cls(source, content["options"], tuple(Launch(**data) for data in content["launches"]), text)
 
     def prepare(self, device: int) -> Prepared:
         cuda: Any = importlib.import_module("cupy.cuda")
@@ -102,18 +64,8 @@ class KernelPlan:
                 driver.funcSetAttribute(
                     entry.ptr, driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared
                 )
-            geometry = launch.grid, launch.block, launch.shared
-            steps.append(
-                KernelStep(
-                    entry.ptr,
-                    launch.entry,
-                    image,
-                    *geometry,
-                    launch.params,
-                    launch.early and int(arch[3:]) >= _EARLY_SINCE,
-                    launch.cooperative,
-                )
-            )
+            how: dict[str, Any] = {**vars(launch), "early": launch.early and int(arch[3:]) >= _EARLY_SINCE}
+            steps.append(KernelStep(**how, function=entry.ptr, image=image))
         ready = [_launcher(_launching(driver, step.cooperative), step) for step in steps]
 
         def run(stream: int, operands: Sequence[int], results: Sequence[int]) -> None:

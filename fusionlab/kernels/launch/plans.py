@@ -41,7 +41,9 @@ class LaunchPlan(Protocol):
 
 
 def plan_kind(name: str, read: Callable[[Mapping[str, Any]], LaunchPlan]) -> None:
-    """Says how plans of a kind are read back from their content. Called where the kind is defined, at import.
+    """Says how plans of a kind are read back from their content, in which lists have become tuples.
+
+    Called where the kind is defined, at import.
 
     Raises:
       ValueError: another reader has that name.
@@ -62,7 +64,7 @@ def launch_plan_of(name: str) -> LaunchPlan:
       BackendError: this process cannot read it; quotes the name.
     """
     try:
-        content = json.loads(name)
+        content = _with_tuples(json.loads(name))
         read = _KINDS[content.pop("kind")]
         return read(content)
     except (ValueError, LookupError, TypeError, AttributeError) as e:
@@ -71,6 +73,13 @@ def launch_plan_of(name: str) -> LaunchPlan:
             f"unknown launch plan {name!r} ({type(e).__name__}: {e}); this process knows the kinds {known}: the executable was compiled "
             f"by another version of FusionLab, or without something that is not imported here; compile it again"
         ) from e
+
+
+def _with_tuples(content: Any) -> Any:
+    """JSON data with tuples for lists, as a record that can be hashed has them."""
+    if isinstance(content, list):
+        return tuple(map(_with_tuples, content))
+    return {key: _with_tuples(value) for key, value in content.items()} if isinstance(content, dict) else content
 
 
 @dataclass

@@ -11,29 +11,42 @@ Param = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class KernelStep:
-    """A loaded kernel and how it is launched.
+class Launch:
+    """One launch of one kernel.
 
     Attributes:
-      function: CUfunction.
-      entry: the kernel's name.
-      image: its cubin.
+      entry: the kernel's name in the source (extern "C").
       grid, block: blocks, and threads of a block, along x, y, z.
       shared: dynamic shared memory of a block, bytes.
-      params: in the kernel's order.
-      early: the kernel waits itself for what came before it (`early.cuh`), so it may start before that has ended.
-      cooperative: all blocks are resident at once, or the launch fails.
+      params: in order, ("operand", number) and ("result", number) for an address, ("null", 0) for no address, ("i64", value),
+        ("i32", value).
+      early: the kernel starts with `fl_wait()` of `early.cuh`, so that on sm_90 and later it may be started before what comes before it has
+        ended; without that wait it would read what is not written yet.
+      cooperative: its blocks wait for each other, so all of them must be resident at once; where they cannot, the launch fails.
+
+    A kernel may as well have one parameter, a structure of eight bytes for each of `params`: they lie one behind another.
     """
 
-    function: int
     entry: str
-    image: bytes
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared: int
     params: tuple[Param, ...]
     early: bool = False
     cooperative: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelStep(Launch):
+    """A loaded kernel and how it is launched; `early` only on a device that can.
+
+    Attributes:
+      function: CUfunction.
+      image: its cubin.
+    """
+
+    function: int
+    image: bytes
 
 
 @dataclass(frozen=True)

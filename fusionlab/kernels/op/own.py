@@ -7,6 +7,7 @@ derivative is JAX's own of the meaning, computed from them, unless a backward is
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -150,22 +151,17 @@ class PatternOp(Op):
         """The scalars of a call, in order."""
         return [attrs[s] for s in self.scalars]
 
-    def _forward(self, fn: Callable[..., Any]) -> Callable[..., list[Array]]:
-        def forward(*, residuals: bool, **given: Any) -> list[Array]:
-            with _products_in(given):
-                return [fn(*(given[slot] for slot in self.slots), *self.numbers(given))]
+    def _apply(self, fn: Callable[..., Array], known: Mapping[str, Array], attrs: Mapping[str, Any]) -> Array:
+        """A function of all operands, which are known by slot, and of the numbers."""
+        with _products_in(attrs):
+            return fn(*(known[slot] for slot in self.slots), *self.numbers(attrs))
 
-        return forward
+    def _forward(self, fn: Callable[..., Any]) -> Callable[..., list[Array]]:
+        return lambda *, residuals, **given: [self._apply(fn, given, given)]
 
     def _of(self, slots: Sequence[str], saved: Mapping[str, Array], attrs: Mapping[str, Any]) -> Callable[..., Array]:
         """The meaning as a function of some operands."""
-
-        def fn(*moving: Array) -> Array:
-            known = {**saved, **dict(zip(slots, moving, strict=True))}
-            with _products_in(attrs):
-                return self.meaning_fn(*(known[slot] for slot in self.slots), *self.numbers(attrs))
-
-        return fn
+        return lambda *moving: self._apply(self.meaning_fn, {**saved, **dict(zip(slots, moving, strict=True))}, attrs)
 
     def _tangent(
         self, saved: Mapping[str, Array], tangents: Mapping[str, Array], shape: Any, shardings: Any, **attrs: Any
@@ -178,8 +174,7 @@ class PatternOp(Op):
     ) -> list[Array]:
         if self._backward is None:
             return list(jax.vjp(self._of(wanted, saved, attrs), *(saved[slot] for slot in wanted))[1](ct))
-        with _products_in(attrs):
-            found = self._backward(ct, *(saved[slot] for slot in self.slots), *self.numbers(attrs))
+        found = self._apply(functools.partial(self._backward, ct), saved, attrs)
         gradients = list(found) if isinstance(found, tuple | list) else [found]
         shapes = [getattr(g, "shape", None) for g in gradients]
         needed = [saved[slot].shape for slot in self.slots]

@@ -333,7 +333,9 @@ def launched(params, operands, results):
         ]
         seen.append((function, geometry, stream, values, extra))
 
-    start = kernel_plan._launcher(launch_kernel, KernelStep(99, "entry", b"", (1, 2, 3), (4, 5, 6), 7, params))
+    start = kernel_plan._launcher(
+        launch_kernel, KernelStep("entry", (1, 2, 3), (4, 5, 6), 7, params, function=99, image=b"")
+    )
     for stream in (11, 12):
         start(stream, operands, results)
     return seen

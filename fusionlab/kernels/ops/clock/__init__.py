@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import jax
@@ -29,11 +29,7 @@ class EventPlan:
     slot: int
 
     def spec(self) -> dict[str, Any]:
-        return {"slot": self.slot}
-
-    @classmethod
-    def read(cls, content: Mapping[str, Any]) -> EventPlan:
-        return cls(content["slot"])
+        return asdict(self)
 
     def prepare(self, device: int) -> Prepared:
         cuda: Any = importlib.import_module("cupy.cuda")
@@ -45,7 +41,7 @@ class EventPlan:
         return Prepared(run)
 
 
-plan_kind(EventPlan.kind, EventPlan.read)
+plan_kind(EventPlan.kind, lambda content: EventPlan(**content))
 
 
 def device() -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ...op.arrays import check_name, check_vectors
+from ...op.chooser import rule_of_kernels
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
 from ...op.op import Op
@@ -75,9 +76,7 @@ class GroupNorm(Op):
         return frozenset(needed - (set(_VECTORS) - set(present)))
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        if call.device.platform != "cuda" or call.role == "tangent":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
-        return choosing.rule(call, self.refusal("cuda", call))
+        return rule_of_kernels(self, call, choosing.kernels)
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         if call.device.platform != "cuda":

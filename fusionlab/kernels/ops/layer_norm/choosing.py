@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...op.arrays import first_given
-from ...op.implementation import Call, ChoiceKind, ImplementationChoice
+from ...op.implementation import Call, ChoiceKind
 from ..geometry import ITEM_BYTES, vector
 from . import cuda
 
@@ -21,20 +21,14 @@ AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks nor
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
 
 
-def rule(call: Call, refusal: str | None) -> ImplementationChoice:
-    """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
-    if refusal:
-        return ImplementationChoice("xla", ChoiceKind.DEVICE, refusal)
+def kernels(call: Call) -> tuple[ChoiceKind, str]:
+    """Whether they are taken for a "call" or a "cotangent" that they can run, and why."""
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
         why = f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
-        return ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
+        return ChoiceKind.UNMEASURED, why
     why = _why_slower(call.role, call.shapes, call.attrs.get("residuals", False))
-    return (
-        ImplementationChoice("xla", ChoiceKind.SLOWER, why)
-        if why
-        else ImplementationChoice("cuda", ChoiceKind.CHOSEN, FASTER)
-    )
+    return (ChoiceKind.SLOWER, why) if why else (ChoiceKind.CHOSEN, FASTER)
 
 
 def _why_slower(role: str, shapes: Mapping[str, Any], residuals: bool) -> str:

@@ -13,6 +13,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import FLOATS, check_name, check_vectors
+from ...op.chooser import rule_of_kernels
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
 from ...op.op import Op
@@ -97,9 +98,7 @@ class LayerNorm(Op):
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        if call.device.platform != "cuda" or call.role == "tangent":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
-        return choosing.rule(call, self.refusal("cuda", call))
+        return rule_of_kernels(self, call, choosing.kernels)
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """It is to gain both ways: one that it loses takes what the other gains."""
