@@ -30,9 +30,8 @@ class Description(Chooser):
     # not see the op.
     traits: ClassVar[tuple[str, ...] | None] = None
     numbers: ClassVar[tuple[str, ...]] = ()
-    whole: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # labels, without their numbers, of axes that no device may hold a part of
+    # Labels, without their numbers, of axes that no device may hold a part of.
+    whole: ClassVar[frozenset[str]] = frozenset()
     # Of an op whose batch is more rows: what has entries of its own for each row, beside the result, and the attribute that numbers an axis
     # behind the rows, or counts them, if one does.
     rows: ClassVar[tuple[str, ...]] = ()
