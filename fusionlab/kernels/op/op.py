@@ -166,9 +166,8 @@ class Op(Description):
     def _jvp_of_call(
         self, primals: Sequence[Array], tangents: Sequence[Any], *, residuals: bool, **attrs: Any
     ) -> tuple[list[Array], list[Any]]:
-        if (
-            attrs["gradient"] == "reference" and not residuals
-        ):  # the op forward; its derivative is JAX's own of the reference
+        # The op forward; its derivative is JAX's own of the reference.
+        if attrs["gradient"] == "reference" and not residuals:
             meaning = self._call.function(attrs | {"residuals": False}, "xla")
             moved = jvp_of_moving(meaning, primals, tangents)[1]
             return self._call.bind(*primals, residuals=False, **attrs), moved
