@@ -54,9 +54,7 @@ class GatedMatmul(Op):
         "cuda": XLA.by_kernels(
             "cuda",
             "one kernel of our own: both products over one pass of x, and the gate in it",
-            cuda.forward,
-            unable=cuda.refuses,
-            unable_on=cuda.refuses_device,
+            cuda,
             roles=("call",),
         ),
     }

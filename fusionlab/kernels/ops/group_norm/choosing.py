@@ -8,11 +8,9 @@ record is benchmarks/results/h100/group_norms_2026-11-27_jax0.11.2.json).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
-from ....device import Device
-from ...op.implementation import Call, ChoiceKind, ImplementationChoice
+from ...op.arrays import first_given
+from ...op.implementation import Call, ChoiceKind
 
 MEASURED = ("sm_90",)
 LEAST = 1 << 20  # elements of x; fewer were not measured, and launches are most of their time
@@ -20,24 +18,12 @@ NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 
-def rule(call: Call, refusal: str | None) -> ImplementationChoice:
-    """What runs on a GPU for a "call" or a "cotangent"; `refusal`: why the kernels cannot run it, or None."""
-    if refusal:
-        return ImplementationChoice("xla", ChoiceKind.DEVICE, refusal)
-    why = _why_not_cuda(call.shapes, call.device)
-    return (
-        ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
-        if why
-        else ImplementationChoice("cuda", ChoiceKind.CHOSEN, FASTER)
-    )
-
-
-def _why_not_cuda(shapes: Mapping[str, Any], device: Device) -> str:
-    """Why XLA's code is taken although the kernels can run: they were not measured. "" where they were."""
-    if device.arch not in MEASURED:
-        where = device.arch or "this architecture"
-        return f"measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes the kernels)"
-    whole = shapes["x"] if "x" in shapes else shapes["ct"]
-    if (elements := math.prod(whole.shape)) < LEAST:
-        return f"x has {elements} elements; below {LEAST} nothing was measured"
-    return ""
+def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
+    """Why XLA's code is taken although the kernels can run: they were not measured. None where they were."""
+    if call.device.arch not in MEASURED:
+        where = call.device.arch or "this architecture"
+        why = f"measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes the kernels)"
+        return ChoiceKind.UNMEASURED, why
+    if (elements := math.prod(first_given(call.shapes, "x", "ct").shape)) < LEAST:
+        return ChoiceKind.UNMEASURED, f"x has {elements} elements; below {LEAST} nothing was measured"
+    return None

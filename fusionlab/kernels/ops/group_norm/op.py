@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ....errors import ArgumentError
 from ...op.arrays import batch_of_rows, check_name, check_vectors
-from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
+from ...op.implementation import Call, ChoiceKind, Implementation
 from ...op.labels import Axes
-from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
+from ..norms import NormOp
 from . import choosing, cuda, reference
 
 Array = Any
@@ -30,21 +30,21 @@ XLA = Implementation(
 )
 
 
-class GroupNorm(Op):
+class GroupNorm(NormOp):
     """GroupNorm; see `group_norm` below for shapes and attributes."""
 
     name = "group_norm"
     slots = ("x", "scale", "bias")
     at_site = (("call", {}), ("cotangent", {}))
+    on_a_cpu = ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU
+    faster = choosing.FASTER
     defaults: ClassVar[Mapping[str, Any]] = {"groups": 32, "epsilon": 1e-5, "activation": "none", "batch_axes": 1}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: x is read twice forward, x and the cotangent backward; the second time from the cache, in part",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
         ),
     }
 
@@ -83,15 +83,8 @@ class GroupNorm(Op):
         found = batch_of_rows(_IMAGES, role, names, values, dims, (True, of_vectors))
         return None if found is None else (found, params | {"batch_axes": params["batch_axes"] + 1})
 
-    def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        if call.device.platform != "cuda" or call.role == "tangent":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
-        return choosing.rule(call, self.refusal("cuda", call))
-
-    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
-        if call.device.platform != "cuda":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
-        return super().left(call, decisions)
+    def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
+        return choosing.why_xla(call)
 
     def axes(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Axes:
         """Images "b", positions "p", channels "n", groups "g"; the statistics run over all but images."""

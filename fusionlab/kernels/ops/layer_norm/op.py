@@ -15,8 +15,8 @@ from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import FLOATS, batch_of_rows, check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import Axes
-from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
+from ..norms import NormOp
 from . import choosing, cuda, reference
 from .plan import MOST_ADDENDS
 
@@ -35,12 +35,14 @@ XLA = Implementation(
 )
 
 
-class LayerNorm(Op):
+class LayerNorm(NormOp):
     """LayerNorm and RMSNorm; see `layer_norm` below for shapes and attributes."""
 
     name = "layer_norm"
     slots = ("x", "scale", "bias", "shift", "residual")
     at_site = (("call", {"residuals": True}), ("cotangent", {}))
+    on_a_cpu = ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU
+    faster = choosing.FASTER
     addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
     implementations: ClassVar[Mapping[str, Implementation]] = {
@@ -48,9 +50,7 @@ class LayerNorm(Op):
         "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
             adds=True,
         ),
     }
@@ -104,18 +104,14 @@ class LayerNorm(Op):
         more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
-    def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        if call.device.platform != "cuda" or call.role == "tangent":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
-        return choosing.rule(call, self.refusal("cuda", call))
+    def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
+        return choosing.why_xla(call)
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """It is to gain both ways: one that it loses takes what the other gains."""
-        if call.device.platform != "cuda":
-            return ImplementationChoice("xla", ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
         found = super().left(call, decisions)
-        if found is None:
-            return None
+        if found is None or call.device.platform != "cuda":
+            return found
         as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
         if call.device.arch not in choosing.MEASURED:
             as_xla = "what XLA's code of an op of its own takes was not measured there either"

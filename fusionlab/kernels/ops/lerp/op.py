@@ -42,9 +42,7 @@ class Lerp(Op):
         "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
         ),
     }
 

@@ -61,16 +61,14 @@ class Matmul(Op):
         "cublaslt": XLA.by_kernels(
             "cublaslt",
             "one cuBLASLt call: factors, bias, activation and the cast of the result in it",
-            cublaslt.forward,
-            unable=cublaslt.refuses,
+            cublaslt,
             plain=False,
             roles=("call",),
         ),
         "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one kernel of our own for bias and activation",
-            cuda.forward,
-            unable=cuda.refuses,
+            cuda,
             plain=False,
             roles=("call",),
         ),
