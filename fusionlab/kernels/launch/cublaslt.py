@@ -31,22 +31,11 @@ NOT_INSTALLED = 'nvmath-python is not installed: pip install "fusionlab[cuda13]"
 
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE = {"f32": 68, "f64": 70, "tf32": 77}  # cublasComputeType_t: 32F, 64F, 32F_FAST_TF32
-WITH_BIAS = frozenset(
-    (
-        "BIAS",
-        "RELU_BIAS",
-        "RELU_AUX_BIAS",
-        "GELU_BIAS",
-        "GELU_AUX_BIAS",
-        "BGRADA",
-        "BGRADB",
-        "DRELU_BGRAD",
-        "DGELU_BGRAD",
-    )
-)
-GRADIENT_OF_BIAS = frozenset(("BGRADA", "BGRADB", "DRELU_BGRAD", "DGELU_BGRAD"))
-WRITES_AUX = frozenset(("RELU_AUX", "RELU_AUX_BIAS", "GELU_AUX", "GELU_AUX_BIAS"))
-READS_AUX = frozenset(("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD"))
+_EPILOGUES = "BIAS RELU_BIAS RELU_AUX RELU_AUX_BIAS GELU_BIAS GELU_AUX GELU_AUX_BIAS BGRADA BGRADB DRELU DRELU_BGRAD DGELU DGELU_BGRAD".split()
+GRADIENT_OF_BIAS = frozenset(name for name in _EPILOGUES if "BGRAD" in name)
+WITH_BIAS = GRADIENT_OF_BIAS.union(name for name in _EPILOGUES if "BIAS" in name)
+WRITES_AUX = frozenset(name for name in _EPILOGUES if "AUX" in name)
+READS_AUX = frozenset(name for name in _EPILOGUES if name.startswith("D"))
 
 
 @dataclass(frozen=True)
@@ -119,12 +108,7 @@ class MatmulPlan:
 
 
 _RARE: dict[str, Any] = {
-    "out": "",
-    "alpha": 1.0,
-    "beta": 0.0,
-    "batch": 1,
-    "leading": (0, 0),
-    "strides": (0, 0),
+    name: getattr(MatmulPlan, name) for name in ("out", "alpha", "beta", "batch", "leading", "strides")
 }
 plan_kind(MatmulPlan.kind, MatmulPlan.read)
 
@@ -248,24 +232,8 @@ class _Matmul:
                 self._set("BIAS_POINTER", bias)
             if aux is not None:
                 self._set("EPILOGUE_AUX_POINTER", aux)
-            self._lt.matmul(
-                handle,
-                desc,
-                alpha,
-                a,
-                a_layout,
-                b,
-                b_layout,
-                beta,
-                c,
-                d_layout,
-                d,
-                d_layout,
-                algorithm,
-                workspace,
-                self._plan.workspace,
-                stream,
-            )
+            product = (handle, desc, alpha, a, a_layout, b, b_layout, beta, c, d_layout, d, d_layout)
+            self._lt.matmul(*product, algorithm, workspace, self._plan.workspace, stream)
 
     def step(self) -> MatmulStep:
         """The call as data."""

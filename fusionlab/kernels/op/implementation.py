@@ -121,6 +121,11 @@ class Implementation:
     plain: bool = False
     roles: tuple[str, ...] = ("call", "tangent", "cotangent")
 
+    @classmethod
+    def of_reference(cls, summary: str, module: Any) -> Implementation:
+        """ "xla": the meaning of an op, of which `module` has `forward`, `tangent` and `cotangent`."""
+        return cls("xla", summary, module.forward, module.tangent, module.cotangent)
+
     def refuses(self, shapes: Mapping[str, Any], device: Device, *, role: str = "call", **attrs: Any) -> str | None:
         """Why it cannot run a call, or None; `shapes` maps the operands' names to shapes with dtypes."""
         if role not in self.roles:

@@ -26,9 +26,7 @@ Array = Any
 
 SIZES = ("rows", "columns", "inner")
 _ROWS = ("x", "d_x", "ct", "gate", "up")  # operands with one entry for each row of x
-XLA = Implementation(
-    "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
-)
+XLA = Implementation.of_reference("two products and the gate as jnp code", reference)
 
 
 class GatedMatmul(Op):

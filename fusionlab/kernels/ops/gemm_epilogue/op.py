@@ -22,9 +22,7 @@ from .activations import ACTIVATIONS, call_of_activation
 Array = Any
 
 _ROWS = ("x", "x_saved", "d_x", "ct", "mask", "preactivation")  # operands with one entry for each row of x
-XLA = Implementation(
-    "xla", "the same product, add and activation as jnp code", reference.forward, reference.tangent, reference.cotangent
-)
+XLA = Implementation.of_reference("the same product, add and activation as jnp code", reference)
 
 
 class GemmEpilogue(Op):

@@ -21,13 +21,7 @@ Array = Any
 _VECTORS = ("scale", "bias")
 # Operands with entries of their own for each image.
 _IMAGES = ("x", "d_x", "ct", "mean", "rstd")
-XLA = Implementation(
-    "xla",
-    "statistics, normalisation, scale, bias and activation as jnp code",
-    reference.forward,
-    reference.tangent,
-    reference.cotangent,
-)
+XLA = Implementation.of_reference("statistics, normalisation, scale, bias and activation as jnp code", reference)
 
 
 class GroupNorm(NormOp):

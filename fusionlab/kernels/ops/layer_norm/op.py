@@ -26,13 +26,7 @@ KINDS = ("layer", "rms")
 _VECTORS = ("scale", "bias", "shift")
 # Operands with one entry, or N of them, for each row of x.
 _ROWS = ("x", "residual", "d_x", "d_residual", "ct", "ct_sum", "sum", "mean", "rstd")
-XLA = Implementation(
-    "xla",
-    "statistics, normalisation, scale and bias as jnp code",
-    reference.forward,
-    reference.tangent,
-    reference.cotangent,
-)
+XLA = Implementation.of_reference("statistics, normalisation, scale and bias as jnp code", reference)
 
 
 class LayerNorm(NormOp):

@@ -22,7 +22,7 @@ from .axes import MAX_RANK, BroadcastAxes, collapse
 Array = Any
 
 SIZES = tuple(f"axis {i}" for i in range(MAX_RANK))
-XLA = Implementation("xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent)
+XLA = Implementation.of_reference("x + w * (y - x) as jnp code", reference)
 
 
 class Lerp(Op):

@@ -26,13 +26,7 @@ Array = Any
 
 _ROWS = ("a", "d_a", "ct", "mask", "preactivation")  # operands with one entry for each row of a
 _BIASES = ("bias", "d_bias")
-XLA = Implementation(
-    "xla",
-    "the same product, and what stands behind it as jnp code",
-    reference.forward,
-    reference.tangent,
-    reference.cotangent,
-)
+XLA = Implementation.of_reference("the same product, and what stands behind it as jnp code", reference)
 
 
 class Matmul(Op):
