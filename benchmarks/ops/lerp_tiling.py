@@ -14,7 +14,7 @@ from typing import Any
 
 from fusionlab.kernels.ops.lerp import plan, tiling
 from fusionlab.kernels.ops.lerp.axes import SLOTS
-from fusionlab.kernels.ops.lerp.plan import CotangentPass
+from fusionlab.kernels.ops.passes import KernelPass
 
 from ..measuring import compiled_at_once, measured
 
@@ -37,7 +37,7 @@ SHOWN = 10  # the quickest of each case
 class Way:
     """One way to do a case's backward; `labels` are what chose it, `us` what it took."""
 
-    passes: tuple[CotangentPass, ...]
+    passes: tuple[KernelPass, ...]
     labels: list[str] = field(default_factory=list)
     us: float = math.nan
 
@@ -45,14 +45,14 @@ class Way:
         return " + ".join(_geometry(one) for one in self.passes)
 
 
-def _geometry(one: CotangentPass) -> str:
+def _geometry(one: KernelPass) -> str:
     told = dict(o.removeprefix("-DFL_").split("=", 1) for o in one.plan.options)
     first = one.plan.launches[0]
     if first.entry == "lerp_backward_flat":
         return f"flat, {told['ITEMS']} items, {first.grid[0]} blocks"
     scratch = sum(math.prod(s) for s in one.scratch) * 4 / 2**20
     return (
-        f"d{'d'.join(one.grads)}: {told['TX']}x{told['TY']} threads, {'p' if told['SPLITS_P'] == '1' else 'q'} along y, "
+        f"d{'d'.join(one.gives)}: {told['TX']}x{told['TY']} threads, {'p' if told['SPLITS_P'] == '1' else 'q'} along y, "
         f"{told['ROWS_P']}x{told['ROWS_Q']} rows, stage {told['STAGE']}, q {told['Q_SPAN']} of {told['Q_SIZE']}, "
         f"{first.grid[0]} blocks, {scratch:.1f} MiB of parts"
     )
@@ -78,7 +78,7 @@ def ways(shapes: Mapping[str, tuple[int, ...]], dtype: str) -> list[Way]:
     """The one shipped first."""
     found: dict[Any, Way] = {}
 
-    def note(passes: tuple[CotangentPass, ...], label: str) -> None:
+    def note(passes: tuple[KernelPass, ...], label: str) -> None:
         found.setdefault(tuple(one.plan for one in passes), Way(passes)).labels.append(label)
 
     note(plan.backward_passes(shapes, GRADS, dtype), SHIPPED)
@@ -143,7 +143,7 @@ def shapes_of(case: Any) -> dict[str, tuple[int, ...]]:
     return {s: (1,) * (rank - len(shape)) + shape for s, shape in zip(SLOTS, (case.x, case.y, case.w), strict=True)}
 
 
-def program_of(case: Any, passes: tuple[CotangentPass, ...]) -> Callable[..., list[Any]]:
+def program_of(case: Any, passes: tuple[KernelPass, ...]) -> Callable[..., list[Any]]:
     """(dx, dy) of the cotangent, x, y and w, by these passes."""
     from fusionlab.kernels.ops.lerp import cuda
 

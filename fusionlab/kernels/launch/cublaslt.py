@@ -31,10 +31,12 @@ NOT_INSTALLED = 'nvmath-python is not installed: pip install "fusionlab[cuda13]"
 
 _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}  # cudaDataType_t
 _COMPUTE = {"f32": 68, "f64": 70, "tf32": 77}  # cublasComputeType_t: 32F, 64F, 32F_FAST_TF32
-GRADIENT_OF_BIAS = frozenset(("BGRADA", "BGRADB", "DRELU_BGRAD", "DGELU_BGRAD"))
-WITH_BIAS = GRADIENT_OF_BIAS | {"BIAS", "RELU_BIAS", "RELU_AUX_BIAS", "GELU_BIAS", "GELU_AUX_BIAS"}
-WRITES_AUX = frozenset(("RELU_AUX", "RELU_AUX_BIAS", "GELU_AUX", "GELU_AUX_BIAS"))
-READS_AUX = frozenset(("DRELU", "DRELU_BGRAD", "DGELU", "DGELU_BGRAD"))
+_FORWARD = "BIAS RELU_BIAS RELU_AUX RELU_AUX_BIAS GELU_BIAS GELU_AUX GELU_AUX_BIAS".split()
+_EPILOGUES = (*_FORWARD, *"BGRADA BGRADB DRELU DRELU_BGRAD DGELU DGELU_BGRAD".split())
+GRADIENT_OF_BIAS = frozenset(name for name in _EPILOGUES if "BGRAD" in name)
+WITH_BIAS = GRADIENT_OF_BIAS.union(name for name in _EPILOGUES if "BIAS" in name)
+WRITES_AUX = frozenset(name for name in _EPILOGUES if "AUX" in name)
+READS_AUX = frozenset(name for name in _EPILOGUES if name.startswith("D"))
 
 
 @dataclass(frozen=True)

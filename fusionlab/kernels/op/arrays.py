@@ -16,6 +16,7 @@ from ...graph.dtypes import arithmetic_dtype
 from ...graph.program.explicit_axes import is_split_in_type, sharding_in_type
 
 Array = Any
+Named = Mapping[str, Any]  # by the name of an operand, a result or a residual: arrays, shapes with dtypes, shardings
 
 
 def batch_size(values: list[Array], dims: list[int | None]) -> int:

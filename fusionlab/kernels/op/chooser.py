@@ -8,7 +8,7 @@ the rule.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ...device import Device
@@ -145,17 +145,6 @@ class Chooser(abc.ABC):
         shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
         decisions = [self.decide(role, shapes, device, **full, **more) for role, more in self.at_site]
         return self.left(Call("call", shapes, device, full), decisions)
-
-
-def rule_of_kernels(op: Chooser, call: Call, kernels: Callable[[Call], tuple[ChoiceKind, str]]) -> ImplementationChoice:
-    """The rule of an op with kernels of our own for its call and its cotangent on CUDA devices. `kernels` says of a call that they can run
-    whether they are taken, and why."""
-    if call.device.platform != "cuda" or call.role == "tangent":
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
-    if refusal := op.refusal("cuda", call):
-        return ImplementationChoice("xla", ChoiceKind.DEVICE, refusal)
-    kind, why = kernels(call)
-    return ImplementationChoice("cuda" if kind == ChoiceKind.CHOSEN else "xla", kind, why)
 
 
 _UNKNOWN = "this version of FusionLab has no such implementation"

@@ -121,6 +121,11 @@ class Implementation:
     plain: bool = False
     roles: tuple[str, ...] = ("call", "tangent", "cotangent")
 
+    @classmethod
+    def of_reference(cls, summary: str, module: Any) -> Implementation:
+        """ "xla": the meaning of an op, of which `module` has `forward`, `tangent` and `cotangent`."""
+        return cls("xla", summary, module.forward, module.tangent, module.cotangent)
+
     def refuses(self, shapes: Mapping[str, Any], device: Device, *, role: str = "call", **attrs: Any) -> str | None:
         """Why it cannot run a call, or None; `shapes` maps the operands' names to shapes with dtypes."""
         if role not in self.roles:
@@ -128,7 +133,15 @@ class Implementation:
         reason = self.unable_on(device) or (refuses_shardings(shapes) if self.plain else None)
         return reason or self.unable(shapes, device, role=role, **attrs)
 
-    def by_kernels(self, name: str, summary: str, forward: Callable[..., list[Array]], **more: Any) -> Implementation:
-        """Another way to run the op, by CUDA kernels that XLA cannot look into; what is not given is as here."""
-        kernels = {"opaque": True, "unable_on": refuses_device, "plain": True}
-        return replace(self, name=name, summary=summary, forward=forward, **kernels | more)
+    def by_kernels(self, name: str, summary: str, module: Any, **more: Any) -> Implementation:
+        """Another way to run the op, by CUDA kernels that XLA cannot look into: `module` has `forward` and `refuses`, and may have
+        `cotangent` and `refuses_device`. What is not given is as here."""
+        kernels = {
+            "forward": module.forward,
+            "cotangent": getattr(module, "cotangent", self.cotangent),
+            "unable": module.refuses,
+            "unable_on": getattr(module, "refuses_device", refuses_device),
+            "opaque": True,
+            "plain": True,
+        }
+        return replace(self, name=name, summary=summary, **kernels | more)

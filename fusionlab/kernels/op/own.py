@@ -138,7 +138,7 @@ class PatternOp(Op):
 
     def _kernel(self, xla: Implementation, name: str, kernel: CudaKernel) -> Implementation:
         runner, summary = _Kernel(self, kernel), "a CUDA kernel of the user's own"
-        return xla.by_kernels(name, summary, runner.forward, unable=runner.refuses, roles=("call",))
+        return xla.by_kernels(name, summary, runner, roles=("call",))
 
     @property
     def has_backward(self) -> bool:

@@ -100,13 +100,13 @@ def check_forward(emulator, shapes, dtype):
 def run_pass(emulator, one, shapes, values, ct, dtype, poison=0xA5):
     """Gradients by slot."""
     guarded = Guarded(poison)
-    results = [guarded.result(shapes[slot], DTYPES[dtype]) for slot in one.grads]
+    results = [guarded.result(shapes[slot], DTYPES[dtype]) for slot in one.gives]
     results += [guarded.result(shape, np.dtype(accumulator(dtype))) for shape in one.scratch]
-    emulator.run(one.plan, [guarded.operand(ct), *(guarded.operand(values[s]) for s in one.reads)], results)
+    emulator.run(one.plan, [guarded.operand(ct if s == "ct" else values[s]) for s in one.reads], results)
     guarded.check()
-    for part in results[len(one.grads) :]:
+    for part in results[len(one.gives) :]:
         assert not np.isnan(part).any(), "a partial sum that no tile wrote"
-    return dict(zip(one.grads, results, strict=False))
+    return dict(zip(one.gives, results, strict=False))
 
 
 def check_gradients(made, shapes, values, ct, dtype):
@@ -181,8 +181,8 @@ def test_every_kind_of_broadcast(emulator, case, dtype):
 def test_only_what_is_wanted(emulator, case, wanted):
     shapes = shapes_of(*CASES[case])
     for one in backward_passes(shapes, wanted, "float32"):
-        assert ("w" in one.reads) == bool({"x", "y"} & set(one.grads))
-        assert ("x" in one.reads) == ("y" in one.reads) == ("w" in one.grads)
+        assert ("w" in one.reads) == bool({"x", "y"} & set(one.gives))
+        assert ("x" in one.reads) == ("y" in one.reads) == ("w" in one.gives)
     check_backward(emulator, shapes, wanted, "float32")
 
 

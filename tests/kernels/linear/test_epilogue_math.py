@@ -8,7 +8,7 @@ import pytest
 
 from fusionlab.kernels.ops.gemm_epilogue.elementwise import SOURCE
 
-TEXT = (SOURCE.file.parent / "activation.cuh").read_text(encoding="utf-8")
+TEXT = (SOURCE.file.parent.parent / "activation.cuh").read_text(encoding="utf-8")
 LIMIT = 4.1e-6  # stated beside the coefficients
 
 

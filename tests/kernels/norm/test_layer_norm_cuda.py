@@ -134,13 +134,13 @@ def test_a_row_too_wide_for_registers_takes_two_passes_and_nothing_is_made_twice
     for columns in WIDTHS:
         norm = NormLaunch("layer", 100, columns, "bfloat16", VECTORS)
         passes = backward_passes(norm, ("x", "scale", "bias", "shift"), False, False)
-        assert [slot for one in passes for slot in one.grads] == ["x", "scale", "bias", "shift"]
+        assert [slot for one in passes for slot in one.gives] == ["x", "scale", "bias", "shift"]
         assert len(passes) == (1 if columns <= 8192 or columns == 12288 else 2)
         if len(passes) == 2:
             assert "dx" in passes[1].reads
     wide = NormLaunch("rms", 100, 65536, "bfloat16", (("scale", "bfloat16"),))
-    assert [one.grads for one in backward_passes(wide, ("scale",), False, False)] == [("scale",)]
-    assert [one.grads for one in backward_passes(wide, ("shift",), False, False)] == [("x",), ("shift",)]
+    assert [one.gives for one in backward_passes(wide, ("scale",), False, False)] == [("scale",)]
+    assert [one.gives for one in backward_passes(wide, ("shift",), False, False)] == [("x",), ("shift",)]
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(10, 2), (1_000_000, 4)])

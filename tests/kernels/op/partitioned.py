@@ -71,7 +71,9 @@ def forward(x, w, bias=None, x_saved=None, *, residuals, activation, x_contract,
     note("call", x=x, w=w, bias=bias)
     rows = tuple(n for i, n in enumerate(x.shape) if i != x_contract)
     h = product(rows_first(x, x_contract), w.T if w_contract else w)
-    return reference.epilogue(h.reshape(*rows, -1), bias, activation, residuals, packed)
+    return reference.epilogue(
+        h.reshape(*rows, -1), bias, h.dtype, residuals=residuals, activation=activation, packed=packed
+    )
 
 
 def tangent(saved, tangents, shape, shardings, *, activation, x_contract, w_contract, **_):

@@ -21,7 +21,7 @@
 #define FL_16BIT 1
 #define FL_HAS_EXP2
 using C = float;
-#include "../gemm_epilogue/activation.cuh"
+#include "../activation.cuh"
 
 using Index = long long;
 #if FL_T == 1

@@ -24,9 +24,7 @@ from . import cuda, reference
 Array = Any
 
 SIZES = ("rows", "columns", "inner")
-XLA = Implementation(
-    "xla", "two products and the gate as jnp code", reference.forward, reference.tangent, reference.cotangent
-)
+XLA = Implementation.of_reference("two products and the gate as jnp code", reference)
 
 
 class GatedMatmul(Op):
@@ -54,9 +52,7 @@ class GatedMatmul(Op):
         "cuda": XLA.by_kernels(
             "cuda",
             "one kernel of our own: both products over one pass of x, and the gate in it",
-            cuda.forward,
-            unable=cuda.refuses,
-            unable_on=cuda.refuses_device,
+            cuda,
             roles=("call",),
         ),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ..geometry import ceil_div
+from ..passes import options
 
 SOURCE = CudaSource(
     "gated_matmul/gated.cu", ("gated_forward",), ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -33,24 +35,18 @@ def forward_plan(
     warps = 2 if rows <= 2 * _WARP_ROWS else 4  # along the rows: a block of 64 or of 128 rows
     tile = warps * _WARP_ROWS
     aligned = {"X": inner, "W": inner if transposed else columns, "OUT": columns}
-    options = (
-        f"-DFL_T={CODES[dtype]}",
-        f"-DFL_ACT={KERNEL_ACTIVATIONS.index(activation)}",
-        f"-DFL_WARPS={warps}",
-        f"-DFL_NK={int(transposed)}",
-        *(f"-DFL_VEC_{name}={int(size % _WORD == 0)}" for name, size in aligned.items()),
-        f"-DFL_SAVES={int(saves)}",
-    )
+    values = {
+        "T": CODES[dtype],
+        "ACT": KERNEL_ACTIVATIONS.index(activation),
+        "WARPS": warps,
+        "NK": int(transposed),
+        **{f"VEC_{name}": int(size % _WORD == 0) for name, size in aligned.items()},
+        "SAVES": int(saves),
+    }
     shared = 2 * _BYTES * (tile * _INNER + 2 * _COLUMNS * _INNER)  # two stages of x, w and v
     kept = (("result", 1), ("result", 2)) if saves else (("null", 0), ("null", 0))
-    params = (
-        *(("operand", i) for i in range(3)),
-        ("result", 0),
-        *kept,
-        ("i64", rows),
-        ("i64", columns),
-        ("i64", inner),
-    )
-    grid = (-(-rows // tile), -(-columns // _COLUMNS), 1)
+    sizes = (("i64", size) for size in (rows, columns, inner))
+    params = (*(("operand", i) for i in range(3)), ("result", 0), *kept, *sizes)
+    grid = (ceil_div(rows, tile), ceil_div(columns, _COLUMNS), 1)
     launch = Launch("gated_forward", grid, (64 * warps, 1, 1), shared, params, early=True)
-    return KernelPlan(SOURCE.path, options, (launch,))
+    return KernelPlan(SOURCE.path, options(values), (launch,))

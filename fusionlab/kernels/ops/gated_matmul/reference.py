@@ -10,7 +10,6 @@ A differentiated call keeps `gate` and `up`, rounded to the operands' dtype, as 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import wide
+from ...op.arrays import Named, wide
 from ..gemm_epilogue.activations import ACTIVATIONS
 
 Array = Any
@@ -56,28 +55,18 @@ def gated(gate: Array, up: Array, dtype: Any, activation: str, residuals: bool) 
     return [out, gate.astype(dtype), up.astype(dtype)] if residuals else [out]
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    *,
-    activation: str,
-    **attrs: Any,
-) -> Array:
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Array:
     """act'(gate) * dgate * up + act(gate) * dup, with dgate = dx . w + x . dw and dup = dx . v + x . dv, of the tangents given."""
-    act, gate = ACTIVATIONS[activation].fn, wide(saved["gate"])
+    act, gate = ACTIVATIONS[attrs["activation"]].fn, wide(saved["gate"])
     parts = []
-    moved = _sum_of(saved, tangents, "w", attrs)
-    if moved is not None:
+    if (moved := _sum_of(saved, tangents, "w", attrs)) is not None:
         parts.append(jax.jvp(act, (gate,), (moved,))[1] * wide(saved["up"]))
-    moved = _sum_of(saved, tangents, "v", attrs)
-    if moved is not None:
+    if (moved := _sum_of(saved, tangents, "v", attrs)) is not None:
         parts.append(act(gate) * moved)
     return functools.reduce(jnp.add, parts).astype(saved["gate"].dtype)
 
 
-def _sum_of(saved: Mapping[str, Array], tangents: Mapping[str, Array], slot: str, attrs: Any) -> Array | None:
+def _sum_of(saved: Named, tangents: Named, slot: str, attrs: Any) -> Array | None:
     """The tangent of x . w (or of x . v), of the tangents given; None where neither x nor the weight moves."""
     parts = []
     if "x" in tangents:
@@ -87,40 +76,26 @@ def _sum_of(saved: Mapping[str, Array], tangents: Mapping[str, Array], slot: str
     return functools.reduce(jnp.add, parts) if parts else None
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: Sequence[str],
-    shardings: Mapping[str, Any],
-    *,
-    activation: str,
-    **attrs: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted: dgate = act'(gate) * up * ct and dup = act(gate) * ct, rounded to the operands' dtype for the products
     dx = dgate . w^T + dup . v^T, dw = x^T . dgate and dv = x^T . dup.
     """
-    act, gate, pulled = ACTIVATIONS[activation].fn, wide(saved["gate"]), wide(ct)
+    act, gate, pulled = ACTIVATIONS[attrs["activation"]].fn, wide(saved["gate"]), wide(ct)
     dtype = ct.dtype
     along: dict[str, Array] = {}
     if "x" in wanted or "w" in wanted:
         along["w"] = jax.vjp(act, gate)[1](wide(saved["up"]) * pulled)[0].astype(dtype)
     if "x" in wanted or "v" in wanted:
         along["v"] = (act(gate) * pulled).astype(dtype)
-    found = {}
-    for slot in wanted:
+    across = attrs | {"w_contract": 1 - attrs["w_contract"]}
+    rows = tuple(range(ct.ndim - 1))
+
+    def gradient(slot: str) -> Array:
+        sharding = shardings.get(slot)
         if slot == "x":
-            parts = (_of_x(along[w], saved[w], shardings.get("x"), **attrs) for w in ("w", "v"))
-            found["x"] = functools.reduce(jnp.add, parts).astype(dtype)
-        else:
-            found[slot] = _of_weight(saved["x"], along[slot], shardings.get(slot), **attrs).astype(dtype)
-    return [found[slot] for slot in wanted]
+            parts = (wide_product(along[w], saved[w], out_sharding=sharding, **across) for w in ("w", "v"))
+            return functools.reduce(jnp.add, parts).astype(dtype)
+        pair = (along[slot], saved["x"]) if attrs["w_contract"] else (saved["x"], along[slot])
+        return _product(*pair, ((rows, rows), ((), ())), attrs["precision"], sharding).astype(dtype)
 
-
-def _of_x(d: Array, weight: Array, sharding: Any, *, w_contract: int, precision: Any, **_: Any) -> Array:
-    return _product(d, weight, (((d.ndim - 1,), (1 - w_contract,)), ((), ())), precision, sharding)
-
-
-def _of_weight(x: Array, d: Array, sharding: Any, *, w_contract: int, precision: Any, **_: Any) -> Array:
-    rows = tuple(range(x.ndim - 1))
-    pair = (d, x) if w_contract else (x, d)
-    return _product(*pair, ((rows, rows), ((), ())), precision, sharding)
+    return [gradient(slot) for slot in wanted]

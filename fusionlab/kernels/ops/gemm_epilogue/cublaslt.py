@@ -9,7 +9,7 @@ cublasLtEpilogue_t.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +23,13 @@ from ...launch import cublaslt as lt
 from ...launch.compile import NOT_INSTALLED
 from ...launch.ffi_call import launch
 from ...launch.plans import plan_name
-from ...op.arrays import precisions
+from ...op.arrays import Named, names_algorithm, precisions
 from . import cuda, reference
 
 Array = Any
 
 EPILOGUES = {"none": "", "relu": "RELU", "gelu_tanh": "GELU"}
+NO_EPILOGUE = "cuBLASLt has no epilogue for {}, only for relu and gelu_tanh"
 MIN_CAPABILITY = 75
 
 
@@ -43,7 +44,7 @@ def refuses_device(device: Device) -> str | None:
     return None
 
 
-def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **attrs: Any) -> str | None:
+def refuses(shapes: Named, device: Device, *, role: str = "call", **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None."""
     return _refuses_attributes(role, **attrs) or _refuses_shapes(shapes, role, **attrs)
 
@@ -51,7 +52,7 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, role: str = "call", **
 def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: Any) -> str | None:
     # cuBLASLt's activations are RELU and GELU (cuBLAS documentation, cublasLtEpilogue_t); GELU is the tanh form.
     if role == "call" and activation not in EPILOGUES:
-        return f"cuBLASLt has no epilogue for {activation}, only for relu and gelu_tanh"
+        return NO_EPILOGUE.format(activation)
     if role == "cotangent" and activation != "none" and activation not in cuda.KERNEL_ACTIVATIONS:
         return f"neither an epilogue nor a kernel for the derivative of {activation}"
     if attrs.get("out") is not None:
@@ -59,30 +60,30 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
     # gelu_tanh saves the product itself, in the dtype of the result; relu's mask, which is bits, loses nothing by that.
     if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
         return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
-    return _refuses_precision(precision)
+    return refuses_precision(precision)
 
 
-def _refuses_precision(precision: Any) -> str | None:
+def refuses_precision(precision: Any) -> str | None:
+    """Why a product of this precision is none that cuBLASLt makes, or None."""
     if lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
-    if any(not isinstance(p, lax.Precision) for p in precisions(precision)):
+    if names_algorithm(precision):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
     return None
 
 
-def _refuses_shapes(shapes: Mapping[str, Any], role: str, **attrs: Any) -> str | None:
+def _refuses_shapes(shapes: Named, role: str, **attrs: Any) -> str | None:
     if any(0 in s.shape for s in shapes.values()):
         return "an operand is empty"
     if role == "call" and attrs["activation"] == "gelu_tanh" and (reason := _refuses_gelu(shapes, attrs)):
         return reason
-    chained = attrs.get("x_activation")
-    saved = shapes.get("x_saved")
+    chained, saved = attrs.get("x_activation"), shapes.get("x_saved")
     if role == "cotangent" and chained and saved is not None:
         return _refuses_chain(chained, saved, attrs["x_contract"])
     return None
 
 
-def _refuses_gelu(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
+def _refuses_gelu(shapes: Named, attrs: Named) -> str | None:
     """Why gelu_tanh cannot be a call's epilogue, or None."""
     if "w" in shapes and (n := shapes["w"].shape[1 - attrs["w_contract"]]) % 8:
         return f"N = {n} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
@@ -125,67 +126,43 @@ def product_arithmetic(dtype: str, precision: Any, device: Device) -> str:
 
 
 def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None = None,
-    x_saved: Array | None = None,
-    *,
-    residuals: bool,
-    activation: str,
-    x_contract: int,
-    w_contract: int,
-    packed: bool,
-    **attrs: Any,
+    x: Array, w: Array, bias: Array | None = None, x_saved: Array | None = None, *, residuals: bool, **attrs: Any
 ) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one: one call."""
-    x, leading = _matrix_sides(x, x_contract)
-    lead = x.shape[1:] if leading else x.shape[:-1]
-    rows, columns, inner = math.prod(lead), w.shape[1 - w_contract], w.shape[w_contract]
+    activation, w_contract = attrs["activation"], attrs["w_contract"]
+    flat, lead, leading = _as_matrix(x, attrs["x_contract"])
+    rows, columns = math.prod(lead), w.shape[1 - w_contract]
     saves = residuals and activation != "none"
-    out = _matmul(
-        x.reshape((inner, rows) if leading else (rows, inner)),
+    found = _matmul(
+        flat,
         w,
-        [] if bias is None else [bias],
-        (rows, columns, inner),
-        [saved_array(activation, rows, columns, x.dtype)] if saves else [],
-        left_transposed=leading,
-        right_transposed=bool(w_contract),
+        (leading, bool(w_contract)),
+        attrs,
+        more=[] if bias is None else [bias],
+        results=[saved_array(activation, rows, columns, x.dtype)] if saves else [],
         epilogue=epilogue_name(activation, saves, bias is not None),
         aux_pitch=aux_pitch(activation, saves, columns),
-        **attrs,
     )
-    out = [a.reshape(*lead, a.shape[-1]) for a in out]
-    if saves and activation == "relu" and not packed:
+    out = [a.reshape(*lead, a.shape[-1]) for a in found]
+    if saves and activation == "relu" and not attrs["packed"]:
         out[1] = reference.unpacked(out[1], out[0].shape)
     return out
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    activation: str,
-    x_contract: int,
-    w_contract: int,
-    x_activation: str | None,
-    **attrs: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted, one call a product."""
-    grads, dh = {}, ct
+    grads, dh, activation = {}, ct, attrs["activation"]
     if activation != "none":
         residual = saved[cuda.ACTIVATIONS[activation].residual]
         dh, dbias = cuda.derive(residual, ct, activation, dbias="bias" in wanted)
         grads["bias"] = dbias
-    rows, columns = math.prod(dh.shape[:-1]), dh.shape[-1]
-    flat = dh.reshape(rows, columns)
+    lead, columns = dh.shape[:-1], dh.shape[-1]
+    flat = dh.reshape(math.prod(lead), columns)
     if "x" in wanted:
-        lead = dh.shape[:-1]
-        grads["x"] = _dx(flat, saved, lead, x_contract, w_contract, x_activation, attrs)
+        grads["x"] = _dx(flat, saved, lead, attrs)
     if "w" in wanted:
         sums = "bias" in wanted and grads.get("bias") is None
-        grads["w"], *dbias = _dw(flat, saved["x"], x_contract, w_contract, sums, attrs)
+        grads["w"], *dbias = _dw(flat, saved["x"], sums, attrs)
         if sums:
             grads["bias"] = dbias[0]
     if "bias" in wanted and grads.get("bias") is None:
@@ -193,111 +170,81 @@ def cotangent(
     return [grads[slot] for slot in wanted]
 
 
-def _dx(
-    dh: Array,
-    saved: Mapping[str, Array],
-    lead: tuple[int, ...],
-    x_contract: int,
-    w_contract: int,
-    x_activation: str | None,
-    attrs: Mapping[str, Any],
-) -> Array:
+def _dx(dh: Array, saved: Named, lead: tuple[int, ...], attrs: Named) -> Array:
     """dh @ w^T in the shape of x, with the derivative of the activation that made x as its epilogue."""
-    w = saved["w"]
-    (rows, columns), inner = dh.shape, w.shape[w_contract]
-    if x_contract == 0:  # x is (K, *M)
-        (dx,) = _matmul(
-            w,
-            dh,
-            [],
-            (inner, rows, columns),
-            [],
-            left_transposed=bool(w_contract),
-            right_transposed=True,
-            epilogue="DEFAULT",
-            **attrs,
-        )
-        return reference.beyond(x_activation, saved, dx.reshape(inner, *lead))
-    aux, pitch, epilogue = [], 0, "DEFAULT"
-    middle = x_contract != len(lead)
+    w, of_x, x_activation = saved["w"], attrs["x_contract"], attrs["x_activation"]
+    is_transposed = bool(attrs["w_contract"])
+    if of_x == 0:  # x is (K, *M)
+        (dx,) = _matmul(w, dh, (is_transposed, True), attrs)
+        return reference.beyond(x_activation, saved, dx.reshape(-1, *lead))
+    more, behind = [], {}
+    middle = of_x != len(lead)
     if x_activation is not None and not middle:
-        kept = saved["x_saved"].reshape(rows, -1)
-        pitch = kept.shape[1] * (8 if x_activation == "relu" else 1)
-        aux, epilogue = [kept], "D" + EPILOGUES[x_activation]
-    (dx,) = _matmul(
-        dh,
-        w,
-        aux,
-        (rows, inner, columns),
-        [],
-        right_transposed=not w_contract,
-        epilogue=epilogue,
-        aux_pitch=pitch,
-        **attrs,
-    )
-    dx = dx.reshape(*lead, inner)
-    return reference.beyond(x_activation, saved, jnp.moveaxis(dx, -1, x_contract)) if middle else dx
+        more = [saved["x_saved"].reshape(len(dh), -1)]
+        pitch = more[0].shape[1] * (8 if x_activation == "relu" else 1)
+        behind = {"epilogue": "D" + EPILOGUES[x_activation], "aux_pitch": pitch}
+    (dx,) = _matmul(dh, w, (False, not is_transposed), attrs, more=more, **behind)
+    dx = dx.reshape(*lead, -1)
+    return reference.beyond(x_activation, saved, jnp.moveaxis(dx, -1, of_x)) if middle else dx
 
 
-def _dw(dh: Array, x: Array, x_contract: int, w_contract: int, sums: bool, attrs: Mapping[str, Any]) -> list[Array]:
+def _dw(dh: Array, x: Array, sums: bool, attrs: Named) -> list[Array]:
     """The gradient of w in its own shape and, if `sums`, the sum of dh over rows."""
-    rows, columns = dh.shape
-    inner = x.shape[x_contract]
-    x, leading = _matrix_sides(x, x_contract)
-    flat = x.reshape((inner, rows) if leading else (rows, inner))
-    results = [jax.ShapeDtypeStruct((columns,), dh.dtype)] if sums else []
-    if w_contract:  # w is (N, K): dh^T @ x
+    flat, _, leading = _as_matrix(x, attrs["x_contract"])
+    results = [jax.ShapeDtypeStruct(dh.shape[1:], dh.dtype)] if sums else []
+    if attrs["w_contract"]:  # w is (N, K): dh^T @ x
         epilogue = "BGRADB" if sums else "DEFAULT"
-        shape, sides = (columns, inner, rows), {"left_transposed": True, "right_transposed": leading}
-        return _matmul(dh, flat, [], shape, results, epilogue=epilogue, **sides, **attrs)
+        return _matmul(dh, flat, (True, leading), attrs, results=results, epilogue=epilogue)
     epilogue = "BGRADA" if sums else "DEFAULT"
-    return _matmul(
-        flat, dh, [], (inner, columns, rows), results, left_transposed=not leading, epilogue=epilogue, **attrs
-    )
+    return _matmul(flat, dh, (not leading, False), attrs, results=results, epilogue=epilogue)
 
 
-def _matrix_sides(x: Array, x_contract: int) -> tuple[Array, bool]:
-    """x with K first or last, so that it is a matrix, and whether it is first; from the middle K is moved last."""
-    if x_contract in (0, x.ndim - 1):
-        return x, x_contract == 0
-    return jnp.moveaxis(x, x_contract, -1), False
+def _as_matrix(x: Array, x_contract: int) -> tuple[Array, tuple[int, ...], bool]:
+    """x with K first or last as a matrix, its other axes, and whether K is first; from the middle K is moved last."""
+    if x_contract not in (0, x.ndim - 1):
+        x = jnp.moveaxis(x, x_contract, -1)
+    if x_contract == 0:
+        return x.reshape(len(x), -1), x.shape[1:], True
+    return x.reshape(-1, x.shape[-1]), x.shape[:-1], False
 
 
 def _matmul(
     left: Array,
     right: Array,
-    more: list[Array],
-    shape: tuple[int, int, int],
-    results: list[jax.ShapeDtypeStruct],
+    transposed: tuple[bool, bool],
+    attrs: Named,
     *,
-    precision: Any,
-    device: Device,
-    left_transposed: bool = False,
-    right_transposed: bool = False,
-    epilogue: str,
-    aux_pitch: int = 0,
-    **_: Any,
+    more: Sequence[Array] = (),
+    results: Sequence[jax.ShapeDtypeStruct] = (),
+    **behind: Any,
 ) -> list[Array]:
-    """A row-major product (rows, columns, inner) with its epilogue: [product, *results]."""
-    rows, columns, inner = shape
-    workspace = lt.workspace_for(device.capability)
+    """A row-major product of two matrices, each maybe stored as its transpose, with its epilogue: [product, *results]."""
+    rows, inner = left.shape[::-1] if transposed[0] else left.shape
+    columns = right.shape[0 if transposed[1] else 1]
+    device, dtype = attrs["device"], left.dtype.name
     plan = lt.row_major(
         rows,
         columns,
         inner,
-        left_transposed=left_transposed,
-        right_transposed=right_transposed,
-        dtype=left.dtype.name,
-        compute=compute_of(left.dtype.name, precision),
-        epilogue=epilogue,
-        aux_pitch=aux_pitch,
-        workspace=workspace,
+        left_transposed=transposed[0],
+        right_transposed=transposed[1],
+        dtype=dtype,
+        compute=compute_of(dtype, attrs["precision"]),
+        workspace=lt.workspace_for(device.capability),
+        **behind,
     )
+    product = jax.ShapeDtypeStruct((rows, columns), left.dtype)
+    return run(plan, device, [right, left, *more], [product, *results])
+
+
+def run(
+    plan: lt.MatmulPlan, device: Device, operands: Sequence[Array], results: Sequence[jax.ShapeDtypeStruct]
+) -> list[Array]:
+    """The results of a plan but its workspace, by the algorithm that was measured fastest for it, if one was."""
     if found := CHOICES.algorithm(device.arch, plan_name(plan)):
         plan = plan.with_algorithm(*found)
-    product = jax.ShapeDtypeStruct((rows, columns), left.dtype)
-    scratch = jax.ShapeDtypeStruct((workspace,), np.uint8)
-    return launch(plan, [right, left, *more], [product, *results, scratch])[:-1]
+    scratch = jax.ShapeDtypeStruct((plan.workspace,), np.uint8)
+    return launch(plan, operands, [*results, scratch])[:-1]
 
 
 def epilogue_name(activation: str, saves: bool, bias: bool) -> str:

@@ -7,7 +7,6 @@ one pass multiplies by the derivative and sums the bias gradient (in two stages,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 
 from ....device import Device
 from ...launch.ffi_call import launch
+from ...op.arrays import Named
 from ..geometry import accumulator
 from . import reference
 from .activations import ACTIVATIONS
@@ -24,14 +24,18 @@ from .elementwise import KERNEL_ACTIVATIONS, backward_plan, forward_plan
 Array = Any
 
 
-def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+def refuses(shapes: Named, device: Device, **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None."""
-    activation = attrs["activation"]
+    return refuses_activation(attrs["activation"]) or _refuses_wide(**attrs)
+
+
+def refuses_activation(activation: str) -> str | None:
+    """Why no kernel stands behind a product with this activation, or None."""
     if activation == "none":
         return "without an activation there is nothing for a kernel beside the product to do"
     if activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
-    return _refuses_wide(**attrs)
+    return None
 
 
 def _refuses_wide(
@@ -59,22 +63,15 @@ def saves_of(activation: str, packed: bool) -> str:
     return kind if kind != "mask" else "bits" if packed else "bytes"
 
 
-def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None = None,
-    x_saved: Array | None = None,
-    *,
-    residuals: bool,
-    activation: str,
-    x_contract: int,
-    w_contract: int,
-    precision: Any,
-    packed: bool,
-    **_: Any,
-) -> list[Array]:
+def forward(x: Array, w: Array, bias: Array | None = None, x_saved: Array | None = None, **attrs: Any) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
-    h = reference.product(x, w, x_contract, w_contract, precision)
+    return behind(reference.product(x, w, attrs["x_contract"], attrs["w_contract"], attrs["precision"]), bias, **attrs)
+
+
+def behind(
+    h: Array, bias: Array | None, *, activation: str, residuals: bool, packed: bool = False, **_: Any
+) -> list[Array]:
+    """What stands behind a product: [act(h + bias)], and the residual if asked for; h is (*M, N), bias N."""
     saves = saves_of(activation, packed) if residuals else "none"
     keeps_h = saves == "preactivation"
     if keeps_h and bias is not None:
@@ -97,9 +94,7 @@ def activate(h: Array, bias: Array | None, activation: str, saves: str) -> list[
     return [a.reshape(*shape[:-1], a.shape[-1]) for a in outs]
 
 
-def cotangent(
-    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted: dh and dbias by the kernel, dx and dw by XLA's products."""
     activation = attrs["activation"]
     dh, dbias = derive(saved[ACTIVATIONS[activation].residual], ct, activation, dbias="bias" in wanted)
@@ -115,10 +110,8 @@ def derive(residual: Array, ct: Array, activation: str, *, dbias: bool) -> tuple
     plan, partial_shape = backward_plan(rows, columns, ct.dtype.name, activation, dbias=dbias, saves=saves)
     results = [jax.ShapeDtypeStruct((rows, columns), ct.dtype)]
     if dbias:
-        results += [
-            jax.ShapeDtypeStruct((columns,), ct.dtype),
-            jax.ShapeDtypeStruct(partial_shape, accumulator(ct.dtype.name)),
-        ]
+        partial = jax.ShapeDtypeStruct(partial_shape, accumulator(ct.dtype.name))
+        results += [jax.ShapeDtypeStruct((columns,), ct.dtype), partial]
     flat = residual.reshape(rows, residual.shape[-1])
     dh, *sums = launch(plan, [ct.reshape(rows, columns), flat], results)
     return dh.reshape(shape), sums[0] if dbias else None

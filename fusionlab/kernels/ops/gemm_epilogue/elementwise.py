@@ -6,29 +6,17 @@ to keep every multiprocessor busy to the end.
 
 from __future__ import annotations
 
-from typing import Any
-
 from ....errors import ArgumentError, unknown_name
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from ..geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, accumulator, ceil_div, power_of_2, round_up
+from ..passes import CODES, options
 from .reference import mask_pitch
 
 SOURCE = CudaSource("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
 # In the order of FL_ACT.
-KERNEL_ACTIVATIONS = (
-    "none",
-    "relu",
-    "relu_tie",
-    "relu_where",
-    "gelu_tanh",
-    "gelu_erf",
-    "silu",
-    "sigmoid",
-    "tanh",
-)
+KERNEL_ACTIVATIONS = tuple("none relu relu_tie relu_where gelu_tanh gelu_erf silu sigmoid tanh".split())
 SAVES = ("none", "bits", "bytes", "preactivation")  # in the order of FL_SAVES
-_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _THREADS = 256
 _SUM_WIDTH = 16  # threads of a block along a row where rows are summed: 256 bytes side by side
 _ROWS_IN_FLIGHT = 4  # kRows
@@ -83,8 +71,8 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
         ("i64", mask_pitch(columns)),
     )
     launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params, early=True)
-    options = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
-    return KernelPlan(SOURCE.path, options, (launch,) if rows and columns else ())
+    told = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
+    return KernelPlan(SOURCE.path, told, (launch,) if rows and columns else ())
 
 
 def backward_plan(
@@ -144,8 +132,8 @@ def backward_plan(
         launches.append(Launch("epilogue_sum", grid, _SUM_BLOCK, 0, summed, early=True))
     # CUDA refuses a grid of no blocks.
     empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
-    options = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
-    return KernelPlan(SOURCE.path, options, () if empty else tuple(launches)), (blocks, columns) if dbias else None
+    told = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
+    return KernelPlan(SOURCE.path, told, () if empty else tuple(launches)), (blocks, columns) if dbias else None
 
 
 def _rows_per_block(rows: int, across: int, tile: int, traffic: int, sms: int) -> int:
@@ -166,15 +154,9 @@ def _traffic_rows(dtype: str, saves: str) -> int:
 
 
 def _options(dtype: str, activation: str, vec: int, *, bias: bool, saves: str, dbias: bool) -> tuple[str, ...]:
-    values: dict[str, Any] = {
-        "T": _CODES[dtype],
-        "ACT": KERNEL_ACTIVATIONS.index(activation),
-        "VEC": vec,
-        "BIAS": int(bias),
-        "SAVES": SAVES.index(saves),
-        "DBIAS": int(dbias),
-    }
-    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
+    act = KERNEL_ACTIVATIONS.index(activation)
+    flags = {"BIAS": int(bias), "SAVES": SAVES.index(saves), "DBIAS": int(dbias)}
+    return options({"T": CODES[dtype], "ACT": act, "VEC": vec, **flags})
 
 
 def _vector(columns: int, dtype: str) -> int:
@@ -191,8 +173,8 @@ def _width(columns: int, vec: int, least: int, most: int) -> int:
 def _check(rows: int, columns: int, dtype: str, activation: str) -> None:
     if rows < 0 or columns < 0:
         raise ArgumentError(f"rows, columns: got {rows} and {columns}, needed sizes of 0 or more")
-    if dtype not in _CODES:
-        raise unknown_name("dtype", dtype, _CODES)
+    if dtype not in CODES:
+        raise unknown_name("dtype", dtype, CODES)
     if activation not in KERNEL_ACTIVATIONS:
         raise unknown_name("activation", activation, KERNEL_ACTIVATIONS)
 

@@ -104,7 +104,7 @@ __device__ __forceinline__ Pack<T> packed(const C (&from)[FL_VEC]) {
   return pack;
 }
 
-#include "activation.cuh"
+#include "../activation.cuh"
 
 #if FL_SAVES == 1
 using Saved = unsigned char;

@@ -20,9 +20,7 @@ from .activations import ACTIVATIONS, call_of_activation
 
 Array = Any
 
-XLA = Implementation(
-    "xla", "the same product, add and activation as jnp code", reference.forward, reference.tangent, reference.cotangent
-)
+XLA = Implementation.of_reference("the same product, add and activation as jnp code", reference)
 
 
 class GemmEpilogue(Op):
@@ -54,20 +52,12 @@ class GemmEpilogue(Op):
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
         "cublaslt": XLA.by_kernels(
-            "cublaslt",
-            "one cuBLASLt call a product, bias and activation in its epilogue",
-            cublaslt.forward,
-            cotangent=cublaslt.cotangent,
-            unable=cublaslt.refuses,
-            unable_on=cublaslt.refuses_device,
-            plain=False,
+            "cublaslt", "one cuBLASLt call a product, bias and activation in its epilogue", cublaslt, plain=False
         ),
         "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one kernel of our own for bias, activation, derivative and bias gradient",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
             plain=False,
         ),
     }
@@ -151,12 +141,9 @@ class GemmEpilogue(Op):
         bare = {"activation": "none", "x_activation": None, "present": ("x", "w"), "residuals": False, **wide}
         if params["implementation"] == "cuda" or unrounded:  # its kernel is what follows the product
             bare["implementation"] = None
-        activation, residuals, packed = params["activation"], params["residuals"], params["packed"]
 
         def finish(product: Array, operands: Mapping[str, Array]) -> list[Array]:
-            dtype, bias = operands["x"].dtype, operands.get("bias")
-            how = params["wide"], params["out"]
-            return reference.epilogue(product, bias, activation, residuals, packed, dtype, *how)
+            return reference.epilogue(product, operands.get("bias"), operands["x"].dtype, **params)
 
         return SummedCall({**params, **bare}, finish)
 

@@ -11,13 +11,13 @@ Where the product is not rounded, neither is what is kept of it, nor the gradien
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...op.arrays import Named
 from .activations import ACTIVATIONS
 
 Array = Any
@@ -36,50 +36,26 @@ def widened(a: Any, wide: str | None) -> Any:
     return a if wide is None or a is None or not jnp.issubdtype(a.dtype, jnp.floating) else a.astype(jnp.float32)
 
 
-def forward(
-    x: Array,
-    w: Array,
-    bias: Array | None = None,
-    x_saved: Array | None = None,
-    *,
-    residuals: bool,
-    activation: str,
-    x_contract: int,
-    w_contract: int,
-    precision: Any,
-    packed: bool,
-    wide: str | None = None,
-    out: str | None = None,
-    **_: Any,
-) -> list[Array]:
+def forward(x: Array, w: Array, bias: Array | None = None, x_saved: Array | None = None, **attrs: Any) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
-    summed = product(x, w, x_contract, w_contract, precision, wide=wide)
-    return epilogue(summed, bias, activation, residuals, packed, x.dtype, wide, out)
+    sides = attrs["x_contract"], attrs["w_contract"]
+    return epilogue(product(x, w, *sides, attrs["precision"], wide=attrs.get("wide")), bias, x.dtype, **attrs)
 
 
-def epilogue(
-    summed: Array,
-    bias: Array | None,
-    activation: str,
-    residuals: bool,
-    packed: bool,
-    dtype: Any = None,
-    wide: str | None = None,
-    out: str | None = None,
-) -> list[Array]:
+def epilogue(summed: Array, bias: Array | None, dtype: Any, *, residuals: bool, **attrs: Any) -> list[Array]:
     """[act(product + bias)], and the activation's residual if asked for and if it has one.
 
-    `dtype` is the operands', where that is not the product's.
+    `dtype` is the operands', which may be another than the product's.
     """
-    act, dtype = ACTIVATIONS[activation], dtype or summed.dtype
+    act, wide = ACTIVATIONS[attrs["activation"]], attrs.get("wide")
     summed, bias = widened(summed, wide), widened(bias, wide)
     h = summed if bias is None else summed + bias
-    outs = [act.fn(h).astype(out or dtype)]
+    outs = [act.fn(h).astype(attrs.get("out") or dtype)]
     if not (residuals and act.save):
         return outs
     saved = act.save(h)
     saved = saved.astype(dtype) if wide == "epilogue" and act.residual == "preactivation" else saved
-    return [*outs, pack(saved) if packed else saved]
+    return [*outs, pack(saved) if attrs["packed"] else saved]
 
 
 def mask_pitch(columns: int) -> int:
@@ -104,39 +80,24 @@ def unpacked(saved: Array | None, shape: tuple[int, ...]) -> Array | None:
     return jnp.unpackbits(saved, axis=-1, count=shape[-1], bitorder="little").astype(bool)
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    *,
-    activation: str,
-    x_contract: int,
-    w_contract: int,
-    precision: Any,
-    x_activation: str | None,
-    wide: str | None = None,
-    out: str | None = None,
-    **_: Any,
-) -> Array:
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Array:
     """act'(h) * (dx @ w + x @ dw + dbias), of the tangents given; with `x_activation` that of its pre-activation for dx."""
-    act = ACTIVATIONS[activation]
+    act, wide = ACTIVATIONS[attrs["activation"]], attrs.get("wide")
+    how = attrs["x_contract"], attrs["w_contract"], attrs["precision"]
     parts = []
     if "x" in tangents:
-        dx = beyond(x_activation, saved, tangents["x"])
-        parts.append(product(dx, saved["w"], x_contract, w_contract, precision, wide=wide))
+        dx = beyond(attrs["x_activation"], saved, tangents["x"])
+        parts.append(product(dx, saved["w"], *how, wide=wide))
     if "w" in tangents:
-        parts.append(product(saved["x"], tangents["w"], x_contract, w_contract, precision, wide=wide))
+        parts.append(product(saved["x"], tangents["w"], *how, wide=wide))
     if "bias" in tangents:
         parts.append(jnp.broadcast_to(tangents["bias"], shape, out_sharding=shardings.get("out")))
     dtype = next(iter(tangents.values())).dtype
     moved = functools.reduce(jnp.add, (widened(part, wide) for part in parts))
-    return act.scale(widened(unpacked(saved.get(act.residual), shape), wide), moved).astype(out or dtype)
+    return act.scale(widened(unpacked(saved.get(act.residual), shape), wide), moved).astype(attrs.get("out") or dtype)
 
 
-def cotangent(
-    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted, in order: dh = act'(h) * ct; dx = dh @ w^T, dw = x^T @ dh, dbias = sum of dh over rows."""
     act, wide = ACTIVATIONS[attrs["activation"]], attrs.get("wide")
     if wide is None:
@@ -151,44 +112,28 @@ def cotangent(
 
 
 def gradients(
-    saved: Mapping[str, Array],
-    dh: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    dbias: Array | None = None,
-    *,
-    x_contract: int,
-    w_contract: int,
-    precision: Any,
-    x_activation: str | None,
-    **_: Any,
+    saved: Named, dh: Array, wanted: tuple[str, ...], shardings: Named, dbias: Array | None = None, **attrs: Any
 ) -> list[Array]:
     """The gradients wanted of that of the pre-activation, dh; `dbias` where it is known already."""
+    x_contract, w_contract, precision = attrs["x_contract"], attrs["w_contract"], attrs["precision"]
     last = dh.ndim - 1
     grads = {}
     if "x" in wanted:
         sharding = _axis_to_last(shardings.get("x"), x_contract)
         dx = product(dh, saved["w"], last, 1 - w_contract, precision, sharding)
-        grads["x"] = beyond(x_activation, saved, jnp.moveaxis(dx, last, x_contract))
+        grads["x"] = beyond(attrs["x_activation"], saved, jnp.moveaxis(dx, last, x_contract))
     if "w" in wanted:
         x = saved["x"]
-        rows = (tuple(i for i in range(x.ndim) if i != x_contract), tuple(range(last)))
-        sides = ((x, rows[0]), (dh, rows[1])) if w_contract == 0 else ((dh, rows[1]), (x, rows[0]))
-        (left, left_rows), (right, right_rows) = sides
-        grads["w"] = lax.dot_general(
-            left,
-            right,
-            ((left_rows, right_rows), ((), ())),
-            precision=precision,
-            preferred_element_type=x.dtype,
-            out_sharding=shardings.get("w"),
-        )
+        of_x, of_dh = tuple(i for i in range(x.ndim) if i != x_contract), tuple(range(last))
+        sides, rows = ((dh, x), (of_dh, of_x)) if w_contract else ((x, dh), (of_x, of_dh))
+        how = {"precision": precision, "preferred_element_type": x.dtype, "out_sharding": shardings.get("w")}
+        grads["w"] = lax.dot_general(*sides, (rows, ((), ())), **how)
     if "bias" in wanted:
         grads["bias"] = jnp.sum(dh, axis=tuple(range(last))) if dbias is None else dbias
     return [grads[slot] for slot in wanted]
 
 
-def beyond(activation: str | None, saved: Mapping[str, Array], t: Array) -> Array:
+def beyond(activation: str | None, saved: Named, t: Array) -> Array:
     """A tangent or cotangent of x, taken through the activation that made x."""
     if activation is None:
         return t

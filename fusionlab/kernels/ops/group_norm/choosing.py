@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from ...op.arrays import first_given
 from ...op.implementation import Call, ChoiceKind
 
 MEASURED = ("sm_90",)
@@ -17,13 +18,12 @@ NOTHING_ON_A_CPU = "on a CPU the op is XLA's own code too"
 FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks group_norms)"
 
 
-def kernels(call: Call) -> tuple[ChoiceKind, str]:
-    """Whether they are taken for a "call" or a "cotangent" that they can run, and why."""
+def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
+    """Why XLA's code is taken although the kernels can run: they were not measured. None where they were."""
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
         why = f"measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes the kernels)"
         return ChoiceKind.UNMEASURED, why
-    whole = call.shapes["x"] if "x" in call.shapes else call.shapes["ct"]
-    if (elements := math.prod(whole.shape)) < LEAST:
+    if (elements := math.prod(first_given(call.shapes, "x", "ct").shape)) < LEAST:
         return ChoiceKind.UNMEASURED, f"x has {elements} elements; below {LEAST} nothing was measured"
-    return ChoiceKind.CHOSEN, FASTER
+    return None

@@ -24,7 +24,7 @@
 #include "../early.cuh"
 
 using C = float;
-#include "../gemm_epilogue/activation.cuh"
+#include "../activation.cuh"
 
 using T = Storage<FL_T>::Type;
 using Scale = Storage<FL_SCALE>::Type;

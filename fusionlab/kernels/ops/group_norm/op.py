@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ....errors import ArgumentError
 from ...op.arrays import check_name, check_vectors
-from ...op.chooser import rule_of_kernels
-from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
+from ...op.implementation import Call, ChoiceKind, Implementation
 from ...op.labels import result_rank
-from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
+from ..norms import NormOp
 from . import choosing, cuda, reference
 
 Array = Any
 
 _VECTORS = ("scale", "bias")
-XLA = Implementation(
-    "xla",
-    "statistics, normalisation, scale, bias and activation as jnp code",
-    reference.forward,
-    reference.tangent,
-    reference.cotangent,
-)
+XLA = Implementation.of_reference("statistics, normalisation, scale, bias and activation as jnp code", reference)
 
 
-class GroupNorm(Op):
+class GroupNorm(NormOp):
     """GroupNorm; see `group_norm` below for shapes and attributes."""
 
     name = "group_norm"
@@ -37,15 +30,15 @@ class GroupNorm(Op):
     whole = frozenset("png")  # the statistics run over all but images
     rows, behind_rows = ("x", "mean", "rstd"), "batch_axes"  # a batch of images is more images
     at_site = (("call", {}), ("cotangent", {}))
+    on_a_cpu = ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU
+    faster = choosing.FASTER
     defaults: ClassVar[Mapping[str, Any]] = {"groups": 32, "epsilon": 1e-5, "activation": "none", "batch_axes": 1}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: x is read twice forward, x and the cotangent backward; the second time from the cache, in part",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
         ),
     }
 
@@ -75,13 +68,8 @@ class GroupNorm(Op):
         needed |= {"bias"} if active else set()
         return frozenset(needed - (set(_VECTORS) - set(present)))
 
-    def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        return rule_of_kernels(self, call, choosing.kernels)
-
-    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
-        if call.device.platform != "cuda":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, choosing.NOTHING_ON_A_CPU)
-        return super().left(call, decisions)
+    def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
+        return choosing.why_xla(call)
 
     def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
         """Images "b", positions "p", channels "n", groups "g"."""

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from functools import cached_property
 
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
-from ..geometry import WARP, ceil_div
+from ..passes import CODES, SUM_HEIGHT, KernelPass, float_param, options, places, sum_of_parts, those
 from . import tiling
 
 SOURCE = CudaSource(
     "group_norm/group_norm.cu", ("gn_stats", "gn_apply", "gn_grad_sums", "gn_grad_x", "gn_grad_vectors")
 )
-_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 _ACTIVATIONS = {"none": 0, "silu": 6}  # as activation.cuh numbers them
 _GRADIENTS = ("x", "scale", "bias")  # in the order of the bits of FL_WANT
 _BACKWARD_OPERANDS = ("ct", "x", "scale", "bias", "mean", "rstd")  # as the kernels take them
-SUM_HEIGHT = 16  # threads that share a channel of gn_grad_vectors
 
 
 @dataclass(frozen=True)
@@ -58,66 +55,44 @@ class Images:
         return Launch(entry, (self.splits, self.batch, 1), block, 0, params, early=True)
 
 
-@dataclass(frozen=True)
-class GroupPass:
-    """Launches that make results and, beside them, scratch.
-
-    Attributes:
-      plan: its operands are `reads`; its results `gives`, then scratch.
-      reads: "ct", "x", "scale", "bias", "mean", "rstd": those needed, in this order.
-      gives: names of results: "out", "mean", "rstd"; of backward the slots whose gradients these are.
-      scratch: the shape of each array of partial results, float32.
-    """
-
-    plan: KernelPlan
-    reads: tuple[str, ...]
-    gives: tuple[str, ...]
-    scratch: tuple[tuple[int, ...], ...]
-
-
-def forward_pass(images: Images, epsilon: float, saves: bool) -> GroupPass:
+def forward_pass(images: Images, epsilon: float, saves: bool) -> KernelPass:
     """Gives out, and mean and rstd where they are saved."""
-    given = dict(images.vectors)
-    reads = ("x", *(slot for slot in ("scale", "bias") if slot in given))
+    reads = ("x", *those(dict(images.vectors), "scale", "bias"))
     gives = ("out", "mean", "rstd") if saves else ("out",)
     results = (*gives, "parts")
     positions = ("i64", images.positions)
-    stats = (*_places("operand", ("x",), reads), *_places("result", ("parts",), results), positions)
+    stats = (*places("operand", ("x",), reads), *places("result", ("parts",), results), positions)
     apply = (
-        *_places("operand", ("x", "scale", "bias"), reads),
-        *_places("result", ("parts", "out", "mean", "rstd"), results),
+        *places("operand", ("x", "scale", "bias"), reads),
+        *places("result", ("parts", "out", "mean", "rstd"), results),
         positions,
-        ("i32", struct.unpack("=i", struct.pack("=f", epsilon))[0]),
+        float_param(epsilon),
     )
     launches = images.over_chunks("gn_stats", stats), images.over_chunks("gn_apply", apply)
-    options = _options(0, images, reads, SAVES=int(saves))
-    return GroupPass(KernelPlan(SOURCE.path, options, launches), reads, gives, (images.parts,))
+    told = _options(0, images, reads, SAVES=int(saves))
+    return KernelPass(KernelPlan(SOURCE.path, told, launches), reads, gives, (images.parts,))
 
 
-def backward_pass(images: Images, wanted: tuple[str, ...]) -> GroupPass:
+def backward_pass(images: Images, wanted: tuple[str, ...]) -> KernelPass:
     """Gives the gradients of the slots in `wanted`, in the order x, scale, bias: not of bias alone where there is no activation."""
-    grads = tuple(slot for slot in _GRADIENTS if slot in wanted)
+    grads = those(wanted, *_GRADIENTS)
     reads = _backward_reads(images, grads)
-    sums = tuple(slot for slot in grads if slot != "x")
+    sums = those(grads, "scale", "bias")
     of_channels = (images.batch * images.splits, images.channels)
     scratch: dict[str, tuple[int, ...]] = {"parts": images.parts} if "x" in grads else {}
     scratch |= {f"parts_{slot}": of_channels for slot in sums}
     results = (*grads, *scratch)
-    operands = _places("operand", _BACKWARD_OPERANDS, reads)
+    operands = places("operand", _BACKWARD_OPERANDS, reads)
     positions = ("i64", images.positions)
-    summed = (*operands, *_places("result", ("parts", "parts_scale", "parts_bias"), results), positions)
+    summed = (*operands, *places("result", ("parts", "parts_scale", "parts_bias"), results), positions)
     launches = [images.over_chunks("gn_grad_sums", summed)]
     if "x" in grads:
-        of_x = (*operands, *_places("result", ("parts", "x"), results), positions)
+        of_x = (*operands, *places("result", ("parts", "x"), results), positions)
         launches.append(images.over_chunks("gn_grad_x", of_x))
-    if sums:
-        each = ("parts_scale", "scale", "parts_bias", "bias")
-        params = (*_places("result", each, results), ("i32", images.batch * images.splits))
-        grid = ceil_div(images.channels, WARP), len(sums), 1
-        launches.append(Launch("gn_grad_vectors", grid, (WARP, SUM_HEIGHT, 1), 0, params, early=True))
+    launches += sum_of_parts("gn_grad_vectors", images.channels, ("scale", "bias"), results, of_channels[0])
     wants = sum(1 << _GRADIENTS.index(slot) for slot in grads)
-    options = _options(1, images, reads, WANT=wants, SUM_HEIGHT=SUM_HEIGHT)
-    return GroupPass(KernelPlan(SOURCE.path, options, tuple(launches)), reads, grads, tuple(scratch.values()))
+    told = _options(1, images, reads, WANT=wants, SUM_HEIGHT=SUM_HEIGHT)
+    return KernelPass(KernelPlan(SOURCE.path, told, tuple(launches)), reads, grads, tuple(scratch.values()))
 
 
 def _backward_reads(images: Images, grads: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,31 +101,28 @@ def _backward_reads(images: Images, grads: tuple[str, ...]) -> tuple[str, ...]:
     there = {"ct", "x", "mean", "rstd"}
     there |= {"scale"} if "scale" in given and (active or "x" in grads) else set()
     there |= {"bias"} if "bias" in given and active else set()
-    return tuple(name for name in _BACKWARD_OPERANDS if name in there)
+    return those(there, *_BACKWARD_OPERANDS)
 
 
 def _options(kind: int, images: Images, reads: tuple[str, ...], **more: int) -> tuple[str, ...]:
     given, tile = dict(images.vectors), images.tile
-    values = {
-        "KIND": kind,
-        "T": _CODES[images.dtype],
-        **{slot.upper(): _CODES[given[slot]] if slot in given else -1 for slot in ("scale", "bias")},
-        "READS_SCALE": int("scale" in reads),
-        "READS_BIAS": int("bias" in reads),
-        "ACT": _ACTIVATIONS[images.activation],
-        "16BIT": int(images.dtype != "float32"),
-        "C": images.channels,
-        "G": images.groups,
-        "VEC": tile.vec,
-        "LANES": tile.lanes,
-        "VECS": tile.vecs,
-        "HEIGHT": tile.height,
-        "TEAM": tile.team,
-        "BLOCKS": tile.blocks,
-        **more,
-    }
-    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
-
-
-def _places(kind: str, every: tuple[str, ...], there: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    return tuple((kind, there.index(n)) if n in there else ("null", 0) for n in every)
+    return options(
+        {
+            "KIND": kind,
+            "T": CODES[images.dtype],
+            **{slot.upper(): CODES.get(given.get(slot, ""), -1) for slot in ("scale", "bias")},
+            "READS_SCALE": int("scale" in reads),
+            "READS_BIAS": int("bias" in reads),
+            "ACT": _ACTIVATIONS[images.activation],
+            "16BIT": int(images.dtype != "float32"),
+            "C": images.channels,
+            "G": images.groups,
+            "VEC": tile.vec,
+            "LANES": tile.lanes,
+            "VECS": tile.vecs,
+            "HEIGHT": tile.height,
+            "TEAM": tile.team,
+            "BLOCKS": tile.blocks,
+            **more,
+        }
+    )

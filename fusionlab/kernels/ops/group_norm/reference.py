@@ -13,7 +13,6 @@ Source: Wu and He 2018, arXiv:1803.08494, equations 1 to 3 and 7.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import Named
+from ..norms import gradients, means, through_statistics
 
 Array = Any
 
@@ -32,52 +33,23 @@ def _grouped(x: Array, groups: int) -> Array:
     return x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
 
 
-def _means(u: Array, batch_axes: int) -> Array:
-    """Of what is grouped: over positions and the channels of a group, those axes kept."""
-    axes = (*range(batch_axes, u.ndim - 2), u.ndim - 1)
-    return jnp.mean(u, axis=axes, keepdims=True)
-
-
-def _over_positions(statistic: Array, rank: int, batch_axes: int) -> Array:
-    """[*B, G] as it broadcasts against what is grouped, of x of this rank."""
-    return jnp.expand_dims(statistic, (*range(batch_axes, rank - 1), rank))
-
-
-def _activated(h: Array, activation: str) -> Array:
-    return jax.nn.silu(h) if activation == "silu" else h
-
-
-def _slope(h: Array, activation: str) -> Array | None:
-    """The derivative of the activation; None where it is 1."""
-    if activation == "none":
-        return None
-    sigma = jax.nn.sigmoid(h)
-    return sigma * (1 + h * jax.nn.sigmoid(-h))  # 1 - sigma would cancel
+def _axes(rank: int, batch_axes: int) -> tuple[int, ...]:
+    """Of what is grouped, of x of this rank: positions and the channels of a group."""
+    return (*range(batch_axes, rank - 1), rank)
 
 
 def forward(
-    x: Array,
-    scale: Array | None = None,
-    bias: Array | None = None,
-    *,
-    residuals: bool,
-    groups: int,
-    epsilon: float,
-    activation: str,
-    batch_axes: int,
-    **_: Any,
+    x: Array, scale: Array | None = None, bias: Array | None = None, *, residuals: bool, **attrs: Any
 ) -> list[Array]:
     """[out], and mean and rstd if residuals are asked for."""
-    wide = _grouped(x.astype(arithmetic_dtype(x.dtype)), groups)
-    mean = _means(wide, batch_axes)
+    axes = _axes(x.ndim, attrs["batch_axes"])
+    wide = _grouped(x.astype(arithmetic_dtype(x.dtype)), attrs["groups"])
+    mean = means(wide, axes)
     centred = wide - mean
-    rstd = lax.rsqrt(_means(jnp.square(centred), batch_axes) + epsilon)
+    rstd = lax.rsqrt(means(jnp.square(centred), axes) + attrs["epsilon"])
     h = _affine((centred * rstd).reshape(x.shape), scale, bias)
-    out = _activated(h, activation).astype(x.dtype)
-    if not residuals:
-        return [out]
-    gone = (*range(batch_axes, x.ndim - 1), x.ndim)
-    return [out, jnp.squeeze(mean, gone), jnp.squeeze(rstd, gone)]
+    out = (jax.nn.silu(h) if attrs["activation"] == "silu" else h).astype(x.dtype)
+    return [out, jnp.squeeze(mean, axes), jnp.squeeze(rstd, axes)] if residuals else [out]
 
 
 def _affine(xhat: Array, scale: Array | None, bias: Array | None) -> Array:
@@ -85,87 +57,59 @@ def _affine(xhat: Array, scale: Array | None, bias: Array | None) -> Array:
     return h if bias is None else h + bias.astype(h.dtype)
 
 
-def _saved_xhat(saved: Mapping[str, Array], groups: int, batch_axes: int) -> Array:
-    """xhat, grouped."""
-    x, mean, rstd = (saved[name] for name in ("x", "mean", "rstd"))
-    mean, rstd = (_over_positions(s, x.ndim, batch_axes) for s in (mean, rstd))
-    return (_grouped(x.astype(rstd.dtype), groups) - mean) * rstd
+class _Saved:
+    """What was saved of a call, made ready for its derivatives.
 
-
-def _through_statistics(u: Array, xhat: Array, rstd: Array, batch_axes: int) -> Array:
-    """rstd * P(u) of what is grouped: u a change of x, or the cotangent of xhat.
-
-    xhat is rounded, and its mean no zero: what that leaves of P(u) would be summed up where a norm feeds another.
+    Attributes: `xhat`, of the shape of x; None where nothing of it is read. `scale`, `bias`: those that are read.
     """
-    share = _means(xhat * u, batch_axes)
-    left = u - _means(u, batch_axes) - (xhat - _means(xhat, batch_axes)) * share
-    return left * _over_positions(rstd, u.ndim - 1, batch_axes)
+
+    def __init__(self, saved: Named, attrs: Named):
+        self.attrs, self.scale, self.bias, self.xhat = attrs, saved.get("scale"), saved.get("bias"), None
+        if "x" in saved:
+            x = saved["x"]
+            self.axes = _axes(x.ndim, attrs["batch_axes"])
+            mean, self.rstd = (jnp.expand_dims(saved[name], self.axes) for name in ("mean", "rstd"))
+            self.grouped = (_grouped(x.astype(self.rstd.dtype), attrs["groups"]) - mean) * self.rstd
+            self.xhat = self.grouped.reshape(x.shape)
+
+    def through_statistics(self, u: Array) -> Array:
+        """rstd * P(u): u a change of x, or the cotangent of xhat."""
+        left = through_statistics(_grouped(u, self.attrs["groups"]), self.grouped, self.axes)
+        return (left * self.rstd).reshape(u.shape)
+
+    def through_activation(self, t: Array) -> Array:
+        """act'(h) * t."""
+        if self.attrs["activation"] == "none":
+            return t
+        h = _affine(self.xhat, self.scale, self.bias)
+        return t * (jax.nn.sigmoid(h) * (1 + h * jax.nn.sigmoid(-h)))  # 1 - sigmoid(h) would cancel
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    *,
-    groups: int,
-    activation: str,
-    batch_axes: int,
-    dtypes: tuple[str, ...],
-    **_: Any,
-) -> Array:
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Array:
     """act'(h) * (scale * rstd * P(dx) + xhat * dscale + dbias), of the tangents given."""
-    wide = arithmetic_dtype(dtypes[0])
-    moving = {slot: t.astype(wide) for slot, t in tangents.items()}
+    dtype, known = attrs["dtypes"][0], _Saved(saved, attrs)
+    moving = {slot: t.astype(arithmetic_dtype(dtype)) for slot, t in tangents.items()}
     parts = []
-    xhat = _saved_xhat(saved, groups, batch_axes) if "x" in saved else None
     if "x" in moving:
-        through = _through_statistics(_grouped(moving["x"], groups), xhat, saved["rstd"], batch_axes).reshape(shape)
-        parts.append(through * saved["scale"].astype(wide) if "scale" in saved else through)
+        parts.append(_affine(known.through_statistics(moving["x"]), known.scale, None))
     if "scale" in moving:
-        assert xhat is not None
-        parts.append(xhat.reshape(shape) * moving["scale"])
+        parts.append(known.xhat * moving["scale"])
     if "bias" in moving:
         parts.append(jnp.broadcast_to(moving["bias"], shape, out_sharding=shardings.get("out")))
-    moved = sum(parts[1:], parts[0])
-    if activation != "none":
-        assert xhat is not None
-        moved = moved * _slope(_affine(xhat.reshape(shape), saved.get("scale"), saved.get("bias")), activation)
-    return moved.astype(dtypes[0])
+    return known.through_activation(sum(parts[1:], parts[0])).astype(dtype)
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    groups: int,
-    activation: str,
-    batch_axes: int,
-    dtypes: tuple[str, ...],
-    present: tuple[str, ...],
-    **_: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted, in order, of u = ct * act'(h): dx = rstd * P(u * scale); summed over all but channels, dscale = u * xhat and
     dbias = u."""
-    u = ct.astype(arithmetic_dtype(dtypes[0]))
-    xhat = _saved_xhat(saved, groups, batch_axes) if "x" in saved else None
-    if activation != "none":
-        assert xhat is not None
-        u = u * _slope(_affine(xhat.reshape(u.shape), saved.get("scale"), saved.get("bias")), activation)
+    known = _Saved(saved, attrs)
+    u = known.through_activation(ct.astype(arithmetic_dtype(attrs["dtypes"][0])))
     rows = tuple(range(u.ndim - 1))
     grads: dict[str, Array] = {}
     if "x" in wanted:
-        inner = _grouped(u * saved["scale"].astype(u.dtype) if "scale" in saved else u, groups)
-        grads["x"] = _through_statistics(inner, xhat, saved["rstd"], batch_axes).reshape(u.shape)
+        grads["x"] = known.through_statistics(_affine(u, known.scale, None))
     if "scale" in wanted:
-        assert xhat is not None
-        grads["scale"] = jnp.sum(u * xhat.reshape(u.shape), axis=rows)
+        grads["scale"] = jnp.sum(u * known.xhat, axis=rows)
     if "bias" in wanted:
         grads["bias"] = jnp.sum(u, axis=rows)
-    for slot in wanted:
-        if slot in shardings:
-            grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])
-    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
-    return [grads[slot].astype(as_given[slot]) for slot in wanted]
+    return gradients(grads, wanted, shardings, attrs["present"], attrs["dtypes"])

@@ -5,7 +5,6 @@ its two largest cases are on record so far, in that of `python -m benchmarks mul
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from ...op.arrays import first_given
@@ -21,19 +20,18 @@ AS_FAST_ON_A_CPU = "on a CPU XLA's own code was measured as fast (benchmarks nor
 FASTER = "one pass over memory: measured faster than XLA's code at sizes like this"
 
 
-def kernels(call: Call) -> tuple[ChoiceKind, str]:
-    """Whether they are taken for a "call" or a "cotangent" that they can run, and why."""
+def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
+    """Why XLA's code is taken although the kernels can run; None where they were measured faster."""
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
         why = f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
         return ChoiceKind.UNMEASURED, why
-    why = _why_slower(call.role, call.shapes, call.attrs.get("residuals", False))
-    return (ChoiceKind.SLOWER, why) if why else (ChoiceKind.CHOSEN, FASTER)
+    why = _why_slower(call.role, first_given(call.shapes, *cuda.WHOLE), call.attrs.get("residuals", False))
+    return (ChoiceKind.SLOWER, why) if why else None
 
 
-def _why_slower(role: str, shapes: Mapping[str, Any], residuals: bool) -> str:
+def _why_slower(role: str, whole: Any, residuals: bool) -> str:
     """Why XLA's code was measured to be as fast as the kernels; "" where they are faster."""
-    whole = first_given(shapes, *cuda.WHOLE)
     elements, columns, dtype = math.prod(whole.shape), whole.shape[-1], whole.dtype.name
     if elements < LEAST:
         return f"x has {elements} elements; below {LEAST} XLA's code was measured to take as long"

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from ....device import Device
 from ...launch.ffi_call import launch
-from ...op.arrays import first_given, refuses_dtypes
+from ...op.arrays import Named, first_given, refuses_dtypes
 from ..geometry import GRID_X
+from ..passes import KernelPass
 from . import reference
-from .plan import COTANGENTS, NormLaunch, RowPass, adds_up, backward_passes, forward_plan
+from .plan import COTANGENTS, NormLaunch, adds_up, backward_passes, forward_plan
 from .tiling import DTYPES, MAX_COLUMNS
 
 Array = Any
@@ -24,7 +25,7 @@ _VECTORS = ("scale", "bias", "shift")
 WHOLE = ("x", "sum", "ct", "ct_sum")  # operands of the shape of x
 
 
-def refuses(shapes: Mapping[str, Any], device: Device, *, axis: int, role: str = "call", **attrs: Any) -> str | None:
+def refuses(shapes: Named, device: Device, *, axis: int, **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None. `shapes` maps the operands' names to shapes with dtypes."""
     whole = first_given(shapes, *WHOLE)
     if whole is None:  # a tangent that reads none of them, which is the reference's
@@ -49,38 +50,22 @@ def forward(
     residual: Array | None = None,
     *,
     residuals: bool,
-    kind: str,
-    epsilon: float,
-    gives_sum: bool,
     **attrs: Any,
 ) -> list[Array]:
     """[out], the sum if the call gives it or if it is saved, and mean (LayerNorm alone) and rstd if residuals are asked for."""
-    vectors = {n: v for n, v in (("shift", shift), ("scale", scale), ("bias", bias)) if v is not None}
     if not x.size:
-        given = {"x": x, "scale": scale, "bias": bias, "shift": shift, "residual": residual}
-        numbers = {"kind": kind, "epsilon": epsilon, "gives_sum": gives_sum}
-        return reference.forward(**given, residuals=residuals, **numbers, **attrs)  # pyright: ignore[reportArgumentType]
-    norm = _norm(x, kind, {n: v.dtype.name for n, v in vectors.items()})
-    sums = gives_sum or (residuals and residual is not None)
-    plan = forward_plan(norm, epsilon, residual is not None, sums, residuals)
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    results = [like, *([like] if sums else ())]
+        return reference.forward(x, scale, bias, shift, residual, residuals=residuals, **attrs)
+    vectors = {n: v for n, v in (("shift", shift), ("scale", scale), ("bias", bias)) if v is not None}
+    norm = _norm(x, attrs["kind"], {n: v.dtype.name for n, v in vectors.items()})
+    sums = attrs["gives_sum"] or (residuals and residual is not None)
+    plan = forward_plan(norm, attrs["epsilon"], residual is not None, sums, residuals)
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype)] * (2 if sums else 1)
     if residuals:
         results += [jax.ShapeDtypeStruct(x.shape[:-1], jnp.float32)] * len(norm.statistics)
     return launch(plan, [x, *([] if residual is None else [residual]), *vectors.values()], results)
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Any,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    kind: str,
-    dtypes: tuple[str, ...],
-    present: tuple[str, ...],
-    **attrs: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients of the slots wanted, each of its operand's dtype. Sums are in float32, always in the same order, rounded once.
 
     The gradients of x and residual are one array. Without a cotangent of out, or with bias alone wanted, there is no norm to go through,
@@ -89,11 +74,10 @@ def cotangent(
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     terms = _terms(cts)
     if not terms or not terms[0].size or set(wanted) == {"bias"}:
-        given = {"kind": kind, "dtypes": dtypes, "present": present, **attrs}
         whole = {**cts, "out": functools.reduce(jax.lax.add, terms)} if terms else cts
-        return reference.cotangent(saved, whole, wanted, shardings, **given)
-    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
-    norm = _norm(terms[0], kind, as_given)
+        return reference.cotangent(saved, whole, wanted, shardings, **attrs)
+    as_given: dict[str, str] = dict(zip(attrs["present"], attrs["dtypes"], strict=True))
+    norm = _norm(terms[0], attrs["kind"], as_given)
     slots = tuple(dict.fromkeys(map(_gradient_slot, wanted)))
     if not adds_up(norm, slots, "sum" in cts, len(terms)):
         terms = (functools.reduce(jax.lax.add, terms),)
@@ -103,7 +87,7 @@ def cotangent(
     return [gradients[_gradient_slot(slot)] for slot in wanted]
 
 
-def _terms(cts: Mapping[str, Any]) -> tuple[Array, ...]:
+def _terms(cts: Named) -> tuple[Array, ...]:
     """The arrays whose sum the cotangent of out is; none where there is none."""
     if "out" not in cts:
         return ()
@@ -115,9 +99,7 @@ def _gradient_slot(slot: str) -> str:
     return "x" if slot == "residual" else slot
 
 
-def _backward_operands(
-    norm: NormLaunch, saved: Mapping[str, Array], cts: Mapping[str, Any], terms: tuple[Array, ...]
-) -> dict[str, Array]:
+def _backward_operands(norm: NormLaunch, saved: Named, cts: Named, terms: tuple[Array, ...]) -> dict[str, Array]:
     """What the passes read, by their names for it; a sum that was saved has the shift in it."""
     found: dict[str, Array] = {
         **dict(zip(COTANGENTS, terms, strict=False)),
@@ -131,17 +113,15 @@ def _backward_operands(
     return found
 
 
-def _run(passes: Sequence[RowPass], operands: Mapping[str, Array], dtypes: Mapping[str, str]) -> dict[str, Array]:
+def _run(passes: Sequence[KernelPass], operands: Named, dtypes: Mapping[str, str]) -> dict[str, Array]:
     """The gradients that passes make, one after another: a later one may read the gradient of x."""
     found, x = dict(operands), operands["x"]
     gradients: dict[str, Array] = {}
     for row_pass in passes:
-        types = [
-            jax.ShapeDtypeStruct(x.shape if s == "x" else x.shape[-1:], dtypes.get(s, x.dtype)) for s in row_pass.grads
-        ]
-        types += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in row_pass.scratch]
-        results = launch(row_pass.plan, [found[name] for name in row_pass.reads], types)
-        gradients |= zip(row_pass.grads, results, strict=False)
+        shapes = {slot: x.shape if slot == "x" else x.shape[-1:] for slot in row_pass.gives}
+        types = {slot: jax.ShapeDtypeStruct(s, dtypes.get(slot, x.dtype)) for slot, s in shapes.items()}
+        results = launch(row_pass.plan, [found[name] for name in row_pass.reads], row_pass.results(types))
+        gradients |= zip(row_pass.gives, results, strict=False)
         found |= {"dx": gradients["x"]} if "x" in gradients else {}
     return gradients
 

@@ -13,11 +13,10 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import FLOATS, check_name, check_vectors
-from ...op.chooser import rule_of_kernels
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
-from ...op.op import Op
 from ..norm_checks import check_norm_dtypes, checked_epsilon
+from ..norms import NormOp
 from . import choosing, cuda, reference
 from .plan import MOST_ADDENDS
 
@@ -25,16 +24,10 @@ Array = Any
 
 KINDS = ("layer", "rms")
 _VECTORS = ("scale", "bias", "shift")
-XLA = Implementation(
-    "xla",
-    "statistics, normalisation, scale and bias as jnp code",
-    reference.forward,
-    reference.tangent,
-    reference.cotangent,
-)
+XLA = Implementation.of_reference("statistics, normalisation, scale and bias as jnp code", reference)
 
 
-class LayerNorm(Op):
+class LayerNorm(NormOp):
     """LayerNorm and RMSNorm; see `layer_norm` below for shapes and attributes."""
 
     name = "layer_norm"
@@ -43,6 +36,8 @@ class LayerNorm(Op):
     whole = frozenset("n")  # the statistics run over n
     rows, behind_rows = ("x", "residual", "sum", "mean", "rstd"), "axis"
     at_site = (("call", {"residuals": True}), ("cotangent", {}))
+    on_a_cpu = ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU
+    faster = choosing.FASTER
     addends: ClassVar[Mapping[str, int]] = {"out": MOST_ADDENDS}
     defaults: ClassVar[Mapping[str, Any]] = {"kind": "layer", "epsilon": 1e-5, "axis": -1, "gives_sum": False}
     implementations: ClassVar[Mapping[str, Implementation]] = {
@@ -50,9 +45,7 @@ class LayerNorm(Op):
         "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
             adds=True,
         ),
     }
@@ -97,16 +90,14 @@ class LayerNorm(Op):
         more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
 
-    def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        return rule_of_kernels(self, call, choosing.kernels)
+    def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
+        return choosing.why_xla(call)
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """It is to gain both ways: one that it loses takes what the other gains."""
-        if call.device.platform != "cuda":
-            return ImplementationChoice("xla", ChoiceKind.SLOWER, choosing.AS_FAST_ON_A_CPU)
         found = super().left(call, decisions)
-        if found is None:
-            return None
+        if found is None or call.device.platform != "cuda":
+            return found
         as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
         if call.device.arch not in choosing.MEASURED:
             as_xla = "what XLA's code of an op of its own takes was not measured there either"

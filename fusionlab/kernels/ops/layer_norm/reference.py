@@ -19,19 +19,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import Named
+from ..norms import gradients, means, through_statistics
 
 Array = Any
 
 SUMMANDS = ("x", "shift", "residual")  # of what is normalised
-
-
-def _mean(u: Array, axis: int) -> Array:
-    return jnp.mean(u, axis=axis, keepdims=True)
 
 
 def _along(v: Array, rank: int, axis: int) -> Array:
@@ -56,14 +53,6 @@ def summed(x: Array, shift: Array | None, residual: Array | None, axis: int) -> 
     return total.astype(x.dtype)
 
 
-def _normalised(x: Array, mean: Array | None, rstd: Array, axis: int) -> Array:
-    """xhat of x in the statistics' dtype; `mean` and `rstd` lack `axis`."""
-    wide = x.astype(rstd.dtype)
-    if mean is not None:
-        wide = wide - jnp.expand_dims(mean, axis)
-    return wide * jnp.expand_dims(rstd, axis)
-
-
 def forward(
     x: Array,
     scale: Array | None = None,
@@ -72,62 +61,39 @@ def forward(
     residual: Array | None = None,
     *,
     residuals: bool,
-    kind: str,
-    epsilon: float,
-    axis: int,
-    gives_sum: bool,
-    **_: Any,
+    **attrs: Any,
 ) -> list[Array]:
     """[out], the sum if the call gives it or if it is saved, and mean (LayerNorm alone) and rstd if residuals are asked for."""
+    axis, is_centred = attrs["axis"], attrs["kind"] == "layer"
     x = summed(x, shift, residual, axis)
-    sums = [x] if gives_sum or (residuals and residual is not None) else []
+    sums = [x] if attrs["gives_sum"] or (residuals and residual is not None) else []
     wide = x.astype(arithmetic_dtype(x.dtype))
-    mean = _mean(wide, axis) if kind == "layer" else None
-    centred = wide if mean is None else wide - mean
-    rstd = lax.rsqrt(_mean(jnp.square(centred), axis) + epsilon)
+    mean = [means(wide, (axis,))] if is_centred else []
+    centred = wide - mean[0] if mean else wide
+    rstd = lax.rsqrt(means(jnp.square(centred), (axis,)) + attrs["epsilon"])
     out = _scaled(centred * rstd, scale, axis)
     if bias is not None:
         out = out + _along(bias.astype(out.dtype), x.ndim, axis)
-    if not residuals:
-        return [out.astype(x.dtype), *sums]
-    return [out.astype(x.dtype), *sums, *(jnp.squeeze(s, axis) for s in (mean, rstd) if s is not None)]
+    saved = (jnp.squeeze(s, axis) for s in (*mean, rstd)) if residuals else ()
+    return [out.astype(x.dtype), *sums, *saved]
 
 
-def _through_statistics(u: Array, xhat: Array, kind: str, axis: int) -> Array:
-    """P(u): what of a change of x (or of the cotangent of xhat) the statistics leave.
-
-    xhat is rounded, and its mean no zero: what that leaves of P(u) would be summed up where a norm feeds another.
-    """
-    share = _mean(xhat * u, axis)
-    if kind == "layer":
-        return u - _mean(u, axis) - (xhat - _mean(xhat, axis)) * share
-    return u - xhat * share
-
-
-def _saved_xhat(saved: Mapping[str, Array], axis: int) -> Array:
-    """xhat, of the sum where it was saved."""
+def _saved_xhat(saved: Named, axis: int) -> Array:
+    """xhat in the statistics' dtype, of the sum where it was saved."""
     s = saved["sum"] if "sum" in saved else summed(saved["x"], saved.get("shift"), None, axis)
-    return _normalised(s, saved.get("mean"), saved["rstd"], axis)
+    wide = s.astype(saved["rstd"].dtype)
+    if "mean" in saved:
+        wide = wide - jnp.expand_dims(saved["mean"], axis)
+    return wide * jnp.expand_dims(saved["rstd"], axis)
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    *,
-    kind: str,
-    axis: int,
-    dtypes: tuple[str, ...],
-    gives_sum: bool,
-    **_: Any,
-) -> Any:
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Any:
     """scale * rstd * P(ds) + xhat * dscale + dbias, of the tangents given, ds = dx + dshift + dresidual.
 
     Of a call that gives the sum a dict, with ds too.
     """
-    wide = arithmetic_dtype(dtypes[0])
-    moving = {slot: t.astype(wide) for slot, t in tangents.items()}
+    axis, dtype = attrs["axis"], attrs["dtypes"][0]
+    moving = {slot: t.astype(arithmetic_dtype(dtype)) for slot, t in tangents.items()}
 
     def whole(vector: Array) -> Array:
         return jnp.broadcast_to(_along(vector, len(shape), axis), shape, out_sharding=shardings.get("out"))
@@ -137,54 +103,37 @@ def tangent(
     if moved is not None or "scale" in moving:
         xhat = _saved_xhat(saved, axis)
         if moved is not None:
-            through = _through_statistics(moved, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
-            parts.append(_scaled(through, saved.get("scale"), axis))
+            through = through_statistics(moved, xhat, (axis,), attrs["kind"] == "layer")
+            parts.append(_scaled(through * jnp.expand_dims(saved["rstd"], axis), saved.get("scale"), axis))
         if "scale" in moving:
             parts.append(xhat * _along(moving["scale"], len(shape), axis))
     if "bias" in moving:
         parts.append(whole(moving["bias"]))
-    out = sum(parts[1:], parts[0]).astype(dtypes[0])
-    if not gives_sum:
+    out = sum(parts[1:], parts[0]).astype(dtype)
+    if not attrs["gives_sum"]:
         return out
-    return {"out": out, "sum": jnp.zeros_like(out) if moved is None else moved.astype(dtypes[0])}
+    return {"out": out, "sum": jnp.zeros_like(out) if moved is None else moved.astype(dtype)}
 
 
-def _moved(moving: Mapping[str, Array], whole: Callable[[Array], Array]) -> Any:
+def _moved(moving: Named, whole: Callable[[Array], Array]) -> Any:
     """ds: the sum of the tangents of what is summed up before the norm; None where there are none."""
     terms = [whole(moving[slot]) if slot == "shift" else moving[slot] for slot in SUMMANDS if slot in moving]
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Any,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    kind: str,
-    axis: int,
-    dtypes: tuple[str, ...],
-    present: tuple[str, ...],
-    **_: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted, in order: dx = dresidual = rstd * P(ct * scale) + ct_sum; summed over rows, dshift = dx, dscale = ct * xhat and
     dbias = ct.
 
     `ct` is a dict with "out", "sum" or both where the call gives the sum.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
-    cts = {name: c.astype(arithmetic_dtype(dtypes[0])) for name, c in cts.items()}
-    grads = _gradients(saved, cts, wanted, kind, axis)
-    for slot in wanted:
-        if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not
-            grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])
-    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
-    return [grads[slot].astype(as_given[slot]) for slot in wanted]
+    cts = {name: c.astype(arithmetic_dtype(attrs["dtypes"][0])) for name, c in cts.items()}
+    grads = _gradients(saved, cts, wanted, attrs["kind"], attrs["axis"])
+    return gradients(grads, wanted, shardings, attrs["present"], attrs["dtypes"])
 
 
-def _gradients(
-    saved: Mapping[str, Array], cts: Mapping[str, Array], wanted: tuple[str, ...], kind: str, axis: int
-) -> dict[str, Array]:
+def _gradients(saved: Named, cts: Named, wanted: tuple[str, ...], kind: str, axis: int) -> dict[str, Array]:
     """In the dtype of the arithmetic; x and residual share theirs."""
     like = next(iter(cts.values()))
     rows = tuple(d for d in range(like.ndim) if d != axis)
@@ -195,7 +144,7 @@ def _gradients(
         xhat = _saved_xhat(saved, axis)
         if moves:
             inner = _scaled(of_out, saved.get("scale"), axis)
-            dx = _through_statistics(inner, xhat, kind, axis) * jnp.expand_dims(saved["rstd"], axis)
+            dx = through_statistics(inner, xhat, (axis,), kind == "layer") * jnp.expand_dims(saved["rstd"], axis)
             dx = dx + cts["sum"] if "sum" in cts else dx
             grads |= {"x": dx, "residual": dx}
             if "shift" in wanted:

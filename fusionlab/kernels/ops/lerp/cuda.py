@@ -10,16 +10,17 @@ import jax.numpy as jnp
 
 from ....device import Device
 from ...launch.ffi_call import launch
-from ...op.arrays import FLOATS, refuses_dtypes
+from ...op.arrays import FLOATS, Named, refuses_dtypes
 from ..geometry import accumulator
+from ..passes import KernelPass
 from .axes import MAX_RANK, result_shape
-from .plan import CotangentPass, backward_passes, forward_plan
+from .plan import backward_passes, forward_plan
 from .reference import operand_shapes
 
 Array = Any
 
 
-def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+def refuses(shapes: Named, device: Device, **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None. `shapes` may have entries for x, y and w with a shape and a dtype."""
     for slot, shape in shapes.items():
         if len(shape.shape) > MAX_RANK:
@@ -38,20 +39,12 @@ def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[
     return launch(forward_plan(shapes, x.dtype.name), [x, y, w], [out])
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    broadcast: tuple[tuple[str, tuple[int, ...], str], ...],
-    **_: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients of the slots wanted, each of its operand's shape; `broadcast` says those of all three.
 
     Sums are accumulated in float32 (float64 for float64), always in the same order, and rounded once.
     """
-    shapes = operand_shapes(broadcast, ct.shape)
+    shapes = operand_shapes(attrs["broadcast"], ct.shape)
     if not ct.size:
         return [jnp.zeros(shapes[slot], ct.dtype) for slot in wanted]
     found = run_passes(backward_passes(shapes, wanted, ct.dtype.name), saved, ct, shapes)
@@ -59,13 +52,13 @@ def cotangent(
 
 
 def run_passes(
-    passes: Iterable[CotangentPass], saved: Mapping[str, Array], ct: Array, shapes: Mapping[str, tuple[int, ...]]
+    passes: Iterable[KernelPass], saved: Named, ct: Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
     """What the passes make, by slot; `shapes` are those of x, y and w."""
     sums: dict[str, Array] = {}
-    for cotangent_pass in passes:
-        results = [jax.ShapeDtypeStruct(shapes[slot], ct.dtype) for slot in cotangent_pass.grads]
-        results += [jax.ShapeDtypeStruct(shape, accumulator(ct.dtype.name)) for shape in cotangent_pass.scratch]
-        found = launch(cotangent_pass.plan, [ct, *(saved[slot] for slot in cotangent_pass.reads)], results)
-        sums.update(zip(cotangent_pass.grads, found, strict=False))
+    known = {**saved, "ct": ct}
+    types = {slot: jax.ShapeDtypeStruct(shape, ct.dtype) for slot, shape in shapes.items()}
+    for one in passes:
+        results = one.results(types, accumulator(ct.dtype.name))
+        sums |= zip(one.gives, launch(one.plan, [known[name] for name in one.reads], results), strict=False)
     return sums

@@ -21,7 +21,7 @@ from .axes import MAX_RANK, BroadcastAxes, collapse
 Array = Any
 
 SIZES = tuple(f"axis {i}" for i in range(MAX_RANK))
-XLA = Implementation("xla", "x + w * (y - x) as jnp code", reference.forward, reference.tangent, reference.cotangent)
+XLA = Implementation.of_reference("x + w * (y - x) as jnp code", reference)
 
 
 class Lerp(Op):
@@ -42,9 +42,7 @@ class Lerp(Op):
         "cuda": XLA.by_kernels(
             "cuda",
             "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
-            cuda.forward,
-            cotangent=cuda.cotangent,
-            unable=cuda.refuses,
+            cuda,
         ),
     }
 

@@ -10,41 +10,24 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ....errors import ArgumentError, unknown_name
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from ..geometry import GRID_X, ITEM_BYTES, ceil_div, power_of_2, vector
+from ..passes import CODES, KernelPass, options, places
 from . import tiling
 from .axes import SLOTS, BroadcastAxes, collapse, powers_of_2, result_shape
 from .tiling import THREADS, LanedPass, PartSum, Rows, Tiling
 
 SOURCE = CudaSource("lerp/lerp.cu", ("lerp_forward", "lerp_backward_flat", "lerp_backward", "lerp_sum"))
-_CODES = {"float32": 0, "bfloat16": 1, "float16": 2, "float64": 3}
 _PLACES = ("ct", "w", "x", "y", "dx", "dy", "dw", "column", "first p", "first q")  # the kernel's enum
 _NARROW = 2**31 - 1  # elements that 32-bit numbers are used for
 # Tuned as those of tiling.py.
 FLAT_ITEMS = 2  # at most, of those kernels that go element by element: they run with 2,048 threads a multiprocessor
 FLAT_BYTES = 64 << 20  # of an array of the result's shape beyond which they take one item each: no cache holds it then
 PASS_BYTES = 12 << 20  # another pass
-
-
-@dataclass(frozen=True)
-class CotangentPass:
-    """One pass over the cotangent.
-
-    Attributes:
-      plan: its operands are ct and `reads`; its results the gradients of `grads`, then scratch.
-      reads: slots that are read, in the order w, x, y.
-      grads: slots whose gradients it makes.
-      scratch: shapes of partial sums, of `accumulator(dtype)`.
-    """
-
-    plan: KernelPlan
-    reads: tuple[str, ...]
-    grads: tuple[str, ...]
-    scratch: tuple[tuple[int, int], ...]
 
 
 def forward_plan(shapes: Mapping[str, Sequence[int]], dtype: str) -> KernelPlan:
@@ -65,9 +48,7 @@ def forward_plan(shapes: Mapping[str, Sequence[int]], dtype: str) -> KernelPlan:
     return _flat(0, "lerp_forward", collapse(shapes, SLOTS), SLOTS, dtype, params, math.prod(result_shape(shapes)))
 
 
-def backward_passes(
-    shapes: Mapping[str, Sequence[int]], wanted: tuple[str, ...], dtype: str
-) -> tuple[CotangentPass, ...]:
+def backward_passes(shapes: Mapping[str, Sequence[int]], wanted: tuple[str, ...], dtype: str) -> tuple[KernelPass, ...]:
     """dx = sum of (1 - w) ct, dy = sum of w ct, dw = sum of (y - x) ct, over the axes along which each was broadcast.
 
     Args:
@@ -76,7 +57,8 @@ def backward_passes(
       dtype: numpy's name, of all arrays.
 
     Returns:
-      One pass, or several where ct read again costs less than the partial sums of one pass would.
+      One pass, or several where ct read again costs less than the partial sums of one pass would. They read ct, then slots in the order
+      w, x, y; scratch is of `accumulator(dtype)`.
 
     Raises:
       ArgumentError, UnknownNameError: what is asked for does not exist.
@@ -91,11 +73,11 @@ def backward_passes(
 @functools.lru_cache(maxsize=256)
 def _passes(
     given: tuple[tuple[str, tuple[int, ...]], ...], wanted: tuple[str, ...], dtype: str
-) -> tuple[CotangentPass, ...]:
+) -> tuple[KernelPass, ...]:
     shapes = dict(given)
 
     @functools.cache
-    def pass_of(grads: tuple[str, ...]) -> tuple[float, CotangentPass]:
+    def pass_of(grads: tuple[str, ...]) -> tuple[float, KernelPass]:
         return _pass_of(shapes, grads, dtype)
 
     choices = [[pass_of(group) for group in groups] for groups in _groupings(wanted)]
@@ -129,19 +111,17 @@ def all_tilings(call: LanedPass) -> Iterator[Tiling]:
     return itertools.chain.from_iterable(tiling.tilings(replace(call, lanes=n)) for n in lanes)
 
 
-def _pass_of(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, CotangentPass]:
+def _pass_of(shapes: Mapping[str, Sequence[int]], grads: tuple[str, ...], dtype: str) -> tuple[float, KernelPass]:
     call = call_of(shapes, grads, dtype)
     if all(slot in axis.slots for axis in call.axes for slot in grads):
-        addresses = tuple(("result", grads.index(s)) if s in grads else ("null", 0) for s in SLOTS)
-        plan = _flat(
-            1, "lerp_backward_flat", call.axes, call.reads, dtype, (*call.operands, *addresses), call.elements, grads
-        )
-        return call.base_bytes, CotangentPass(plan, call.reads, grads, ())
+        params = (*call.operands, *places("result", SLOTS, grads))
+        plan = _flat(1, "lerp_backward_flat", call.axes, call.reads, dtype, params, call.elements, grads)
+        return call.base_bytes, KernelPass(plan, call.operand_names, grads, ())
     best = min(((tiling.cost(t), t) for t in all_tilings(call)), key=lambda pair: pair[0])
     return best[0], tiled_pass(best[1])
 
 
-def tiled_pass(chosen: Tiling) -> CotangentPass:
+def tiled_pass(chosen: Tiling) -> KernelPass:
     """The pass done that way."""
     call = chosen.call
     partial = tuple(slot for slot in call.grads if chosen.parts(slot) > 1)
@@ -151,13 +131,13 @@ def tiled_pass(chosen: Tiling) -> CotangentPass:
     addresses = tuple(("result", numbers[s]) if s in numbers else ("null", 0) for s in SLOTS)
     block = (call.lanes, chosen.threads_y, 1)
     launches = [Launch("lerp_backward", (chosen.blocks, 1, 1), block, 0, (*call.operands, *addresses), early=True)]
-    options = _tile_options(chosen, partial, max(call.elements, *(math.prod(s) for s in scratch), 0))
+    told = _tile_options(chosen, partial, max(call.elements, *(math.prod(s) for s in scratch), 0))
     if partial:
         sums = [PartSum(*shape) for shape in scratch]
         pairs = [(numbers[slot], call.grads.index(slot)) for slot in partial]
         launches.append(_sum_launch(sums, pairs))
-        options = (*options, "-DFL_SUMS=" + ",".join(map(str, sums)))
-    return CotangentPass(KernelPlan(SOURCE.path, options, tuple(launches)), call.reads, call.grads, scratch)
+        told = (*told, *options({"SUMS": ",".join(map(str, sums))}))
+    return KernelPass(KernelPlan(SOURCE.path, told, tuple(launches)), call.operand_names, call.grads, scratch)
 
 
 def _sum_launch(sums: Sequence[PartSum], pairs: Sequence[tuple[int, int]]) -> Launch:
@@ -208,7 +188,7 @@ def _tile_options(chosen: Tiling, partial: Sequence[str], most: int) -> tuple[st
     }
     for slot in SLOTS:
         values["D" + slot.upper()] = _gradient_bits(chosen, slot, slot in partial)
-    return _options(values)
+    return options(values)
 
 
 def _steps(call: LanedPass, number: int, partial: Sequence[str], parts: dict[str, int]) -> dict[str, int]:
@@ -267,7 +247,7 @@ def _flat(
     if blocks > GRID_X:
         raise ArgumentError(f"lerp: got {elements} elements, more than a grid of {GRID_X} blocks takes")
     launch = Launch(entry, (blocks, 1, 1), (THREADS, 1, 1), 0, params, early=True)
-    return KernelPlan(SOURCE.path, _options(values), (launch,) if elements else ())
+    return KernelPlan(SOURCE.path, options(values), (launch,) if elements else ())
 
 
 def _common(
@@ -277,7 +257,7 @@ def _common(
     on = ("ct", *lanes)
     return {
         "KIND": kind,
-        "T": _CODES[dtype],
+        "T": CODES[dtype],
         "WIDE": int(most > _NARROW),
         "VEC": vec,
         "LANES": sum(1 << _PLACES.index(place) for place in on),
@@ -289,10 +269,6 @@ def _axis(size: int, steps: Mapping[str, int]) -> str:
     return f"{{{size},{{{','.join(str(steps.get(place, 0)) for place in _PLACES)}}}}}"
 
 
-def _options(values: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
-
-
 def _check(dtype: str) -> None:
-    if dtype not in _CODES:
-        raise unknown_name("dtype", dtype, _CODES)
+    if dtype not in CODES:
+        raise unknown_name("dtype", dtype, CODES)

@@ -10,12 +10,11 @@ Arithmetic and sums are float32 for float32, bfloat16 and float16, float64 for f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from ...op.arrays import summed_to, wide
+from ...op.arrays import Named, summed_to, wide
 
 Array = Any
 
@@ -26,13 +25,7 @@ def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[
     return [(start + wide(w) * (wide(y) - start)).astype(x.dtype)]
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    **_: Any,
-) -> Array:
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **_: Any) -> Array:
     """(1 - w) * dx + w * dy + (y - x) * dw, of those that move."""
     factors = _factors(saved, tuple(tangents))
     parts = [factors[slot] * wide(moved) for slot, moved in tangents.items()]
@@ -40,17 +33,9 @@ def tangent(
     return total.astype(next(iter(tangents.values())).dtype)
 
 
-def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    broadcast: tuple[tuple[str, tuple[int, ...], str], ...],
-    **_: Any,
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted, in order; `broadcast` has (slot, shape, dtype) of every operand."""
-    factors, shapes = _factors(saved, wanted), operand_shapes(broadcast, ct.shape)
+    factors, shapes = _factors(saved, wanted), operand_shapes(attrs["broadcast"], ct.shape)
     moved = {slot: factors[slot] * wide(ct) for slot in wanted}
     return [summed_to(moved[slot], shapes[slot], shardings.get(slot)).astype(ct.dtype) for slot in wanted]
 
@@ -64,7 +49,7 @@ def operand_shapes(
     return {slot: tuple(1 if n == 1 else m for n, m in zip(shape, result, strict=True)) for slot, shape, _ in broadcast}
 
 
-def _factors(saved: Mapping[str, Array], slots: tuple[str, ...]) -> dict[str, Array]:
+def _factors(saved: Named, slots: tuple[str, ...]) -> dict[str, Array]:
     """What each operand's tangent is multiplied by."""
     makes = {
         "x": lambda: 1.0 - wide(saved["w"]),

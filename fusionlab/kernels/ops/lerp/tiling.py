@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..geometry import GRID_X, ITEM_BYTES, WARP, accumulator, ceil_div, power_of_2, round_up, vector
+from ..passes import places
 from .axes import SLOTS, BroadcastAxes, powers_of_2
 
 THREADS = 256  # at most, of a block: a few blocks a multiprocessor, so that one works while another waits at a barrier
@@ -66,9 +67,12 @@ class LanedPass:
         return {s: math.prod(a.size for a in self.axes if s in a.slots) for s in SLOTS}
 
     @property
+    def operand_names(self) -> tuple[str, ...]:
+        return "ct", *self.reads
+
+    @property
     def operands(self) -> tuple[tuple[str, int], ...]:
-        names = ("ct", *self.reads)
-        return tuple(("operand", names.index(n)) if n in names else ("null", 0) for n in ("ct", "w", "x", "y"))
+        return places("operand", ("ct", "w", "x", "y"), self.operand_names)
 
     @functools.cached_property
     def base_bytes(self) -> int:

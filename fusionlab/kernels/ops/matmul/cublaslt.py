@@ -6,8 +6,6 @@ in the shape of the result first, which costs writing and reading that once. The
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,47 +14,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....device import Device
-from ...choose.choices import CHOICES
 from ...launch import cublaslt as lt
-from ...launch.ffi_call import launch
-from ...launch.plans import plan_name
+from ...op.arrays import Named
 from ..gemm_epilogue import reference as unbatched
-from ..gemm_epilogue.cublaslt import aux_pitch, compute_of, epilogue_name, saved_array
+from ..gemm_epilogue.cublaslt import aux_pitch, compute_of, epilogue_name, run, saved_array
 from . import reference, support
 from .axes import ProductAxes, Stored
 
 Array = Any
 
 
-def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
+def refuses(shapes: Named, device: Device, **attrs: Any) -> str | None:
     """Why this backend cannot run a call, or None."""
     found = support.library(shapes, device, **attrs)
     return found and found.sentence
 
 
-def forward(
-    a: Array,
-    b: Array,
-    bias: Array | None = None,
-    *,
-    residuals: bool,
-    dimensions: Any,
-    activation: str,
-    out: str,
-    device: Device,
-    **attrs: Any,
-) -> list[Array]:
+def forward(a: Array, b: Array, bias: Array | None = None, *, residuals: bool, **attrs: Any) -> list[Array]:
     """[out], and the activation's residual if asked for and if it has one: one call.
 
     Where its epilogue cannot write what is kept for the backward, the call makes h, and what follows is jnp code.
     """
-    sizes = ProductAxes.of(a.shape, b.shape, dimensions)
-    call = functools.partial(_called, a, b, bias, sizes, device, dimensions=dimensions, **attrs)
-    if not residuals or activation == "none":
-        return call(activation, out, False)
-    if _keeps(sizes, activation, out, attrs["product"]):
-        return call(activation, out, True)
-    (h,) = call("none", attrs["product"], False)
+    activation, out, product = attrs["activation"], attrs["out"], attrs["product"]
+    sizes = ProductAxes.of(a.shape, b.shape, attrs["dimensions"])
+    saves = residuals and activation != "none"
+    if not saves or _keeps(sizes, activation, out, product):
+        return _called(a, b, bias, sizes, saves, **attrs)
+    (h,) = _called(a, b, bias, sizes, False, **attrs | {"activation": "none", "out": product})
     return reference.epilogue(h, None, True, alpha=1.0, beta=1.0, activation=activation, out=out)
 
 
@@ -71,31 +55,19 @@ def _is_in_epilogue(bias: Array | None, beta: float, sizes: ProductAxes) -> bool
     return bias is not None and beta == 1.0 and sizes.bias(bias.shape) in ("columns", "nothing")
 
 
-def _called(
-    a: Array,
-    b: Array,
-    bias: Array | None,
-    sizes: ProductAxes,
-    device: Device,
-    activation: str,
-    out: str,
-    saves: bool,
-    **attrs: Any,
-) -> list[Array]:
+def _called(a: Array, b: Array, bias: Array | None, sizes: ProductAxes, saves: bool, **attrs: Any) -> list[Array]:
+    activation, out, device = attrs["activation"], attrs["out"], attrs["device"]
     in_epilogue = _is_in_epilogue(bias, attrs["beta"], sizes)
-    plan = product_plan({"a": a, "b": b}, sizes, device, out=out, **attrs)
+    plan = product_plan({"a": a, "b": b}, sizes, **attrs)
     _, rows, columns, _ = sizes.sizes
     pitch = aux_pitch(activation, saves, columns)
     beta = float(attrs["beta"]) if bias is not None and not in_epilogue else 0.0
     plan = replace(plan, epilogue=epilogue_name(activation, saves, in_epilogue), aux_pitch=pitch, beta=beta)
-    if found := CHOICES.algorithm(device.arch, plan_name(plan)):
-        plan = plan.with_algorithm(*found)
     more = [] if bias is None else [_bias(bias, sizes, out, in_epilogue)]
     results = [jax.ShapeDtypeStruct(sizes.result, np.dtype(out))]
     if saves:
         results.append(saved_array(activation, rows, columns, np.dtype(out)))
-    scratch = jax.ShapeDtypeStruct((plan.workspace,), np.uint8)
-    outs = launch(plan, [b, a, *more], [*results, scratch])[:-1]
+    outs = run(plan, device, [b, a, *more], results)
     if saves and activation == "relu":
         outs[1] = unbatched.unpacked(outs[1], (rows, columns))
     return [outs[0], *(saved.reshape(sizes.result) for saved in outs[1:])]
@@ -108,19 +80,9 @@ def _bias(bias: Array, sizes: ProductAxes, out: str, in_epilogue: bool) -> Array
     return jnp.broadcast_to(bias, sizes.result).astype(out)
 
 
-def product_plan(
-    operands: Mapping[str, Any],
-    sizes: ProductAxes,
-    device: Device,
-    *,
-    dimensions: Any,
-    out: str,
-    precision: Any,
-    alpha: float,
-    **_: Any,
-) -> lt.MatmulPlan:
+def product_plan(operands: Named, sizes: ProductAxes, *, device: Device, out: str, **attrs: Any) -> lt.MatmulPlan:
     """The plan of a call without its epilogue; `operands` have shapes and dtypes."""
-    a, b = support.layouts(operands, dimensions)
+    a, b = support.layouts(operands, attrs["dimensions"])
     if a is None or b is None:
         raise AssertionError("a call that was refused")
     batch, rows, columns, inner = sizes.sizes
@@ -132,10 +94,10 @@ def product_plan(
         left_transposed=a.transposed,
         right_transposed=not b.transposed,  # stored as columns x inner unless "transposed"
         dtype=dtype,
-        compute=compute_of(dtype, precision),
+        compute=compute_of(dtype, attrs["precision"]),
         workspace=lt.workspace_for(device.capability),
         out="" if out == dtype else out,
-        alpha=float(alpha),
+        alpha=float(attrs["alpha"]),
         batch=batch,
         leading=(_leading(b, columns, inner), _leading(a, rows, inner)),
         strides=(b.stride, a.stride) if batch > 1 else (0, 0),

@@ -25,13 +25,7 @@ Array = Any
 
 _ROWS = ("a", "d_a", "ct", "mask", "preactivation")  # operands with one entry for each row of a
 _BIASES = ("bias", "d_bias")
-XLA = Implementation(
-    "xla",
-    "the same product, and what stands behind it as jnp code",
-    reference.forward,
-    reference.tangent,
-    reference.cotangent,
-)
+XLA = Implementation.of_reference("the same product, and what stands behind it as jnp code", reference)
 
 
 class Matmul(Op):
@@ -61,16 +55,14 @@ class Matmul(Op):
         "cublaslt": XLA.by_kernels(
             "cublaslt",
             "one cuBLASLt call: factors, bias, activation and the cast of the result in it",
-            cublaslt.forward,
-            unable=cublaslt.refuses,
+            cublaslt,
             plain=False,
             roles=("call",),
         ),
         "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one kernel of our own for bias and activation",
-            cuda.forward,
-            unable=cuda.refuses,
+            cuda,
             plain=False,
             roles=("call",),
         ),

@@ -9,14 +9,13 @@ a . b is the `dot_general` of these dimensions, its result in the dtype `product
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...op.arrays import summed_to
+from ...op.arrays import Named, summed_to
 from ..gemm_epilogue.activations import ACTIVATIONS
 from .axes import Dimensions, free
 
@@ -32,23 +31,13 @@ def forward(a: Array, b: Array, bias: Array | None = None, *, residuals: bool, *
     return epilogue(dot(a, b, **attrs), bias, residuals, **attrs)
 
 
-def epilogue(
-    summed: Array,
-    bias: Array | None,
-    residuals: bool,
-    *,
-    alpha: float,
-    beta: float,
-    activation: str,
-    out: str,
-    **_: Any,
-) -> list[Array]:
+def epilogue(summed: Array, bias: Array | None, residuals: bool, **attrs: Any) -> list[Array]:
     """What stands behind the product."""
-    h = _scaled(summed, alpha)
+    h = _scaled(summed, attrs["alpha"])
     if bias is not None:
-        h = h + _scaled(bias.astype(h.dtype), beta)
-    act = ACTIVATIONS[activation]
-    result = act.fn(h).astype(out)
+        h = h + _scaled(bias.astype(h.dtype), attrs["beta"])
+    act = ACTIVATIONS[attrs["activation"]]
+    result = act.fn(h).astype(attrs["out"])
     return [result, act.save(h)] if residuals and act.save else [result]
 
 
@@ -56,13 +45,7 @@ def _scaled(a: Array, factor: float) -> Array:
     return a if factor == 1.0 else a * factor
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    **attrs: Any,
-) -> Array:
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Array:
     """act'(h) * (alpha * (da . b + a . db) + beta * dbias), of the tangents given."""
     parts = []
     if "a" in tangents:
@@ -76,9 +59,7 @@ def tangent(
     return act.scale(saved.get(act.residual), functools.reduce(jnp.add, parts)).astype(attrs["out"])
 
 
-def cotangent(
-    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
-) -> list[Array]:
+def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients wanted, in order: dh = act'(h) * ct, da = alpha * dh . b^T, db = alpha * a^T . dh, dbias = beta * dh, summed."""
     act = ACTIVATIONS[attrs["activation"]]
     dh = act.scale(saved.get(act.residual), ct.astype(attrs["product"]))
@@ -93,7 +74,7 @@ def cotangent(
     return [found[slot] for slot in wanted]
 
 
-def _of_operand(slot: str, saved: Mapping[str, Array], dh: Array, sharding: Any, **attrs: Any) -> Array:
+def _of_operand(slot: str, saved: Named, dh: Array, sharding: Any, **attrs: Any) -> Array:
     """The transpose of the product as a function of one operand. The other is widened to the dtype of h first, as it is where a
     program widens both before it multiplies.
 

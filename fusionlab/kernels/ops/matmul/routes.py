@@ -124,36 +124,25 @@ def _by_measurement(route: Route, found: Choice | None, device: Device) -> Answe
     return Answer(route, True, "", found.reason)
 
 
-def case(
-    shapes: Mapping[str, Any],
-    *,
-    dimensions: Any,
-    precision: Any,
-    product: str,
-    out: str,
-    alpha: float,
-    beta: float,
-    activation: str,
-    residuals: bool = False,
-    **_: Any,
-) -> str:
+def case(shapes: Mapping[str, Any], **attrs: Any) -> str:
     """The product as text: all that its speed hangs on."""
+    dimensions, activation, is_biased = attrs["dimensions"], attrs["activation"], "bias" in shapes
     sizes = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, dimensions)
     dtype = np.dtype(shapes["a"].dtype).name
     sides = [None if operand is None else operand.transposed for operand in support.layouts(shapes, dimensions)]
     content: dict[str, Any] = {
         "dtype": dtype,
-        "product": product,
-        "out": out,
-        "compute": compute_of(dtype, precision),
+        "product": attrs["product"],
+        "out": attrs["out"],
+        "compute": compute_of(dtype, attrs["precision"]),
         "activation": activation,
-        "bias": sizes.bias(shapes["bias"].shape) if "bias" in shapes else "none",
-        "scaled": [alpha != 1.0, beta != 1.0 and "bias" in shapes],
+        "bias": sizes.bias(shapes["bias"].shape) if is_biased else "none",
+        "scaled": [attrs["alpha"] != 1.0, attrs["beta"] != 1.0 and is_biased],
         "a": {None: "other", True: "KM", False: "MK"}[sides[0]],
         "b": {None: "other", True: "KN", False: "NK"}[sides[1]],
-        "residuals": bool(residuals) and activation != "none",
+        "residuals": bool(attrs.get("residuals")) and activation != "none",
     }
-    if "bias" in shapes and (given := np.dtype(shapes["bias"].dtype).name) != product:
+    if is_biased and (given := np.dtype(shapes["bias"].dtype).name) != attrs["product"]:
         content["bias_dtype"] = given  # XLA widens it in a kernel behind the product
     content |= dict(zip(SIZES, sizes.sizes, strict=True))
     return case_text("matmul", "call", **content)

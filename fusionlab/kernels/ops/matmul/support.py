@@ -5,24 +5,21 @@ Limits: the cuBLAS documentation, cublasLtMatmul (table of supported types), cub
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax import lax
 
 from ....device import Device
 from ...launch import cublaslt as lt
 from ...launch.compile import refuses_device as refuses_compiled
-from ...op.arrays import FLOATS, names_algorithm, precisions
-from ..gemm_epilogue.cublaslt import compute_of
-from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ...op.arrays import FLOATS, Named
+from ..gemm_epilogue.cublaslt import EPILOGUES, NO_EPILOGUE, compute_of, refuses_precision
+from ..gemm_epilogue.cuda import refuses_activation
 from .axes import ProductAxes, Stored, free, stored
 
 Array = Any
 
-EPILOGUES = {"none": "", "relu": "RELU", "gelu_tanh": "GELU"}
 HALVES = ("bfloat16", "float16")
 
 
@@ -34,7 +31,7 @@ class Reason:
     sentence: str
 
 
-def library(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason | None:
+def library(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
     """Why cuBLASLt cannot compute a call in one product, or None."""
     if unable := refuses_device(device):
         return unable
@@ -49,11 +46,14 @@ def library(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason |
 
 def refuses_device(device: Device) -> Reason | None:
     """Why nothing of ours runs on a device."""
-    text = refuses_compiled(device)
-    return Reason("device", text) if text else None
+    return _reason("device", refuses_compiled(device))
 
 
-def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any, **_: Any) -> Reason | None:
+def _reason(code: str, sentence: str | None) -> Reason | None:
+    return None if sentence is None else Reason(code, sentence)
+
+
+def _types(shapes: Named, *, product: str, out: str, precision: Any, **_: Any) -> Reason | None:
     given = np.dtype(shapes["a"].dtype).name
     if given not in FLOATS:
         return Reason("dtype", f"operands of {given}: it multiplies {', '.join(FLOATS)}")
@@ -61,16 +61,10 @@ def _types(shapes: Mapping[str, Any], *, product: str, out: str, precision: Any,
         return Reason("dtype", f"{given} multiplied to {product}: it sums {given} in float32 or as it is")
     if out not in (product, given):
         return Reason("dtype", f"a result of {out} from operands of {given}: it writes {given} or {product}")
-    if lax.Precision.HIGH in precisions(precision):
-        return Reason(
-            "precision", "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
-        )
-    if names_algorithm(precision):
-        return Reason("precision", f"precision {precision} names an algorithm, which cuBLASLt does not take")
-    return None
+    return _reason("precision", refuses_precision(precision))
 
 
-def _factors(shapes: Mapping[str, Any], *, alpha: float, beta: float, product: str, **_: Any) -> Reason | None:
+def _factors(shapes: Named, *, alpha: float, beta: float, product: str, **_: Any) -> Reason | None:
     kind = np.float64 if product == "float64" else np.float32  # what it holds them in
     used = (alpha, beta) if "bias" in shapes else (alpha,)
     held = [float(np.asarray(factor).astype(kind)) for factor in used]
@@ -79,7 +73,7 @@ def _factors(shapes: Mapping[str, Any], *, alpha: float, beta: float, product: s
     return None
 
 
-def _layout(shapes: Mapping[str, Any], *, dimensions: Any, **_: Any) -> Reason | None:
+def _layout(shapes: Named, *, dimensions: Any, **_: Any) -> Reason | None:
     if any(0 in s.shape for s in shapes.values()):
         return Reason("axes", "an operand is empty")
     a, b = layouts(shapes, dimensions)
@@ -91,7 +85,7 @@ def _layout(shapes: Mapping[str, Any], *, dimensions: Any, **_: Any) -> Reason |
     return None
 
 
-def layouts(shapes: Mapping[str, Any], dimensions: Any) -> tuple[Stored | None, Stored | None]:
+def layouts(shapes: Named, dimensions: Any) -> tuple[Stored | None, Stored | None]:
     """How the matrices of a and b stand in memory."""
     (lc, rc), (lb, rb) = dimensions
     pairs = sorted(zip(lc, rc, strict=True))  # in any order the sum is the same
@@ -101,9 +95,9 @@ def layouts(shapes: Mapping[str, Any], dimensions: Any) -> tuple[Stored | None, 
     return a, b
 
 
-def _epilogue(shapes: Mapping[str, Any], *, activation: str, precision: Any, out: str, **_: Any) -> Reason | None:
+def _epilogue(shapes: Named, *, activation: str, precision: Any, out: str, **_: Any) -> Reason | None:
     if activation not in EPILOGUES:
-        return Reason("activation", f"cuBLASLt has no epilogue for {activation}, only for relu and gelu_tanh")
+        return Reason("activation", NO_EPILOGUE.format(activation))
     if activation == "gelu_tanh":
         if out == "float64":
             return Reason("activation", "its GELU is good to some 3e-10 in float64 (measured), not to the last digit")
@@ -113,7 +107,7 @@ def _epilogue(shapes: Mapping[str, Any], *, activation: str, precision: Any, out
     return _bias(shapes, out)
 
 
-def _bias(shapes: Mapping[str, Any], out: str) -> Reason | None:
+def _bias(shapes: Named, out: str) -> Reason | None:
     if "bias" not in shapes:
         return None
     dtype = np.dtype(shapes["bias"].dtype).name
@@ -122,7 +116,7 @@ def _bias(shapes: Mapping[str, Any], out: str) -> Reason | None:
     return None
 
 
-def kernel(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason | None:
+def kernel(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
     """Why XLA's product with a kernel of our own behind it cannot compute a call, or None."""
     if unable := refuses_device(device):
         return unable
@@ -131,29 +125,15 @@ def kernel(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> Reason | 
     return _behind(shapes, **attrs)
 
 
-def _behind(
-    shapes: Mapping[str, Any],
-    *,
-    activation: str,
-    product: str,
-    out: str,
-    alpha: float,
-    beta: float,
-    dimensions: Any,
-    **_: Any,
-) -> Reason | None:
-    if activation == "none":
-        return Reason("nothing", "without an activation there is nothing for a kernel beside the product to do")
-    if activation not in KERNEL_ACTIVATIONS:
-        return Reason(
-            "activation", f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
-        )
+def _behind(shapes: Named, *, activation: str, product: str, out: str, **attrs: Any) -> Reason | None:
+    if unable := refuses_activation(activation):
+        return Reason("nothing" if activation == "none" else "activation", unable)
     if out != product or out not in FLOATS:
         return Reason("dtype", f"a product of {product} with a result of {out}: its kernels read and write one dtype")
-    if alpha != 1.0 or beta != 1.0:
-        return Reason("scale", f"factors of {alpha:g} and {beta:g}: its kernels have none")
+    if (factors := (attrs["alpha"], attrs["beta"])) != (1.0, 1.0):
+        return Reason("scale", "factors of {:g} and {:g}: its kernels have none".format(*factors))
     if "bias" in shapes:
-        along = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, dimensions).bias(shapes["bias"].shape)
+        along = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, attrs["dimensions"]).bias(shapes["bias"].shape)
         if along != "columns":
             return Reason("bias", f"a bias along {along}: its kernels add one along the columns")
         dtype = np.dtype(shapes["bias"].dtype).name

@@ -1,0 +1,78 @@
+"""What the norms have in common: where their kernels are taken, and the ends of their derivatives."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from ..op.arrays import Named
+from ..op.implementation import Call, ChoiceKind, ImplementationChoice
+from ..op.op import Op
+
+Array = Any
+
+
+class NormOp(Op):
+    """A norm that has kernels of its own for its call and its cotangent ("cuda").
+
+    Attributes:
+      on_a_cpu: why a site is left to XLA there.
+      faster: why the kernels are taken where they are.
+    """
+
+    on_a_cpu: ClassVar[tuple[ChoiceKind, str]]
+    faster: ClassVar[str]
+
+    @abc.abstractmethod
+    def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
+        """Why XLA's code is taken on a GPU although the kernels can run a "call" or a "cotangent"; None where they are taken."""
+
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
+        if call.device.platform != "cuda" or call.role == "tangent":
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
+        if refusal := self.refusal("cuda", call):
+            return ImplementationChoice("xla", ChoiceKind.DEVICE, refusal)
+        why = self.why_xla(call)
+        return (
+            ImplementationChoice("xla", *why) if why else ImplementationChoice("cuda", ChoiceKind.CHOSEN, self.faster)
+        )
+
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
+        if call.device.platform != "cuda":
+            return ImplementationChoice("xla", *self.on_a_cpu)
+        return super().left(call, decisions)
+
+
+def means(u: Array, axes: tuple[int, ...]) -> Array:
+    """Over axes that are kept."""
+    return jnp.mean(u, axis=axes, keepdims=True)
+
+
+def through_statistics(u: Array, xhat: Array, axes: tuple[int, ...], centred: bool = True) -> Array:
+    """P(u): what of a change of x (or of the cotangent of xhat) the statistics over these axes leave; `centred` by a mean or not.
+
+    xhat is rounded, and its mean no zero: what that leaves of P(u) would be summed up where a norm feeds another.
+    """
+    share = means(xhat * u, axes)
+    if not centred:
+        return u - xhat * share
+    return u - means(u, axes) - (xhat - means(xhat, axes)) * share
+
+
+def gradients(
+    grads: dict[str, Array],
+    wanted: tuple[str, ...],
+    shardings: Named,
+    present: tuple[str, ...],
+    dtypes: tuple[str, ...],
+) -> list[Array]:
+    """Those wanted, sharded and rounded as their operands are."""
+    for slot in wanted:
+        if slot in shardings:  # one of x, scale and bias may be sharded along the features while another is not
+            grads[slot] = jax.sharding.reshard(grads[slot], shardings[slot])
+    as_given: dict[str, str] = dict(zip(present, dtypes, strict=True))
+    return [grads[slot].astype(as_given[slot]) for slot in wanted]
