@@ -20,7 +20,7 @@ from fusionlab.kernels.ops.dot_product_attention.op import DOT_PRODUCT_ATTENTION
 from fusionlab.kernels.ops.dot_product_attention.own import backend as cuda
 from fusionlab.kernels.ops.dot_product_attention.own import tiles
 from fusionlab.kernels.ops.dot_product_attention.own.tiles import TiledAttention
-from fusionlab.kernels.ops.dot_product_attention.reference import ROUNDED_OFF
+from fusionlab.kernels.ops.dot_product_attention.settings import ROUNDED_OFF
 from fusionlab.ops import dot_product_attention
 
 GUARD = 64  # entries before and after each result

@@ -12,6 +12,7 @@ import pytest
 from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.kernels import OPS
 from fusionlab.kernels.ops.dot_product_attention.blockwise import attention as blockwise
+from fusionlab.kernels.ops.dot_product_attention.settings import Settings
 from fusionlab.ops import dot_product_attention
 from fusionlab.testing.tolerances import tolerance
 
@@ -222,9 +223,8 @@ def test_small_blocks_really_are_several_blocks(small_blocks):
     heads, rows = blockwise.block_shape(6, 37, 53, False, blockwise._FORWARD_SCORES)
     assert (heads, rows) == (1, 4)
     assert list(blockwise._groups(37, 53, 4, True)) == [(0, 16, 16), (16, 32, 32), (32, 37, 37)]
-    names = primitives(
-        lambda *a: blockwise.forward(*a, residuals=False, scale=1.0, is_causal=False, precision=None), q, k, v
-    )
+    given = dict(zip(("query", "key", "value"), (q, k, v), strict=True))
+    names = primitives(lambda given: blockwise.forward(given, Settings(scale=1.0)), given)
     assert names.count("scan") == 2
 
 

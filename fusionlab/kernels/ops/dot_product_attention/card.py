@@ -9,7 +9,7 @@ from .cudnn.call import why_missing
 from .cudnn.probe import probe_plan
 from .op import DOT_PRODUCT_ATTENTION
 from .own import tiles
-from .reference import ROUNDED_OFF
+from .settings import ROUNDED_OFF
 
 _SCORES = ("bool", (0, 0, 1024, 1))
 _KINDS: dict[str, dict[str, Any]] = {

@@ -17,6 +17,10 @@ from ...op.arrays import FLOATS
 from .layouts import AttentionSizes
 
 
+def refused(reason: str) -> ArgumentError:
+    return ArgumentError(f"dot_product_attention: {reason}")
+
+
 def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
     for slot, a in (("query", query), ("key", key), ("value", value)):
         _check_rank(slot, a, layout)
@@ -24,21 +28,16 @@ def check_shapes(query: Any, key: Any, value: Any, layout: str) -> None:
     length, heads = (-3, -2) if layout == "BTNH" else (-2, -3)
     for slot, shape in (("key", k), ("value", v)):
         if shape[:-3] != q[:-3]:
-            raise ArgumentError(
-                f"dot_product_attention: {slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed "
-                f"the same: broadcast them"
+            raise refused(
+                f"{slot} {shape} has batch axes {shape[:-3]}, query {q} has {q[:-3]}; needed the same: broadcast them"
             )
     _check_heads(q, k, v, heads)
     if k[-1] != q[-1]:
-        raise ArgumentError(
-            f"dot_product_attention: key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H"
-        )
+        raise refused(f"key {k} has {k[-1]} features, query {q} has {q[-1]}; needed the same H")
     if v[length] != k[length]:
-        raise ArgumentError(
-            f"dot_product_attention: value {v} has length {v[length]}, key {k} has {k[length]}; needed the same S"
-        )
+        raise refused(f"value {v} has length {v[length]}, key {k} has {k[length]}; needed the same S")
     if k[length] < 1 or q[-1] < 1:
-        raise ArgumentError(f"dot_product_attention: key has shape {k}; needed at least one key and one feature")
+        raise refused(f"key has shape {k}; needed at least one key and one feature")
 
 
 def heads_sharing(query: Any, key: Any, layout: str) -> int:
@@ -64,10 +63,10 @@ def seen_pairs(t: int, s: int, is_causal: bool, window: tuple[int, int] | None) 
 
 def _check_rank(slot: str, a: Any, layout: str) -> None:
     if a is None:
-        raise ArgumentError(f"dot_product_attention: {slot} is missing, needed an array")
+        raise refused(f"{slot} is missing, needed an array")
     if len(a.shape) < 3:
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
+        raise refused(
+            f"{slot} has shape {tuple(a.shape)}, rank {len(a.shape)}; needed rank 3 or "
             f"more: *batch, {'length, heads' if layout == 'BTNH' else 'heads, length'}, features"
         )
 
@@ -75,12 +74,10 @@ def _check_rank(slot: str, a: Any, layout: str) -> None:
 def _check_heads(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], heads: int) -> None:
     """Of the shapes of query, key and value, their heads being at this axis."""
     if v[heads] != k[heads]:
-        raise ArgumentError(
-            f"dot_product_attention: value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same"
-        )
+        raise refused(f"value {v} has {v[heads]} heads at axis {heads}, key {k} has {k[heads]}; needed the same")
     if k[heads] != q[heads] and (k[heads] == 0 or q[heads] % k[heads]):
-        raise ArgumentError(
-            f"dot_product_attention: key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
+        raise refused(
+            f"key {k} has {k[heads]} heads at axis {heads}, query {q} has {q[heads]}; needed "
             f"as many, or a number that divides them: each key head is then read by as many neighbouring query heads"
         )
 
@@ -91,36 +88,27 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(n in (1, m) for n, m in aligned)
 
 
-def _takes(slot: str, own: np.dtype) -> bool:
-    """Whether the entries of a slot beside the scores may have this dtype."""
-    is_bool = own == np.bool_
-    if slot == "mask":
-        return is_bool
-    return own.name in FLOATS or (is_bool and slot == "factors")
-
-
 def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any) -> None:
     """A mask is bool, factors float or bool, a bias or a sink float; a float no wider than the scores; the shape broadcasts to them, that
     of a sink to their rows."""
     shape, own, wide = tuple(operand.shape), np.dtype(operand.dtype), np.dtype(arithmetic_dtype(dtype))
-    if not _takes(slot, own):
-        needed = {
-            "mask": "bool",
-            "bias": f"one of {', '.join(FLOATS)}",
-            "sink": f"one of {', '.join(FLOATS)}",
-            "factors": f"bool or one of {', '.join(FLOATS)}",
-        }
-        raise ArgumentError(f"dot_product_attention: {slot} has dtype {own.name}, needed {needed[slot]}")
+    floats = f"one of {', '.join(FLOATS)}"
+    taken, needed = {
+        "mask": (("bool",), "bool"),
+        "factors": (("bool", *FLOATS), f"bool or {floats}"),
+    }.get(slot, (FLOATS, floats))
+    if own.name not in taken:
+        raise refused(f"{slot} has dtype {own.name}, needed {needed}")
     if own != np.bool_ and own.itemsize > wide.itemsize:
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
+        raise refused(
+            f"{slot} has dtype {own.name}, wider than the {wide.name} that the scores of "
             f"{np.dtype(dtype).name} operands are computed in; cast {slot} or the operands with .astype"
         )
     rows = slot == "sink"
     to = (*scores[:-1], 1) if rows else scores
     if not _broadcasts(shape, to):
-        raise ArgumentError(
-            f"dot_product_attention: {slot} has shape {shape}, which does not broadcast to the {'rows of ' if rows else ''}scores {to}; "
+        raise refused(
+            f"{slot} has shape {shape}, which does not broadcast to the {'rows of ' if rows else ''}scores {to}; "
             f"needed {'one for each head, or ' if rows else ''}*batch, heads, query length, {1 if rows else 'key length'}, aligned right, "
             f"each of them or 1"
         )
@@ -142,28 +130,22 @@ def checked_dropout_shape(
     keep, drawn = full["keep"], full["dropout_shape"]
     if "dropout_key" not in given:
         if drawn is not None:
-            raise ArgumentError(
-                f"dot_product_attention: dropout_shape is {drawn}, and there is no dropout_key; needed both"
-            )
+            raise refused(f"dropout_shape is {drawn}, and there is no dropout_key; needed both")
         return None
     _check_key(given["dropout_key"])
     if "factors" in given:
-        raise ArgumentError(
-            "dot_product_attention: got factors and a dropout_key, which makes factors; needed one of them"
-        )
+        raise refused("got factors and a dropout_key, which makes factors; needed one of them")
     if not 0.0 < _number("keep", keep, "a number above 0 and up to 1") <= 1.0:
-        raise ArgumentError(f"dot_product_attention: keep is {keep}, needed a number above 0 and up to 1")
+        raise refused(f"keep is {keep}, needed a number above 0 and up to 1")
     if drawn is None:
         return scores
     try:
         shape = tuple(operator.index(n) for n in drawn)
     except TypeError as e:
-        raise ArgumentError(
-            f"dot_product_attention: dropout_shape is {drawn!r}, needed a tuple of sizes, or None"
-        ) from e
+        raise refused(f"dropout_shape is {drawn!r}, needed a tuple of sizes, or None") from e
     if not _broadcasts(shape, scores):
-        raise ArgumentError(
-            f"dot_product_attention: dropout_shape is {shape}, which does not broadcast to the scores {scores}; needed *batch, heads, "
+        raise refused(
+            f"dropout_shape is {shape}, which does not broadcast to the scores {scores}; needed *batch, heads, "
             f"query length, key length, aligned right, each of them or 1"
         )
     return (1,) * (len(scores) - len(shape)) + shape
@@ -171,8 +153,8 @@ def checked_dropout_shape(
 
 def _check_key(key: Any) -> None:
     if tuple(key.shape) != (2,) or np.dtype(key.dtype) != np.uint32:
-        raise ArgumentError(
-            f"dot_product_attention: dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
+        raise refused(
+            f"dropout_key has shape {tuple(key.shape)} and dtype {np.dtype(key.dtype).name}, needed the data of a "
             f"threefry2x32 key, uint32 of shape (2,): jax.random.key_data(key)"
         )
 
@@ -195,11 +177,11 @@ def _sides(window: Any) -> tuple[int, int]:
     try:
         left, right = (operator.index(n) for n in (window if isinstance(window, tuple | list) else (window, window)))
     except (TypeError, ValueError) as e:
-        raise ArgumentError(
-            f"dot_product_attention: window is {window!r}, needed a number of keys on either side, a pair (left, right), or None"
+        raise refused(
+            f"window is {window!r}, needed a number of keys on either side, a pair (left, right), or None"
         ) from e
     if min(left, right) < 0:
-        raise ArgumentError(f"dot_product_attention: window is {window!r}, needed numbers of keys from 0 on")
+        raise refused(f"window is {window!r}, needed numbers of keys from 0 on")
     return left, right
 
 
@@ -212,7 +194,7 @@ def check_numbers(full: dict[str, Any], features: int) -> None:
     if full["softcap"] is not None:
         full["softcap"] = _number("softcap", full["softcap"], "a finite number greater than 0, or None")
         if full["softcap"] <= 0:
-            raise ArgumentError(f"dot_product_attention: softcap is {full['softcap']}, needed a number greater than 0")
+            raise refused(f"softcap is {full['softcap']}, needed a number greater than 0")
     full["mask_value"] = _number("mask_value", full["mask_value"], "a finite number or -inf", (-math.inf,))
 
 
@@ -220,7 +202,7 @@ def _number(name: str, value: Any, needed: str, allowed: tuple[float, ...] = ())
     try:
         number = float(value)
     except (TypeError, ValueError) as e:  # a traced value, or no number at all
-        raise ArgumentError(f"dot_product_attention: {name} is {value!r}, needed a number known when tracing") from e
+        raise refused(f"{name} is {value!r}, needed a number known when tracing") from e
     if not math.isfinite(number) and number not in allowed:
-        raise ArgumentError(f"dot_product_attention: {name} is {number}, needed {needed}")
+        raise refused(f"{name} is {number}, needed {needed}")
     return number

@@ -22,9 +22,9 @@ from ...choose.choices import case_text
 from ...op.arrays import is_explicitly_sharded
 from ...op.implementation import ChoiceKind, ImplementationChoice
 from .cudnn import backend as cudnn
-from .layouts import AttentionSizes
+from .layouts import AttentionSizes, lengths
 from .own import backend as cuda
-from .reference import ROUNDED_OFF
+from .settings import ROUNDED_OFF
 
 MEASURED = ("sm_90",)
 SIZES = ("batch", "heads", "queries", "keys")
@@ -75,7 +75,7 @@ def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[st
 
 
 def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
-    t, s = _lengths(shapes, attrs["layout"])
+    t, s = lengths(shapes, attrs["layout"])
     size = f"{t} x {s} scores a head"
     forward = role == "call"
     refused = {name: refuses(shapes, device, role=role, **attrs) for name, refuses in FUSED.items()}
@@ -107,7 +107,7 @@ def _not_faster(
     measured there. (CHOSEN, "") where it is taken.
     """
     if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
-        t, s = _lengths(shapes, attrs["layout"])
+        t, s = lengths(shapes, attrs["layout"])
         few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
         return (ChoiceKind.UNMEASURED, few) if t * s < FEW_MASKED_ON_CUDA else (ChoiceKind.CHOSEN, "")
     read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
@@ -124,7 +124,7 @@ def _not_faster(
 
 
 def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
-    t, s = _lengths(shapes, attrs["layout"])
+    t, s = lengths(shapes, attrs["layout"])
     size = " x ".join(str(n) for n in (t, s) if n)
     few = t * s < FEW_ON_CPU
     deciding = role == "call" and attrs["implementation"] is None
@@ -133,12 +133,6 @@ def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
         return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)
     why = f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
     return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, why)
-
-
-def _lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:
-    """Of queries and keys, 0 where a backward does not read them."""
-    t, s = (AttentionSizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
-    return t, s
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:

@@ -6,8 +6,6 @@ the entry's number alone: so a kernel makes those of its block, forward and agai
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -28,39 +26,3 @@ def drawn(key: Array, keep: float, shape: tuple[int, ...]) -> Array:
 def kept(dropout_key: Array, keep: float, shape: tuple[int, ...]) -> Array:
     """The same of the data of such a key, uint32[2]."""
     return drawn(jax.random.wrap_key_data(dropout_key, impl="threefry2x32"), keep, shape)
-
-
-def forward_of(plain: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """A forward that also takes `dropout_key`, `keep` and `dropout_shape`, of one that takes factors."""
-
-    @functools.wraps(plain)
-    def forward(
-        *operands: Any,
-        dropout_key: Array | None = None,
-        keep: float = 1.0,
-        dropout_shape: tuple[int, ...] | None = None,
-        **more: Any,
-    ) -> list[Array]:
-        if dropout_key is not None and dropout_shape is not None:
-            more["factors"] = kept(dropout_key, keep, dropout_shape)
-        return plain(*operands, **more)
-
-    return forward
-
-
-def of_saved(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of a tangent or a cotangent, whose first argument is what was saved, by name."""
-
-    @functools.wraps(plain)
-    def linear(
-        saved: Mapping[str, Array],
-        *rest: Any,
-        keep: float = 1.0,
-        dropout_shape: tuple[int, ...] | None = None,
-        **more: Any,
-    ) -> Any:
-        if "dropout_key" in saved and dropout_shape is not None:
-            saved = {**saved, "factors": kept(saved["dropout_key"], keep, dropout_shape)}
-        return plain(saved, *rest, **more)
-
-    return linear

@@ -5,7 +5,6 @@ The statistics, and all that has the shape of the scores, are *B N T (S) in both
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ....errors import unknown_name
-from .reference import residual_names
+from ...op.implementation import Implementation
+from . import reference
+from .dropout import kept
+from .settings import Settings
 
 Array = Any
 
@@ -40,77 +42,86 @@ class AttentionSizes(NamedTuple):
         return (*self.batch, *middle, self.features)
 
 
+def lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:
+    """Of queries and keys, 0 where a backward does not read them."""
+    t, s = (AttentionSizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
+    return t, s
+
+
 def check_layout(layout: Any) -> None:
     """Raises UnknownNameError unless it is one of `LAYOUTS`."""
     if layout not in LAYOUTS:
         raise unknown_name("layout", layout, LAYOUTS)
 
 
-def forward_of(btnh: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """A forward that takes any layout, of one that is written for BTNH."""
-
-    @functools.wraps(btnh)
-    def forward(query: Array, key: Array, value: Array, *rest: Any, layout: str = "BTNH", **more: Any) -> list[Array]:
-        if layout == "BTNH":
-            return btnh(query, key, value, *rest, **more)
-        found = btnh(*map(_swapped, (query, key, value)), *rest, **more)
-        names = ("out", *residual_names(more["saves"], more.get("softcap"), more.get("sink") is not None))
-        return list(_each_swapped(dict(zip(names, found, strict=False))).values())
-
-    return forward
-
-
-def tangent_of(btnh: Callable[..., Array]) -> Callable[..., Array]:
-    """The same of a tangent."""
-
-    @functools.wraps(btnh)
-    def tangent(
-        saved: Mapping[str, Array],
-        tangents: Mapping[str, Array],
-        shape: tuple[int, ...],
-        shardings: Mapping[str, Any],
-        *,
-        layout: str = "BTNH",
-        **attrs: Any,
-    ) -> Array:
-        if layout == "BTNH":
-            return btnh(saved, tangents, shape, shardings, **attrs)
-        *batch, n, t, h = shape
-        return _swapped(btnh(_each_swapped(saved), _each_swapped(tangents), (*batch, t, n, h), shardings, **attrs))
-
-    return tangent
+def implementation(
+    name: str,
+    summary: str,
+    forward: Callable[[Mapping[str, Array], Settings], list[Array]],
+    cotangent: Callable[..., list[Array]],
+    opaque: bool = False,
+    **more: Any,
+) -> Implementation:
+    """One way to run the op, by `forward(given, settings)` and `cotangent(saved, ct, wanted, shardings, settings)`; the rest as
+    `Implementation` has it. Unless it is opaque, these are written for BTNH and for factors in place of a dropout key."""
+    called, transposed = _forward_of(forward, not opaque), _cotangent_of(cotangent, not opaque)
+    return Implementation(name, summary, called, _tangent, transposed, opaque=opaque, **more)
 
 
-def cotangent_of(btnh: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
-    """The same of a cotangent."""
+def _forward_of(forward: Callable[..., list[Array]], in_btnh: bool) -> Callable[..., list[Array]]:
+    def called(*, present: tuple[str, ...], **attrs: Any) -> list[Array]:
+        given, form = {slot: attrs[slot] for slot in present}, Settings.of({**attrs, "present": present})
+        if not in_btnh:
+            return forward(given, form)
+        found = forward(_with_factors(_placed(given, form), form), form)
+        names = ("out", *form.saved_names)
+        return list(_placed(dict(zip(names, found, strict=False)), form).values())
 
-    @functools.wraps(btnh)
-    def cotangent(
-        saved: Mapping[str, Array],
-        ct: Array,
-        wanted: tuple[str, ...],
-        shardings: Mapping[str, Any],
-        *,
-        layout: str = "BTNH",
-        **attrs: Any,
+    return called
+
+
+def _cotangent_of(cotangent: Callable[..., list[Array]], in_btnh: bool) -> Callable[..., list[Array]]:
+    def called(
+        saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], **attrs: Any
     ) -> list[Array]:
-        if layout == "BTNH":
-            return btnh(saved, ct, wanted, shardings, **attrs)
-        placed = {n: _swapped_sharding(s) if n in _LAID_OUT else s for n, s in shardings.items()}
-        found = btnh(_each_swapped(saved), _swapped(ct), wanted, placed, **attrs)
-        return list(_each_swapped(dict(zip(wanted, found, strict=True))).values())
+        form = Settings.of(attrs)
+        if not in_btnh:
+            return cotangent(saved, ct, wanted, shardings, form)
+        if form.layout == "BNTH":
+            shardings = {n: _swapped_sharding(s) if n in _LAID_OUT else s for n, s in shardings.items()}
+        saved, out = _placed(saved, form), _placed({"out": ct}, form)
+        found = cotangent(_with_factors(saved, form), out["out"], wanted, shardings, form)
+        return list(_placed(dict(zip(wanted, found, strict=True)), form).values())
 
-    return cotangent
+    return called
 
 
-def _swapped(a: Array) -> Array:
-    return jnp.swapaxes(a, -2, -3)
+def _tangent(
+    saved: Mapping[str, Array],
+    tangents: Mapping[str, Array],
+    shape: tuple[int, ...],
+    shardings: Mapping[str, Any],
+    **attrs: Any,
+) -> Array:
+    """That of the reference, which all implementations have."""
+    form = Settings.of(attrs)
+    saved, tangents = (_placed(arrays, form) for arrays in (saved, tangents))
+    return _placed({"out": reference.tangent(_with_factors(saved, form), tangents, form)}, form)["out"]
+
+
+def _with_factors(given: Mapping[str, Array], form: Settings) -> Mapping[str, Array]:
+    """What is given, with the factors that its dropout key draws."""
+    if "dropout_key" not in given or form.dropout_shape is None:
+        return given
+    return {**given, "factors": kept(given["dropout_key"], form.keep, form.dropout_shape)}
+
+
+def _placed(arrays: Mapping[str, Array], form: Settings) -> dict[str, Array]:
+    """Those of a call in its layout as in BTNH, or the other way."""
+    swapped = _LAID_OUT if form.layout == "BNTH" else ()
+    return {name: jnp.swapaxes(a, -2, -3) if name in swapped else a for name, a in arrays.items()}
 
 
 def _swapped_sharding(sharding: Any) -> Any:
     *batch, first, second, last = sharding.spec  # of a type: one entry for each axis
     return sharding.update(spec=PartitionSpec(*batch, second, first, last))
-
-
-def _each_swapped(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    return {name: _swapped(a) if name in _LAID_OUT else a for name, a in arrays.items()}

@@ -17,7 +17,7 @@ from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_
 from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import Axes, result_rank
 from ...op.op import Op
-from . import choosing, dropout, reference
+from . import choosing, reference
 from .blockwise import attention as blockwise
 from .checks import (
     check_broadcast,
@@ -31,12 +31,12 @@ from .checks import (
     seen_pairs,
 )
 from .cudnn import backend as cudnn
-from .layouts import check_layout, cotangent_of, forward_of, tangent_of
+from .layouts import check_layout, implementation
 from .own import backend as cuda
+from .settings import DEFAULTS, Settings
 
 Array = Any
 
-_TANGENT = tangent_of(dropout.of_saved(reference.tangent))
 _BROADCAST = ("bias", "mask", "factors", "sink")  # operands of the scores' rank, whose axes of size 1 broadcast
 
 
@@ -50,52 +50,36 @@ class DotProductAttention(Op):
     at_site = (("call", {}),)
     # On a GPU XLA's code of it was measured up to 1.5 times as slow as a site (batch 32, 16 heads, 1024 x 1024, with dropout).
     declines = True
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "scale": None,
-        "is_causal": False,
-        "window": None,
-        "softcap": None,
-        "mask_value": -math.inf,
-        "factors_scale": 1.0,
-        "keep": 1.0,
-        "dropout_shape": None,
-        "precision": None,
-        "layout": "BTNH",
-        "deterministic": False,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
     implementations: ClassVar[Mapping[str, Implementation]] = {
-        "xla": Implementation(
+        "xla": implementation(
             "xla",
             "scores, softmax and weighted sum as jnp code: the T x S matrix exists",
-            forward_of(dropout.forward_of(reference.forward)),
-            _TANGENT,
-            cotangent_of(dropout.of_saved(reference.cotangent)),
+            reference.forward,
+            reference.cotangent,
         ),
-        "xla_blockwise": Implementation(
+        "xla_blockwise": implementation(
             "xla_blockwise",
             "blocks of query rows: the T x S matrix never exists; backward recomputes it from O(T) statistics",
-            forward_of(dropout.forward_of(blockwise.forward)),
-            _TANGENT,
-            cotangent_of(dropout.of_saved(blockwise.cotangent)),
-            choosing.refuses_blockwise,
+            blockwise.forward,
+            blockwise.cotangent,
+            unable=choosing.refuses_blockwise,
         ),
-        "cudnn": Implementation(
+        "cudnn": implementation(
             "cudnn",
             f"cuDNN's fused attention through JAX's own call of it; backward from one statistic a row: {cudnn.PRECISION}",
             cudnn.forward,
-            _TANGENT,
             cudnn.cotangent,
-            cudnn.refuses,
+            unable=cudnn.refuses,
             opaque=True,
         ),
-        "cuda": Implementation(
+        "cuda": implementation(
             "cuda",
             "kernels of our own: the T x S matrix never exists, masks and biases are read where they stand; for the backward of 16-bit "
             "operands it keeps what the result was rounded by",
             cuda.forward,
-            _TANGENT,
             cuda.cotangent,
-            cuda.refuses,
+            unable=cuda.refuses,
             opaque=True,
         ),
     }
@@ -132,31 +116,25 @@ class DotProductAttention(Op):
         # Scores that are computed again have to be those whose sums were saved: where a softmax saturates, other ones are far from them.
         return super().at_precision_set(params) if params["saves"] == "probabilities" else params
 
-    def residual_names(
-        self, *, saves: str, softcap: float | None, present: tuple[str, ...] = (), **attrs: Any
-    ) -> tuple[str, ...]:
-        return reference.residual_names(saves, softcap, "sink" in present)
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return Settings.of(attrs).saved_names
 
-    def reads(
-        self, wanted: tuple[str, ...], *, saves: str, softcap: float | None, present: tuple[str, ...], **attrs: Any
-    ) -> frozenset[str]:
-        if not wanted:
-            return frozenset()
-        scores = bool({"query", "key", "bias", "sink"} & set(wanted))
-        names = set()
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        form = Settings.of(attrs)
+        scores, names = bool({"query", "key", "bias", "sink"} & set(wanted)), set()
         if scores or "factors" in wanted:
             names.add("value")
         if scores:
             names.add("mask")
         if scores or "value" in wanted:
             names |= {"factors", "dropout_key"}
-        if saves == "probabilities":
-            names |= _read_beside_probabilities(wanted, softcap is not None, scores and "sink" in present)
-            return frozenset(names).intersection((*present, "probabilities", "tanh", "sink_weight"))
-        names |= {"query", "key", "bias", "mask", "sink", *reference.statistics(saves)} | (
-            {"out", "rounded_off"} if scores else set()
-        )
-        return frozenset(names).intersection((*present, "out", *self.residual_names(saves=saves, softcap=softcap)))
+        if form.saves == "probabilities":
+            names |= _read_beside_probabilities(wanted, scores)
+        else:
+            names |= {"query", "key", "bias", "mask", "sink", *form.statistics}
+            names |= {"out", "rounded_off"} if scores else set()
+        there = (*form.present, *form.saved_names, "out")
+        return frozenset(names).intersection(there) if wanted else frozenset()
 
     def batch(
         self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
@@ -228,34 +206,21 @@ class DotProductAttention(Op):
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         return ((3,), (1,)), ((0, 1), (0, 2))  # the weighted sum of values, over batch and heads
 
-    def formula(
-        self,
-        *,
-        scale: float | None = None,
-        is_causal: bool = False,
-        window: tuple[int, int] | None = None,
-        softcap: float | None = None,
-        factors_scale: float = 1.0,
-        bias: bool = False,
-        mask: bool = False,
-        factors: bool = False,
-        dropout_key: bool = False,
-        sink: bool = False,
-        keep: float = 1.0,
-        group: int = 1,
-        **_: Any,
-    ) -> str:
+    def formula(self, **attrs: Any) -> str:
         """ "softmax(0.125 * q @ k.T + bias, mask, causal, sink) @ v, 8 query heads a key head"; `bias`, `mask`, `factors`, `dropout_key`
         and `sink` say which operands there are."""
-        scores = "q @ k.T" if scale == 1 else f"{'1/sqrt(H)' if scale is None else f'{scale:.6g}'} * q @ k.T"
-        if softcap is not None:
-            scores = f"{softcap:.6g} * tanh({scores} / {softcap:.6g})"
-        local = "" if window is None else f", local window of {sum(window) + 1} keys"
-        text = f"softmax({scores}{' + bias' * bias}{', mask' * mask}{', causal' * is_causal}{local}{', sink' * sink})"
-        if factors or dropout_key:
-            drawn = f"bernoulli(key, {keep:.6g})" if dropout_key else "factors"
-            text = f"({text} * {drawn}{'' if factors_scale == 1.0 else f' * {factors_scale:.6g}'})"
-        return f"{text} @ v" if group == 1 else f"{text} @ v, {group} query heads a key head"
+        form, there = Settings.of(attrs), {slot: bool(attrs.get(slot)) for slot in self.slots}
+        scale = "1/sqrt(H)" if form.scale is None else f"{form.scale:.6g}"
+        scores = "q @ k.T" if form.scale == 1 else f"{scale} * q @ k.T"
+        if form.softcap is not None:
+            scores = f"{form.softcap:.6g} * tanh({scores} / {form.softcap:.6g})"
+        local = "" if form.window is None else f", local window of {sum(form.window) + 1} keys"
+        seen = f"{' + bias' * there['bias']}{', mask' * there['mask']}{', causal' * form.is_causal}{local}"
+        text = f"softmax({scores}{seen}{', sink' * there['sink']})"
+        if there["factors"] or there["dropout_key"]:
+            drawn = f"bernoulli(key, {form.keep:.6g})" if there["dropout_key"] else "factors"
+            text = f"({text} * {drawn}{'' if form.factors_scale == 1.0 else f' * {form.factors_scale:.6g}'})"
+        return f"{text} @ v" if form.group == 1 else f"{text} @ v, {form.group} query heads a key head"
 
 
 def _with_gradients(present: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
@@ -279,16 +244,11 @@ def _with_batch_axis(names: tuple[str, ...], values: list[Array], dims: list[int
     return [moved[i] if i in moved else v if names[i] == "dropout_key" else v[None] for i, v in enumerate(values)]
 
 
-def _read_beside_probabilities(wanted: tuple[str, ...], capped: bool, sums_sink: bool) -> set[str]:
-    """What the gradients wanted read of what is saved where probabilities are kept: query's and key's read the other one."""
+def _read_beside_probabilities(wanted: tuple[str, ...], scores: bool) -> set[str]:
+    """What the gradients wanted read, where it is there, of what is saved with probabilities: query's and key's read the other one."""
     other = {"query": "key", "key": "query"}
     factors = {other[slot] for slot in wanted if slot in other}
-    names = factors | {"probabilities"}
-    if capped and factors:
-        names.add("tanh")
-    if sums_sink:
-        names.add("sink_weight")
-    return names
+    return factors | {"probabilities"} | ({"tanh"} if factors else set()) | ({"sink_weight"} if scores else set())
 
 
 def _numbers(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
@@ -383,25 +343,6 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, mask=jnp.array([False, True, True, False]))[0, :, 0, 0].tolist()
     [1.5, 1.5, 1.5, 1.5]
     """
-    return DOT_PRODUCT_ATTENTION.call(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        factors,
-        dropout_key,
-        sink,
-        scale=scale,
-        is_causal=is_causal,
-        window=window,
-        softcap=softcap,
-        mask_value=mask_value,
-        factors_scale=factors_scale,
-        keep=keep,
-        dropout_shape=dropout_shape,
-        precision=precision,
-        layout=layout,
-        deterministic=deterministic,
-        implementation=implementation,
-    )
+    given = locals()
+    operands = [given.pop(slot) for slot in DOT_PRODUCT_ATTENTION.slots]
+    return DOT_PRODUCT_ATTENTION.call(*operands, **given)

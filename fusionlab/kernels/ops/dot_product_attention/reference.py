@@ -13,7 +13,7 @@ dropped. Sources: Xiao et al. 2023, arXiv:2309.17453, section 3.3; gpt-oss. Its 
 A row all of whose scores are -inf, which sees no key, has p = 0: its result is 0 and so are its gradients, where a softmax is 0 / 0.
 
 Scores and statistics are float32 for float32, bfloat16 and float16 operands, float64 for float64. What is kept for the backward
-(`saves`, see `residual_names`):
+(`saves`, see `Settings.saved_names`):
   "probabilities": p (*B N T S, in the operands' dtype), as JAX's own gradient of a softmax does, with a softcap its tanh, and with a
     sink its weight (*B N T): what is left to 1 of p as it was rounded is another number.
   "logsumexp": the log of the sum of exp(s) over a row, *B N T; the backward recomputes p = exp(s - logsumexp).
@@ -28,78 +28,32 @@ Dao et al. 2022, arXiv:2205.14135, appendix B.2. The weight of a sink has the co
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....device import Device
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import summed_to
+from .settings import Settings
 
 Array = Any
 
 
-@dataclass(frozen=True)
-class AttentionNumbers:
-    """The numbers in the op's meaning (see the module's docstring), and the device it is lowered for, where that is known."""
-
-    scale: float
-    is_causal: bool = False
-    window: tuple[int, int] | None = None
-    softcap: float | None = None
-    mask_value: float = -float("inf")
-    factors_scale: float = 1.0
-    precision: Any = None
-    group: int = 1  # query heads that read one head of key and value: N / K
-    device: Device | None = None
-
-    @property
-    def is_local(self) -> bool:
-        """Whether a row's number says which keys it may see."""
-        return self.is_causal or self.window is not None
-
-    def may_be_blind(self, t: int, s: int) -> bool:
-        """Whether a row may see no key for its number: the last ones stand more than a window after the last key."""
-        return self.window is not None and t - 1 - self.window[0] > s - 1
-
-    @classmethod
-    def of(cls, attrs: Mapping[str, Any]) -> AttentionNumbers:
-        """From among the attributes of a call."""
-        return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
-
-
-ROUNDED_OFF = "_and_rounded_off"
-
-
-def residual_names(saves: str, softcap: float | None, sink: bool = False) -> tuple[str, ...]:
-    """What the forward keeps beside its result."""
-    if saves == "probabilities":
-        return ("probabilities", *(("tanh",) if softcap is not None else ()), *(("sink_weight",) if sink else ()))
-    return (*statistics(saves), "rounded_off") if saves.endswith(ROUNDED_OFF) else statistics(saves)
-
-
-def statistics(saves: str) -> tuple[str, ...]:
-    """Those with an entry for each row, where the probabilities are not kept."""
-    return ("logsumexp",) if saves.startswith("logsumexp") else ("row_max", "log_sum")
-
-
-def rounded(wide: Array, dtype: Any, saves: str | None) -> tuple[Array, list[Array]]:
+def rounded(wide: Array, dtype: Any, keeps: bool) -> tuple[Array, list[Array]]:
     """A result in its dtype, and what it was rounded by if that is kept."""
     narrow = wide.astype(dtype)
-    if saves is None or not saves.endswith(ROUNDED_OFF):
+    if not keeps:
         return narrow, []
     info = jnp.finfo(dtype)  # by this operation, since XLA may leave out a cast there and back
     return narrow, [(wide - lax.reduce_precision(wide, info.nexp, info.nmant)).astype(dtype)]
 
 
-def _dot(a: Array, b: Array, axes: str, form: AttentionNumbers, dtype: Any, sharding: Any = None) -> Array:
+def _dot(a: Array, b: Array, axes: str, form: Settings, dtype: Any, sharding: Any = None) -> Array:
     """einsum in `dtype`, where n are query heads and k those of key and value.
 
     `sharding` says, on explicit mesh axes, what becomes of a sum over the query heads that share one. 16-bit operands are widened first,
@@ -148,29 +102,34 @@ def _by_key_head(x: Array, axes: str, group: int) -> Array:
     return x.reshape(*x.shape[:at], x.shape[at] // group, group, *x.shape[at + 1 :])
 
 
-def _scores(
-    query: Array, key: Array, bias: Array | None, mask: Array | None, form: AttentionNumbers
-) -> tuple[Array, Array | None]:
+def _scores(given: Mapping[str, Array], form: Settings) -> tuple[Array, Array | None]:
     """Scores as *B N T S, and the tanh of the softcap if there is one."""
-    dtype = arithmetic_dtype(query.dtype)
-    scores = _dot(query, key, "...tnh,...skh->...nts", form, dtype) * form.scale
+    query, key = given["query"], given["key"]
+    products = _dot(query, key, "...tnh,...skh->...nts", form, arithmetic_dtype(query.dtype))
+    return finished(products * form.scale, given.get("bias"), given.get("mask"), form)
+
+
+def finished(
+    scores: Array, bias: Array | None, mask: Array | None, form: Settings, first: Any = 0, at: Any = 0
+) -> tuple[Array, Array | None]:
+    """Scaled products of queries and keys as scores, and the tanh of the softcap if there is one; `first` and `at` as for `near`."""
     tanh = None
     if form.softcap is not None:
         tanh = jnp.tanh(scores / form.softcap)
         scores = form.softcap * tanh
     if bias is not None:
-        scores = scores + bias.astype(dtype)
+        scores = scores + bias.astype(scores.dtype)
     if mask is not None:
         scores = jnp.where(mask, scores, form.mask_value)
     if form.is_local:
-        scores = jnp.where(near(scores.shape[-2:], form), scores, -jnp.inf)
+        scores = jnp.where(near(scores.shape, form, first, at), scores, -jnp.inf)
     return scores, tanh
 
 
-def near(shape: tuple[int, ...], form: AttentionNumbers, first: Any = 0, at: Any = 0) -> Array:
+def near(shape: tuple[int, ...], form: Settings, first: Any = 0, at: Any = 0) -> Array:
     """True where a row may see a key for its number, aligned at the top left; `first` is that of the first row, `at` of the first key."""
-    row = first + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 2)
-    key = at + lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    row = first + lax.broadcasted_iota(jnp.int32, shape[-2:], 0)
+    key = at + lax.broadcasted_iota(jnp.int32, shape[-2:], 1)
     seen = [key <= row] if form.is_causal else []
     if form.window is not None:
         left, right = form.window
@@ -185,47 +144,42 @@ def _softmax(scores: Array, sink: Array | None) -> tuple[Array, Array, Array | N
     return jax.nn.softmax(scores, axis=-1), lax.stop_gradient(jnp.max(scores, axis=-1)), None, None
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    factors: Array | None = None,
-    sink: Array | None = None,
-    *,
-    residuals: bool,
-    saves: str,
-    **attrs: Any,
-) -> list[Array]:
+def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
     """[out], and what is saved for the backward if asked for."""
-    form = AttentionNumbers.of(attrs)
-    scores, tanh = _scores(query, key, bias, mask, form)
-    p, top, total, weight = _softmax(scores, sink)
-    can_be_blind = bias is not None or mask is not None or form.may_be_blind(*scores.shape[-2:])
-    blind = top == -jnp.inf if can_be_blind else None
+    value, factors = given["value"], given.get("factors")
+    scores, tanh = _scores(given, form)
+    p, top, total, weight = _softmax(scores, given.get("sink"))
+    blind = top == -jnp.inf if form.may_be_blind(*scores.shape[-2:]) else None
     # Softmax makes NaN of a row of nothing but -inf.
     if blind is not None:
         p = jnp.where(blind[..., None], 0, p)
     probabilities = p.astype(value.dtype)
     weights = probabilities if factors is None else weigh(p, factors, form).astype(value.dtype)
     out = _dot(weights, value, "...nts,...skh->...tnh", form, arithmetic_dtype(value.dtype))
-    out, off = rounded(out, value.dtype, saves)
-    if not residuals:
+    out, off = rounded(out, value.dtype, form.keeps_rounded_off)
+    if not form.residuals:
         return [out]
-    if saves == "probabilities":
+    if form.saves == "probabilities":
         return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
     # `jax.nn.softmax` does not give the sum that it divides by.
     if total is None:
         total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
-    return [out, *_kept_of_rows(top, total, blind, saves), *off]
+    kept = statistics_of(top, total, form)
+    # Of rows that see nothing they are 0.
+    return [out, *(kept if blind is None else (jnp.where(blind, 0, a) for a in kept)), *off]
 
 
-def _kept_of_rows(top: Array, total: Array, blind: Array | None, saves: str) -> list[Array]:
-    """The statistics that are saved of rows with this maximum and this sum of exponentials below it; 0 of rows that see nothing."""
+def statistics_of(top: Array, total: Array, form: Settings) -> tuple[Array, ...]:
+    """The statistics that are saved of rows with this maximum and this sum of exponentials below it."""
     log_sum = jnp.log(total)
-    kept = [top + log_sum] if len(statistics(saves)) == 1 else [top, log_sum]
-    return kept if blind is None else [jnp.where(blind, 0, a) for a in kept]
+    return (top + log_sum,) if form.statistics == ("logsumexp",) else (top, log_sum)
+
+
+def weight_by(saved: Mapping[str, Array], logits: Array) -> Array:
+    """The weights of logits in a softmax of which the statistics are saved."""
+    if "logsumexp" in saved:
+        return jnp.exp(logits - saved["logsumexp"][..., None])
+    return jnp.exp(logits - saved["row_max"][..., None] - saved["log_sum"][..., None])
 
 
 def _softmax_with_sink(scores: Array, sink: Array) -> tuple[Array, Array, Array, Array]:
@@ -238,7 +192,7 @@ def _softmax_with_sink(scores: Array, sink: Array) -> tuple[Array, Array, Array,
     return e / total, top[..., 0], total[..., 0], (of_sink / total)[..., 0]
 
 
-def weigh(p: Array, factors: Array | None, form: AttentionNumbers) -> Array:
+def weigh(p: Array, factors: Array | None, form: Settings) -> Array:
     """p * factors * factors_scale in p's dtype; where booleans are False it is 0, whatever p is (a NaN of the row's included)."""
     if factors is None:
         return p
@@ -246,32 +200,19 @@ def weigh(p: Array, factors: Array | None, form: AttentionNumbers) -> Array:
     return weights if form.factors_scale == 1.0 else weights * form.factors_scale
 
 
-def _recomputed(saved: Mapping[str, Array], form: AttentionNumbers) -> tuple[Array, Array | None, Array | None]:
+def _recomputed(saved: Mapping[str, Array], form: Settings) -> tuple[Array, Array | None, Array | None]:
     """Probabilities *B N T S in the statistics dtype, the weight *B N T 1 of a sink, and the tanh of the softcap where it is known."""
     if "probabilities" in saved:
         p, weight = saved["probabilities"], saved.get("sink_weight")
         return p.astype(arithmetic_dtype(p.dtype)), None if weight is None else weight[..., None], saved.get("tanh")
-    scores, tanh = _scores(saved["query"], saved["key"], saved.get("bias"), saved.get("mask"), form)
+    scores, tanh = _scores(saved, form)
     sink = saved["sink"].astype(scores.dtype) if "sink" in saved else None
-
-    def weight_of(logits: Array) -> Array:
-        if "logsumexp" in saved:
-            return jnp.exp(logits - saved["logsumexp"][..., None])
-        return jnp.exp(logits - saved["row_max"][..., None] - saved["log_sum"][..., None])
-
-    return weight_of(scores), None if sink is None else weight_of(sink), tanh
+    return weight_by(saved, scores), None if sink is None else weight_by(saved, sink), tanh
 
 
-def tangent(
-    saved: Mapping[str, Array],
-    tangents: Mapping[str, Array],
-    shape: tuple[int, ...],
-    shardings: Mapping[str, Any],
-    **attrs: Any,
-) -> Array:
+def tangent(saved: Mapping[str, Array], tangents: Mapping[str, Array], form: Settings) -> Array:
     """dweights @ value + weights @ dvalue, with weights = p * factors * factors_scale, dp = p * (ds - rowsum(p * ds)) and
     ds = dbias + scale * (1 - tanh^2) * (dquery @ key^T + query @ dkey^T); the row has the weight of a sink and dsink, too."""
-    form = AttentionNumbers.of(attrs)
     p, of_sink, tanh = _recomputed(saved, form)
     dtype, factors = p.dtype, saved.get("factors")
     parts = []
@@ -282,7 +223,7 @@ def tangent(
     ds = _tangent_of_scores(saved, tangents, tanh, dtype, form)
     if ds is not None:
         dsink = tangents["sink"].astype(dtype) if "sink" in tangents else 0.0
-        dp, _ = _through_softmax(p, _seen(ds, p.shape, saved.get("mask"), form), of_sink, dsink)
+        dp, _ = _through_softmax(p, seen(ds, p.shape, saved.get("mask"), form), of_sink, dsink)
         moved.append(weigh(dp, factors, form))
     if "factors" in tangents:
         moved.append(weigh(p, tangents["factors"], form))
@@ -293,7 +234,7 @@ def tangent(
 
 
 def _tangent_of_scores(
-    saved: Mapping[str, Array], tangents: Mapping[str, Array], tanh: Array | None, dtype: Any, form: AttentionNumbers
+    saved: Mapping[str, Array], tangents: Mapping[str, Array], tanh: Array | None, dtype: Any, form: Settings
 ) -> Array | None:
     """Before mask and causal mask; axes that only a bias's tangent lacks have size 1, and all where a sink alone moves. None where
     nothing does."""
@@ -337,27 +278,20 @@ def through_softcap(moved: Array, tanh: Array | None) -> Array:
     return moved if tanh is None else moved * (1.0 - jnp.square(tanh))
 
 
-def _seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: AttentionNumbers) -> Array:
-    """0 where a row of scores of this shape does not see a key: not even a NaN of the row's reaches that key's gradient."""
+def seen(moved: Array, shape: tuple[int, ...], mask: Array | None, form: Settings, *corner: Any) -> Array:
+    """0 where a row of scores of this shape does not see a key: not even a NaN of the row's reaches that key's gradient; the corner as for
+    `near`."""
     if mask is not None:
         moved = jnp.where(mask, moved, 0.0)
-    return jnp.where(near(shape[-2:], form), moved, 0.0) if form.is_local else moved
+    return jnp.where(near(shape, form, *corner), moved, 0.0) if form.is_local else moved
 
 
 def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    broadcast: tuple[tuple[str, tuple[int, ...], str], ...] = (),
-    **attrs: Any,
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], form: Settings
 ) -> list[Array]:
     """The gradients wanted, in order. With weights = p * factors * factors_scale and dw = ct @ value^T: dvalue = weights^T @ ct,
     dfactors = p * dw * factors_scale, dp = dw * factors * factors_scale, dbias = ds; with dr = scale * (1 - tanh^2) * ds,
-    dquery = dr @ key, dkey = dr^T @ query. `broadcast`: (slot, shape, dtype) of dbias, dfactors and dsink.
-    """
-    form = AttentionNumbers.of(attrs)
+    dquery = dr @ key, dkey = dr^T @ query."""
     p, of_sink, tanh = _recomputed(saved, form)
     dtype, factors = p.dtype, saved.get("factors")
     ct_wide = ct.astype(dtype)
@@ -371,7 +305,7 @@ def cotangent(
             grads["factors"] = weigh(p, dw, form)
         if {"query", "key", "bias", "sink"} & set(wanted):
             ds, dsink = _through_softmax(p, weigh(dw, factors, form), of_sink)
-            ds = _seen(ds, p.shape, saved.get("mask"), form)
+            ds = seen(ds, p.shape, saved.get("mask"), form)
             grads |= {"bias": ds, "sink": dsink}
             ds = through_softcap(ds, tanh) * form.scale
             if "query" in wanted:
@@ -379,8 +313,6 @@ def cotangent(
             if "key" in wanted:
                 queries = saved["query"].astype(dtype)
                 grads["key"] = _dot(ds, queries, "...nts,...tnh->...skh", form, dtype, shardings.get("key"))
-    narrow = {slot: own for slot, _, own in broadcast}
-    for slot, shape, _ in broadcast:
-        if slot in wanted:
-            grads[slot] = summed_to(grads[slot], shape, shardings.get(slot))
-    return [grads[slot].astype(narrow.get(slot, ct.dtype)) for slot in wanted]
+    found = {slot: (shape, own) for slot, shape, own in form.broadcast if slot in wanted}
+    grads |= {slot: summed_to(grads[slot], shape, shardings.get(slot)) for slot, (shape, _) in found.items()}
+    return [grads[slot].astype(found[slot][1] if slot in found else ct.dtype) for slot in wanted]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import jax
+
 from ...op.card import CUDA, XLA, Card, Requirement, Variants
+from .attributes import TURNED
+from .decode.backend import row_of
 from .decode.persistent import plan as persistent
 from .decode.phased import plan as decode
+from .layer import LayerForm
 from .op import MULTI_TRANSFORMER
 
 
@@ -18,38 +23,22 @@ def decode_rows() -> dict[str, decode.Row]:
         ("bfloat16", 4096, 32, 8, 128, 4, True, True),
         ("float16", 768, 12, 12, 64, 3, False, False),
     ):
-        norm = "layer" if pre_norm and decode.fuses_norm(rows, e) else None
-        own = pre_norm and norm is None
-        attention = decode.AttentionPhase(
-            rows,
-            h,
-            g,
-            d,
-            1024,
-            "BSHD",
-            False,
-            True,
-            d**-0.5,
-            False,
-            False,
-            False,
-            False,
-            1 if turned else None,
-            d if turned else 0,
+        form = LayerForm(
+            heads=h,
+            kv_heads=g,
+            pre_norm=pre_norm,
+            activation="silu" if turned else "gelu_tanh",
+            gated=turned,
+            scale=d**-0.5,
+            is_causal=True,
+            rotary=1 if turned else None,
+            turned=TURNED if turned else (),
+            head_size=d,
         )
-        found[f"{dtype} E{e} of {rows}"] = decode.Row(
-            dtype,
-            True,
-            pre_norm,
-            ("layer", "layer"),
-            (1e-5, 1e-5),
-            "silu" if turned else "gelu_tanh",
-            decode.ProductPhase(rows, e, (h * d, g * d, g * d), turned, norm=norm, strips=own),
-            attention,
-            decode.ProductPhase(rows, h * d, (e,), turned, strips=True),
-            decode.ProductPhase(rows, e, (4 * e,), turned, turned, norm, own),
-            decode.ProductPhase(rows, 4 * e, (e,), turned, strips=True),
-        )
+        shapes = {"x": (rows, 1, e), "step": (), "cache_k.0": (rows, 1024, g, d)}
+        shapes |= {"down.0": (e, 4 * e), "cos": (1, d)} if turned else {"down.0": (4 * e, e)}
+        given = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+        found[f"{dtype} E{e} of {rows}"] = row_of(given, form, parameters=True)
     return found
 
 

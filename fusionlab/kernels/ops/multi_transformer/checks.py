@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,36 +102,58 @@ def _apart(slot: str, shape: tuple[int, ...], heads: int, qkv: str) -> tuple[int
 # Which operands there are.
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Slots that are read together: `needed` ones, what an array is needed for, `optional` ones, and why nothing reads them where
+    nothing does."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    are_read: bool = True
+    why_not: str = ""
+    what_for: str = ""
+
+
+def _groups(full: Mapping[str, Any]) -> tuple[_Group, ...]:
+    cache, separate, qkv = full["cache"], full["qkv"] == "separate", f"qkv is {full['qkv']!r}"
+    for_qkv, for_cache = f" for qkv={full['qkv']!r}", f" for cache={cache!r}"
+    step = f"cache is {cache!r}: only cache='write' has a step"
+    norms = (
+        _Group(
+            (),
+            (f"norm{i + 1}_scale", f"norm{i + 1}_bias"),
+            e is not None,
+            f"epsilons[{i}] is None: there is no such norm",
+        )
+        for i, e in enumerate(full["epsilons"])
+    )
+    return (
+        _Group(("x",)),
+        _Group(("step",), (), cache == "write", step, for_cache),
+        _Group(("cos", "sin"), (), full["rotary"] is not None, "rotary is None", " for rotary"),
+        _Group(("q", "k", "v"), ("q_bias", "k_bias", "v_bias"), separate, qkv, for_qkv),
+        _Group(("qkv",), ("qkv_bias",), not separate, qkv, for_qkv),
+        _Group(("out",)),
+        _Group(("cache_k", "cache_v"), (), cache is not None, "cache is None", for_cache),
+        _Group(("up", "down")),
+        _Group(("gate",), ("gate_bias",), full["gated"], "gated is False", " for gated=True"),
+        *norms,
+    )
+
+
 def _check_present(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
     valid = {*SHARED, *(f"{slot}.{i}" for slot in PER_LAYER for i in range(full["layers"]))}
     for name in given:
         if name not in valid:
             raise unknown_name("multi_transformer operand", name, valid)
-    for name in _needed(full):
+    groups, part = _groups(full), full["part"]
+    for name, what_for in _needed(groups, part, full["layers"]).items():
         if name not in given:
-            raise refused(f"{name} is missing, needed an array{_why(name, full)}")
+            raise refused(f"{name} is missing, needed an array{what_for}")
     for name in given:
-        if why := _unread(name.partition(".")[0], full):
+        if why := _unread(name.partition(".")[0], groups, part):
             raise refused(f"{name} is given, and {why}; leave it out")
     _check_hidden(given, full)
-
-
-def _needed(full: Mapping[str, Any]) -> list[str]:
-    shared = ["x", *(["step"] if full["cache"] == "write" else []), *(["cos", "sin"] if full["rotary"] else [])]
-    attention = [*(["q", "k", "v"] if full["qkv"] == "separate" else ["qkv"]), "out"]
-    attention += ["cache_k", "cache_v"] if full["cache"] else []
-    forward = ["up", "down", *(["gate"] if full["gated"] else [])]
-    own = {"attention": attention, "feed_forward": forward}.get(full["part"] or "", attention + forward)
-    return [*shared, *(f"{slot}.{i}" for i in range(full["layers"]) for slot in own)]
-
-
-def _why(name: str, full: Mapping[str, Any]) -> str:
-    slot = name.partition(".")[0]
-    if slot in ("step", "cache_k", "cache_v"):
-        return f" for cache={full['cache']!r}"
-    if slot in ("q", "k", "v", "qkv"):
-        return f" for qkv={full['qkv']!r}"
-    return " for rotary" if slot in ("cos", "sin") else " for gated=True" if slot == "gate" else ""
 
 
 def _check_hidden(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
@@ -153,28 +176,19 @@ def _unread_in_part(slot: str, part: str | None) -> str | None:
     return f"part is {part!r}" if (slot in OF_ATTENTION) != (part == "attention") else None
 
 
-def _unread(slot: str, full: Mapping[str, Any]) -> str | None:
+def _needed(groups: Sequence[_Group], part: str | None, layers: int) -> dict[str, str]:
+    """The names of the operands that have to be there, shared ones first, and what each is needed for."""
+    slots = {slot: group.what_for for group in groups if group.are_read for slot in group.needed}
+    slots = {slot: what_for for slot, what_for in slots.items() if not _unread_in_part(slot, part)}
+    shared = {slot: what_for for slot, what_for in slots.items() if slot in SHARED}
+    own = ((slot, what_for) for slot, what_for in slots.items() if slot not in SHARED)
+    return shared | {f"{slot}.{i}": what_for for i, (slot, what_for) in itertools.product(range(layers), own)}
+
+
+def _unread(slot: str, groups: Sequence[_Group], part: str | None) -> str | None:
     """Why nothing reads a slot in such a call; None where it is read."""
-    if reason := _unread_in_part(slot, full["part"]):
-        return reason
-    separate = full["qkv"] == "separate"
-    readers = (
-        (("q", "k", "v", "q_bias", "k_bias", "v_bias"), separate, f"qkv is {full['qkv']!r}"),
-        (("qkv", "qkv_bias"), not separate, f"qkv is {full['qkv']!r}"),
-        (("step",), full["cache"] == "write", f"cache is {full['cache']!r}: only cache='write' has a step"),
-        (("cache_k", "cache_v"), full["cache"] is not None, "cache is None"),
-        (("cos", "sin"), full["rotary"] is not None, "rotary is None"),
-        (("gate", "gate_bias"), full["gated"], "gated is False"),
-        *(
-            (
-                (f"norm{i + 1}_scale", f"norm{i + 1}_bias"),
-                epsilon is not None,
-                f"epsilons[{i}] is None: there is no such norm",
-            )
-            for i, epsilon in enumerate(full["epsilons"])
-        ),
-    )
-    return next((why for slots, are_read, why in readers if slot in slots and not are_read), None)
+    unread = (g.why_not for g in groups if not g.are_read and slot in (*g.needed, *g.optional))
+    return _unread_in_part(slot, part) or next(unread, None)
 
 
 # Shapes.
@@ -279,72 +293,30 @@ def _check_rotary(name: str, given: Mapping[str, Any], pieces: int, sizes: Layer
         )
 
 
+# The axes of each slot, by the letters of layer.py; W: the columns of queries, keys and values together, P: the tokens of a cache.
+_AXES = (
+    dict.fromkeys(("norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias", "out_bias", "down_bias"), "E")
+    | {"q": "EHD", "k": "EGD", "v": "EGD", "q_bias": "HD", "k_bias": "GD", "v_bias": "GD", "out": "HDE"}
+    | {"up": "EF", "up_bias": "F", "gate": "EF", "gate_bias": "F", "down": "FE"}
+)
+_QKV_AXES = {"separate": (), "concatenated": ("EW", "W"), "interleaved": ("EH3D", "H3D"), "packed": ("3HDE", "3HD")}
+_CACHE_AXES = {"BSHD": "BPGD", "BHSD": "BGPD"}
+
+
 def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: LayerSizes, i: int) -> None:
     up = given[f"up.{i}"].shape if full["part"] != "attention" else ()
-    f = up[-1] if len(up) == 2 else 0
-    for slot, needed in _needed_shapes(full, sizes, f).items():
-        a = given.get(f"{slot}.{i}")
-        if a is not None and tuple(a.shape) != needed:
-            raise refused(f"{slot}.{i} has shape {tuple(a.shape)}, needed {needed}{_letters(slot, full)}")
-
-
-def _needed_shapes(full: Mapping[str, Any], z: LayerSizes, f: int) -> dict[str, tuple[int, ...]]:
-    e, h, g, d = z.e, z.h, z.g, z.d
-    projections = {
-        "separate": ((), ()),
-        "concatenated": ((e, z.wide), (z.wide,)),
-        "interleaved": ((e, h, 3, d), (h, 3, d)),
-        "packed": ((3, h, d, e), (3, h, d)),
-    }
-    qkv, qkv_bias = projections[full["qkv"]]
-    cache = (z.b, z.past, g, d) if full["cache_layout"] == "BSHD" else (z.b, g, z.past, d)
-    vectors = dict.fromkeys(("norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias", "out_bias", "down_bias"), (e,))
-    return {
-        **vectors,
-        "q": (e, h, d),
-        "k": (e, g, d),
-        "v": (e, g, d),
-        "q_bias": (h, d),
-        "k_bias": (g, d),
-        "v_bias": (g, d),
-        "qkv": qkv,
-        "qkv_bias": qkv_bias,
-        "out": (h, d, e),
-        "up": (e, f),
-        "up_bias": (f,),
-        "gate": (e, f),
-        "gate_bias": (f,),
-        "down": (f, e),
-        "cache_k": cache,
-        "cache_v": cache,
-    }
-
-
-_LETTERS = {
-    "q": "[E, H, D]",
-    "k": "[E, G, D]",
-    "v": "[E, G, D]",
-    "q_bias": "[H, D]",
-    "k_bias": "[G, D]",
-    "v_bias": "[G, D]",
-    "out": "[H, D, E]",
-    "up": "[E, F]",
-    "gate": "[E, F]",
-    "down": "[F, E]",
-}
-_QKV_LETTERS = {
-    "concatenated": ("[E, (H + 2 G) D]", "[(H + 2 G) D]"),
-    "interleaved": ("[E, H, 3, D]", "[H, 3, D]"),
-    "packed": ("[3, H, D, E]", "[3, H, D]"),
-}
-
-
-def _letters(slot: str, full: Mapping[str, Any]) -> str:
-    if slot in ("qkv", "qkv_bias"):
-        return f", {_QKV_LETTERS[full['qkv']][slot == 'qkv_bias']}"
-    if slot in ("cache_k", "cache_v"):
-        return f", {full['cache_layout']} with the tokens along S"
-    return f", {_LETTERS[slot]}" if slot in _LETTERS else ""
+    lengths = {"B": sizes.b, "E": sizes.e, "H": sizes.h, "G": sizes.g, "D": sizes.d, "W": sizes.wide, "3": 3}
+    lengths |= {"P": sizes.past, "F": up[-1] if len(up) == 2 else 0}
+    cache = dict.fromkeys(("cache_k", "cache_v"), _CACHE_AXES[full["cache_layout"]])
+    qkv = zip(("qkv", "qkv_bias"), _QKV_AXES[full["qkv"]], strict=False)
+    for slot, axes in (_AXES | dict(qkv) | cache).items():
+        a, needed = given.get(f"{slot}.{i}"), tuple(lengths[x] for x in axes)
+        if a is None or tuple(a.shape) == needed:
+            continue
+        letters = f", [{', '.join('(H + 2 G) D' if x == 'W' else x for x in axes)}]" if axes not in "EF" else ""
+        if slot in cache:
+            letters = f", {full['cache_layout']} with the tokens along S"
+        raise refused(f"{slot}.{i} has shape {tuple(a.shape)}, needed {needed}{letters}")
 
 
 # Dtypes.

@@ -8,6 +8,7 @@ statistics are float32 (float64 for float64).
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -37,33 +38,34 @@ class LayerOps:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The attributes that say what is computed; see `multi_transformer`."""
+    """The attributes that say what is computed, with their defaults; see `multi_transformer`."""
 
-    layers: int
-    heads: int
-    kv_heads: int
-    qkv: str
-    pre_norm: bool
-    norm: str
-    epsilons: tuple[float | None, float | None]
-    activation: str
-    gated: bool
-    scale: float
-    is_causal: bool
-    mask_value: float
-    cache: str | None
-    cache_layout: str
-    gives_keys: bool
-    rotary: int | None
-    precision: Any
-    attention_precision: Any
-    turned: tuple[str, ...]
-    head_size: int
-    part: str | None
+    layers: int = 1
+    heads: Any = None  # an int, as kv_heads and head_size, and scale a float, once they are checked
+    kv_heads: Any = None
+    qkv: str = "separate"
+    pre_norm: bool = True
+    norm: str = "layer"
+    epsilons: tuple[float | None, float | None] = (1e-5, 1e-5)
+    activation: str = "gelu_tanh"
+    gated: bool = False
+    scale: Any = None
+    is_causal: bool = False
+    mask_value: float = -math.inf
+    cache: str | None = None
+    cache_layout: str = "BSHD"
+    gives_keys: bool = False
+    rotary: int | None = None
+    precision: Any = None
+    attention_precision: Any = None
+    turned: tuple[str, ...] = ()
+    head_size: Any = None
+    part: str | None = None
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> LayerForm:
-        return cls(**{f.name: attrs[f.name] for f in fields(cls)})
+        """From among the attributes of a call."""
+        return cls(**{f.name: attrs[f.name] for f in fields(cls) if f.name in attrs})
 
     @property
     def axis(self) -> int:
@@ -81,27 +83,21 @@ class Sight:
 
 
 def forward_by(ops: LayerOps) -> Callable[..., list[Array]]:
-    """The forward of an implementation: (**operands by name, **attributes) -> [y, k_0, v_0, k_1, ...]."""
+    """The forward of an implementation: (**operands by name, **attributes) -> [y], and the keys and values of each layer where they are
+    given back: [y, k_0, v_0, k_1, ...]."""
 
-    def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
-        given = {name: everything.pop(name) for name in present}
-        return row_of_layers(ops, given, LayerForm.of(everything))
+    def forward(*, present: tuple[str, ...], **everything: Any) -> list[Array]:
+        given, form = {name: everything[name] for name in present}, LayerForm.of(everything)
+        x, results, sight = given["x"], [], _sight(given, form)
+        shared = {name: a for name, a in given.items() if "." not in name}
+        for i in range(form.layers):
+            suffix = f".{i}"
+            weights = {name.removesuffix(suffix): a for name, a in given.items() if name.endswith(suffix)}
+            x, keys = (_layer if form.part is None else _part)(ops, x, shared | weights, sight, form)
+            results += keys
+        return [x, *(results if form.cache is not None or form.gives_keys else ())]
 
     return forward
-
-
-def row_of_layers(ops: LayerOps, given: Mapping[str, Array], form: LayerForm) -> list[Array]:
-    """[y], and the keys and values of each layer where they are given back."""
-    x = given["x"]
-    sight = _sight(given, form)
-    shared = {name: a for name, a in given.items() if "." not in name}
-    results = []
-    for i in range(form.layers):
-        suffix = f".{i}"
-        weights = {name.removesuffix(suffix): a for name, a in given.items() if name.endswith(suffix)}
-        x, keys = (_layer if form.part is None else _part)(ops, x, shared | weights, sight, form)
-        results += keys
-    return [x, *(results if form.cache is not None or form.gives_keys else ())]
 
 
 def _layer(ops: LayerOps, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from ...op.implementation import Call, ChoiceKind, Implementation, Implementatio
 from . import choosing, composed, reference
 from .checks import PER_LAYER, SHARED, checked
 from .decode import backend as cuda
+from .layer import LayerForm
 
 Array = Any
 
@@ -50,29 +52,7 @@ class MultiTransformer(CompositeOp):
 
     name = "multi_transformer"
     slots = (*SHARED, *(f"{slot}.0" for slot in PER_LAYER))
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "layers": 1,
-        "heads": None,
-        "kv_heads": None,
-        "qkv": "separate",
-        "pre_norm": True,
-        "norm": "layer",
-        "epsilons": (1e-5, 1e-5),
-        "activation": "gelu_tanh",
-        "gated": False,
-        "scale": None,
-        "is_causal": False,
-        "mask_value": -math.inf,
-        "cache": None,
-        "cache_layout": "BSHD",
-        "gives_keys": False,
-        "rotary": None,
-        "precision": None,
-        "attention_precision": None,
-        "turned": (),
-        "head_size": None,
-        "part": None,
-    }
+    defaults: ClassVar[Mapping[str, Any]] = {field.name: field.default for field in fields(LayerForm)}
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": composite_implementation("xla", "norms, products and attention as jnp code", reference.forward),
         "composed": composite_implementation(
@@ -125,36 +105,21 @@ class MultiTransformer(CompositeOp):
     def left_to_xla(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> ImplementationChoice:
         return ImplementationChoice("composed", ChoiceKind.IN_PIECES, _PIECES_DO)
 
-    def formula(
-        self,
-        *,
-        layers: int = 1,
-        pre_norm: bool = True,
-        norm: str = "layer",
-        activation: str = "gelu_tanh",
-        gated: bool = False,
-        is_causal: bool = False,
-        epsilons: tuple[float | None, float | None] = (1e-5, 1e-5),
-        cache: str | None = None,
-        qkv: str = "separate",
-        part: str | None = None,
-        **_: Any,
-    ) -> str:
+    def formula(self, **attrs: Any) -> str:
         """ "2 layers: a = x + attend(layer_norm(x)), y = a + mlp(layer_norm(a)), mlp gelu_tanh, causal, cache write"."""
-        first, second = (f"{norm}_norm" if e is not None else "" for e in epsilons)
-        if part is not None:
-            text = f"attend({_normed(first, 'x')})" if part == "attention" else f"mlp({_normed(second, 'x')})"
-        elif pre_norm:
+        form = LayerForm.of(attrs)
+        first, second = (f"{form.norm}_norm" if e is not None else "" for e in form.epsilons)
+        if form.part is not None:
+            text = f"attend({_normed(first, 'x')})" if form.part == "attention" else f"mlp({_normed(second, 'x')})"
+        elif form.pre_norm:
             text = f"a = x + attend({_normed(first, 'x')}), y = a + mlp({_normed(second, 'a')})"
         else:
             text = f"a = {_normed(first, 'x + attend(x)')}, y = {_normed(second, 'a + mlp(a)')}"
-        parts = [text if part == "attention" else f"{text}, mlp {activation}{' gated' * gated}"]
-        parts += (
-            ["causal"] * is_causal + [f"cache {cache}"] * (cache is not None) + [f"qkv {qkv}"] * (qkv != "separate")
-        )
-        if part is not None:
-            return f"part of a layer: {', '.join(parts)}"
-        return f"{'layer' if layers == 1 else f'{layers} layers'}: {', '.join(parts)}"
+        mlp, cache, qkv = f"mlp {form.activation}{' gated' * form.gated}", f"cache {form.cache}", f"qkv {form.qkv}"
+        said = (form.part != "attention", form.is_causal, form.cache is not None, form.qkv != "separate")
+        parts = [text, *itertools.compress((mlp, "causal", cache, qkv), said)]
+        row = "layer" if form.layers == 1 else f"{form.layers} layers"
+        return f"{row if form.part is None else 'part of a layer'}: {', '.join(parts)}"
 
 
 def _normed(norm: str, x: str) -> str:

@@ -18,6 +18,10 @@ from .weights import TransformerLayer
 Array = Any
 Caches = Sequence[tuple[Array, Array]]
 
+_PASSED_ON = (
+    *("heads", "kv_heads", "pre_norm", "norm", "activation", "scale", "precision", "cache_layout", "implementation"),
+)
+
 
 def multi_transformer(
     x: Array,
@@ -89,8 +93,9 @@ def multi_transformer(
     >>> y.shape, cache[0][0].shape
     ((1, 1, 4), (1, 6, 2, 2))
     """
+    attrs = locals()
     row = [layers] if isinstance(layers, TransformerLayer) else list(layers)
-    attrs = _attributes_of(row)
+    attrs = {name: attrs[name] for name in _PASSED_ON} | _attributes_of(row)
     given = _slots(row) | {"x": x, "mask": _as_mask(mask), "lengths": lengths}
     if rotary is not None:
         given |= dict(zip(("cos", "sin"), _pair("rotary", rotary), strict=True))
@@ -101,17 +106,8 @@ def multi_transformer(
     own = _with_caches(x, kept, step, prefix, len(row), cache_layout)
     given |= own.pop("operands")
     attrs |= own | {
-        "heads": heads,
-        "kv_heads": kv_heads,
         "is_causal": cache is not None if is_causal is None else is_causal,
-        "pre_norm": pre_norm,
-        "norm": norm,
         "epsilons": epsilon if isinstance(epsilon, tuple | list) else (epsilon, epsilon),
-        "activation": activation,
-        "scale": scale,
-        "precision": precision,
-        "cache_layout": cache_layout,
-        "implementation": implementation,
     }
     y, *caches = MULTI_TRANSFORMER.call(*given.values(), present=tuple(given), **attrs)
     if kept is None:

@@ -22,7 +22,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from .....graph.dtypes import arithmetic_dtype
-from ..reference import AttentionNumbers, near, rounded, statistics, through_softcap, weigh
+from ..reference import finished, rounded, seen, statistics_of, through_softcap, weigh, weight_by
+from ..settings import Settings
 from .blocks import (
     Broadcast,
     Corner,
@@ -78,35 +79,21 @@ def keys_of(rows: int, s: int, window: tuple[int, int]) -> int:
     return min(s, rows + sum(window))
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    factors: Array | None = None,
-    sink: Array | None = None,
-    *,
-    residuals: bool,
-    saves: str = "logsumexp",
-    **attrs: Any,
-) -> list[Array]:
+def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
     """[out], and the rows' statistics if asked for."""
-    form = AttentionNumbers.of(attrs)
+    query, key, value = (given[slot] for slot in ("query", "key", "value"))
     t, s = query.shape[-3], key.shape[-3]
     wide = arithmetic_dtype(query.dtype)
     q, form = _scaled(query, form)
-    kinds, wholes = _broadcasts(query, {"bias": bias, "mask": mask, "factors": factors, "sink": sink})
-    size, rows = block_shape(
-        _heads_together(query, kinds), t, s, form.is_causal, _FORWARD_SCORES, form.group, form.window
-    )
-    can_be_blind = bool({"bias", "mask"} & set(kinds)) or form.may_be_blind(t, s)
+    kinds, wholes = _broadcasts(query, given)
+    size, rows = _block_of(query, kinds, s, _FORWARD_SCORES, form)
+    can_be_blind = form.may_be_blind(t, s)
 
     def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
         (q, k, v), entries = operands
         cut = GroupOperands(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
-        kept = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in statistics(saves))
+        kept = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in form.statistics)
         results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *kept
         for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             seen_k, seen_v = k[:, :keys], v[:, :keys]
@@ -120,9 +107,7 @@ def forward(
                 out = sums / total
                 if factors is not None and factors.dtype == jnp.bool_:  # 0 also where what is left out is NaN
                     out = jnp.where(sums == 0, sums, out)
-                log = jnp.log(total)
-                found = (top + log,) if len(statistics(saves)) == 1 else (top, log)
-                found = out, *(a[..., 0] for a in found)
+                found = out, *(a[..., 0] for a in statistics_of(top, total, form))
                 return tuple(put_rows(whole, a, first) for whole, a in zip(results, found, strict=True))
 
             results = scan_rows(step, start, rows, q[:, start:stop], results)
@@ -131,38 +116,28 @@ def forward(
     entries = {slot: kind.entry for slot, kind in kinds.items()}
     arrays = (q, heads(key, wide), heads(value, wide)), entries
     _, (out, *kept) = scan_heads(some_heads, size, arrays, ())
-    out, off = rounded(unheads(out, query), value.dtype, saves if residuals else None)
-    return [out, *(a.reshape(*_leading(query), t) for a in kept), *off] if residuals else [out]
+    out, off = rounded(unheads(out, query), value.dtype, form.residuals and form.keeps_rounded_off)
+    return [out, *(a.reshape(*_leading(query), t) for a in kept), *off] if form.residuals else [out]
 
 
 def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    broadcast: tuple[tuple[str, tuple[int, ...], str], ...] = (),
-    saves: str = "logsumexp",
-    **attrs: Any,
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], form: Settings
 ) -> list[Array]:
     """The gradients wanted, in order; each block of probabilities is recomputed from the rows' statistics."""
-    form = AttentionNumbers.of(attrs)
-    query, key = saved["query"], saved["key"]
+    query, key, scale = saved["query"], saved["key"], form.scale
     t, s = query.shape[-3], key.shape[-3]
     wide = arithmetic_dtype(query.dtype)
     q, form = _scaled(query, form)
     by_row = {"q": q, "ct": heads(ct, wide)}
-    by_row |= {n: saved[n].reshape(-1, t) for n in statistics(saves)}
+    by_row |= {n: saved[n].reshape(-1, t) for n in form.statistics}
     by_key = {"k": heads(key, wide)}
     # The gradient of the value is of the probabilities and the cotangent alone.
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
-    kinds, wholes = _broadcasts(query, {slot: saved.get(slot) for slot in ("bias", "mask", "factors", "sink")})
-    summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in broadcast if slot in wanted}
+    kinds, wholes = _broadcasts(query, saved)
+    summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in form.broadcast if slot in wanted}
     kinds = {**kinds, **{"d_" + slot: kind for slot, kind in summed.items()}}
-    size, rows = block_shape(
-        _heads_together(query, kinds), t, s, form.is_causal, _BACKWARD_SCORES, form.group, form.window
-    )
+    size, rows = _block_of(query, kinds, s, _BACKWARD_SCORES, form)
 
     def some_heads(shared: dict[str, Array], operands: tuple) -> tuple[dict[str, Array], dict[str, Array]]:
         rows_of, all_keys, entries = operands
@@ -173,26 +148,26 @@ def cotangent(
             step = _backward_step({n: a[:, :keys] for n, a in all_keys.items()}, rows, cut, wanted, form)
             sums = scan_rows(step, start, rows, part, sums)
         shared = {n: sums.pop(n) for n in shared}
-        last = {"query": attrs["scale"], "key": form.scale}
+        last = {"query": scale, "key": form.scale}
         sums = {n: a * last.get(n, 1.0) for n, a in sums.items()}
         return shared, {n: a if n == "query" else _t(a) for n, a in sums.items()}
 
     entries = {slot: kind.entry for slot, kind in kinds.items()}
     shared = {slot: jnp.zeros_like(by_row["q"], shape=kind.shape) for slot, kind in summed.items()}
     shared, grads = scan_heads(some_heads, size, (by_row, by_key, entries), shared)
-    found = {slot: shared[slot].reshape(shape).astype(own) for slot, shape, own in broadcast if slot in wanted}
+    found = {slot: shared[slot].reshape(shape).astype(own) for slot, shape, own in form.broadcast if slot in wanted}
     like = {"query": query, "key": key, "value": key}
     return [found[n] if n in found else unheads(grads[n], like[n]).astype(ct.dtype) for n in wanted]
 
 
 def _backward_step(
-    all_keys: dict[str, Array], rows: int, cut: GroupOperands, wanted: tuple[str, ...], form: AttentionNumbers
+    all_keys: dict[str, Array], rows: int, cut: GroupOperands, wanted: tuple[str, ...], form: Settings
 ) -> Callable[..., dict[str, Array]]:
     """A step over one block of rows: adds to the sums of the gradients (transposed for key and value), and puts dquery."""
 
     def step(sums: dict[str, Array], first: Array, part: dict[str, Array]) -> dict[str, Array]:
-        corner, seen = _seen_from(first, rows, tuple(all_keys.values()), form)
-        keys = dict(zip(all_keys, seen, strict=True))
+        corner, parts = _seen_from(first, rows, tuple(all_keys.values()), form)
+        keys = dict(zip(all_keys, parts, strict=True))
         scores, tanh = _scores(part["q"], keys["k"], corner, cut, form)
         p, of_sink = _probabilities(scores, part, cut("sink", corner, scores.shape))
         factors = cut("factors", corner, p.shape)
@@ -212,7 +187,7 @@ def _backward_step(
         mean = jnp.sum(p * dp, axis=-1, keepdims=True)
         if "sink" in wanted and of_sink is not None:
             found["sink"] = cut.add("sink", sums["sink"], -of_sink * mean, corner)
-        ds = _seen(p * (dp - mean), corner, cut, form)
+        ds = seen(p * (dp - mean), p.shape, cut("mask", corner, p.shape), form, *corner)
         if "bias" in wanted:
             found["bias"] = cut.add("bias", sums["bias"], ds, corner)
         ds = through_softcap(ds, tanh)
@@ -225,7 +200,7 @@ def _backward_step(
     return step
 
 
-def _scaled(query: Array, form: AttentionNumbers) -> tuple[Array, AttentionNumbers]:
+def _scaled(query: Array, form: Settings) -> tuple[Array, Settings]:
     """The query with the scale where that rounds nothing, and a form with what is left of it for the scores.
 
     A GPU multiplies in TF32: operands that it would take as they are, it would round once scaled, and a score of 1e3 by 0.5.
@@ -236,21 +211,22 @@ def _scaled(query: Array, form: AttentionNumbers) -> tuple[Array, AttentionNumbe
     return q, form
 
 
-def _broadcasts(query: Array, operands: dict[str, Any]) -> tuple[dict[str, Broadcast], dict[str, Array]]:
-    """How those present are cut, and each as (entries, T or 1, S or 1)."""
-    given = {slot: a for slot, a in operands.items() if a is not None}
-    kinds = {slot: Broadcast.of(a.shape, _leading(query)) for slot, a in given.items()}
-    return kinds, {slot: a.reshape(kinds[slot].shape) for slot, a in given.items()}
+def _broadcasts(query: Array, given: Mapping[str, Array]) -> tuple[dict[str, Broadcast], dict[str, Array]]:
+    """How those that are given are cut, and each as (entries, T or 1, S or 1)."""
+    found = {slot: given[slot] for slot in ("bias", "mask", "factors", "sink") if slot in given}
+    kinds = {slot: Broadcast.of(a.shape, _leading(query)) for slot, a in found.items()}
+    return kinds, {slot: a.reshape(kinds[slot].shape) for slot, a in found.items()}
 
 
 def _leading(query: Array) -> tuple[int, ...]:
     return (*query.shape[:-3], query.shape[-2])
 
 
-def _heads_together(query: Array, kinds: Mapping[str, Broadcast]) -> int:
-    """How many heads may be in a block: what broadcasts is cut in one piece only within one entry of the batch."""
+def _block_of(query: Array, kinds: Mapping[str, Broadcast], s: int, scores: int, form: Settings) -> tuple[int, int]:
+    """`block_shape` of a call. What broadcasts is cut in one piece only within one entry of the batch."""
     *batch, heads = _leading(query)
-    return heads if kinds else heads * math.prod(batch)
+    together = heads if kinds else heads * math.prod(batch)
+    return block_shape(together, query.shape[-3], s, form.is_causal, scores, form.group, form.window)
 
 
 def _zero_sums(wanted: tuple[str, ...], rows_of: dict[str, Array], s: int, group: int) -> dict[str, Array]:
@@ -272,9 +248,7 @@ def _groups(t: int, s: int, rows: int, is_causal: bool) -> Iterator[tuple[int, i
         yield start, stop, min(stop, s)
 
 
-def _seen_from(
-    first: Array, rows: int, by_key: tuple[Array, ...], form: AttentionNumbers
-) -> tuple[Corner, tuple[Array, ...]]:
+def _seen_from(first: Array, rows: int, by_key: tuple[Array, ...], form: Settings) -> tuple[Corner, tuple[Array, ...]]:
     """The keys, of those in `by_key` (axis 1), that a block of up to `rows` rows from row `first` on sees; with the block's corner."""
     if form.window is None:
         return Corner(first, jnp.zeros_like(first)), by_key
@@ -284,22 +258,11 @@ def _seen_from(
     return Corner(first, at), tuple(keys_from(a, at, keys) for a in by_key)
 
 
-def _scores(
-    q: Array, k: Array, corner: Corner, cut: GroupOperands, form: AttentionNumbers
-) -> tuple[Array, Array | None]:
+def _scores(q: Array, k: Array, corner: Corner, cut: GroupOperands, form: Settings) -> tuple[Array, Array | None]:
     """Scores of a block, and the tanh of the softcap."""
-    scores, tanh = _by_key(q, _t(k), form) * form.scale, None
-    if form.softcap is not None:
-        tanh = jnp.tanh(scores / form.softcap)
-        scores = form.softcap * tanh
-    bias, mask = cut("bias", corner, scores.shape), cut("mask", corner, scores.shape)
-    if bias is not None:
-        scores = scores + bias.astype(scores.dtype)
-    if mask is not None:
-        scores = jnp.where(mask, scores, form.mask_value)
-    if form.is_local:
-        scores = jnp.where(near(scores.shape, form, *corner), scores, -jnp.inf)
-    return scores, tanh
+    scores = _by_key(q, _t(k), form) * form.scale
+    bias, mask = (cut(slot, corner, scores.shape) for slot in ("bias", "mask"))
+    return finished(scores, bias, mask, form, *corner)
 
 
 def _softmax(scores: Array, can_be_blind: bool, sink: Array | None) -> tuple[Array, Array, Array]:
@@ -324,13 +287,8 @@ def _softmax(scores: Array, can_be_blind: bool, sink: Array | None) -> tuple[Arr
 def _probabilities(scores: Array, part: Mapping[str, Array], sink: Array | None) -> tuple[Array, Array | None]:
     """Of rows with all their keys, and the weight of their sink; scaled to 1 together, since a logsumexp of 1e3 is rounded by 1e-4, which
     each of them would carry."""
-
-    def weight_of(logits: Array) -> Array:
-        if "logsumexp" in part:
-            return jnp.exp(logits - part["logsumexp"][..., None])
-        return jnp.exp(logits - part["row_max"][..., None] - part["log_sum"][..., None])
-
-    p, of_sink = weight_of(scores), None if sink is None else weight_of(sink.astype(scores.dtype))
+    p = weight_by(part, scores)
+    of_sink = None if sink is None else weight_by(part, sink.astype(scores.dtype))
     total = jnp.sum(p, axis=-1, keepdims=True)
     if of_sink is not None:
         total = total + of_sink
@@ -338,21 +296,13 @@ def _probabilities(scores: Array, part: Mapping[str, Array], sink: Array | None)
     return p * by_total, None if of_sink is None else of_sink * by_total
 
 
-def _seen(ds: Array, corner: Corner, cut: GroupOperands, form: AttentionNumbers) -> Array:
-    """0 where a row does not see a key: not even a NaN of the row's reaches that key's gradient."""
-    mask = cut("mask", corner, ds.shape)
-    if mask is not None:
-        ds = jnp.where(mask, ds, 0.0)
-    return jnp.where(near(ds.shape, form, *corner), ds, 0.0) if form.is_local else ds
-
-
-def _by_key(rows: Array, keys: Array, form: AttentionNumbers) -> Array:
+def _by_key(rows: Array, keys: Array, form: Settings) -> Array:
     """rows @ keys, where `form.group` heads of rows meet one of keys: they are more rows to it."""
     a = rows.reshape(keys.shape[0], form.group * rows.shape[1], rows.shape[2])
     return jnp.matmul(a, keys, precision=form.precision).reshape(*rows.shape[:-1], keys.shape[-1])
 
 
-def _over_rows(a: Array, b: Array, form: AttentionNumbers) -> Array:
+def _over_rows(a: Array, b: Array, form: Settings) -> Array:
     """a^T @ b, summed over the rows of all heads that share one of keys."""
     a, b = (x.reshape(x.shape[0] // form.group, form.group * x.shape[1], x.shape[2]) for x in (a, b))
     return jnp.matmul(_t(a), b, precision=form.precision)

@@ -18,7 +18,6 @@ query sees no key at all, the statistic would be such a number too, and the kern
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -29,9 +28,9 @@ from jax import lax
 
 from .....device import Device
 from ....op.arrays import is_explicitly_sharded
-from ..layouts import AttentionSizes
+from ..layouts import AttentionSizes, lengths
 from ..own import backend as cuda
-from ..reference import ROUNDED_OFF
+from ..settings import Settings
 from . import call as cudnn_call
 from . import probe
 
@@ -46,18 +45,16 @@ PRECISION = (
 MIN_CAPABILITY = 80
 MIN_MAJOR = 9  # JAX's plugins ask for 9; the flash kernels of 8.9.6 had other limits
 DTYPES = ("bfloat16", "float16")
+_QKV = ("query", "key", "value")
 MOST_FEATURES, MOST_FEATURES_90 = 128, 256
 LEAST_SEEN = -1e4  # a mask value up to which a masked key's weight is 0 beside any other's: scores are far above it
 
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
     """Why cuDNN cannot run a call, or None."""
-    return (
-        refuses_device(device)
-        or _refuses_operands(shapes, device, **attrs)
-        or _refuses_form(shapes, **attrs)
-        or _refuses_mask(shapes, device, **attrs)
-    )
+    form = Settings.of(attrs)
+    reason = refuses_device(device) or _refuses_operands(shapes, device, form.layout)
+    return reason or _refuses_form(shapes, form) or _refuses_mask(shapes, device, form)
 
 
 def refuses_device(device: Device) -> str | None:
@@ -75,7 +72,7 @@ def refuses_device(device: Device) -> str | None:
     return None
 
 
-def _refuses_operands(shapes: Mapping[str, Any], device: Device, *, layout: str, **attrs: Any) -> str | None:
+def _refuses_operands(shapes: Mapping[str, Any], device: Device, layout: str) -> str | None:
     if any(is_explicitly_sharded(a) for a in shapes.values()):
         return "operands sharded over explicit mesh axes: JAX's call of cuDNN has no rule for them"
     features = set()
@@ -102,81 +99,60 @@ def _refuses_features(features: Collection[int], device: Device) -> str | None:
     return None
 
 
-def _refuses_form(
-    shapes: Mapping[str, Any],
-    *,
-    layout: str,
-    scale: float = 1.0,
-    window: tuple[int, int] | None = None,
-    softcap: float | None = None,
-    present: tuple[str, ...] = (),
-    saves: str = "logsumexp",
-    role: str = "call",
-    residuals: bool = False,
-    live: tuple[bool, ...] = (),
-    deterministic: bool = False,
-    **attrs: Any,
-) -> str | None:
-    if not {"factors", "dropout_key"}.isdisjoint(present):
+def _refuses_form(shapes: Mapping[str, Any], form: Settings) -> str | None:
+    if not {"factors", "dropout_key"}.isdisjoint(form.present):
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
-    if "sink" in present:
+    if "sink" in form.present:
         return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
     # JAX's call of cuDNN has no parameter for one.
-    if softcap is not None:
+    if form.softcap is not None:
         return "a softcap on the scores"
-    if window is not None and (refusal := _refuses_window(shapes, layout, window, present)):
+    if form.window is not None and (refusal := _refuses_window(shapes, form.window, form)):
         return refusal
-    if scale <= 0:
-        return f"a scale of {scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
+    if form.scale <= 0:
+        return f"a scale of {form.scale:g}: cuDNN's result is NaN for one that is not above 0 (seen with 9.19)"
     # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode.
-    if role == "tangent":
+    if form.role == "tangent":
         return "forward mode"
-    has_backward = residuals or role != "call"
-    if "bias" in present:
-        return _refuses_bias(shapes, layout, present, has_backward)
-    if not has_backward:
-        return None
-    return _refuses_backward(role, saves, deterministic, tuple(itertools.compress(present, live)))
+    if "bias" in form.present:
+        return _refuses_bias(shapes, form)
+    return _refuses_backward(form) if form.has_backward else None
 
 
-def _refuses_backward(role: str, saves: str, deterministic: bool, wanted: tuple[str, ...]) -> str | None:
+def _refuses_backward(form: Settings) -> str | None:
     """Of a call that keeps something for a backward, or of that backward."""
-    if saves == "probabilities":
+    if form.saves == "probabilities":
         return "the probabilities are what is kept for the backward, which cuDNN never writes"
-    if saves.endswith(ROUNDED_OFF):
+    if form.keeps_rounded_off:
         return "what the result was rounded by is kept for the backward, which cuDNN neither writes nor reads"
-    if deterministic and role != "call":
+    if form.deterministic and form.role != "call":
         return "the same bits every time are asked for: cuDNN's backward adds to the gradient of the query by atomics"
-    if role == "cotangent" and wanted == ("value",):
+    if form.role == "cotangent" and form.wanted == ("value",):
         return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
     return None
 
 
-def _refuses_window(
-    shapes: Mapping[str, Any], layout: str, window: tuple[int, int], present: tuple[str, ...]
-) -> str | None:
+def _refuses_window(shapes: Mapping[str, Any], window: tuple[int, int], form: Settings) -> str | None:
     if window[1]:
         return f"a local window of {window[1]} keys after the row: cuDNN takes windows of a causal mask alone"
-    beside = next((slot for slot in ("bias", "mask") if slot in present), None)
-    if beside is not None:
-        return f"a local window and a {beside}"
-    t, s = (AttentionSizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    for slot in ("bias", "mask"):
+        if slot in form.present:
+            return f"a local window and a {slot}"
+    t, s = lengths(shapes, form.layout)
     return None if t == s else f"a local window of {t} queries over {s} keys: needed as many"
 
 
-def _refuses_mask(
-    shapes: Mapping[str, Any], device: Device, *, mask_value: float = -math.inf, **attrs: Any
-) -> str | None:
-    if "mask" not in attrs.get("present", ()):
+def _refuses_mask(shapes: Mapping[str, Any], device: Device, form: Settings) -> str | None:
+    if "mask" not in form.present:
         return None
-    t, s = (AttentionSizes.of(shapes[n].shape, attrs["layout"]).length if n in shapes else 0 for n in ("query", "key"))
+    of_keys, (t, s) = is_of_keys(shapes["mask"].shape), lengths(shapes, form.layout)
     # JAX's check_is_flash_attention: a bias in training takes even lengths.
-    if not is_of_keys(shapes["mask"].shape) and (t % 2 or s % 2):
+    if not of_keys and (t % 2 or s % 2):
         return f"a mask of {t} x {s} scores: cuDNN takes a bias with statistics for even lengths alone"
-    if mask_value > LEAST_SEEN:
-        return f"a mask value of {mask_value}, which leaves masked keys a weight"
-    refusal = cuda.refuses(shapes, device, mask_value=mask_value, **attrs)
-    fault = "may have a hole" if is_of_keys(shapes["mask"].shape) else "may leave a query no key"
+    if form.mask_value > LEAST_SEEN:
+        return f"a mask value of {form.mask_value}, which leaves masked keys a weight"
+    refusal = cuda.refuses_call(shapes, device, form)
+    fault = "may have a hole" if of_keys else "may leave a query no key"
     return f"the mask {fault}, for which it needs the implementation 'cuda': {refusal}" if refusal else None
 
 
@@ -185,15 +161,15 @@ def is_of_keys(shape: tuple[int, ...]) -> bool:
     return shape[-2] == 1 and shape[-3] == 1
 
 
-def _refuses_bias(shapes: Mapping[str, Any], layout: str, present: tuple[str, ...], has_backward: bool) -> str | None:
-    if "mask" in present:
+def _refuses_bias(shapes: Mapping[str, Any], form: Settings) -> str | None:
+    if "mask" in form.present:
         return "a bias and a mask"
-    if has_backward:
+    if form.has_backward:
         return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
     bias, query = shapes["bias"], shapes["query"]
     if np.dtype(bias.dtype) != np.dtype(query.dtype):
         return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"
-    t, s = (AttentionSizes.of(shapes[n].shape, layout).length for n in ("query", "key"))
+    t, s = lengths(shapes, form.layout)
     if tuple(bias.shape[-2:]) != (t, s):
         return f"a bias of shape {tuple(bias.shape)}: cuDNN takes one with all {t} x {s} scores of a head"
     if len(bias.shape) > 4 and math.prod(bias.shape[:-3]) not in (1, math.prod(query.shape[:-3])):
@@ -201,80 +177,54 @@ def _refuses_bias(shapes: Mapping[str, Any], layout: str, present: tuple[str, ..
     return None
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    *,
-    residuals: bool,
-    saves: str,
-    **attrs: Any,
-) -> list[Array]:
+def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
     """[out], and its statistics if asked for."""
+    query = given["query"]
 
     def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
-        q, k, v = map(_flat_batch, (query, key, value))
+        qkv = [_flat_batch(given[n]) for n in _QKV]
+        bias = given.get("bias")
         whole = hidden if bias is None else bias.reshape(-1, *bias.shape[-3:])
-        out, logsumexp = cudnn_call.forward(q, k, v, whole, lengths, **_given(attrs))
+        out, logsumexp = cudnn_call.forward(qkv, whole, lengths, form)
         out = out.reshape(query.shape)
-        if not residuals:
+        if not form.residuals:
             return [out]
         logsumexp = logsumexp.reshape(*query.shape[:-3], *logsumexp.shape[1:])
-        return [out, logsumexp] if saves == "logsumexp" else [out, logsumexp, jnp.zeros_like(logsumexp)]
+        return [out, logsumexp] if form.saves == "logsumexp" else [out, logsumexp, jnp.zeros_like(logsumexp)]
 
-    def by_cuda() -> list[Array]:
-        return cuda.forward(query, key, value, None, mask, residuals=residuals, saves=saves, **attrs)
-
-    return _by_mask(mask, query, key, by_cudnn, by_cuda, **attrs)
+    return _by_mask(given, form, by_cudnn, lambda: cuda.forward(given, form))
 
 
 def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    **attrs: Any,
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], form: Settings
 ) -> list[Array]:
     """The gradients wanted, of all three that cuDNN computes."""
     statistics = saved["logsumexp"] if "logsumexp" in saved else saved["row_max"] + saved["log_sum"]
 
     def by_cudnn(lengths: tuple[Array, Array] | None, hidden: Array | None) -> list[Array]:
-        q, k, v, out, d_out = map(_flat_batch, (*(saved[n] for n in ("query", "key", "value", "out")), ct))
+        *qkv, out, d_out = map(_flat_batch, (*(saved[n] for n in (*_QKV, "out")), ct))
         kept = statistics.reshape(-1, *statistics.shape[-2:])
-        grads = cudnn_call.backward(q, k, v, hidden, lengths, kept, out, d_out, **_given(attrs))
-        known: dict[str, Array] = dict(zip(("query", "key", "value"), grads, strict=True))
+        grads = cudnn_call.backward(qkv, hidden, lengths, form, kept, out, d_out)
+        known: dict[str, Array] = dict(zip(_QKV, grads, strict=True))
         return [known[n].reshape(saved[n].shape) for n in wanted]
 
-    def by_cuda() -> list[Array]:
-        return cuda.cotangent(saved, ct, wanted, shardings, **attrs)
-
-    return _by_mask(saved.get("mask"), saved["query"], saved["key"], by_cudnn, by_cuda, **attrs)
-
-
-def _given(attrs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: attrs[name] for name in ("scale", "is_causal", "window", "layout")}
+    return _by_mask(saved, form, by_cudnn, lambda: cuda.cotangent(saved, ct, wanted, shardings, form))
 
 
 def _by_mask(
-    mask: Array | None,
-    query: Array,
-    key: Array,
+    given: Mapping[str, Array],
+    form: Settings,
     by_cudnn: Callable[[tuple[Array, Array] | None, Array | None], list[Array]],
     by_cuda: Callable[[], list[Array]],
-    *,
-    layout: str,
-    is_causal: bool,
-    **_: Any,
 ) -> list[Array]:
     """By cuDNN where there is no mask, where it is lengths of which none is 0, and where it leaves every query a key."""
+    mask, query = given.get("mask"), given["query"]
     if mask is None:
         return by_cudnn(None, None)
-    q = AttentionSizes.of(query.shape, layout)
+    q = AttentionSizes.of(query.shape, form.layout)
     if not is_of_keys(mask.shape):
         hidden = _as_bias(mask, q, query.dtype)
-        return lax.cond(_all_see(mask, q.length, is_causal), lambda: by_cudnn(None, hidden), by_cuda)
+        return lax.cond(_all_see(mask, q.length, form.is_causal), lambda: by_cudnn(None, hidden), by_cuda)
     lengths, is_prefix = probe.lengths_on_cuda(mask[..., 0, 0, :])
     of_keys = jnp.broadcast_to(lengths, q.batch).reshape(-1)
     of_queries = jnp.full_like(of_keys, q.length)

@@ -11,9 +11,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+
+from ..settings import Settings
 
 Array = Any
 
@@ -54,67 +57,48 @@ def version() -> int | None:
 
 
 def forward(
-    query: Array, key: Array, value: Array, bias: Array | None, lengths: tuple[Array, Array] | None, **given: Any
+    qkv: Sequence[Array], bias: Array | None, lengths: tuple[Array, Array] | None, form: Settings
 ) -> tuple[Array, Array]:
     """(out, logsumexp): out as query, logsumexp B x N x T float32.
 
     Args:
-      query, key, value: B x T x N x H, or B x N x T x H.
+      qkv: query, key, value: B x T x N x H, or B x N x T x H.
       bias: (1 or B) x (1 or N) x T x S in their dtype, or None.
       lengths: of queries and keys, int32 B each, or None.
-      given: `scale`, `is_causal`, `window` (of a causal mask: (keys before the row, 0), or None) and `layout`.
+      form: `scale`, `is_causal`, `window` (of a causal mask: (keys before the row, 0), or None) and `layout` are read.
     """
-    internal: Any = importlib.import_module(_MODULE)
-    operands = _operands(query, bias, lengths)
-    params = _params(internal, bias, lengths, **given)
-    out, statistics = internal._dot_product_attention_fwd_p.bind(
-        query, key, value, *operands, is_training=True, **params
-    )
+    out, statistics = _bind("fwd", qkv, bias, lengths, form, is_training=True)
     return out, statistics
 
 
 def backward(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None,
-    lengths: tuple[Array, Array] | None,
-    logsumexp: Array,
-    out: Array,
-    ct: Array,
-    **given: Any,
+    qkv: Sequence[Array], bias: Array | None, lengths: tuple[Array, Array] | None, form: Settings, *more: Array
 ) -> list[Array]:
-    """The gradients of query, key and value; arguments as for `forward`, beside what it gave and the cotangent of out."""
-    internal: Any = importlib.import_module(_MODULE)
-    operands = _operands(query, bias, lengths)
-    params = _params(internal, bias, lengths, **given)
-    found = internal._dot_product_attention_bwd_p.bind(query, key, value, *operands, logsumexp, out, ct, **params)
-    return list(found[:3])
+    """The gradients of query, key and value; arguments as for `forward`, beside what it gave (logsumexp, out) and the cotangent of out."""
+    return list(_bind("bwd", qkv, bias, lengths, form, *more)[:3])
 
 
-def _operands(query: Array, bias: Array | None, lengths: tuple[Array, Array] | None) -> list[Array]:
-    """Bias, lengths, and the offsets and page tables that are not used; what is not there is empty."""
-    empty = jnp.zeros(0, query.dtype)
-    return [empty if bias is None else bias, *(lengths or (empty, empty)), empty, empty, empty, empty]
-
-
-def _params(
-    internal: Any,
+def _bind(
+    name: str,
+    qkv: Sequence[Array],
     bias: Array | None,
     lengths: tuple[Array, Array] | None,
-    *,
-    scale: float,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    layout: str,
-) -> dict[str, Any]:
-    kind = ("PADDING_CAUSAL" if is_causal else "PADDING") if lengths else ("CAUSAL" if is_causal else "NO_MASK")
-    return {
-        "scale": scale,
+    form: Settings,
+    *more: Array,
+    **params: Any,
+) -> Any:
+    internal: Any = importlib.import_module(_MODULE)
+    # Behind bias and lengths the offsets and page tables that are not used; what is not there is empty.
+    empty = jnp.zeros(0, qkv[0].dtype)
+    operands = (*qkv, empty if bias is None else bias, *(lengths or (empty, empty)), *(empty,) * 4, *more)
+    kinds = ("PADDING", "PADDING_CAUSAL") if lengths else ("NO_MASK", "CAUSAL")
+    params |= {
+        "scale": form.scale,
         "seed": 42,
         "dropout_rate": 0.0,
         "variadic_args": (bias is not None, False),
-        "mask_type": internal.MaskType[kind],
-        "layout": internal.AttentionLayout[layout].value,
-        "sliding_window_length": None if window is None else window[0] + 1,  # cuDNN counts the row's own key
+        "mask_type": internal.MaskType[kinds[form.is_causal]],
+        "layout": internal.AttentionLayout[form.layout].value,
+        "sliding_window_length": None if form.window is None else form.window[0] + 1,  # cuDNN counts the row's own key
     } | dict.fromkeys(_FUNCTION & _parameters(internal))
+    return getattr(internal, f"_dot_product_attention_{name}_p").bind(*operands, **params)

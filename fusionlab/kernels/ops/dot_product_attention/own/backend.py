@@ -7,7 +7,6 @@ without atomics, so the same bits every time.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,9 +19,10 @@ from jax import lax
 from .....device import Device
 from ....launch.compile import why_missing
 from ....launch.ffi_call import launch
+from ....launch.kernel_plan import KernelPlan
 from ....op.arrays import refuses_shardings
-from ..layouts import AttentionSizes
-from ..reference import residual_names, statistics
+from ..layouts import AttentionSizes, lengths
+from ..settings import Settings
 from . import tiles
 from .tiles import Strides, TiledAttention
 
@@ -33,7 +33,11 @@ MIN_CAPABILITY = 80
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
     """Why these kernels cannot run a call, or None."""
-    return refuses_device(device) or _refuses_operands(shapes, **attrs) or _refuses_role(**attrs)
+    return refuses_call(shapes, device, Settings.of(attrs))
+
+
+def refuses_call(shapes: Mapping[str, Any], device: Device, form: Settings) -> str | None:
+    return refuses_device(device) or _refuses_operands(shapes, form) or _refuses_role(form)
 
 
 def refuses_device(device: Device) -> str | None:
@@ -44,18 +48,18 @@ def refuses_device(device: Device) -> str | None:
     return None if device.simulated else why_missing()
 
 
-def _refuses_operands(shapes: Mapping[str, Any], *, layout: str, precision: Any = None, **attrs: Any) -> str | None:
+def _refuses_operands(shapes: Mapping[str, Any], form: Settings) -> str | None:
     if reason := refuses_shardings(shapes):
         return reason
     for slot in ("query", "key", "value", "ct"):
-        if slot in shapes and (reason := _refuses_heads(slot, shapes[slot], layout)):
+        if slot in shapes and (reason := _refuses_heads(slot, shapes[slot], form.layout)):
             return reason
     for slot in ("bias", "factors"):
         if slot in shapes and np.dtype(shapes[slot].dtype).name not in tiles.OPERANDS:
             return f"{slot} has dtype {np.dtype(shapes[slot].dtype).name}, needed one of {', '.join(tiles.OPERANDS)}"
-    if reason := _refuses_dropout(shapes, layout, attrs.get("dropout_shape")):
+    if reason := _refuses_dropout(shapes, form):
         return reason
-    return None if _terms(precision) else f"no kernel for the precision {precision}"
+    return None if _terms(form.precision) else f"no kernel for the precision {form.precision}"
 
 
 def _refuses_heads(slot: str, a: Any, layout: str) -> str | None:
@@ -74,35 +78,26 @@ def _refuses_heads(slot: str, a: Any, layout: str) -> str | None:
     return None
 
 
-def _refuses_dropout(shapes: Mapping[str, Any], layout: str, drawn: tuple[int, ...] | None) -> str | None:
+def _refuses_dropout(shapes: Mapping[str, Any], form: Settings) -> str | None:
     """Why the kernels cannot draw factors of this shape, or None."""
+    drawn = form.dropout_shape
     if drawn is None or "query" not in shapes or "key" not in shapes:
         return None
-    q = AttentionSizes.of(shapes["query"].shape, layout)
-    rows = q.length, AttentionSizes.of(shapes["key"].shape, layout).length
-    if drawn[-2:] != rows or (drawn[:-3] != q.batch and math.prod(drawn[:-3]) != 1):
+    batch = AttentionSizes.of(shapes["query"].shape, form.layout).batch
+    if drawn[-2:] != lengths(shapes, form.layout) or (drawn[:-3] != batch and math.prod(drawn[:-3]) != 1):
         return f"a dropout mask of the shape {drawn}: needed one drawn for every query and key, and for all batch axes or none"
     return None
 
 
-def _refuses_role(
-    *,
-    role: str = "call",
-    residuals: bool = False,
-    saves: str = "logsumexp",
-    present: tuple[str, ...] = (),
-    live: tuple[bool, ...] = (),
-    **_: Any,
-) -> str | None:
-    if role == "tangent":
+def _refuses_role(form: Settings) -> str | None:
+    if form.role == "tangent":
         return "forward mode has no kernel"
-    if saves == "probabilities" and (residuals or role != "call"):
+    if form.saves == "probabilities" and form.has_backward:
         return "the probabilities are what is kept for the backward, which these kernels never write"
-    if "sink" in present:
+    if "sink" in form.present:
         return "a sink beside the scores, which these kernels do not sum"
-    wanted = tuple(itertools.compress(present, live))
     for slot in ("bias", "factors"):
-        if role == "cotangent" and slot in wanted:
+        if form.role == "cotangent" and slot in form.wanted:
             return f"the gradient of the {slot}, which no kernel sums"
     return None
 
@@ -117,70 +112,39 @@ def _terms(precision: Any) -> int:
     return 1 if all(p == lax.Precision.DEFAULT for p in pair) else 3
 
 
-def forward(
-    query: Array,
-    key: Array,
-    value: Array,
-    bias: Array | None = None,
-    mask: Array | None = None,
-    factors: Array | None = None,
-    dropout_key: Array | None = None,
-    *,
-    residuals: bool,
-    saves: str,
-    layout: str,
-    **attrs: Any,
-) -> list[Array]:
+def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
     """[out], and the rows' statistics if asked for."""
-    sizes = AttentionSizes.of(query.shape, layout)
-    optional = {"bias": bias, "mask": mask, "factors": factors, "dropout_key": dropout_key}
-    call, operands = _described({"query": query, "key": key, "value": value, **optional}, layout, attrs)
-    shape = sizes._replace(features=value.shape[-1]).shape(layout)
-    out = jax.ShapeDtypeStruct(shape, query.dtype)
+    query, value = given["query"], given["value"]
+    sizes = AttentionSizes.of(query.shape, form.layout)
+    call, operands = _described(given, form, value.shape)
+    out = jax.ShapeDtypeStruct(sizes._replace(features=value.shape[-1]).shape(form.layout), query.dtype)
     statistic = jax.ShapeDtypeStruct((*sizes.batch, sizes.heads, sizes.length), np.float32)
-    kept = residual_names(saves, None) if residuals else ()
+    kept = form.saved_names if form.residuals else ()
     results = [out, *(out if name == "rounded_off" else statistic for name in kept)]
-    return launch(tiles.forward_plan(call, saves if residuals else None), operands, results)
+    return launch(tiles.forward_plan(call, form.saves if form.residuals else None), operands, results)
 
 
 def cotangent(
-    saved: Mapping[str, Array],
-    ct: Array,
-    wanted: tuple[str, ...],
-    shardings: Mapping[str, Any],
-    *,
-    saves: str,
-    layout: str,
-    **attrs: Any,
+    saved: Mapping[str, Array], ct: Array, wanted: tuple[str, ...], shardings: Mapping[str, Any], form: Settings
 ) -> list[Array]:
     """The gradients wanted, of query, key and value."""
-    value = saved.get("value", ct)  # the gradient of the value alone reads none: no kernel looks at it then
-    given = {n: saved.get(n) for n in ("bias", "mask", "factors", "dropout_key")}
-    like = _value_shape(saved["key"], ct)
-    call, operands = _described(
-        {"query": saved["query"], "key": saved["key"], "value": value, **given}, layout, attrs, value_shape=like
-    )
-    kept = [saved[n] for n in statistics(saves)]
-    delta = _delta(saved, ct, layout, call.terms) if "out" in saved else kept[0]
-    operands = [*operands, *kept, delta, ct]
-    found = {}
+    # The gradient of the value alone reads none: no kernel looks at it then.
+    given = {"value": ct, **saved}
+    shapes = {n: saved[n].shape for n in ("query", "key")}
+    shapes["value"] = (*shapes["key"][:-1], ct.shape[-1])
+    call, operands = _described(given, form, shapes["value"])
+    kept = [saved[n] for n in form.statistics]
+    operands += [*kept, _delta(saved, ct, form.layout, call.terms) if "out" in saved else kept[0], ct]
+    plans: list[tuple[tuple[str, ...], KernelPlan]] = []
     if "query" in wanted:
-        found["query"] = launch(tiles.query_plan(call, saves), operands, [_like(saved["query"].shape, ct)])[0]
-    asked = {"key": saved["key"].shape, "value": like}
-    asked = {n: shape for n, shape in asked.items() if n in wanted}
-    for some in tiles.together(call, tuple(asked)):
-        plan = tiles.keys_plan(call, saves, key="key" in some, value="value" in some)
-        grads = launch(plan, operands, [_like(asked[n], ct) for n in some])
-        found |= dict(zip(some, grads, strict=True))
+        plans.append((("query",), tiles.query_plan(call, form.saves)))
+    for some in tiles.together(call, tuple(n for n in ("key", "value") if n in wanted)):
+        plans.append((some, tiles.keys_plan(call, form.saves, key="key" in some, value="value" in some)))
+    found = {}
+    for some, plan in plans:
+        results = [jax.ShapeDtypeStruct(shapes[n], ct.dtype) for n in some]
+        found |= dict(zip(some, launch(plan, operands, results), strict=True))
     return [found[n] for n in wanted]
-
-
-def _like(shape: tuple[int, ...], ct: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, ct.dtype)
-
-
-def _value_shape(key: Array, ct: Array) -> tuple[int, ...]:
-    return (*key.shape[:-1], ct.shape[-1])
 
 
 def _delta(saved: Mapping[str, Array], ct: Array, layout: str, terms: int) -> Array:
@@ -205,23 +169,22 @@ def _tf32(x: Array) -> Array:
 
 
 def _described(
-    given: Mapping[str, Any], layout: str, attrs: Mapping[str, Any], value_shape: tuple[int, ...] | None = None
+    given: Mapping[str, Any], form: Settings, value_shape: tuple[int, ...]
 ) -> tuple[TiledAttention, list[Array]]:
     """The call as the kernels see it, and its operands."""
-    query, key, value = (given[n] for n in ("query", "key", "value"))
-    q, k = AttentionSizes.of(query.shape, layout), AttentionSizes.of(key.shape, layout)
-    v = AttentionSizes.of(value_shape or value.shape, layout)
-    arrays, scores = [query, key, value], {}
+    layout, arrays = form.layout, [given[n] for n in ("query", "key", "value")]
+    q, k = (AttentionSizes.of(a.shape, layout) for a in arrays[:2])
+    v = AttentionSizes.of(value_shape, layout)
+    scores: dict[str, Any] = {}
     for slot in ("bias", "mask", "factors"):
-        if given[slot] is not None:
+        if slot in given:
             arrays.append(_with_whole_batch(given[slot], q.batch))
             scores[slot] = np.dtype(arrays[-1].dtype).name, _score_strides(arrays[-1].shape)
-    by_key, drawn = given["dropout_key"] is not None, {}
-    if by_key:
+    if "dropout_key" in given and form.dropout_shape is not None:
         arrays.append(given["dropout_key"])
-        drawn = {"dropout": _score_strides(attrs["dropout_shape"]), "keep": attrs["keep"]}
+        scores |= {"dropout": _score_strides(form.dropout_shape), "keep": form.keep}
     call = TiledAttention(
-        dtype=np.dtype(query.dtype).name,
+        dtype=np.dtype(arrays[0].dtype).name,
         batch=math.prod(q.batch),
         heads=q.heads,
         queries=q.length,
@@ -233,14 +196,9 @@ def _described(
         value=_strides(v, layout),
         out=_strides(q._replace(features=v.features), layout),
         group=q.heads // k.heads,
-        scale=attrs["scale"],
-        is_causal=attrs["is_causal"],
-        window=attrs["window"],
-        softcap=attrs["softcap"],
-        mask_value=attrs["mask_value"],
-        factors_scale=attrs["factors_scale"] if "factors" in scores or by_key else 1.0,
-        terms=_terms(attrs["precision"]) if query.dtype == np.float32 else 1,
-        **drawn,
+        factors_scale=form.factors_scale if {"factors", "dropout"} & scores.keys() else 1.0,
+        terms=_terms(form.precision) if arrays[0].dtype == np.float32 else 1,
+        **{name: getattr(form, name) for name in ("scale", "is_causal", "window", "softcap", "mask_value")},
         **scores,
     )
     return call, arrays

@@ -14,7 +14,7 @@ from typing import Any
 from ....launch.compile import ARCHS, CudaSource
 from ....launch.kernel_plan import KernelPlan, Launch
 from ...geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, ceil_div, round_up
-from ..reference import ROUNDED_OFF, statistics
+from ..settings import ROUNDED_OFF, statistics
 
 SOURCE = CudaSource(
     "dot_product_attention/own/attention.cu",

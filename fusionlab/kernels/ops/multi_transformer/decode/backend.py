@@ -136,126 +136,116 @@ def is_persistent(row: Row) -> bool:
     return takes(row) and pays(row, Device.current())
 
 
-def forward(*, residuals: bool, present: tuple[str, ...], device: Any = None, **everything: Any) -> list[Array]:
+def forward(*, present: tuple[str, ...], **everything: Any) -> list[Array]:
     """[y, k_0, v_0, ...]: one launch plan."""
-    given = {name: everything.pop(name) for name in present}
-    form = LayerForm.of(everything)
-    return _Call(given, form).run()
+    given, form = {name: everything[name] for name in present}, LayerForm.of(everything)
+    dtype, (rows, _, width) = given["x"].dtype, given["x"].shape
+    parameters = {a.dtype for name, a in given.items() if name.partition(".")[0] in _NORM_SLOTS} <= {dtype}
+    row, caches = row_of(given, form, parameters), [f"{slot}.{i}" for i in range(form.layers) for slot in _CACHES]
+    given = {name: _as_read(name.partition(".")[0], a, dtype, parameters) for name, a in given.items()}
+    whole = is_persistent(row)
+    own = _made(row, form.layers, dtype, whole)
+    made = {"y": own.pop("y")} | {name: jax.ShapeDtypeStruct(given[name].shape, dtype) for name in caches} | own
+    operands: dict[str, Param] = {name: ("operand", i) for i, name in enumerate(given)}
+    results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(made)}
+    places = _places(operands, results, form.layers)
+    plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
+    # XLA gives a result the memory of its operand, and copies the operand first where it is read later.
+    aliases = {operands[name][1]: results[name][1] for name in caches}
+    outs = launch(plan, list(given.values()), list(made.values()), aliases)
+    return [outs[0].reshape(rows, 1, width), *outs[1 : 1 + len(caches)]]
 
 
-class _Call:
-    """The operands of a call as the kernels read them, and its plan."""
+def _as_read(slot: str, a: Array, dtype: Any, parameters: bool) -> Array:
+    """An operand as the kernels read it."""
+    if slot == "x":
+        return a.reshape(a.shape[0], -1)
+    if slot in ("step", "lengths"):
+        return a.astype(jnp.int32)
+    if slot in ("cos", "sin"):
+        return a.astype(jnp.float32)
+    if slot == "mask":
+        return a.reshape(a.shape[0], -1).astype(jnp.uint8)
+    if slot in _NORM_SLOTS:
+        return a if parameters else a.astype(jnp.float32)
+    return a.reshape(-1).astype(dtype) if slot.endswith("_bias") else a
 
-    def __init__(self, given: Mapping[str, Array], form: LayerForm) -> None:
-        self.form, self.x = form, given["x"]
-        self.dtype = self.x.dtype
-        norms = {given[name].dtype for name in given if name.partition(".")[0] in _NORM_SLOTS}
-        self.parameters = norms <= {self.dtype}
-        self.given = {name: self._as_read(name, a) for name, a in given.items()}
-        self.numbers = {name: i for i, name in enumerate(self.given)}
 
-    def _as_read(self, name: str, a: Array) -> Array:
-        slot = name.partition(".")[0]
-        if slot == "x":
-            return a.reshape(a.shape[0], -1)
-        if slot in ("step", "lengths"):
-            return a.astype(jnp.int32)
-        if slot in ("cos", "sin"):
-            return a.astype(jnp.float32)
-        if slot == "mask":
-            return a.reshape(a.shape[0], -1).astype(jnp.uint8)
-        if slot in _NORM_SLOTS:
-            return a if self.parameters else a.astype(jnp.float32)
-        return a.reshape(-1).astype(self.dtype) if slot.endswith("_bias") else a
+def _made(row: Row, layers: int, dtype: Any, whole: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    """What is returned as "y", and what kernels, or the blocks of the one kernel of all layers, make for each other."""
+    width, strips = row.qkv.inner, {"attended": row.out.inner, "hidden": row.down.inner, "normed": row.qkv.inner}
+    # Strips are whole: each has `STRIP` entries of every row (project.cuh).
+    whole_strips = {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
+    # What one layer gives and the next reads, `x`, lies in a result of the custom call that is not returned.
+    between = {"x": width} if layers > 1 else {}
+    widths = {"y": width, "qkv": sum(row.qkv.columns), "between": width} | whole_strips | between
+    shapes = {name: jax.ShapeDtypeStruct((row.qkv.rows, n), dtype) for name, n in widths.items()}
+    if not whole:
+        return shapes
+    del shapes["normed"]
+    # XLA allocates results by dtype: scratch is counted in words of four bytes.
+    sizes = scratch_bytes(row, layers)
+    return shapes | {name: jax.ShapeDtypeStruct((size // 4,), jnp.int32) for name, size in sizes.items()}
 
-    def run(self) -> list[Array]:
-        form, (rows, width) = self.form, self.given["x"].shape
-        caches = [f"{slot}.{i}" for i in range(form.layers) for slot in _CACHES]
-        row = self.row()
-        strips = {"attended": row.out.inner, "hidden": row.down.inner, "normed": width}
-        widths = {"y": width, "qkv": sum(row.qkv.columns), "between": width}
-        # Strips are whole: each has `STRIP` entries of every row (project.cuh).
-        widths |= {name: -(-n // STRIP) * STRIP for name, n in strips.items()}
-        # What one layer gives and the next reads, `x`, lies in a result of the custom call that is not returned.
-        widths |= {"x": width} if form.layers > 1 else {}
-        shapes = {name: jax.ShapeDtypeStruct((rows, n), self.dtype) for name, n in widths.items()}
-        if whole := is_persistent(row):
-            del shapes["normed"]
-            sizes = scratch_bytes(row, form.layers)
-            # XLA allocates results by dtype: scratch is counted in words of four bytes.
-            shapes |= {name: jax.ShapeDtypeStruct((size // 4,), jnp.int32) for name, size in sizes.items()}
-        kept = {name: jax.ShapeDtypeStruct(self.given[name].shape, self.dtype) for name in caches}
-        names = ["y", *caches, *(name for name in shapes if name != "y")]
-        results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(names)}
-        places = self.places(results)
-        plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
-        # XLA gives a result the memory of its operand, and copies the operand first where it is read later.
-        aliases = {self.numbers[name]: results[name][1] for name in caches}
-        outs = launch(plan, list(self.given.values()), [(shapes | kept)[name] for name in names], aliases)
-        return [outs[0].reshape(rows, 1, width), *outs[1 : 1 + len(caches)]]
 
-    def places(self, results: Mapping[str, Param]) -> list[Places]:
-        """Of each layer; the first reads the operand x, the last writes y."""
-        form, found = self.form, []
-        shared = {name: ("operand", i) for name, i in self.numbers.items() if "." not in name}
-        steps = {name: results.get(name, NOTHING) for name in ("normed", "qkv", "attended", "between", "hidden")}
-        for i in range(form.layers):
-            own = {
-                name.partition(".")[0]: ("operand", at) for name, at in self.numbers.items() if name.endswith(f".{i}")
-            }
-            own |= {slot: results[f"{slot}.{i}"] for slot in _CACHES}
-            x = results["x"] if i else shared["x"]
-            y = results["y"] if i == form.layers - 1 else results["x"]
-            found.append(Places(shared | own, x=x, y=y, **steps))
-        return found
+def _places(operands: Mapping[str, Param], results: Mapping[str, Param], layers: int) -> list[Places]:
+    """Of each layer; the first reads the operand x, the last writes y."""
+    found, steps = [], {name: results.get(name, NOTHING) for name in ("normed", "qkv", "attended", "between", "hidden")}
+    shared = {name: place for name, place in operands.items() if "." not in name}
+    for i in range(layers):
+        own = {name.partition(".")[0]: place for name, place in operands.items() if name.endswith(f".{i}")}
+        own |= {slot: results[f"{slot}.{i}"] for slot in _CACHES}
+        x = results["x"] if i else shared["x"]
+        y = results["y"] if i == layers - 1 else results["x"]
+        found.append(Places(shared | own, x=x, y=y, **steps))
+    return found
 
-    def row(self) -> Row:
-        form, given = self.form, self.given
-        rows, width = given["x"].shape
-        size, heads, groups = form.head_size, form.heads, form.kv_heads
-        hidden = _feed_forward_width(given, form, 0)
-        if form.qkv == "separate":
-            columns, turned = (heads * size, groups * size, groups * size), "q" in form.turned
-        else:
-            # Packed weights, [3, H, D, E], are [out, in] as they lie.
-            columns, turned = ((heads + 2 * groups) * size,), form.qkv == "packed" or "qkv" in form.turned
-        norms = tuple(None if e is None else form.norm for e in form.epsilons)
-        fused = form.pre_norm and fuses_norm(rows, width)
-        # A norm kernel of its own leaves x in strips, for the product that reads it (project.cuh).
-        in_strips = [form.pre_norm and norm is not None and not fused for norm in norms]
-        return Row(
-            dtype=np.dtype(self.dtype).name,
-            parameters=self.parameters,
-            pre_norm=form.pre_norm,
-            norms=(norms[0], norms[1]),
-            epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
-            activation=form.activation,
-            qkv=ProductPhase(rows, width, columns, turned, norm=norms[0] if fused else None, strips=in_strips[0]),
-            attention=self.attention(),
-            out=ProductPhase(rows, heads * size, (width,), "out" in form.turned, strips=True),
-            up=ProductPhase(
-                rows, width, (hidden,), "up" in form.turned, form.gated, norms[1] if fused else None, in_strips[1]
-            ),
-            down=ProductPhase(rows, hidden, (width,), "down" in form.turned, strips=True),
-        )
 
-    def attention(self) -> AttentionPhase:
-        form, given = self.form, self.given
-        cos = given.get("cos")
-        return AttentionPhase(
-            rows=given["x"].shape[0],
-            heads=form.heads,
-            kv_heads=form.kv_heads,
-            size=form.head_size,
-            past=given["cache_k.0"].shape[form.axis],
-            layout=form.cache_layout,
-            interleaved=form.qkv == "interleaved",
-            causal=form.is_causal,
-            scale=form.scale,
-            mask_is_finite="mask" in given and math.isfinite(form.mask_value),
-            step_of_each=given["step"].ndim == 1,
-            mask_of_each="mask" in given and given["mask"].shape[0] > 1,
-            turn_of_each=cos is not None and cos.ndim == 3 and cos.shape[0] > 1,
-            rotary=form.rotary,
-            rotary_width=0 if cos is None else cos.shape[-1],
-        )
+def row_of(shapes: Mapping[str, Any], form: LayerForm, parameters: bool) -> Row:
+    """What the kernels are compiled for, by the operands' shapes; `parameters`: whether the norms' are of the tokens' dtype."""
+    (rows, _, width), heads, size = shapes["x"].shape, form.heads, form.head_size
+    between, hidden = heads * size, _feed_forward_width(shapes, form, 0)
+    if form.qkv == "separate":
+        columns, turned = (between, form.kv_heads * size, form.kv_heads * size), "q" in form.turned
+    else:
+        # Packed weights, [3, H, D, E], are [out, in] as they lie.
+        columns, turned = (between + 2 * form.kv_heads * size,), form.qkv == "packed" or "qkv" in form.turned
+    first, second = (None if e is None else form.norm for e in form.epsilons)
+    fused = form.pre_norm and fuses_norm(rows, width)
+    # A norm kernel of its own leaves x in strips, for the product that reads it (project.cuh).
+    own_first, own_second = (form.pre_norm and norm is not None and not fused for norm in (first, second))
+    before, ahead = (norm if fused else None for norm in (first, second))
+    return Row(
+        dtype=np.dtype(shapes["x"].dtype).name,
+        parameters=parameters,
+        pre_norm=form.pre_norm,
+        norms=(first, second),
+        epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
+        activation=form.activation,
+        qkv=ProductPhase(rows, width, columns, turned, norm=before, strips=own_first),
+        attention=_attention_of(shapes, form),
+        out=ProductPhase(rows, between, (width,), "out" in form.turned, strips=True),
+        up=ProductPhase(rows, width, (hidden,), "up" in form.turned, form.gated, ahead, own_second),
+        down=ProductPhase(rows, hidden, (width,), "down" in form.turned, strips=True),
+    )
+
+
+def _attention_of(shapes: Mapping[str, Any], form: LayerForm) -> AttentionPhase:
+    cos, mask = shapes.get("cos"), shapes.get("mask")
+    return AttentionPhase(
+        rows=shapes["x"].shape[0],
+        heads=form.heads,
+        kv_heads=form.kv_heads,
+        size=form.head_size,
+        past=shapes["cache_k.0"].shape[form.axis],
+        layout=form.cache_layout,
+        interleaved=form.qkv == "interleaved",
+        causal=form.is_causal,
+        scale=form.scale,
+        mask_is_finite=mask is not None and math.isfinite(form.mask_value),
+        step_of_each=len(shapes["step"].shape) == 1,
+        mask_of_each=mask is not None and mask.shape[0] > 1,
+        turn_of_each=cos is not None and len(cos.shape) == 3 and cos.shape[0] > 1,
+        rotary=form.rotary,
+        rotary_width=0 if cos is None else cos.shape[-1],
+    )

@@ -222,16 +222,7 @@ def _params(row: Row, layers: Sequence[Places], scratch: Sequence[Param]) -> tup
     threes = ("q", "k", "v") if "q" in first.slots else ("qkv", "", "")
     pair = ("gate", "up") if row.up.gated else ("up", "")
     for at in layers:
-        slots = [
-            "norm1_scale",
-            "norm1_bias",
-            *threes,
-            *(f"{s}_bias" for s in threes),
-            "cache_k",
-            "cache_v",
-            "out",
-            "out_bias",
-        ]
-        slots += ["norm2_scale", "norm2_bias", *pair, *(f"{s}_bias" for s in pair), "down", "down_bias"]
+        slots = ["norm1_scale", "norm1_bias", *threes, *(f"{s}_bias" for s in threes), "cache_k", "cache_v", "out"]
+        slots += ["out_bias", "norm2_scale", "norm2_bias", *pair, *(f"{s}_bias" for s in pair), "down", "down_bias"]
         found += [at.at(s) for s in slots]
     return tuple(found)
