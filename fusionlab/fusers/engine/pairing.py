@@ -51,7 +51,7 @@ def with_backward(
     for block in graph.blocks():
         search.untangle(block, result)
     settled = (item for i in range(len(found)) for item in result[i])
-    return [replace(item, otherwise=None) if isinstance(item, Candidate) else item for item in settled]
+    return [replace(item, alternatives=()) if isinstance(item, Candidate) else item for item in settled]
 
 
 def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
@@ -124,13 +124,16 @@ class _BackwardSearch:
     def without(
         self, item: Candidate | Rejection, why: str, pair: Pair | None = None
     ) -> Iterator[Candidate | Rejection]:
-        """A site whose backward pass stays as it is: alone where nothing reads its inner values, else what it gives way to."""
+        """A site whose backward pass stays as it is: alone where it has no alternatives, else the first of them that can stand."""
         kept = None if pair is None else replace(pair, stays=why)
-        if isinstance(item, Rejection) or item.otherwise is None:
+        if isinstance(item, Rejection) or not item.alternatives:
             yield replace(item, backward=kept) if kept else item
             return
-        for other in item.otherwise():
-            if isinstance(other, Rejection) and other.code == "escapes":
+        for number, other in enumerate(item.alternatives, 1):
+            if isinstance(other, Candidate):
+                yield from self.resolved(replace(other, alternatives=item.alternatives[number:]))
+                return
+            if other.code == "escapes":
                 # Where the reader is the user's own code, the backward pass is not what stands in the way.
                 more = f"; it cannot be fused with that either: {why}" if other.edit == FUSE_FIRST else ""
                 yield replace(other, sentence=other.sentence + more, backward=kept)

@@ -33,14 +33,6 @@ _CODES = {
 }
 
 
-def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
-    """A candidate or rejection with what was recognised there, and so what stands here otherwise."""
-    give = getattr(outcome, "otherwise", None)
-    if give is None:
-        return replace(outcome, concepts=concepts)
-    return replace(outcome, concepts=concepts, otherwise=lambda: [with_concepts(o, concepts) for o in give()])
-
-
 def input_index(block: Block, value: Value) -> int | None:
     """Which of a block's inputs a value is; None where it is none."""
     return next((i for i, v in enumerate(block.inputs) if v.id == value.id), None)
@@ -258,7 +250,7 @@ class Site:
         """
         outcome = propose() if self.search.differentiated else problem
         if isinstance(outcome, Candidate):
-            return replace(outcome, otherwise=lambda: (problem,))
+            return replace(outcome, alternatives=(problem,))
         return reason_to_tell(problem, outcome)
 
     def rejection(
