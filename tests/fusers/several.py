@@ -82,7 +82,7 @@ class GatePass(Pass):
                     view, node.outputs[0], {k: view.ref[v.id].nid for k, v in values.items()}, others=(h, *more)
                 )
             except Declined as reason:
-                yield reject(search, self.name, "order", str(reason), node, [node], [node])
+                yield reject(self.name, "order", str(reason), node, [node], [node])
                 continue
             assert not escapes(region)
             places = [region.inputs.index(region.leaves[k]) for k in "xwby"]

@@ -191,7 +191,7 @@ class Pass(abc.ABC):
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         """Every site of the block: a candidate, or a rejection that says why not."""
         for anchor in self.anchors(search):
-            yield from examined(search, self.name, anchor[0], functools.partial(self.examine, search, *anchor))
+            yield from examined(self.name, anchor[0], functools.partial(self.examine, search, *anchor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +271,7 @@ def propose(
         key = ("site", region_signature(region), plan.op.name, attrs, search.implementation, search.device)
         facts = guarded(
             lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
-            lambda fault: faulty(search, name, fault, anchor, nodes),
+            lambda fault: faulty(name, fault, anchor, nodes),
         )
         if isinstance(facts, Rejection):
             return facts
@@ -279,7 +279,7 @@ def propose(
             raise _refused(search, plan, facts, anchor)
         if not facts.verdict.ok:
             code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
-            return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit)
+            return reject(name, code, sentence, anchor, nodes, nodes, edit=edit)
         where, left = anchor_text(anchor), facts.left
         notes_or_reason = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
         if isinstance(notes_or_reason, str):
@@ -292,7 +292,7 @@ def propose(
 
     def declined(reason: Declined) -> Rejection:
         code, sentence, guilty = reason.code, reason.sentence, reason.nodes or nodes
-        return reject(search, name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
+        return reject(name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
 
     return attempted(proposed, declined)
 

@@ -220,6 +220,14 @@ class Rejection:
         }
 
 
+def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Rejection:
+    """The rejection of a site that was a candidate: of all its nodes, unless `fields`, of the rejection, say otherwise."""
+    kept = {key: getattr(site, key) for key in ("id", "pass_name", "source", "concepts")}
+    nodes, size = site.node_ids, site.nodes_before
+    whole = {"node_ids": tuple(nodes), "site_ids": nodes, "matched": size, "total": size}
+    return Rejection(code=code, sentence=sentence, **{**kept, **whole, **fields})
+
+
 OutcomeT = TypeVar("OutcomeT", Candidate, Rejection, Candidate | Rejection)
 
 

@@ -22,7 +22,7 @@ from ...graph.program.ir import Block
 from ...graph.program.order import PairsWaitError, in_order
 from ...graph.program.scopes import in_backward
 from .declining import attempted
-from .outcomes import Candidate, Rejection
+from .outcomes import Candidate, Rejection, declined
 from .overlaps import part_in, parts_in
 from .pairs import Pair
 from .site import FUSE_FIRST
@@ -58,11 +58,9 @@ def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
     """What stands for a site that FusionLab failed on after it was found."""
     if isinstance(item, Rejection):
         return item
-    ids, size = item.node_ids, item.nodes_before
     where = f" ({item.source})" if item.source else ""
-    sentence = f"{item.formula}{where} is a site: {fault}"
-    fields = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
-    return Rejection(*fields, concepts=item.concepts, origin=fault.origin, failed=True)
+    sentence, nodes = f"{item.formula}{where} is a site: {fault}", tuple(sorted(item.node_ids))
+    return declined(item, "uncertified", sentence, node_ids=nodes, origin=fault.origin, failed=True)
 
 
 def _place(item: Candidate | Rejection) -> tuple[int, int]:

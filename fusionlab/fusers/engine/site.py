@@ -16,7 +16,7 @@ from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
 from .base import Pass, Search, Substitution, anchor_text, escape_text, propose, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
-from .declining import attempted, examined, listed
+from .declining import attempted, listed
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
 
@@ -60,10 +60,8 @@ class Site:
         raise NotImplementedError
 
     def examined(self, *given: Any) -> list[Candidate | Rejection]:
-        """What `examine` gives; the rejection of the place where it declines, or fails."""
-        return examined(
-            self.search, self.pass_.name, self.anchor, lambda: self.attempt(lambda: listed(self.examine(*given)))
-        )
+        """What `examine` gives; the rejection of the place where it declines."""
+        return listed(self.attempt(lambda: listed(self.examine(*given))))
 
     def attempt(self, make: Callable[..., T], *given: Any) -> T | Rejection:
         """What `make` gives; the rejection of the place where it declines."""
@@ -266,6 +264,4 @@ class Site:
         """A rejection here; the guilty default to the anchor, the site to `nodes`, else to the anchor and the guilty."""
         guilty = guilty or [self.anchor]
         where: Any = site or self.nodes or [self.anchor, *guilty]
-        return reject(
-            self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts
-        )
+        return reject(self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts)
