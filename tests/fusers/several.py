@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from fusionlab.fusers.engine.base import Pass, Search, Substitution, propose, reject
+from fusionlab.fusers.engine.base import Pass, Search, Substitution, reject
+from fusionlab.fusers.engine.proposing import propose
 from fusionlab.graph.declined import Declined
 from fusionlab.graph.matching.region import cut, escapes
 from fusionlab.graph.program.ir import Value

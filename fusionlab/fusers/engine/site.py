@@ -14,11 +14,12 @@ from ...graph.matching.match import Match, Miss
 from ...graph.matching.region import SCALINGS, VIEWS, Escape, Region, escapes
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
-from .base import Pass, Search, Substitution, anchor_text, escape_text, propose, reason_to_tell, reject
+from .base import Pass, Search, Substitution, anchor_text, escape_text, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
 from .declining import attempted, listed
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
+from .proposing import propose
 
 T = TypeVar("T")
 

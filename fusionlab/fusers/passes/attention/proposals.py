@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from ....graph.declined import Declined
 from ....graph.matching.region import Region, escapes
-from ...engine.base import propose, reason_to_tell
+from ...engine.base import reason_to_tell
 from ...engine.declining import attempted
 from ...engine.outcomes import Candidate, Rejection, in_turn, or_else
+from ...engine.proposing import propose
 from .conditions import AttentionConditions
 from .dropout import draw_of, kept_as_data
 from .forms import Reading

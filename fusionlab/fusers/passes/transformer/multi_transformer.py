@@ -21,10 +21,11 @@ from ....graph.jax_compat import names_an_axis
 from ....graph.matching.region import Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, propose, reject
+from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, reject
 from ...engine.declining import attempted
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
+from ...engine.proposing import propose
 from ...engine.site import FUSE_FIRST, Site
 from ..attention.dot_product_attention import MADE_OUTSIDE, DotProductAttentionPass
 from ..linear.gemm_epilogue import GemmEpiloguePass
