@@ -21,8 +21,8 @@ from ..graph.program.graph import Graph
 from ..graph.program.ir import Block, Node
 from ..graph.settings import jax_defaults, wide_types
 from ..kernels import plain_meaning_of
-from .engine.base import GRADIENT, Pass, Search, faulty, found_at
-from .engine.outcomes import Candidate, Rejection
+from .engine.base import GRADIENT, Pass, Search, faulty, found_at, reject
+from .engine.outcomes import Candidate, Rejection, declined
 from .engine.overlaps import settle, with_shares_left
 from .engine.pairing import failed_on, has_backward_pass, with_backward
 from .passes.linear.linear_groups import grouped
@@ -70,9 +70,8 @@ def _declined_for(graph: Graph, found: Findings) -> Findings:
     def symbolic(site: Candidate) -> Rejection:
         sentence = f"{site.formula} is a site at any numbers, and the sizes of this program are symbolic ({names})"
         edit = "export the fused function at numbers, one for each size that is served"
-        ids, whole = here(site.node_ids), site.nodes_before
-        fields = (site.id, site.pass_name, "symbolic", sentence, ids, frozenset(ids), whole, whole, site.source)
-        return Rejection(*fields, edit=edit, concepts=site.concepts)
+        ids = here(site.node_ids)
+        return declined(site, "symbolic", sentence, node_ids=ids, site_ids=frozenset(ids), edit=edit)
 
     def as_here(rejection: Rejection) -> Rejection:
         ids_here = {"node_ids": here(rejection.node_ids), "site_ids": frozenset(here(rejection.site_ids))}
@@ -168,7 +167,7 @@ def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate 
     nodes = search.block.nodes
     failed = guarded(
         lambda: found.extend(pass_.search(search)),
-        lambda fault: faulty(search, pass_.name, fault, nodes[0], nodes) if nodes else None,
+        lambda fault: faulty(pass_.name, fault, nodes[0], nodes) if nodes else None,
     )
     items = search.shared[found_at(pass_.name, search.view)] = [*found, failed] if failed is not None else found
     return items if rule is None else [_inside_rule(item, rule) for item in items]
@@ -183,12 +182,11 @@ def _unread(
 
 
 def _unread_by(pass_: Pass, block: Block, fault: Fault) -> Rejection:
-    nodes = tuple(n.id for n in block.nodes)
+    nodes = block.nodes
     where = f"the body {block.path}" if block.path else "the program"
-    fields = ("uncertified", f"{where} of {len(nodes)} nodes was not searched: {fault}", nodes, frozenset(nodes))
-    first = block.nodes[0]
-    fields = (f"{pass_.name}@{first.scope}", pass_.name, *fields, 0, len(nodes), first.source)
-    return Rejection(*fields, origin=fault.origin, failed=True)
+    sentence = f"{where} of {len(nodes)} nodes was not searched: {fault}"
+    rejection = reject(pass_.name, "uncertified", sentence, nodes[0], nodes, nodes, (0, len(nodes)))
+    return replace(rejection, origin=fault.origin, failed=True)
 
 
 def _settled(
@@ -212,18 +210,8 @@ def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
     if isinstance(item, Rejection):
         return item
     where = f" ({owner.source})" if owner.source else ""
-    return Rejection(
-        item.id,
-        item.pass_name,
-        "custom_rule",
-        f"{item.formula} stands inside a {owner.primitive}{where}, whose derivative is the user's own",
-        (owner.id,),
-        item.node_ids,
-        item.nodes_before,
-        item.nodes_before,
-        item.source,
-        concepts=item.concepts,
-    )
+    sentence = f"{item.formula} stands inside a {owner.primitive}{where}, whose derivative is the user's own"
+    return declined(item, "custom_rule", sentence, node_ids=(owner.id,))
 
 
 def _number(

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from fusionlab.fusers.engine.base import Pass, Search, Substitution, propose, reject
+from fusionlab.fusers.engine.base import Pass, Search, Substitution, reject
+from fusionlab.fusers.engine.proposing import propose
 from fusionlab.graph.declined import Declined
 from fusionlab.graph.matching.region import cut, escapes
 from fusionlab.graph.program.ir import Value
@@ -82,7 +83,7 @@ class GatePass(Pass):
                     view, node.outputs[0], {k: view.ref[v.id].nid for k, v in values.items()}, others=(h, *more)
                 )
             except Declined as reason:
-                yield reject(search, self.name, "order", str(reason), node, [node], [node])
+                yield reject(self.name, "order", str(reason), node, [node], [node])
                 continue
             assert not escapes(region)
             places = [region.inputs.index(region.leaves[k]) for k in "xwby"]

@@ -494,7 +494,7 @@ class _Sines(Pass):
     def search(self, search):
         for node in search.block.nodes:
             if node.primitive == "sin":
-                yield reject(search, self.name, "structure", "a sine", node, [node], [node])
+                yield reject(self.name, "structure", "a sine", node, [node], [node])
 
 
 def test_a_pass_of_ones_own_is_asked_like_the_built_in_ones():

@@ -188,7 +188,6 @@ FOR_TYPES = (
     {"graph.canonical." + m for m in "algebra concatenated einsum fused_nodes regroup rules view".split()},
     {"graph.program.graph", "graph.program.text"},
     {"kernels.op.description", "kernels.op.labels", "kernels.op.lowering", "kernels.op.op", "kernels.op.primitive"},
-    {"fusers.engine.base", "fusers.engine.declining"},
     {"fusers.report.findings", "fusers.report.structures"},
     {"fusers.passes.custom.own_pass", "fusers.passes.custom.own_site"},
     {"viz.explorer.session", "viz.explorer.state_file"},

@@ -6,43 +6,26 @@ import abc
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from ...device import Device, asked_about
 from ...errors import ArgumentError, unknown_name
 from ...graph.backward.find import Derivatives
 from ...graph.canonical.view import CanonicalView
-from ...graph.certify.certify import Certifier, ProofOutcome, misplaced, weak_gradients
-from ...graph.declined import Declined
-from ...graph.dtypes import arithmetic_dtype, is_float
-from ...graph.matching.region import Region, region_signature
-from ...graph.matching.wide import wider_in
-from ...graph.program.boundary import guarded
-from ...graph.program.explicit_axes import Misplaced, placing, spec_text, typed_shapes
+from ...graph.certify.certify import Certifier
 from ...graph.program.graph import Graph
-from ...graph.program.in_shard_map import DeviceSums, make_jaxpr
-from ...graph.program.ir import Block, Node
+from ...graph.program.ir import Node
 from ...graph.program.ir import all_nodes as all_nodes
 from ...graph.program.scopes import is_backward
-from ...graph.program.trace import block_of_jaxpr
-from ...graph.rewriting.rewrite import Replacement
-from ...graph.settings import unwrapped
 from ...kernels import OPS
-from ...kernels.op.implementation import ImplementationChoice
 from ...kernels.op.op import Op
-from .declining import attempted
 from .declining import examined as examined
 from .declining import faulty as faulty
 from .declining import reason_to_tell as reason_to_tell
 from .declining import reject as reject
-from .other_numbers import notes_of
-from .outcomes import Backend, Candidate, Rejection, Residual
-from .unfit import check_fit
+from .outcomes import Candidate, Rejection
 from .wording import anchor_text as anchor_text
 from .wording import escape_text as escape_text
 
@@ -191,7 +174,7 @@ class Pass(abc.ABC):
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
         """Every site of the block: a candidate, or a rejection that says why not."""
         for anchor in self.anchors(search):
-            yield from examined(search, self.name, anchor[0], functools.partial(self.examine, search, *anchor))
+            yield from examined(self.name, anchor[0], functools.partial(self.examine, search, *anchor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,229 +211,6 @@ class Substitution:
         operands = self.operands(*inputs)
         with contextlib.nullcontext() if self.device is None else asked_about(self.device):
             return operands, self.finish(self.op.call(*operands, **self.attrs))
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What certification of a site yields, shared by all sites of the same signature. `refused`: why the implementation that was named
-    cannot run it on the device asked about; then nothing else is known."""
-
-    verdict: ProofOutcome
-    program: Block | None = None  # of a site that is none, nothing but why
-    residuals: tuple[Residual, ...] = ()
-    backends: tuple[Backend, ...] = ()
-    left: ImplementationChoice | None = None
-    refused: str = ""
-
-
-def propose(
-    search: Search,
-    name: str,
-    region: Region,
-    plan: Substitution,
-    anchor: Node,
-    notes: Sequence[str] = (),
-    concepts: Sequence[str] = (),
-    proof: ProofOutcome | None = None,
-    sums: bool = False,
-) -> Any:
-    """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`.
-
-    `proof` is the outcome of certification where the region is put together of others that were certified; with `sums` the plan sums over
-    devices where the region does.
-    """
-    plan = replace(plan, device=search.device)
-    if not search.gradient:
-        plan = replace(plan, attrs={**plan.attrs, "gradient": "reference"})
-    nodes = region.nodes
-
-    def proposed() -> Candidate | Rejection:
-        check_fit(region, sums)
-        _check_width(region)
-        attrs = tuple(sorted(plan.attrs.items()))
-        key = ("site", region_signature(region), plan.op.name, attrs, search.implementation, search.device)
-        facts = guarded(
-            lambda: search.certifier.once(key, lambda: _facts(search, region, plan, proof)),
-            lambda fault: faulty(search, name, fault, anchor, nodes),
-        )
-        if isinstance(facts, Rejection):
-            return facts
-        if facts.refused:
-            raise _refused(search, plan, facts, anchor)
-        if not facts.verdict.ok:
-            code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
-            return reject(search, name, code, sentence, anchor, nodes, nodes, edit=edit)
-        where, left = anchor_text(anchor), facts.left
-        notes_or_reason = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
-        if isinstance(notes_or_reason, str):
-            raise Declined(f"{where}: {plan.formula} would replace it, but {notes_or_reason}", "value")
-        if left is not None and plan.op.declines:
-            edit = f"name one to have it all the same: {_named(facts.backends)}"
-            raise Declined(f"{where}: {plan.formula} would do, but {left.reason}", left.kind.value, edit=edit)
-        left = left if search.by_default else None
-        return _candidate(name, region, plan, anchor, facts, left, notes_or_reason, concepts)
-
-    def declined(reason: Declined) -> Rejection:
-        code, sentence, guilty = reason.code, reason.sentence, reason.nodes or nodes
-        return reject(search, name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
-
-    return attempted(proposed, declined)
-
-
-def _check_width(region: Region) -> None:
-    """Declines what is computed wider inside: results of 16 bits are computed in float32, all others in their own dtype."""
-    arithmetic = arithmetic_dtype(region.root.dtype)
-    wide = wider_in(region, arithmetic)
-    if wide is not None:
-        edit = WIDER_EDIT.format(jnp.dtype(arithmetic).name)
-        raise Declined(wider_text(wide, arithmetic), "dtype", [wide], edit)
-
-
-def _candidate(
-    name: str,
-    region: Region,
-    plan: Substitution,
-    anchor: Node,
-    facts: _Facts,
-    left: ImplementationChoice | None,
-    notes: tuple[str, ...],
-    concepts: Sequence[str],
-) -> Candidate:
-    """The candidate of a site that is certified."""
-    assert facts.program is not None
-    place = region.block.path, region.nodes, region.root, region.inputs
-    replacement = Replacement(*place, plan.call, others=region.others, weak=weak_gradients(region))
-    return Candidate(
-        id=f"{name}@{anchor.scope}",
-        pass_name=name,
-        op=plan.op.name,
-        attrs={k: v for k, v in plan.settings.items() if v is not None},
-        node_ids=region.node_ids,
-        root=region.root,
-        others=region.others,
-        leaves=dict(region.leaves),
-        block_path=region.block.path,
-        nodes_before=len(region.nodes),
-        nodes_after=len(facts.program.nodes),
-        source=anchor.source,
-        formula=plan.formula,
-        arithmetic=plan.arithmetic,
-        residuals=facts.residuals,
-        backends=facts.backends,
-        left_to_xla=left,
-        notes=(*notes, LEFT + left.reason) if left else notes,
-        concepts=tuple(concepts),
-        program=facts.program,
-        site=replacement,
-        region=region,
-        plan=plan,
-    )
-
-
-def _unproved(region: Region, plan: Substitution, verdict: ProofOutcome, anchor: Node) -> tuple[str, str, str | None]:
-    """Code, sentence and edit for a site that was not certified."""
-    where, code = anchor_text(anchor), verdict.code or "value"
-    replaced = f"{where}: {plan.formula} would replace it, but {verdict.detail}"
-    if code == "sharding":
-        return code, f"{replaced}{_asked(region)}", AUTO_AXES
-    if code == "uncertified":
-        return code, replaced, None
-    return code, f"{where} ends what looks like {plan.formula} and is another function: {verdict.detail}", None
-
-
-def _refused(search: Search, plan: Substitution, facts: _Facts, anchor: Node) -> Declined:
-    """The reason where the implementation that was named cannot run a site on the device asked about."""
-    asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
-    sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
-    return Declined(sentence, "implementation", edit=f"name one that can: {_named(facts.backends)}")
-
-
-def _named(backends: Sequence[Backend]) -> str:
-    """The implementations that can run, as a user names them."""
-    able = reversed([b.name for b in backends if b.verdict != "unavailable"])
-    return ", ".join(f"implementation={name!r}" for name in able)
-
-
-def _asked(region: Region) -> str:
-    """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
-    asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
-    requests = (f"{anchor_text(n)} asks for {spec_text(n.params['out_sharding'])}" for n in asking)
-    return f" ({'; '.join(requests)}, which the fused op's own product cannot be asked for)" if asking else ""
-
-
-def wider_text(node: Node, dtype: Any) -> str:
-    """The sentence for a node that computes wider than the fused op would, in `dtype`."""
-    widest = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
-    return f"{anchor_text(node)} computes in {widest} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
-
-
-def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutcome | None) -> _Facts:
-    avals, asked, attrs = [v.aval for v in region.inputs], search.implementation, plan.settings
-
-    def backends(operands: Sequence[Any]) -> tuple[Backend, ...]:
-        return plan.op.backends(*operands, device=search.device, implementation=asked, **attrs)
-
-    try:
-        with placing(avals):
-            if asked is not None:  # and cannot be bound where it cannot run
-                able = backends(typed_shapes(plan.operands, avals))
-                if refusal := _refusal(able, asked):
-                    return _Facts(ProofOutcome(None), backends=able, refused=refusal)
-            traced = functools.cache(lambda: _program(plan, avals, region.sums))
-            plan_key = (plan.op.name, tuple(sorted(plan.attrs.items())))
-            verdict = proof or _proved(search, region, plan, plan_key, lambda: traced()[0])
-            if not verdict.ok:
-                return _Facts(verdict)
-            program, operands = traced()
-    # Explicit mesh axes are a part of JAX's types: the tracing raises where an operation has none for its result.
-    except Misplaced as error:
-        return _Facts(misplaced(error))
-    saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
-    left = plan.op.left_to_xla(*operands, device=search.device, **attrs)
-    if left is not None and plan.op.declines and asked is not None:
-        left = None  # who names an implementation has it
-    return _Facts(verdict, program, saved, backends(operands), left)
-
-
-def _refusal(backends: Sequence[Backend], name: str) -> str | None:
-    """Why the implementation of this name cannot run; None where it can."""
-    return next((b.reason for b in backends if b.name == name and b.verdict == "unavailable"), None)
-
-
-def _program(plan: Substitution, avals: Sequence[Any], sums: DeviceSums) -> tuple[Block, list[Any]]:
-    """What would stand for a site, and the types of the op's operands in it."""
-    types: list[Any] = []
-
-    def call(*inputs: Any) -> Any:
-        operands, given = plan.calling(*inputs)
-        types.extend(None if x is None else jax.typeof(x) for x in operands)
-        return given
-
-    with unwrapped():
-        return block_of_jaxpr(make_jaxpr(call, avals, sums=sums)), types
-
-
-def _proved(
-    search: Search, region: Region, plan: Substitution, plan_key: Any, program: Callable[[], Block]
-) -> ProofOutcome:
-    """Whether a plan, which is traced to `program`, gives every root of a region, in values and in gradients."""
-    derivative = search.derivatives.jaxpr if search.derivatives is not None else None
-    ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
-    if not region.others:
-        return search.certifier.region(region, plan.call, plan_key, derivative, program if ours else None)
-    lost: dict[str, None] = {}
-    edge = regained = False
-    for i, root in enumerate(region.roots):
-
-        def result(*inputs: Any, i: int = i) -> Any:
-            return plan.call(*inputs)[i]
-
-        verdict = search.certifier.region(region.of(root), result, (*plan_key, i, len(region.roots)))
-        if not verdict.ok:
-            return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
-        lost.update(dict.fromkeys(verdict.lost))
-        edge, regained = edge or verdict.edge, regained or verdict.regained
-    return ProofOutcome(None, lost=tuple(lost), edge=edge, regained=regained)
 
 
 def found_at(pass_name: str, view: CanonicalView) -> tuple[str, str, str]:

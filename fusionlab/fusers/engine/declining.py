@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ...graph.declined import Declined
 from ...graph.program.boundary import Fault, guarded
 from ...graph.program.ir import Node
 from .outcomes import LEFT_TO_XLA, Candidate, Rejection
 from .wording import anchor_text as anchor_text
-
-if TYPE_CHECKING:
-    from .base import Search
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -24,7 +21,6 @@ FUSE_FIRST = "fuse the function before it is differentiated: jax.grad(fl.fuse(lo
 
 
 def reject(
-    search: Search,
     name: str,
     code: str,
     sentence: str,
@@ -39,24 +35,13 @@ def reject(
     site_ids = frozenset(n.id for n in site) | {anchor.id}
     matched, total = progress or (len(site_ids), len(site_ids))
     guilty_ids = tuple(n.id for n in guilty)
-    return Rejection(
-        f"{name}@{anchor.scope}",
-        name,
-        code,
-        sentence,
-        guilty_ids,
-        site_ids,
-        matched,
-        total,
-        anchor.source,
-        edit,
-        concepts=tuple(concepts),
-    )
+    place = f"{name}@{anchor.scope}", name, code, sentence
+    return Rejection(*place, guilty_ids, site_ids, matched, total, anchor.source, edit, concepts=tuple(concepts))
 
 
-def faulty(search: Search, name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
+def faulty(name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
     """The rejection of a place that FusionLab failed at."""
-    rejection = reject(search, name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
+    rejection = reject(name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
     return replace(rejection, origin=fault.origin, failed=True)
 
 
@@ -67,10 +52,9 @@ def listed(outcome: Any) -> list[Candidate | Rejection]:
     return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
 
 
-def examined(search: Search, name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
+def examined(name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
     """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
-
-    return guarded(lambda: listed(examine()), lambda fault: [faulty(search, name, fault, anchor, [anchor])])
+    return guarded(lambda: listed(examine()), lambda fault: [faulty(name, fault, anchor, [anchor])])
 
 
 def attempted(make: Callable[[], T], instead: Callable[[Declined], U]) -> T | U:
@@ -89,7 +73,7 @@ def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
     """
     if problem is None or outcome.code in _BEFORE or outcome.failed:
         return outcome
-    if outcome is problem or outcome.sentence in problem.sentence:
+    if outcome is problem:
         return problem
     edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
     return replace(

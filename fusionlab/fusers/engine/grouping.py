@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from ...graph.matching.pattern import Example
 
 if TYPE_CHECKING:
     from .outcomes import Candidate
+
+
+@dataclass(frozen=True)
+class Form:
+    """A structure's example, or one way to write a thing, and what it is called in a report."""
+
+    kind: str
+    text: str
+    example: Example
 
 
 def grouped_by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:

@@ -10,7 +10,7 @@ from ...graph.program.boundary import origin_of, place_text
 
 # These functions write rejections down for others, which have decided: the one that called them is meant.
 _FOR_OTHERS = frozenset(
-    {"reject", "rejection", "decline", "faulty", "_declined", "declined_at", "__init__", "__post_init__"}
+    {"reject", "rejection", "decline", "faulty", "_declined", "declined", "declined_at", "__init__", "__post_init__"}
 )
 _HERE = Path(__file__).parents[2].as_posix() + "/"
 

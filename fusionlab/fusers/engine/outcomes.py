@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ...graph.matching.region import Region
 from ...graph.program.ir import Block, Value
@@ -49,7 +49,8 @@ class Candidate:
       backward: its backward pass, in a program that is differentiated already.
       plain: the site without what the op does beside it (the sum a norm is taken of), where there is such a part.
       takes_the_rest: whether any other that it overlaps wins, unless that would run XLA's own code.
-      otherwise: what stands here if it cannot be fused with its backward pass, which reads its inner values (during a search only).
+      alternatives: what else may stand here, from best to least, if it cannot be fused with its backward pass, which reads its inner values
+        (during a search only). The first site among them that can stand does, the last one in any case; what is declined before it is told.
     """
 
     id: str
@@ -75,7 +76,7 @@ class Candidate:
     region: Region | None = dataclasses.field(default=None, repr=False)
     plan: Any = dataclasses.field(default=None, repr=False)
     backward: Pair | None = None
-    otherwise: Callable[[], Iterable[Candidate | Rejection]] | None = dataclasses.field(default=None, repr=False)
+    alternatives: tuple[Candidate | Rejection, ...] = dataclasses.field(default=(), repr=False)
     others: tuple[Value, ...] = ()
     plain: Candidate | None = dataclasses.field(default=None, repr=False)
     takes_the_rest: bool = False
@@ -217,3 +218,37 @@ class Rejection:
             "origin": self.origin or None,
             "concepts": list(self.concepts),
         }
+
+
+def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Rejection:
+    """The rejection of a site that was a candidate: of all its nodes, unless `fields`, of the rejection, say otherwise."""
+    kept = {key: getattr(site, key) for key in ("id", "pass_name", "source", "concepts")}
+    nodes, size = site.node_ids, site.nodes_before
+    whole = {"node_ids": tuple(nodes), "site_ids": nodes, "matched": size, "total": size}
+    return Rejection(code=code, sentence=sentence, **{**kept, **whole, **fields})
+
+
+OutcomeT = TypeVar("OutcomeT", Candidate, Rejection, Candidate | Rejection)
+
+
+def with_concepts(outcome: OutcomeT, concepts: tuple[str, ...]) -> OutcomeT:
+    """A candidate or rejection with what was recognised there, and so what may stand in its place."""
+    if isinstance(outcome, Rejection):
+        return dataclasses.replace(outcome, concepts=concepts)
+    plain = outcome.plain and with_concepts(outcome.plain, concepts)
+    others = tuple(with_concepts(other, concepts) for other in outcome.alternatives)
+    return dataclasses.replace(outcome, concepts=concepts, plain=plain, alternatives=others)
+
+
+def in_turn(outcomes: Iterable[Candidate | Rejection]) -> tuple[Candidate | Rejection, ...]:
+    """Outcomes as the alternatives of a site: each candidate with its own behind it."""
+    return tuple(o for one in outcomes for o in (one, *(one.alternatives if isinstance(one, Candidate) else ())))
+
+
+def or_else(site: Candidate, last: Candidate | Rejection) -> Candidate:
+    """A site with another in place of what it would be declined with in the end; as it is where it stands in any case."""
+    kept = [other for other in site.alternatives if isinstance(other, Candidate)]
+    if len(kept) == len(site.alternatives):
+        return site
+    plain = site.plain and or_else(site.plain, last)
+    return dataclasses.replace(site, plain=plain, alternatives=(*kept, *in_turn([last])))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from ...graph.backward.gradients import BackwardPart, first_gradients
 from ...graph.program.ir import Block
 from ...graph.program.order import SitesWaitError, in_order
-from .outcomes import Candidate, Rejection
+from .outcomes import Candidate, Rejection, declined
 
 
 def with_shares_left(found: Sequence[Candidate | Rejection]) -> list[Candidate | Rejection]:
@@ -23,7 +23,7 @@ def with_shares_left(found: Sequence[Candidate | Rejection]) -> list[Candidate |
     left: list[Candidate | Rejection] = []
     for c in found:
         if isinstance(c, Candidate) and c.plain is not None:
-            if firm.others(c, c) != firm.others(c, c.plain):
+            if firm.beside(c, c).keys() != firm.beside(c, c.plain).keys():
                 left.append(c.plain)
                 continue
             firm.add(c, c)
@@ -32,30 +32,39 @@ def with_shares_left(found: Sequence[Candidate | Rejection]) -> list[Candidate |
 
 
 class _Claims:
-    """What sites take, several maybe the same."""
+    """What sites take and read, several maybe the same."""
 
     def __init__(self) -> None:
-        self.takes: dict[tuple[str, int], set[int]] = defaultdict(set)  # what is taken -> the sites (their ids)
-        self.reads: dict[int, set[int]] = defaultdict(set)  # value -> the sites that read it
+        # a node, a value that only exists inside a site, a value that one reads -> those sites, by their ids
+        self.sites: dict[tuple[str, int], dict[int, Candidate]] = defaultdict(dict)
 
     def add(self, c: Candidate, form: Candidate) -> None:
         """A site, in a form it may have."""
-        for key in _taken_by(form):
-            self.takes[key].add(id(c))
-        for v in form.site.leaves:
-            self.reads[v.id].add(id(c))
+        for key in _keys(form, "inner", "read"):
+            self.sites[key][id(c)] = c
 
-    def others(self, c: Candidate, form: Candidate) -> set[int]:
-        """The sites that one, in this form, cannot stand beside."""
-        hits = [self.takes.get(key, set()) for key in _taken_by(form)]
-        hits += [self.takes.get(("value", v.id), set()) for v in form.site.leaves]
-        hits += [self.reads.get(i, set()) for i in _inner_values(form)]
-        return set[int]().union(*hits) - {id(c)}
+    def remove(self, c: Candidate) -> None:
+        for key in _keys(c, "inner", "read"):
+            self.sites[key].pop(id(c), None)
+
+    def beside(self, c: Candidate, form: Candidate) -> dict[int, Candidate]:
+        """The other sites that one, in this form, cannot stand beside, by their ids: first those it shares nodes with."""
+        hits: dict[int, Candidate] = {}
+        for key in _keys(form, "read", "inner"):
+            hits |= self.sites.get(key, {})
+        return {i: other for i, other in hits.items() if i != id(c)}
+
+    def holds(self, node: int) -> bool:
+        """Whether a site takes a node."""
+        return bool(self.sites.get(("node", node)))
 
 
-def _taken_by(c: Candidate) -> Iterator[tuple[str, int]]:
+def _keys(c: Candidate, inside: str, given: str) -> Iterator[tuple[str, int]]:
+    """The nodes of a site, the values that only exist inside it, and those that it reads, the last two under these names."""
     yield from (("node", n) for n in c.node_ids)
-    yield from (("value", i) for i in _inner_values(c))
+    yield from ((given, v.id) for v in c.site.leaves)
+    own = {v.id for v in c.roots}
+    yield from ((inside, v.id) for n in c.site.nodes for v in n.outputs if v.id not in own)
 
 
 def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
@@ -83,18 +92,18 @@ def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Re
 
 def _settled(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
     """`settle`, but for what waits."""
-    taken, lost = _Taken(), {}
+    taken, lost = _Claims(), {}
     candidates = [c for c in found if isinstance(c, Candidate)]
     for c in sorted(candidates, key=lambda c: (bool(c.idle), c.takes_the_rest, -c.nodes_before)):
-        others = taken.overlapping(c)
+        others = list(taken.beside(c, c).values())
         if _gives_way(c, others):
             lost[id(c)] = others[0]
             continue
         for other in others:
             taken.remove(other)
             lost[id(other)] = c
-        taken.add(c)
-    rejections = [r for r in found if isinstance(r, Rejection) and not r.site_ids <= taken.owner.keys()]
+        taken.add(c, c)
+    rejections = [r for r in found if isinstance(r, Rejection) and not all(map(taken.holds, r.site_ids))]
     kept = [c for c in candidates if id(c) not in lost]
     return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
 
@@ -107,41 +116,6 @@ def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:
     if not others:
         return False
     return not c.takes_the_rest or c.same_code or not all(o.same_code for o in others)
-
-
-class _Taken:
-    """What candidates that stand so far take."""
-
-    def __init__(self) -> None:
-        self.owner: dict[int, Candidate] = {}  # node -> the winner it belongs to
-        self.inner: dict[int, Candidate] = {}  # value that only exists inside a winner -> the winner
-        self.read: dict[int, list[Candidate]] = {}  # value a winner reads -> the winners that do
-
-    def add(self, c: Candidate) -> None:
-        self.owner.update(dict.fromkeys(c.node_ids, c))
-        self.inner.update(dict.fromkeys(_inner_values(c), c))
-        for v in c.site.leaves:
-            self.read.setdefault(v.id, []).append(c)
-
-    def remove(self, c: Candidate) -> None:
-        for table in (self.owner, self.inner):
-            for key in [k for k, o in table.items() if o is c]:
-                del table[key]
-        for v in c.site.leaves:
-            self.read[v.id] = [o for o in self.read[v.id] if o is not c]
-
-    def overlapping(self, c: Candidate) -> list[Candidate]:
-        """Those it cannot stand beside, each once: first those it shares nodes with."""
-        hits = [self.owner[n] for n in c.node_ids if n in self.owner]
-        hits += [self.inner[v.id] for v in c.site.leaves if v.id in self.inner]
-        hits += [o for i in _inner_values(c) for o in self.read.get(i, ())]
-        return list({id(o): o for o in hits}.values())
-
-
-def _inner_values(c: Candidate) -> list[int]:
-    """The values that a candidate's nodes make, without those it gives."""
-    given = {v.id for v in c.roots}
-    return [v.id for n in c.site.nodes for v in n.outputs if v.id not in given]
 
 
 def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] | None:
@@ -170,11 +144,8 @@ def parts_in(block: Block, items: Iterable[tuple[int, Candidate | Rejection]]) -
 
 def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
     whose = f"results of {', '.join(o.formula for o in others)}" if others else "the gradients of another site"
-    sentence = f"{c.formula} reads what is made of {whose}, which in turn waits for a result of this one"
-    size = c.nodes_before
-    nodes = c.node_ids
-    return Rejection(
-        c.id, c.pass_name, "order", sentence, tuple(nodes), nodes, size, size, c.source, concepts=c.concepts
+    return declined(
+        c, "order", f"{c.formula} reads what is made of {whose}, which in turn waits for a result of this one"
     )
 
 
@@ -184,18 +155,6 @@ def _lost(c: Candidate, winner: Candidate) -> Rejection:
     if c.idle and not winner.idle:
         why = f"which is fused by default while this is left as it is: {c.idle}"
         edit = f"name the pass: passes=[{c.pass_name!r}]"
-    size = c.nodes_before
-    return Rejection(
-        c.id,
-        c.pass_name,
-        "overlap",
-        f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, {why}",
-        tuple(c.node_ids & winner.node_ids),
-        c.node_ids,
-        size,
-        size,
-        c.source,
-        edit,
-        winner=str(id(winner)),
-        concepts=c.concepts,
-    )
+    sentence = f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, {why}"
+    shared = tuple(c.node_ids & winner.node_ids)
+    return declined(c, "overlap", sentence, node_ids=shared, edit=edit, winner=str(id(winner)))

@@ -22,7 +22,7 @@ from ...graph.program.ir import Block
 from ...graph.program.order import PairsWaitError, in_order
 from ...graph.program.scopes import in_backward
 from .declining import attempted
-from .outcomes import Candidate, Rejection
+from .outcomes import Candidate, Rejection, declined
 from .overlaps import part_in, parts_in
 from .pairs import Pair
 from .site import FUSE_FIRST
@@ -51,18 +51,16 @@ def with_backward(
     for block in graph.blocks():
         search.untangle(block, result)
     settled = (item for i in range(len(found)) for item in result[i])
-    return [replace(item, otherwise=None) if isinstance(item, Candidate) else item for item in settled]
+    return [replace(item, alternatives=()) if isinstance(item, Candidate) else item for item in settled]
 
 
 def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
     """What stands for a site that FusionLab failed on after it was found."""
     if isinstance(item, Rejection):
         return item
-    ids, size = item.node_ids, item.nodes_before
     where = f" ({item.source})" if item.source else ""
-    sentence = f"{item.formula}{where} is a site: {fault}"
-    fields = (item.id, item.pass_name, "uncertified", sentence, tuple(sorted(ids)), ids, size, size, item.source)
-    return Rejection(*fields, concepts=item.concepts, origin=fault.origin, failed=True)
+    sentence, nodes = f"{item.formula}{where} is a site: {fault}", tuple(sorted(item.node_ids))
+    return declined(item, "uncertified", sentence, node_ids=nodes, origin=fault.origin, failed=True)
 
 
 def _place(item: Candidate | Rejection) -> tuple[int, int]:
@@ -124,13 +122,16 @@ class _BackwardSearch:
     def without(
         self, item: Candidate | Rejection, why: str, pair: Pair | None = None
     ) -> Iterator[Candidate | Rejection]:
-        """A site whose backward pass stays as it is: alone where nothing reads its inner values, else what it gives way to."""
+        """A site whose backward pass stays as it is: alone where it has no alternatives, else the first of them that can stand."""
         kept = None if pair is None else replace(pair, stays=why)
-        if isinstance(item, Rejection) or item.otherwise is None:
+        if isinstance(item, Rejection) or not item.alternatives:
             yield replace(item, backward=kept) if kept else item
             return
-        for other in item.otherwise():
-            if isinstance(other, Rejection) and other.code == "escapes":
+        for number, other in enumerate(item.alternatives, 1):
+            if isinstance(other, Candidate):
+                yield from self.resolved(replace(other, alternatives=item.alternatives[number:]))
+                return
+            if other.code == "escapes":
                 # Where the reader is the user's own code, the backward pass is not what stands in the way.
                 more = f"; it cannot be fused with that either: {why}" if other.edit == FUSE_FIRST else ""
                 yield replace(other, sentence=other.sentence + more, backward=kept)

@@ -14,11 +14,12 @@ from ...graph.matching.match import Match, Miss
 from ...graph.matching.region import SCALINGS, VIEWS, Escape, Region, escapes
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
-from .base import Pass, Search, Substitution, anchor_text, escape_text, propose, reason_to_tell, reject
+from .base import Pass, Search, Substitution, anchor_text, escape_text, reason_to_tell, reject
 from .declining import FUSE_FIRST as FUSE_FIRST
-from .declining import attempted, examined, listed
+from .declining import attempted, listed
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
+from .proposing import propose
 
 T = TypeVar("T")
 
@@ -31,14 +32,6 @@ _CODES = {
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
 }
-
-
-def with_concepts(outcome: Any, concepts: tuple[str, ...]) -> Any:
-    """A candidate or rejection with what was recognised there, and so what stands here otherwise."""
-    give = getattr(outcome, "otherwise", None)
-    if give is None:
-        return replace(outcome, concepts=concepts)
-    return replace(outcome, concepts=concepts, otherwise=lambda: [with_concepts(o, concepts) for o in give()])
 
 
 def input_index(block: Block, value: Value) -> int | None:
@@ -68,10 +61,8 @@ class Site:
         raise NotImplementedError
 
     def examined(self, *given: Any) -> list[Candidate | Rejection]:
-        """What `examine` gives; the rejection of the place where it declines, or fails."""
-        return examined(
-            self.search, self.pass_.name, self.anchor, lambda: self.attempt(lambda: listed(self.examine(*given)))
-        )
+        """What `examine` gives; the rejection of the place where it declines."""
+        return listed(self.attempt(lambda: listed(self.examine(*given))))
 
     def attempt(self, make: Callable[..., T], *given: Any) -> T | Rejection:
         """What `make` gives; the rejection of the place where it declines."""
@@ -258,7 +249,7 @@ class Site:
         """
         outcome = propose() if self.search.differentiated else problem
         if isinstance(outcome, Candidate):
-            return replace(outcome, otherwise=lambda: (problem,))
+            return replace(outcome, alternatives=(problem,))
         return reason_to_tell(problem, outcome)
 
     def rejection(
@@ -274,6 +265,4 @@ class Site:
         """A rejection here; the guilty default to the anchor, the site to `nodes`, else to the anchor and the guilty."""
         guilty = guilty or [self.anchor]
         where: Any = site or self.nodes or [self.anchor, *guilty]
-        return reject(
-            self.search, self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts
-        )
+        return reject(self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts)

@@ -19,7 +19,7 @@ from ...kernels.ops.gated_matmul import gated_matmul
 from ...kernels.ops.gemm_epilogue import gemm_epilogue
 from ...kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 from ...kernels.ops.layer_norm import layer_norm
-from ..engine.form import Form
+from ..engine.grouping import Form
 
 ANY_OF = {
     ("activation", "relu"): frozenset(ACTIVATIONS) - {"none"},

@@ -23,7 +23,7 @@ from ...graph.program.ir import Node
 from ...graph.program.scopes import Source, in_backward, is_backward
 from ...graph.settings import jax_defaults
 from ..engine.declining import attempted
-from ..engine.form import Form
+from ..engine.grouping import Form
 from ..passes.lerp.blends import blends
 from ..passes.matmul.gates import packed, sides_of
 from .gated_structures import gated_attentions, triangles

@@ -30,8 +30,7 @@ from ....graph.program.ir import Node, Value
 from ...engine.base import Option, Pass, Search, anchor_text
 from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
-from ...engine.outcomes import Candidate, Rejection
-from ...engine.site import with_concepts
+from ...engine.outcomes import Candidate, Rejection, with_concepts
 from .forms import Reading, Tail, tail_example, whole_example
 from .masks import Masking, blind_rows, read_masks
 from .proposals import AttentionProposals

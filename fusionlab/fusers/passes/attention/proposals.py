@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from ....graph.declined import Declined
 from ....graph.matching.region import Region, escapes
-from ...engine.base import propose, reason_to_tell
+from ...engine.base import reason_to_tell
 from ...engine.declining import attempted
-from ...engine.outcomes import Candidate, Rejection
+from ...engine.outcomes import Candidate, Rejection, in_turn, or_else
+from ...engine.proposing import propose
 from .conditions import AttentionConditions
 from .dropout import draw_of, kept_as_data
 from .forms import Reading
@@ -47,7 +48,9 @@ class AttentionProposals(AttentionConditions):
             return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
 
         first = None if few is None else outcome(*few)
-        return _or_else(first, lambda: outcome(region)) if isinstance(first, Candidate) else outcome(region)
+        if not isinstance(first, Candidate):
+            return outcome(region)
+        return or_else(first, outcome(region)) if first.alternatives else first
 
     def of_fewer_heads(
         self, read: Reading, region: Region, masks: Masking
@@ -83,7 +86,7 @@ class AttentionProposals(AttentionConditions):
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
             if not isinstance(outcome, Candidate):
                 return reason_to_tell(problem, outcome)
-            return outcome if instead is None else replace(outcome, otherwise=lambda: (instead,))
+            return outcome if instead is None else replace(outcome, alternatives=(instead,))
 
         again = attempted(
             lambda: self.drawn_again(read, region, masks, attrs, notes, repeated), lambda reason: reason.sentence
@@ -91,7 +94,9 @@ class AttentionProposals(AttentionConditions):
         if isinstance(again, str):
             factors = [region.leaves[c.leaf] for c in present_changes(read, region)]
             return as_data(*kept_as_data(self.view, factors, again))
-        return replace(again, otherwise=lambda: (as_data(instead=problem or again),))
+        if not self.search.differentiated:
+            return again
+        return replace(again, alternatives=in_turn([as_data(instead=problem or again)]))
 
     def drawn_again(
         self,
@@ -129,11 +134,3 @@ class AttentionProposals(AttentionConditions):
         if len(asked) > 1:
             raise Declined(f"its two products ask for different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)
-
-
-def _or_else(site: Candidate, last: Callable[[], Candidate | Rejection]) -> Candidate:
-    """A site that gives way, at the end of what it gives way to, to what `last` gives."""
-    give = site.otherwise
-    if give is None:
-        return site
-    return replace(site, otherwise=lambda: [_or_else(o, last) if isinstance(o, Candidate) else last() for o in give()])

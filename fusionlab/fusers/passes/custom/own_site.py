@@ -28,11 +28,12 @@ from ....graph.program.trace import block_of_jaxpr
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import precisions
 from ....kernels.op.own import PRECISION, REFUSALS
-from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text, wider_text
+from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text
 from ...engine.declining import attempted
 from ...engine.layout import arrange, axes_of, ordered_classes, restore
-from ...engine.outcomes import Candidate, Rejection
-from ...engine.site import Site, with_concepts
+from ...engine.outcomes import Candidate, Rejection, with_concepts
+from ...engine.proposing import wider_text
+from ...engine.site import Site
 
 if TYPE_CHECKING:
     from .own_pass import PatternPass

@@ -19,7 +19,7 @@ from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import is_backward
-from ...engine.form import Form
+from ...engine.grouping import Form
 from .examples import LERP
 
 _TRANSPARENT = VIEWS | CASTS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ....graph.matching.pattern import Example
-from ...engine.form import Form
+from ...engine.grouping import Form
 
 
 def _lerp(name: str, fn: Callable[..., Any], leaves: str, scalars: tuple[str, ...] = ()) -> Form:

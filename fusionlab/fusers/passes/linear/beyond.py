@@ -67,7 +67,7 @@ def activations_beyond(pass_: Pass, search: Search, claimed: Collection[int]) ->
         if between is not None and between.node.id not in claimed:
             found.setdefault(between.node.id, between).activations.append(node)
     for between in found.values():
-        yield from examined(search, pass_.name, between.node, lambda b=between: _declined(pass_, search, b))
+        yield from examined(pass_.name, between.node, lambda b=between: _declined(pass_, search, b))
 
 
 def activates(search: Search, node: Node) -> bool:
@@ -204,17 +204,8 @@ def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
             f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
         )
     first = next(iter(between.products.values()))
-    rejection = reject(
-        search,
-        pass_.name,
-        code,
-        f"{anchor_text(between.node)} {reason}",
-        first,
-        [between.node],
-        [between.node],
-        (1, 2),
-        edit,
-    )
+    node, sentence = [between.node], f"{anchor_text(between.node)} {reason}"
+    rejection = reject(pass_.name, code, sentence, first, node, node, (1, 2), edit)
     return replace(rejection, site_ids=frozenset(n.id for n in (between.node, *between.activations, *gates)))
 
 

@@ -7,7 +7,7 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
 from ...engine.base import Option, Pass, Search, anchor_text, reason_to_tell
 from ...engine.declining import attempted
-from ...engine.outcomes import Candidate, Rejection
+from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.passages import Passage, narrow, passage, rounding
 from .beyond import activations_beyond, is_pointwise_convolution
 from .epilogues import Epilogue, concepts_of, summed_over_devices
@@ -159,35 +159,19 @@ class _ProductSite(LinearSite):
         if end is not None and name is not None:
             yield self.attempt(self.candidate, linear, end, name, (), way.views)
             return
-
-        def otherwise() -> Iterator[Candidate | Rejection]:
-            return self.linear_part(linear, problem, behind.leaking)
-
         if behind.leaking is not None and self.search.differentiated:
             end, name = behind.leaking
             outcome = self.attempt(self.candidate, linear, end, name, (), way.views)
             if isinstance(outcome, Candidate):
-                yield replace(outcome, otherwise=lambda: self.by_rule(linear, end, name, way.views, otherwise))
+                others = in_turn(self.linear_part(linear, problem, behind.leaking))
+                # A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all.
+                if name == "relu_tie":
+                    by_rule = self.attempt(self.candidate, linear, end, "relu", (_BY_RULE,), way.views, True)
+                    others = (by_rule, *others) if isinstance(by_rule, Candidate) else others
+                yield replace(outcome, alternatives=others)
                 return
             problem = reason_to_tell(problem, outcome)
-        yield from otherwise()
-
-    def by_rule(
-        self,
-        linear: Linear,
-        end: Value,
-        activation: str,
-        views: tuple[Node, ...],
-        otherwise: Callable[[], Iterator[Candidate | Rejection]],
-    ) -> Iterator[Candidate | Rejection]:
-        """A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all."""
-        outcome = None
-        if activation == "relu_tie":
-            outcome = self.attempt(self.candidate, linear, end, "relu", (_BY_RULE,), views, True)
-        if isinstance(outcome, Candidate):
-            yield replace(outcome, otherwise=otherwise)
-        else:
-            yield from otherwise()
+        yield from self.linear_part(linear, problem, behind.leaking)
 
     def linear_part(
         self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None

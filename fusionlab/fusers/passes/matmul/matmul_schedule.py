@@ -24,8 +24,9 @@ from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import ProductAxes, canonical
 from ....kernels.ops.matmul.op import MATMUL
 from ....kernels.ops.matmul.routes import Answer
-from ...engine.base import Option, Pass, Search, Substitution, propose
+from ...engine.base import Option, Pass, Search, Substitution
 from ...engine.outcomes import Candidate, Rejection
+from ...engine.proposing import propose
 from ...engine.site import Site
 from .products import ProductCall, ProductReader, region_of, shapes_of
 from .route_table import ProductRoute, Routes, tag_of

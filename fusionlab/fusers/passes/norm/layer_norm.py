@@ -29,10 +29,10 @@ from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
 from ....graph.program.scopes import in_backward
 from ....kernels import OPS
-from ...engine.base import Pass, Search, Substitution, anchor_text, propose
+from ...engine.base import Pass, Search, Substitution, anchor_text
 from ...engine.layout import AxisClasses, arrange, axes_of, input_positions, ordered_classes, present, restore
-from ...engine.outcomes import Candidate, Rejection
-from ...engine.site import with_concepts
+from ...engine.outcomes import Candidate, Rejection, in_turn, or_else, with_concepts
+from ...engine.proposing import propose
 from .examples import EXAMPLES, NEAR, PLAIN_NORM
 from .group_norms import GroupSite
 from .misses import BY_COUNT, NormSite
@@ -146,8 +146,8 @@ class _NormSite(NormSite):
             outcome = self.named(self.attempt(self.candidate, found, value), found.pattern.example)
             if isinstance(outcome, Rejection):
                 problem = problem or outcome
-            elif outcome.otherwise is None:
-                return outcome if paired is None else _else(paired, outcome)
+            elif not outcome.alternatives:
+                return outcome if paired is None else or_else(paired, outcome)
             else:
                 paired = paired or outcome
         return paired or problem
@@ -163,11 +163,7 @@ class _NormSite(NormSite):
             outcome.code in ("scalar", "structure", "value") or (outcome.code == "axes" and self.over_batch())
         ):
             return outcome
-        concepts = (f"{example.name.partition('_')[0]}_norm",)
-        outcome = with_concepts(outcome, concepts)
-        if isinstance(outcome, Candidate) and outcome.plain is not None:
-            outcome = replace(outcome, plain=with_concepts(outcome.plain, concepts))
-        return outcome
+        return with_concepts(outcome, (f"{example.name.partition('_')[0]}_norm",))
 
     def over_batch(self) -> bool:
         """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
@@ -282,7 +278,7 @@ class _NormSite(NormSite):
         outcome = self.proposed(found, wide, summands)
         if not isinstance(outcome, Candidate) or outcome.same_code:
             return plain
-        return replace(outcome, plain=plain, otherwise=(lambda: (plain,)) if leaks and not gives_sum else None)
+        return replace(outcome, plain=plain, alternatives=in_turn([plain]) if leaks and not gives_sum else ())
 
     def summands(self, found: Match, region: Region) -> Summands | None:
         """How x is added up right before the norm, in the dtype of its result; None where it is not."""
@@ -320,14 +316,6 @@ class _NormSite(NormSite):
 def _stands_alone(region: Region) -> bool:
     """Whether nothing outside reads an inner value of a region, and no leaf of it waits for one of its results."""
     return not escapes(region) and waits_for_itself(region.block, region.leaves.values(), region.roots) is None
-
-
-def _else(first: Candidate, last: Candidate) -> Candidate:
-    """A site that has to be fused with its backward pass, with one that has not in its place where that cannot be."""
-    if first.plain is None:
-        return replace(first, otherwise=lambda: (last,))
-    plain = replace(first.plain, otherwise=lambda: (last,))
-    return replace(first, plain=plain, otherwise=lambda: (plain,))
 
 
 def _groups(order: Sequence[int], features: tuple[int, ...]) -> list[list[int]] | None:

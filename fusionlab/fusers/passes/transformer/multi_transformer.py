@@ -21,10 +21,11 @@ from ....graph.jax_compat import names_an_axis
 from ....graph.matching.region import Region, escapes
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, propose, reject
+from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, reject
 from ...engine.declining import attempted
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
 from ...engine.overlaps import settle, with_shares_left
+from ...engine.proposing import propose
 from ...engine.site import FUSE_FIRST, Site
 from ..attention.dot_product_attention import MADE_OUTSIDE, DotProductAttentionPass
 from ..linear.gemm_epilogue import GemmEpiloguePass
@@ -194,7 +195,7 @@ class MultiTransformerPass(Pass):
             return self.outcome(search, found, attention, layer)
 
         nodes = attention.region.nodes if attention.region else [_anchor(search, attention)]
-        return guarded(looked, lambda fault: faulty(search, self.name, fault, _anchor(search, attention), nodes))
+        return guarded(looked, lambda fault: faulty(self.name, fault, _anchor(search, attention), nodes))
 
     def tells(self, found: _Folded, layer: LayerRead | Partial) -> bool:
         """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
@@ -262,7 +263,7 @@ class MultiTransformerPass(Pass):
             sentence, code, edit = f"{anchor_text(guilty[0] if guilty else anchor)}: {why}", why.code, why.edit
             if code == "structure" and self.is_random(search, found, layer):
                 code = "dropout"
-        return reject(search, self.name, code, sentence, anchor, guilty, nodes, progress, edit)
+        return reject(self.name, code, sentence, anchor, guilty, nodes, progress, edit)
 
     def is_random(self, search: Search, found: _Folded, layer: Partial) -> bool:
         site = Site(self, search, search.block.nodes[0])
@@ -275,7 +276,7 @@ class MultiTransformerPass(Pass):
         guilty = [search.graph.node_by_id[i] for i in problem.node_ids]
         site = [search.graph.node_by_id[i] for i in problem.site_ids]
         sentence = f"its attention is not fused: {problem.sentence}"
-        return reject(search, self.name, problem.code, sentence, node, guilty, site, (0, READING_STEPS), problem.edit)
+        return reject(self.name, problem.code, sentence, node, guilty, site, (0, READING_STEPS), problem.edit)
 
     def differentiated(self, search: Search, attention: Candidate) -> Rejection:
         anchor = _anchor(search, attention)
@@ -284,7 +285,7 @@ class MultiTransformerPass(Pass):
             f"differentiated already; the op runs forward only, and is its pieces under jax.grad"
         )
         nodes = attention.region.nodes if attention.region else [anchor]
-        return reject(search, self.name, "escapes", sentence, anchor, [anchor], nodes, (0, READING_STEPS), FUSE_FIRST)
+        return reject(self.name, "escapes", sentence, anchor, [anchor], nodes, (0, READING_STEPS), FUSE_FIRST)
 
 
 def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
