@@ -12,6 +12,7 @@ from ...graph.canonical.view import CanonicalView
 from ...graph.declined import Declined
 from ...graph.matching.match import Match, Miss
 from ...graph.matching.region import SCALINGS, VIEWS, Escape, Region, escapes
+from ...graph.matching.walks import downstream, given
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
 from .base import Pass, Search, Substitution, anchor_text, escape_text, reason_to_tell, reject
@@ -121,14 +122,7 @@ class Site:
 
     def given(self, atom: Any) -> bool:
         """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
-        while isinstance(atom, Value):
-            maker = self.search.block.producer.get(atom.id)
-            if maker is None:
-                return True
-            if maker.primitive not in VIEWS | {"convert_element_type"}:
-                return False
-            atom = maker.inputs[0]
-        return True
+        return given(self.search.block, atom)
 
     def argument(self, nid: int) -> str | None:
         """The name of the program's argument, one number, that a canonical node shows, also where a loop around is given it."""
@@ -182,16 +176,9 @@ class Site:
 
     def looked_through(self, value: Value) -> bool:
         """Whether a site further on may bind a value that `value` is only a view, a cast or a multiple of."""
-        stack, seen = [value], {value.id}
-        while stack:
-            for user in self.users(stack.pop()):
-                if user.primitive in ("dot_general", "add", "add_any"):
-                    return True
-                if user.primitive in VIEWS | SCALINGS | {"convert_element_type"}:
-                    fresh = [v for v in user.outputs if v.id not in seen]
-                    seen.update(v.id for v in fresh)
-                    stack += fresh
-        return False
+        copies = VIEWS | SCALINGS | {"convert_element_type"}
+        readers = downstream(self.search.block, [value], lambda n: n.primitive in copies)
+        return any(n.primitive in ("dot_general", "add", "add_any") for n in readers)
 
     def carried(self, region: Region, names: Iterable[str]) -> float:
         """The product of the scalar factors that the region's leaves of these names carry themselves.
@@ -237,16 +224,18 @@ class Site:
         def proposed() -> Candidate | Rejection:
             return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
 
+        return self.unless_read(region, edit, proposed, concepts)
+
+    def unless_read(
+        self, region: Region, edit: str, propose: Callable[[], Candidate | Rejection], concepts: Sequence[str] = ()
+    ) -> Candidate | Rejection:
+        """The site that `propose` gives, where nothing outside reads its inner values; or where the backward pass may be who does, to be
+        fused with that. `edit` where others do.
+        """
         leaks = escapes(region)
         if not leaks:
-            return proposed()
+            return propose()
         problem = self.escaping(leaks[0], edit, region.nodes, concepts=concepts, region=region)
-        return self.unless_paired(problem, proposed)
-
-    def unless_paired(self, problem: Rejection, propose: Callable[[], Candidate | Rejection]) -> Candidate | Rejection:
-        """The rejection of a site whose inner values are read outside; where the backward pass may be who reads them, the site
-        that `propose` gives, to be fused with that.
-        """
         outcome = propose() if self.search.differentiated else problem
         if isinstance(outcome, Candidate):
             return replace(outcome, alternatives=(problem,))

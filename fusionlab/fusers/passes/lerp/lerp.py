@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from ....graph.dtypes import is_float, narrows
-from ....graph.matching.region import CASTS, VIEWS, Region, cut, escapes
+from ....graph.matching.region import CASTS, VIEWS, Region, cut
 from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
@@ -79,25 +79,16 @@ class _BlendSite(Site):
         scaled = frozenset("xy") if "w" in found.scalars else frozenset()
         region = cut(self.view, self.anchor.outputs[0], found.leaves, scaled, through_casts=frozenset(found.leaves))
         self.check_dtypes(region)
-        digits = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
-        notes = (
-            *digits,
-            *self.otherwise(region.root.dtype) * reassociated,
-        )
+        notes = [_DIGITS] if "w" in found.scalars and str(region.root.dtype) == "float64" else []
+        if reassociated:  # y - x is larger than x and y where they differ in sign
+            notes.append(f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does")
+            notes.append(edge_note(region.root.dtype))
 
         def proposed() -> Candidate | Rejection:
             plan = _plan(self.search, self.blend, region)
             return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("lerp",))
 
-        leaks = escapes(region)
-        if leaks:
-            edit = "compute the outside use from x and y again"
-            return self.unless_paired(self.escaping(leaks[0], edit, region.nodes, region=region), proposed)
-        return proposed()
-
-    def otherwise(self, dtype: Any) -> tuple[str, ...]:
-        """What another spelling makes of the same numbers: y - x is larger than x and y where they differ in sign."""
-        return f"written as {self.blend.form.text}: the fused op rounds as x + w * (y - x) does", edge_note(dtype)
+        return self.unless_read(region, "compute the outside use from x and y again", proposed)
 
     def check_dtypes(self, region: Region) -> None:
         """Declines for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""

@@ -7,6 +7,7 @@ multiplied with another part of the same product is a gated pair whose weights a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from ....graph.certify.activations import ACTIVATION_PRIMITIVES
 from ....graph.dtypes import is_float
 from ....graph.matching.region import VIEWS
+from ....graph.matching.walks import downstream, maker_of, upstream
 from ....graph.primitives import SUMS_OVER_DEVICES, having
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import is_backward
@@ -86,7 +88,7 @@ def activates(search: Search, node: Node) -> bool:
 
 def _maker(search: Search, node: Node, names: Collection[str]) -> Node | None:
     """The node that a node's first operand comes from, if its primitive is one of these."""
-    maker = search.block.producer.get(getattr(node.inputs[0], "id", -1))
+    maker = maker_of(search.block, node.inputs[0])
     return maker if maker is not None and maker.primitive in names else None
 
 
@@ -105,43 +107,35 @@ def _reads_a_number(search: Search, node: Node) -> bool:
 
 def _is_summed(block: Block, node: Node) -> bool:
     """Whether exponentials are summed up, as a softmax's are."""
-    stack, seen = [node], {node.id}
-    while stack:
-        for user in block.users.get(stack.pop().outputs[0].id, ()):
-            if user.primitive == "reduce_sum":
-                return True
-            if user.id not in seen and user.primitive in VIEWS | _COPIES | {"mul", "select_n"}:
-                seen.add(user.id)
-                stack.append(user)
-    return False
+    passes = VIEWS | _COPIES | {"mul", "select_n"}
+    return any(n.primitive == "reduce_sum" for n in downstream(block, node.outputs, lambda n: n.primitive in passes))
 
 
 def _read_back(search: Search, activation: Node) -> Between | None:
-    """What an activation is made of; None where that is something else than products and what is given, or another activation's."""
+    """What an activation is made of; None where that is something else than products and what is given, or another activation's.
+
+    Of the nodes in between it has where two products meet, else where one is taken apart, else the first that is no part of an epilogue.
+    """
     products: dict[int, Node] = {}
     on_the_way: dict[int, Node] = {}
-    stack, seen = activation.values, set[int]()
-    while stack:
-        value = stack.pop()
-        if value.id in seen or _is_number(search, value):
-            continue
-        seen.add(value.id)
-        node = search.block.producer.get(value.id)
-        if len(seen) > _STEPS:
-            return None
-        if node is None:
-            continue
-        if activates(search, node):
+
+    def above(node: Node) -> list[Value]:
+        values = _passed_on(node) if node.id in on_the_way else ()
+        return [a for a in values or () if not _is_number(search, a)]
+
+    start = [a for a in activation.values if not _is_number(search, a)]
+    for _, node in upstream(search.block, start, above):
+        if len(on_the_way) > _STEPS or activates(search, node):
             return None
         if is_float_product(node):
             products[node.id] = node
-            continue
-        below = _passed_on(node)
-        if below is None:
+        elif _passed_on(node) is None:
             return None
-        on_the_way[node.id] = node
-        stack += below
-    return _nearest(search, on_the_way, products) if products else None
+        else:
+            on_the_way[node.id] = node
+    ranked = _ranked(search, on_the_way, products)
+    _, node, product_ids = min(ranked, key=lambda entry: entry[0], default=(0, None, frozenset[int]()))
+    return None if node is None else Between(node, {i: products[i] for i in sorted(product_ids)})
 
 
 def _passed_on(node: Node) -> list[Value] | None:
@@ -150,14 +144,6 @@ def _passed_on(node: Node) -> list[Value] | None:
         return node.values
     source = node.inputs[0] if node.primitive in PARTS else None
     return [source] if isinstance(source, Value) else None
-
-
-def _nearest(search: Search, nodes: Mapping[int, Node], products: Mapping[int, Node]) -> Between | None:
-    """Of what stands between products and an activation what to speak of: where two products meet, else where one is taken apart, else
-    the first that is no part of an epilogue."""
-    ranked = _ranked(search, nodes, products)
-    _, node, product_ids = min(ranked, key=lambda entry: entry[0], default=(0, None, frozenset()))
-    return None if node is None else Between(node, {i: products[i] for i in sorted(product_ids)})
 
 
 def _ranked(
@@ -194,83 +180,73 @@ def _adds_unit_axes(node: Node) -> bool:
 
 
 def _declined(pass_: Pass, search: Search, between: Between) -> Rejection:
-    code, reason, edit = _sentence(search, between)
-    packed = between.node.primitive in PARTS and len(between.products) == 1
+    node, products = between.node, list(between.products.values())
+    packed = node.primitive in PARTS and len(products) == 1
     gates = [g for a in between.activations if packed for g in _gates(search, a)]
-    if gates:
-        code, edit = "activation", "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
-        reason = (
-            f"takes a part of {_names(between)}, whose activation {gates[0].outputs[0]!r} multiplies with another part of it: "
-            f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
-        )
-    first = next(iter(between.products.values()))
-    node, sentence = [between.node], f"{anchor_text(between.node)} {reason}"
-    rejection = reject(pass_.name, code, sentence, first, node, node, (1, 2), edit)
-    return replace(rejection, site_ids=frozenset(n.id for n in (between.node, *between.activations, *gates)))
+    code, reason, edit = _gated(between, gates[0]) if gates else _sentence(between)
+    sentence = f"{anchor_text(node)} {reason}"
+    rejection = reject(pass_.name, code, sentence, products[0], [node], [node], (1, 2), edit)
+    return replace(rejection, site_ids=frozenset(n.id for n in (node, *between.activations, *gates)))
 
 
 def _names(between: Between) -> str:
     return " and ".join(anchor_text(n) for n in list(between.products.values())[:2])
 
 
-def _sentence(search: Search, between: Between) -> tuple[str, str, str | None]:
+def _gated(between: Between, gate: Node) -> tuple[str, str, str]:
+    """Code, what the node does, and edit, for a pair whose weights are packed in one."""
+    reason = (
+        f"takes a part of {_names(between)}, whose activation {gate.outputs[0]!r} multiplies with another part of it: "
+        f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
+    )
+    return "activation", reason, "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
+
+
+def _sentence(between: Between) -> tuple[str, str, str | None]:
     """The code, what the node does and what was needed, and the edit."""
-    node, activated = between.node, anchor_text(between.activations[0])
-    if len(between.products) > 1 and node.primitive == "add":
-        reason = f"adds up {_names(between)} before {activated}; the fused op activates one product, with its bias"
+    primitive, products = between.node.primitive, _names(between)
+    before = f"before {anchor_text(between.activations[0])}"
+    if len(between.products) > 1 and primitive == "add":
+        reason = f"adds up {products} {before}; the fused op activates one product, with its bias"
         return "bias", reason, _SIDE_BY_SIDE
-    if node.primitive in PARTS:
-        reason = f"takes a part of {_names(between)} before {activated}; the fused op activates all that it makes"
+    if primitive in PARTS:
+        reason = f"takes a part of {products} {before}; the fused op activates all that it makes"
         return "structure", reason, "multiply by that part of the weight (and of the bias) alone"
-    if node.primitive in VIEWS:
-        reason = (
-            f"gives {_names(between)} another shape before {activated}; the fused op activates what it makes as it is"
-        )
+    if primitive in VIEWS:
+        reason = f"gives {products} another shape {before}; the fused op activates what it makes as it is"
         return "axes", reason, "apply the activation first"
-    if node.primitive in SUMS_OVER_DEVICES:
-        return (
-            "structure",
-            f"sums {_names(between)} over devices before {activated}, which a fused op cannot wait for",
-            None,
-        )
-    reason = f"stands between {_names(between)} and {activated}; the fused op has a bias there and nothing else"
-    return "activation", reason, None
+    if primitive in SUMS_OVER_DEVICES:
+        return "structure", f"sums {products} over devices {before}, which a fused op cannot wait for", None
+    after = anchor_text(between.activations[0])
+    return "activation", f"stands between {products} and {after}; the fused op has a bias there and nothing else", None
 
 
 def _gates(search: Search, activation: Node) -> list[Node]:
     """The products of an activated part with another part of the same product."""
     found: list[Node] = []
-    stack, seen = [activation], {activation.id}
-    while stack:
-        for user in search.block.users.get(stack.pop().outputs[0].id, ()):
-            if (
-                user.id in seen
-                or user.primitive not in ACTIVATION_PRIMITIVES | VIEWS | _COPIES
-                or is_backward(user.eqn)
-            ):
-                continue
-            seen.add(user.id)
-            if user.primitive == "mul" and len(_parts_below(search, user)) > 1:
-                found.append(user)
-            else:
-                stack.append(user)
+
+    def passes(node: Node) -> bool:
+        if node.primitive not in ACTIVATION_PRIMITIVES | VIEWS | _COPIES or is_backward(node.eqn):
+            return False
+        if node.primitive == "mul" and len(_parts_below(search, node)) > 1:
+            found.append(node)
+            return False
+        return True
+
+    for _ in downstream(search.block, activation.outputs, passes):
+        pass
     return found
 
 
 def _parts_below(search: Search, node: Node) -> set[int]:
     """The parts that a node is made of by elementwise steps: ids of the values."""
-    found: set[int] = set()
-    stack, seen = node.values, set[int]()
-    while stack and len(seen) < _STEPS:
-        value = stack.pop()
-        maker = search.block.producer.get(value.id)
-        if value.id in seen or maker is None:
-            continue
-        seen.add(value.id)
-        if maker.primitive == "squeeze" and _maker(search, maker, PARTS) is not None:
-            stack += maker.values
-        elif maker.primitive in PARTS:
-            found.add(value.id)
-        elif maker.primitive in ACTIVATION_PRIMITIVES | VIEWS | _COPIES | _RULES:
-            stack += maker.values
-    return found
+
+    def is_part(node: Node) -> bool:
+        return node.primitive in PARTS and not (node.primitive == "squeeze" and _maker(search, node, PARTS))
+
+    def above(node: Node) -> list[Value]:
+        passed = node.primitive in ACTIVATION_PRIMITIVES | VIEWS | _COPIES | _RULES
+        return node.values if passed and not is_part(node) else []
+
+    made = itertools.islice(upstream(search.block, node.values, above), _STEPS)
+    return {value.id for value, maker in made if is_part(maker)}

@@ -6,7 +6,6 @@ where nothing stands between that means something of its own: a derivative of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ....graph.certify.activations import NONLINEAR, KnownActivation, Recognised, between, cone, recognise, value_name
@@ -27,6 +26,8 @@ _MEASURES = having("power", "magnitude")
 # What says where a value lies on a mesh, and what else stands between two parts of a site and computes nothing.
 LAYS_OUT = having("placement")
 _BETWEEN = LAYS_OUT | {"name", "reduce_precision"}
+_APART = _BETWEEN | {"convert_element_type", "stop_gradient"}
+_RULES = having("rule")
 
 
 def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
@@ -50,11 +51,6 @@ class Epilogue:
         # The end and the name of the activation that was declined for who else reads its inner values.
         self.leaking: tuple[Value, str] | None = None
 
-    @property
-    def start_name(self) -> str:
-        """The start, in words."""
-        return "sum with the bias" if self.biased else "product"
-
     def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
         """The last recognised function of the start that nothing escapes from, or why there is none."""
         nodes = cone(self.view, self.start)
@@ -62,8 +58,10 @@ class Epilogue:
             return None, None, self.custom_rule()
         problem: Rejection | None = None
         first_unknown: tuple[Node, Recognised] | None = None
-        for node in self.alike(nodes):
+        for node in reversed(nodes):
             value = node.outputs[0]
+            if (value.shape, value.dtype) != (self.start.shape, self.start.dtype):
+                continue
             known = recognise(self.view, self.start, value, KNOWN, self.certifier)
             if known.name is None:
                 if first_unknown is None and self.is_applied(node, nodes):
@@ -86,11 +84,6 @@ class Epilogue:
             end, name = self.leaking
         return end, name, problem
 
-    def alike(self, nodes: list[Node]) -> Iterator[Node]:
-        """Those of some nodes that make values like the start, the last first."""
-        like = self.start.shape, self.start.dtype
-        return (n for n in reversed(nodes) if (n.outputs[0].shape, n.outputs[0].dtype) == like)
-
     def leaks(self, leak: Escape, end: Value, name: str, nodes: list[Node]) -> Rejection:
         """For a known activation whose inner values are read elsewhere, which is kept as `leaking`."""
         self.leaking = end, name
@@ -110,86 +103,71 @@ class Epilogue:
         block = self.site.search.block
         if value.id in block.returned and not (block.path and in_differentiated(node)):
             return True
-        readers = self.forward_readers(value, nodes)
+        readers = [u for u in self.site.users(value) if u not in nodes and not in_backward(u)]
         measured = primitives & NONLINEAR <= _MEASURES
         return any(u.primitive != "reduce_sum" or not (measured or u.outputs[0].shape == ()) for u in readers)
-
-    def forward_readers(self, value: Value, nodes: list[Node]) -> list[Node]:
-        """What reads a value but some nodes and the backward pass."""
-        inside = {n.id for n in nodes}
-        return [u for u in self.site.users(value) if u.id not in inside and not in_backward(u)]
 
     def leak(self, end: Value) -> Escape | None:
         """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
         block = self.site.search.block
         nodes = between(self.view, self.start, end)
-        inside = {n.id for n in nodes}
         for value in (self.start, *(v for n in nodes for v in n.outputs)):
             if value.id == end.id or self.view.is_literal(self.view.ref[value.id]):
                 continue
-            maker = block.producer[value.id]
-            if value.id in block.returned:
-                return Escape(value, maker, None)
-            for user in self.site.users(value):
-                if user.id not in inside:
-                    return Escape(value, maker, user)
+            outside = [u for u in self.site.users(value) if u not in nodes]
+            if outside or value.id in block.returned:
+                user = None if value.id in block.returned else outside[0]
+                return Escape(value, block.producer[value.id], user)
         return None
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
         """For a function that is no known activation."""
         known = known.explained()
-        why = known.why.replace(known.nearest, activation_name(known.nearest)) if known.nearest else known.why
-        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
-        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
-        if known.code == "gradient":
-            name = activation_name(known.nearest).partition("_")[0]
-            edit = f"use jax.nn.{name}, if that is what is meant: it has the gradient of the fused op"
         if known.origin:
             rejection = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
             return replace(rejection, origin=known.origin, failed=True)
+        name = activation_name(known.nearest)
+        why = known.why.replace(known.nearest, name) if known.nearest else known.why
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
+        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
+        if known.code == "gradient":
+            edit = f"use jax.nn.{name.partition('_')[0]}, if that is what is meant: it has the gradient of the fused op"
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
 
     def custom_rule(self) -> Rejection | None:
-        """Why an activation that is set apart is not fused."""
-        problem = self.set_apart()
-        name = self.behind(self.start) if problem is not None else None
-        return replace(problem, concepts=concepts_of(False, name)) if problem is not None and name else problem
-
-    def set_apart(self) -> Rejection | None:
-        """What stands right after the start and is no part of an activation."""
+        """Why an activation that is set apart is not fused: what stands right after the start and is no part of an activation."""
         for user in self.site.users(self.start):
-            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
-                sentence = (
-                    f"{anchor_text(user)} has a derivative of the user's own, which a fused activation would replace"
-                )
-                return self.site.rejection("custom_rule", sentence, [user], None, None, [user])
-            if user.primitive == "stop_gradient":
-                sentence = f"{anchor_text(user)} stops the gradient of the linear result"
-                return self.reject_with_followers("stop_gradient", sentence, user, None)
-            if user.primitive in ("name", "reduce_precision") and self.goes_on(user.outputs[0]):
-                sentence = f"{anchor_text(user)} names a value inside the site, which a remat policy may ask for"
-                edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
-                return self.reject_with_followers("named_residual", sentence, user, edit)
-            if user.primitive in LAYS_OUT and self.goes_on(user.outputs[0]):
-                where = f"where the {self.start_name} lies on the mesh before what follows"
-                sentence = f"{anchor_text(user)} says {where}; a fused op has no such value"
-                edit = "say it of x, of w, or of the result behind the bias and the activation"
-                return self.reject_with_followers("sharding", sentence, user, edit)
-            if user.primitive == "convert_element_type" and self.is_activated(user.outputs[0]):
-                sentence = (
-                    f"{anchor_text(user)} casts the linear result before what follows, and the fused op would compute "
-                    f"the activation in {self.start.dtype}"
-                )
-                edit = "apply the activation before the cast"
-                return self.reject_with_followers("dtype", sentence, user, edit)
+            told = self.told_apart(user)
+            if told is not None:
+                code, problem, edit = told
+                rejection = self.site.rejection(code, f"{anchor_text(user)} {problem}", [user], None, edit, [user])
+                followers = () if user.primitive in _RULES else self.following(user.outputs[0])
+                site_ids = rejection.site_ids | {n.id for n in followers}
+                return replace(rejection, site_ids=site_ids, concepts=concepts_of(False, self.behind(self.start)))
         return None
 
-    def reject_with_followers(self, code: str, sentence: str, node: Node, edit: str | None) -> Rejection:
-        """The rejection for a node that sets an activation apart, with what that is made of."""
-        rejection = self.site.rejection(code, sentence, [node], None, edit, [node])
-        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in self.following(node.outputs[0])})
+    def told_apart(self, user: Node) -> tuple[str, str, str | None] | None:
+        """Code, problem and edit for a node that sets apart what it reads; None for any other."""
+        kind = user.primitive
+        if kind in _RULES:
+            return "custom_rule", "has a derivative of the user's own, which a fused activation would replace", None
+        if kind == "stop_gradient":
+            return "stop_gradient", "stops the gradient of the linear result", None
+        if kind in ("name", "reduce_precision") and self.goes_on(user.outputs[0]):
+            edit = "name x or the activated value instead, with jax.ad_checkpoint.checkpoint_name"
+            return "named_residual", "names a value inside the site, which a remat policy may ask for", edit
+        if kind in LAYS_OUT and self.goes_on(user.outputs[0]):
+            start = "sum with the bias" if self.biased else "product"
+            where = f"where the {start} lies on the mesh before what follows"
+            edit = "say it of x, of w, or of the result behind the bias and the activation"
+            return "sharding", f"says {where}; a fused op has no such value", edit
+        if kind == "convert_element_type" and self.is_activated(user.outputs[0]):
+            computed = f"the fused op would compute the activation in {self.start.dtype}"
+            problem = f"casts the linear result before what follows, and {computed}"
+            return "dtype", problem, "apply the activation before the cast"
+        return None
 
     def following(self, value: Value) -> list[Node]:
         """The activation of a copy of the start, node by node."""
@@ -197,10 +175,8 @@ class Epilogue:
         nodes = [*way.views, *cone(self.view, way.end)]
         if any(n.primitive in NONLINEAR for n in nodes):
             return nodes
-        between = [
-            u for u in self.site.users(value) if u.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}
-        ]
-        return [n for u in between for n in (u, *self.following(u.outputs[0]))]
+        apart = [u for u in self.site.users(value) if u.primitive in _APART]
+        return [n for u in apart for n in (u, *self.following(u.outputs[0]))]
 
     def goes_on(self, value: Value) -> bool:
         """Whether a bias or an activation follows a copy of the start."""
@@ -229,9 +205,9 @@ class Epilogue:
     def behind(self, value: Value) -> str | None:
         """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
         for user in self.site.users(value):
-            if user.primitive in ("custom_jvp_call", "custom_vjp_call"):
+            if user.primitive in _RULES:
                 return value_name(user, KNOWN, self.certifier)
-            if user.primitive in _BETWEEN | {"convert_element_type", "stop_gradient"}:
+            if user.primitive in _APART:
                 return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
         return None
 

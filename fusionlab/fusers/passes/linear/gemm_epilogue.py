@@ -7,9 +7,9 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from .plan import linear_plan
 
 _KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
 _BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
+_TAKES = "{} computes in {}; the fused op takes " + ", ".join(DTYPES)
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
 
@@ -108,22 +109,19 @@ class _ProductSite(LinearSite):
     progress = 1, 2  # the product alone
 
     def examine(self) -> Iterator[Candidate | Rejection]:
-        if is_pointwise_convolution(self.anchor) and self.view.nodes[self.nid(self.product)].op != "dot":
-            yield from self.convolution()
-            return
-        problem = self.wrong_dtype()
-        if problem is not None:
-            yield problem
-        if self.view.nodes[self.nid(self.product)].op != "dot":
-            return
-        linear = self.linear()
+        is_product = self.view.nodes[self.nid(self.product)].op == "dot"
+        if is_pointwise_convolution(self.anchor) and not is_product:
+            self.check_convolution()
+        else:
+            yield from self.wrong_dtype()
+        linear = self.attempt(self.linear) if is_product else None
         if isinstance(linear, Rejection):
             yield linear
         elif linear is not None:
             yield from self.with_activation(linear)
 
-    def convolution(self) -> Iterator[Rejection]:
-        """For a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
+    def check_convolution(self) -> None:
+        """Declines for a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
         added = self.addition()
         total = added[1] if added is not None else self.product
         nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
@@ -134,19 +132,13 @@ class _ProductSite(LinearSite):
             "padding or a dilation; the fused op is made of products"
         )
         edit = "take the positions first, x[:, ::2, ::2], and multiply these by the matrix, x @ w[0, 0]"
-        yield self.rejection(
-            "structure", f"{anchor_text(self.anchor)} {reason}", edit=edit, progress=(1, 2), site=nodes
-        )
+        self.decline("structure", f"{anchor_text(self.anchor)} {reason}", edit=edit, progress=(1, 2), site=nodes)
 
-    def wrong_dtype(self) -> Rejection | None:
+    def wrong_dtype(self) -> Iterator[Rejection]:
         """For a product of integers with something to fuse behind it."""
         users = self.users(self.product)
-        if is_float(self.product.dtype) or not any(u.primitive in ("add", "max", "custom_jvp_call") for u in users):
-            return None
-        sentence = (
-            f"{anchor_text(self.anchor)} computes in {self.product.dtype}; the fused op takes {', '.join(DTYPES)}"
-        )
-        return self.rejection("dtype", sentence, edit=_FLOATS)
+        if not is_float(self.product.dtype) and any(u.primitive in ("add", "max", "custom_jvp_call") for u in users):
+            yield self.rejection("dtype", _TAKES.format(anchor_text(self.anchor), self.product.dtype), edit=_FLOATS)
 
     def with_activation(self, linear: Linear) -> Iterator[Candidate | Rejection]:
         way = passage(self, linear.value)
@@ -216,21 +208,24 @@ class _ProductSite(LinearSite):
         if by_rule:
             region = replace(region, relus=_maximum(region))
         wide = Wide() if dtype is None else self.wide(region, dtype)
-        problem = self.conditions(linear, region, activation, wide)
-        if problem is not None:
-            return replace(problem, site_ids=problem.site_ids | region.node_ids)
+        if self.anchor not in region.nodes:
+            raise Declined("the product does not stand inside the site")
+        concepts = concepts_of(linear.bias, activation)
+        self.check_dtypes(region, wide, concepts)
+        self.check_operands(linear, region, concepts)
         attrs = activation, wide.attrs
         plan = linear_plan(self, linear, region, after, attrs, region.root.dtype if self.mixed(region) else None)
-        concepts = concepts_of(linear.bias, activation)
         notes = (*notes, *wide.notes(activation, linear.bias))
         return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
 
     def region(self, linear: Linear, end: Value, dtype: Any) -> tuple[Region, tuple[Node, ...]]:
         """The site that ends in `end`, or where that is rounded to `dtype`; and the views in between."""
         rounded = None if dtype is None else rounding(self, end, dtype)
-        root = end if rounded is None else rounded.end
-        found = cut(self.view, root, linear.leaves, as_read=self.as_read(dtype), through_casts=self.widened(dtype))
-        return found, rounded.views if rounded is not None else ()
+        widened = frozenset[str]()  # the leaves that are read as they are before they are widened
+        if dtype is not None:
+            widened = frozenset("bxw" if any(a.dtype != dtype for a in self.anchor.inputs) else "b")
+        root, views = (end, ()) if rounded is None else (rounded.end, rounded.views)
+        return cut(self.view, root, linear.leaves, as_read=frozenset("x") - widened, through_casts=widened), views
 
     def narrow(self, linear: Linear) -> Any:
         """The dtype of 16 bits that both operands of the product have, or are widened from; None where there is none."""
@@ -242,14 +237,6 @@ class _ProductSite(LinearSite):
         # A product that is asked for more than the default is not the one of operands of 16 bits.
         narrow_bias = not linear.bias or any(v.dtype == first for v in self.view.values_of[linear.leaves["b"]])
         return first if narrow_bias and is_default(self.anchor.params.get("precision")) else None
-
-    def widened(self, dtype: Any) -> frozenset[str]:
-        """The leaves that are read as they are before they are widened."""
-        operands = {"x", "w"} if any(a.dtype != dtype for a in self.anchor.inputs) else set()
-        return frozenset({"b", *operands} if dtype is not None else ())
-
-    def as_read(self, dtype: Any) -> frozenset[str]:
-        return frozenset({"x"}) - self.widened(dtype)
 
     def wide(self, region: Region, dtype: Any) -> Wide:
         """What of a site is computed in float32, of operands of 16 bits."""
@@ -266,73 +253,47 @@ class _ProductSite(LinearSite):
         """Whether a product computes in the dtype of the result, which x or w has, of operands some of which have fewer bits: these are
         widened, and nothing is rounded.
         """
-        dtype = region.root.dtype
-        leaves, operands = [v.dtype for v in region.leaves.values()], [a.dtype for a in self.anchor.inputs]
+        dtype, leaves = region.root.dtype, {v.dtype for v in region.leaves.values()}
         wide = np.dtype(dtype).name in ("float32", "float64") and self.anchor.outputs[0].dtype == dtype
-        return (
-            wide
-            and dtype in operands
-            and len(set(leaves)) > 1
-            and all(is_float(d) and not narrows(dtype, d) for d in leaves)
-        )
+        joined = len(leaves) > 1 and any(a.dtype == dtype for a in self.anchor.inputs)
+        return wide and joined and all(is_float(d) and not narrows(dtype, d) for d in leaves)
 
-    def conditions(self, linear: Linear, region: Region, activation: str, wide: Wide) -> Rejection | None:
-        """The rejection for what the fused op does not take.
+    def refuse(self, region: Region, code: str, sentence: str, edit: str, concepts: Sequence[str] = ()) -> NoReturn:
+        """Declines for what the fused op does not take."""
+        self.decline(code, sentence, edit=edit, progress=(1, 1), site=region.nodes, concepts=concepts)
 
-        Raises:
-          Declined: the product is not in the region.
-        """
-        if self.anchor not in region.nodes:
-            raise Declined("the product does not stand inside the site")
-        concepts = concepts_of(linear.bias, activation)
-        return self.dtypes(region, wide, concepts) or self.operands(linear, region, concepts)
-
-    def dtypes(self, region: Region, wide: Wide, concepts: tuple[str, ...]) -> Rejection | None:
-        """The rejection for several dtypes, for one that the op does not take, and for float32 sums of float16."""
+    def check_dtypes(self, region: Region, wide: Wide, concepts: Sequence[str]) -> None:
+        """Declines for several dtypes, for one that the op does not take, and for float32 sums of float16."""
         values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
         dtypes = {str(v.dtype) for v in values} if not self.mixed(region) else {str(region.root.dtype)}
+        where = anchor_text(self.anchor)
         if len(dtypes) != 1:
-            sentence = (
-                f"{anchor_text(self.anchor)} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
-            )
-            edit = "cast x, w and b to one dtype before the product"
-            return self.rejection("dtype", sentence, edit=edit, concepts=concepts)
+            sentence = f"{where} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
+            self.refuse(region, "dtype", sentence, "cast x, w and b to one dtype before the product", concepts)
         if wide.start == "product" and wide.dtype == "float16":
-            sentence = (
-                f"{anchor_text(self.anchor)} keeps its sum in float32; not every backend multiplies float16 so, and a gradient of "
-                f"float16 has not its range"
-            )
-            return self.rejection(
-                "dtype", sentence, edit="use bfloat16, or give the product float16", concepts=concepts
-            )
+            reason = "not every backend multiplies float16 so, and a gradient of float16 has not its range"
+            sentence = f"{where} keeps its sum in float32; {reason}"
+            self.refuse(region, "dtype", sentence, "use bfloat16, or give the product float16", concepts)
         if not dtypes <= set(DTYPES):
-            sentence = f"{anchor_text(self.anchor)} computes in {dtypes.pop()}; the fused op takes {', '.join(DTYPES)}"
-            return self.rejection("dtype", sentence, edit=_FLOATS, concepts=concepts)
-        return None
+            self.refuse(region, "dtype", _TAKES.format(where, *dtypes), _FLOATS, concepts)
 
-    def operands(self, linear: Linear, region: Region, concepts: tuple[str, ...]) -> Rejection | None:
-        """The rejection for a rank that the op, or the option `strict_rank`, does not take, for a convolution and for a factor."""
-        x, w = region.leaves["x"], region.leaves["w"]
+    def check_operands(self, linear: Linear, region: Region, concepts: Sequence[str]) -> None:
+        """Declines for a rank that the op, or the option `strict_rank`, does not take, for a convolution and for a factor."""
+        x, w, where = region.leaves["x"], region.leaves["w"], anchor_text(self.anchor)
         if len(x.shape) < 2:
-            sentence = f"{anchor_text(self.anchor)} multiplies a vector {x!r}; the fused op needs rows"
             edit = "give x a leading axis, or map the layer with jax.vmap"
-            return self.rejection("rank", sentence, [self.anchor], None, edit)
+            self.refuse(region, "rank", f"{where} multiplies a vector {x!r}; the fused op needs rows", edit)
         if is_pointwise_convolution(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
-            sentence = (
-                f"{anchor_text(self.anchor)} multiplies every position by one matrix, as a convolution; a product in its place was not "
-                f"measured on a GPU"
-            )
+            reason = "multiplies every position by one matrix, as a convolution; a product in its place was not measured on a GPU"
             edit = "name the pass to have it all the same: passes='gemm_epilogue'"
-            return self.rejection("unmeasured", sentence, [self.anchor], None, edit, region.nodes, concepts)
+            self.decline("unmeasured", f"{where} {reason}", edit=edit, site=region.nodes, concepts=concepts)
         if self.pass_.option(self.search, "strict_rank") and len(w.shape) != 2:
-            sentence = f"{anchor_text(self.anchor)} multiplies by {w!r}, a weight of rank {len(w.shape)}"
-            edit = "reshape the weight to a matrix, or leave strict_rank off"
-            return self.rejection("rank", sentence, [self.anchor], None, edit)
+            sentence = f"{where} multiplies by {w!r}, a weight of rank {len(w.shape)}"
+            self.refuse(region, "rank", sentence, "reshape the weight to a matrix, or leave strict_rank off")
         scale = self.scale(linear, region)
         if not close(scale, 1.0):
-            sentence = f"{anchor_text(self.anchor)}: the product is multiplied by {scale:g} before the bias"
-            return self.rejection("scalar", sentence, [self.anchor], None, "fold the factor into x or w")
-        return None
+            sentence = f"{where}: the product is multiplied by {scale:g} before the bias"
+            self.refuse(region, "scalar", sentence, "fold the factor into x or w")
 
     def scale(self, linear: Linear, region: Region) -> float:
         """The factor on the product that its operands do not carry themselves."""

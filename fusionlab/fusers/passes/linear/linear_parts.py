@@ -7,7 +7,7 @@ something else: the scores of an attention, or one of two products that are summ
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from ....graph.canonical.rules import passed_whole
 from ....graph.matching.match import Match, match
@@ -15,7 +15,6 @@ from ....graph.matching.pattern import Example, pattern_of
 from ....graph.program.ir import Node, Value
 from ...engine.base import Pass, Search, anchor_text
 from ...engine.layout import BROADCAST, axes_of, present, real_axes
-from ...engine.outcomes import Rejection
 from ...engine.passages import Passage, passage, shapes_before, thin_shape
 from ...engine.site import Site, input_index
 from .beyond import activates
@@ -85,49 +84,56 @@ class LinearSite(Site):
                 return apart
         return product
 
-    def linear(self) -> Linear | Rejection | None:
-        """The product with its bias, or bare; a Rejection when something is added that is no bias; None when it is no site."""
+    def linear(self) -> Linear | None:
+        """The product with its bias, or bare; None when it is no site.
+
+        Raises:
+          Declined: something is added that is no bias, or the weight is no matrix.
+        """
         added = self.addition()
         if added is None:
             return self.biased_behind() or self.bare()
         node, total, other = added
         if self.computed_from(self.view.read(other).nid, self.nid(self.product), 6):
-            if feeds_softmax(self, self.product):
-                return None  # it subtracts its maximum
-            return self.bare()  # h + 0.044715 h^3, and the like
+            # It subtracts its maximum; else h + 0.044715 h^3, and the like.
+            return None if feeds_softmax(self, self.product) else self.bare()
         if node.primitive == "sub":
             return self.difference(node, total, other)
         found = match(pattern_of(LINEAR), self.view, self.nid(total))
-        if isinstance(found, Match):
-            rows = self.row_bias(found, total, node)
-            return rows or Linear(total, found, True)
-        return self.not_a_bias(node, other)
+        if not isinstance(found, Match):
+            return self.check_addend(node, other)
+        self.check_rows(found, total, node)
+        return Linear(total, found, True)
 
-    def difference(self, node: Node, total: Value, other: Any) -> Linear | Rejection | None:
+    def refuse_bias(self, node: Node, problem: str, edit: str | None, **more: Any) -> NoReturn:
+        """Declines for what a node adds to the product, or takes from it."""
+        self.decline("bias", f"{anchor_text(node)} {problem}", [node], (1, 2), edit, **more)
+
+    def difference(self, node: Node, total: Value, other: Any) -> Linear | None:
         """What becomes of a product that something is subtracted from, or that is subtracted from something."""
         if self.batch() and feeds_softmax(self, total):
             return None  # attention scores
         if self.span(other) >= len(self.view.nodes[self.nid(self.product)].shape):
             return self.bare()  # a difference from something as large, as a loss takes it: no bias
-        of = (
-            f"the product from {self.shown(other)}"
-            if other is node.inputs[0]
-            else f"{self.shown(other)} from the product"
-        )
-        sentence = f"{anchor_text(node)} subtracts {of}, where a bias is added"
-        return self.rejection("bias", sentence, [node], (1, 2), "add the negated bias")
+        pair = ["the product", self.shown(other)]
+        taken, whole = pair if other is node.inputs[0] else reversed(pair)
+        return self.refuse_bias(node, f"subtracts {taken} from {whole}, where a bias is added", "add the negated bias")
 
     def span(self, atom: Any) -> int:
         """How many axes an operand does not repeat itself along."""
         return sum(d >= 0 for d in self.view.read(atom).dims)
 
-    def bare(self) -> Linear | Rejection | None:
-        """The product without a bias."""
+    def bare(self) -> Linear | None:
+        """The product without a bias: the weight is told by rank (it has one free axis), else by order (it stands on the right)."""
         found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
-        return self.oriented(found) if isinstance(found, Match) else self.batch_of_weights()
+        if not isinstance(found, Match):
+            return self.check_batch()
+        rows, columns = len(found.letters["m"]), len(found.letters["n"])
+        left = self.view.read(self.anchor.inputs[0]).nid
+        return Linear(self.product, found, False, rows == 1 if rows != columns else found.leaves["x"] != left)
 
-    def biased_behind(self) -> Linear | Rejection | None:
-        """The product with a bias that is added to it in another shape; a Rejection where that is given, and no bias."""
+    def biased_behind(self) -> Linear | None:
+        """The product with a bias that is added to it in another shape. Declines where that is given, and no bias."""
         way = passage(self, self.product)
         node, other = self.added_behind(way)
         thin = thin_shape(self, other, len(way.end.shape)) if other is not None else None
@@ -136,21 +142,19 @@ class LinearSite(Site):
             return None
         assert isinstance(other, Value)
         shapes = shapes_before(way.views, thin)
-        last = thin[-1] != 1
-        linear = None if shapes is None else self.of_features(found, shapes[-1], last)
+        linear = None if shapes is None else self.of_features(found, shapes[-1], thin[-1] != 1)
         if linear is not None:
             behind = Addend(other, self.nid(other), way.views)
             return replace(linear, value=node.outputs[0], bias=True, behind=behind)
         if thin == tuple(way.end.shape) or not self.given(other):
             return None  # as large as the product, as a residual connection is, or made of something else
-        sentence = (
-            f"{anchor_text(node)} adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
+        problem = (
+            f"adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
             f"seen before that it varies along other axes of {self.product!r}"
         )
         edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
         following = Epilogue(self, node.outputs[0], True).following(node.outputs[0])
-        rejection = self.rejection("bias", sentence, [node], (1, 2), edit)
-        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in (*way.views, *following)})
+        return self.refuse_bias(node, problem, edit, site=[node, *way.views, *following])
 
     def added_behind(self, way: Passage) -> tuple[Node | None, Any]:
         """The add that reads the product behind views of it, and its other operand; None for each where there is none."""
@@ -172,31 +176,23 @@ class LinearSite(Site):
                 return Linear(self.product, found, False, swapped)
         return None
 
-    def batch_of_weights(self, total: Value | None = None) -> Rejection | None:
-        """For a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""
+    def check_batch(self, total: Value | None = None) -> None:
+        """Declines for a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""
         start = total or self.product
         behind = Epilogue(self, start, total is not None)
         name, nodes = behind.known(), behind.following(start)
         activated = name or any(activates(self.search, n) for n in nodes)  # a loss's square is no activation
         if total is None and (not activated or feeds_softmax(self, start)):
-            return None
+            return
         rank = len(self.anchor.inputs[1].shape)
         sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
-        rejection = self.rejection("rank", sentence, concepts=concepts_of(total is not None, name))
-        added = [n for n in [self.search.block.producer[start.id]] if total is not None]
-        return replace(rejection, site_ids=rejection.site_ids | {n.id for n in (*added, *nodes)})
+        site = [self.anchor, *nodes, *([self.search.block.producer[start.id]] if total is not None else ())]
+        self.decline("rank", sentence, progress=(1, 1), site=site, concepts=concepts_of(total is not None, name))
 
     def batch(self) -> list[Any]:
         """The batch axes of the product."""
         dot = self.view.nodes[self.nid(self.product)]
         return [x for x in dot.params if all(x in o.axes for o in dot.operands)]
-
-    def oriented(self, found: Match) -> Linear:
-        """Without a bias the weight is told by rank (it has one free axis), else by order (it stands on the right)."""
-        free = {"x": len(found.letters["m"]), "w": len(found.letters["n"])}
-        left = self.view.read(self.anchor.inputs[0]).nid
-        swapped = free["x"] == 1 if free["x"] != free["w"] else found.leaves["x"] != left
-        return Linear(self.product, found, False, swapped)
 
     def addition(self) -> tuple[Node, Value, Any] | None:
         """The add that reads the product (through views and scalings): (node, its result, the other operand)."""
@@ -229,16 +225,13 @@ class LinearSite(Site):
         outer, node = view.outer
         return min(outer.read(node.inputs[index]).dims, default=0) < 0
 
-    def row_bias(self, found: Match, total: Value, node: Node) -> Rejection | None:
-        """A vector added down the rows of a 2-D product is x @ w + b with x and w swapped: true algebra, but no bias."""
+    def check_rows(self, found: Match, total: Value, node: Node) -> None:
+        """Declines for a vector added down the rows of a 2-D product, x @ w + b with x and w swapped: true algebra, but no bias."""
         axes = axes_of(found, self.view, found.pattern.root, total, broadcast=True)
-        features = found.letters["n"]
-        real = present(axes)
-        if not features or len(found.letters["m"]) != 1 or len(features) != 1 or real[-1] in features:
-            return None
-        sentence = f"{anchor_text(node)} adds a vector along the rows of the product, not along its output features"
-        edit = "transpose the product so that the features come last: (x @ w).T + b"
-        return self.rejection("bias", sentence, [node], (1, 2), edit)
+        rows, features = found.letters["m"], found.letters["n"]
+        if len(features) == len(rows) == 1 and present(axes)[-1] not in features:
+            problem = "adds a vector along the rows of the product, not along its output features"
+            self.refuse_bias(node, problem, "transpose the product so that the features come last: (x @ w).T + b")
 
     def shown(self, atom: Any) -> str:
         """What is added, as the program has it: a number, or a value with the line that makes it."""
@@ -248,25 +241,25 @@ class LinearSite(Site):
         maker = self.search.block.producer.get(atom.id)
         return repr(atom) if maker is None else anchor_text(maker)
 
-    def not_a_bias(self, node: Node, other: Any) -> Rejection | None:
-        """Why what is added is no bias; None when the product is no linear layer at all."""
-        dot = self.view.nodes[self.nid(self.product)]
-        batch = self.batch()
+    def check_addend(self, node: Node, other: Any) -> None:
+        """Declines for what is added and is no bias, unless the product is no linear layer at all."""
+        rank = len(self.view.nodes[self.nid(self.product)].shape)
         if self.view.nodes[self.view.read(other).nid].op == "dot":
-            return None  # a sum of two products
+            return  # a sum of two products
         span = self.span(other)
-        if batch:
+        if self.batch():
             # Attention scores plus a mask or a bias, and the like, are no linear layer.
-            is_bias = span < len(dot.shape) and not feeds_softmax(self, node.outputs[0])
-            return self.batch_of_weights(node.outputs[0]) if is_bias else None
-        if span >= len(dot.shape) and not self.given(other):
-            return None  # a residual connection: what is added was computed elsewhere
+            if span < rank and not feeds_softmax(self, node.outputs[0]):
+                self.check_batch(node.outputs[0])
+            return
+        if span >= rank and not self.given(other):
+            return  # a residual connection: what is added was computed elsewhere
         edit, concepts = None, ()
         # What a scan's body reads and does not change is a constant of the scan, and may be broadcast before it.
-        if span >= len(dot.shape) and self.given_broadcast(other):
+        if span >= rank and self.given_broadcast(other):
             addend, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
             edit = "broadcast the bias inside the loop"
-        elif span >= len(dot.shape):
+        elif span >= rank:
             addend = f"a full tensor {list(other.shape)}, {self.shown(other)}, not a bias along the output features"
             edit = "add the bias first, (x @ w + b) + y, if there is one"
         elif not span:
@@ -275,4 +268,4 @@ class LinearSite(Site):
             axes = real_axes(other.shape)
             of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
             addend = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
-        return self.rejection("bias", f"{anchor_text(node)} adds {addend}", [node], (1, 2), edit, concepts=concepts)
+        self.refuse_bias(node, f"adds {addend}", edit, concepts=concepts)

@@ -6,9 +6,9 @@ than what XLA makes of the pair.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from ....graph.certify.activations import between
 from ....graph.declined import Declined
 from ....graph.matching.region import CASTS, Region
+from ....graph.matching.walks import maker_of
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
@@ -34,6 +35,7 @@ from .products import region_with
 _PREFERRED = {None: None, "concatenated": "concatenated", "kernel": "cuda"}  # what the option names
 OP = OPS["gated_matmul"]
 _ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
+_BIAS = "adds a bias, which the fused op has none of"
 _ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
 
 
@@ -90,30 +92,34 @@ class GatedSite(Site):
         assert isinstance(self.pass_, GatedMatmulPass)
         return self.pass_.preferred(self.search)
 
-    def examine(self) -> Iterator[Candidate | Rejection]:
+    def examine(self) -> Candidate | Rejection | None:
         sides = sides_of(self.view, self.anchor)
-        found = None if sides is None else self.pair(sides.activated, sides.gate, sides.up)
-        if isinstance(found, Candidate) or (found is not None and self.named is not None):
-            yield found
+        found = None if sides is None else self.attempt(self.pair, sides.activated, sides.gate, sides.up)
+        return found if isinstance(found, Candidate) or self.named is not None else None
+
+    def refuse(self, code: str, sentence: str, *guilty: Node, edit: str | None = None) -> NoReturn:
+        """Declines for two products that are no gated pair, or none that the op takes."""
+        self.decline(code, sentence, guilty, (1, 2), edit)
 
     # -- from a pair to what becomes of it ---------------------------------------------------------------------------------
 
     def pair(self, activated: Value, gate: Node, up: GateSide) -> Candidate | Rejection:
-        problem = self.set_apart(up) or self.unlike(gate, up.product)
-        if problem is not None:
-            return problem
+        self.check_bare(up)
+        self.check_alike(gate, up.product)
         end, name, problem = Epilogue(self, self.widened(gate.outputs[0]), False).last()
         if end is None or name is None:
+            if problem is not None:
+                return problem
+            self.check_biased(gate)
             sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
-            return problem or self.biased(gate) or self.rejection("activation", sentence, [gate], (1, 2))
+            self.refuse("activation", sentence, gate)
         end = self.rounded(end, activated)
         if end is not activated:
             node = self.search.block.producer[activated.id]
-            sentence = (
-                f"{anchor_text(node)} stands between {name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
-            )
-            return self.rejection(BETWEEN.get(node.primitive, "structure"), sentence, [node], (1, 2))
-        return self.attempt(self.candidate, gate, up, end, name)
+            between = f"{name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
+            code = BETWEEN.get(node.primitive, "structure")
+            self.refuse(code, f"{anchor_text(node)} stands between {between}", node)
+        return self.candidate(gate, up, end, name)
 
     def widened(self, product: Value) -> Value:
         """A product of 16 bits, or the float32 that it alone is widened to: the fused op computes in that, and rounds once."""
@@ -125,102 +131,84 @@ class GatedSite(Site):
         last = None if end is activated or not is_half(activated.dtype) else rounding(self, end, activated.dtype)
         return end if last is None or last.views else last.end
 
-    def set_apart(self, up: GateSide) -> Rejection | None:
-        """Why the side that is not activated is no bare product."""
-        if not up.between or self.widened(up.product.outputs[0]) is up.between[0].outputs[0]:
-            return None
-        node = up.between[-1]
-        problem = "adds a bias, which the fused op has none of" if node.primitive == "add" else "stands between"
-        sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply a product as it is"
-        return self.rejection(BETWEEN[node.primitive], sentence, [node], (1, 2))
+    def check_bare(self, up: GateSide) -> None:
+        """Declines where the side that is not activated is no bare product."""
+        if up.between and self.widened(up.product.outputs[0]) is not up.between[0].outputs[0]:
+            node = up.between[-1]
+            problem = _BIAS if node.primitive == "add" else "stands between"
+            sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply a product as it is"
+            self.refuse(BETWEEN[node.primitive], sentence, node)
 
-    def biased(self, gate: Node) -> Rejection | None:
-        """Where a bias is added before the activation."""
+    def check_biased(self, gate: Node) -> None:
+        """Declines where a bias is added before the activation."""
         node = next((n for n in self.users(gate.outputs[0]) if n.primitive == "add"), None)
-        if node is None or not any(map(self.given, node.inputs)):
-            return None
-        sentence = f"{anchor_text(node)} adds a bias, which the fused op has none of"
-        return self.rejection("bias", sentence, [node], (1, 2))
+        if node is not None and any(map(self.given, node.inputs)):
+            self.refuse("bias", f"{anchor_text(node)} {_BIAS}", node)
 
-    def unlike(self, gate: Node, up: Node) -> Rejection | None:
-        """Why two products of one value are not act(x @ w) and x @ v."""
+    def check_alike(self, gate: Node, up: Node) -> None:
+        """Declines where two products of one value are not act(x @ w) and x @ v."""
         both = f"{anchor_text(gate)} and {anchor_text(up)}"
         (_, w), (_, v) = gate.inputs, up.inputs
         if not all(isinstance(a, Value) for a in (*gate.inputs, *up.inputs)):
-            return self.rejection("structure", f"{both} have a literal operand", [up])
+            self.decline("structure", f"{both} have a literal operand", [up])
         if not _are_of_rows(gate, up):
             sentence = f"{both} are not both a product of rows, by their last axis, with a matrix that lies as the other's does"
-            return self.rejection("axes", sentence, [gate, up], (1, 2))
+            self.refuse("axes", sentence, gate, up)
         if self.view.read(w) == self.view.read(v) or w.shape != v.shape:
-            return self.rejection("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
+            self.decline("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
         if gate.params.get("precision") != up.params.get("precision"):
-            return self.rejection("structure", f"{both} are asked for in different precisions", [gate, up])
+            self.decline("structure", f"{both} are asked for in different precisions", [gate, up])
         if _are_sharded(gate, up):
-            return self.rejection("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
-        return self.wrong_dtypes(gate, up)
+            self.decline("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
+        self.check_dtypes(gate, up, both)
 
-    def wrong_dtypes(self, gate: Node, up: Node) -> Rejection | None:
-        """For dtypes that are not one, and results that are neither in it nor in float32 and then rounded to it."""
+    def check_dtypes(self, gate: Node, up: Node, both: str) -> None:
+        """Declines for dtypes that are not one, for results that are neither in it nor in float32 and then rounded to it, and for sums that
+        the program keeps in float32 for its gradient, and the op in float16, where they may be infinite or 0.
+        """
         given, results = _dtypes((*gate.inputs, *up.inputs)), _dtypes((gate.outputs[0], up.outputs[0]))
-        if len(given) == 1 and given <= set(DTYPES) and given == _dtypes([self.root(gate)]):
-            if results == given:
-                return None
-            if results == {"float32"}:
-                return self.narrow_range(gate, up) if given == {"float16"} and self.search.gradient else None
-        sentence = (
-            f"{anchor_text(gate)} and {anchor_text(up)} multiply {', '.join(sorted(given))} to {', '.join(sorted(results))}; "
-            f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
-        )
-        return self.rejection("dtype", sentence, [gate, up], (1, 2), "give both products, and the result, one dtype")
-
-    def narrow_range(self, gate: Node, up: Node) -> Rejection:
-        """For sums that the program keeps in float32 for its gradient, and the op in float16, where they may be infinite or 0."""
-        sentence = (
-            f"{anchor_text(gate)} and {anchor_text(up)} are kept in float32 for the gradient; the fused op keeps them in float16, "
-            f"which has not their range"
-        )
-        edit = "give both products the dtype of their operands, or use bfloat16"
-        return self.rejection("dtype", sentence, [gate, up], (1, 2), edit)
+        one = len(given) == 1 and given <= set(DTYPES) and given == _dtypes([self.root(gate)])
+        if not one or not (results == given or results == {"float32"}):
+            sentence = (
+                f"{both} multiply {', '.join(sorted(given))} to {', '.join(sorted(results))}; "
+                f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
+            )
+            self.refuse("dtype", sentence, gate, up, edit="give both products, and the result, one dtype")
+        if results != given == {"float16"} and self.search.gradient:
+            kept = "are kept in float32 for the gradient; the fused op keeps them in float16, which has not their range"
+            edit = "give both products the dtype of their operands, or use bfloat16"
+            self.refuse("dtype", f"{both} {kept}", gate, up, edit=edit)
 
     def root(self, gate: Node) -> Value:
         """What the pair makes: of products in float32 of 16 bits, what alone reads it and rounds it to these."""
         result = self.anchor.outputs[0]
-        if np.dtype(gate.inputs[0].dtype).name not in ("bfloat16", "float16"):
+        if not is_half(gate.inputs[0].dtype) or np.dtype(result.dtype) != np.float32:
             return result  # a cast behind it stays behind it
         users = self.users(result)
-        alone = len(users) == 1 and result.id not in self.search.block.returned
-        if np.dtype(result.dtype).name == "float32" and alone and users[0].primitive in CASTS:
-            rounded = users[0].outputs[0]
-            if np.dtype(rounded.dtype).name in ("bfloat16", "float16"):
-                return rounded
-        return result
+        alone = len(users) == 1 and result.id not in self.search.block.returned and users[0].primitive in CASTS
+        return users[0].outputs[0] if alone and is_half(users[0].outputs[0].dtype) else result
 
-    def common(self, gate: Node, up: Node) -> tuple[Value, tuple[Any, ...], tuple[Node, ...]] | None:
-        """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do; None where there is none.
+    def common(self, gate: Node, up: Node) -> tuple[Value, tuple[Any, ...], tuple[Node, ...]]:
+        """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do.
 
         Inside a `shard_map` x may also be marked as varying for each: the op does so itself.
+
+        Raises:
+          Declined: there is none.
         """
         first, second = gate.inputs[0], up.inputs[0]
         dtypes: list[Any] = []
         passed: dict[int, Node] = {}
-        while isinstance(first, Value) and isinstance(second, Value):
-            if first is second:
-                return first, tuple(reversed(dtypes)), tuple(passed.values())
-            makers = self.alike_makers(first, second)
-            if makers is None:
-                return None
-            dtypes += [first.dtype] if makers[0].primitive in CASTS else []
-            passed.update((m.id, m) for m in makers)
-            first, second = (m.inputs[0] for m in makers)
-        return None
-
-    def alike_makers(self, first: Value, second: Value) -> list[Node] | None:
-        """The nodes that make two values, where both cast to one dtype, or both mark what varies; None where they do not."""
-        makers = [m for a in (first, second) if (m := self.search.block.producer.get(a.id)) is not None]
-        kinds = {m.primitive for m in makers}
-        if len(makers) < 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
-            return None
-        return makers
+        while first is not second:
+            makers = [maker_of(self.search.block, a) for a in (first, second)]
+            kinds = {m.primitive for m in makers if m is not None}
+            if None in makers or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
+                raise Declined("its products do not read the same x: one of it is cast or laid out in another way")
+            dtypes += [first.dtype] if kinds <= CASTS else []
+            passed.update((m.id, m) for m in makers if m is not None)
+            first, second = (m.inputs[0] for m in makers if m is not None)
+        assert isinstance(first, Value)
+        return first, tuple(reversed(dtypes)), tuple(passed.values())
 
     # -- the candidate -----------------------------------------------------------------------------------------------------
 
@@ -244,40 +232,35 @@ class GatedSite(Site):
                 x = x.astype(dtype)
             return x, given[where["w"]], given[where["v"]]
 
-        refused = self.refused(gate, up, attrs)
-        if refused is not None:
-            return refused
+        self.check_runs(gate, up, attrs)
         dtype = np.dtype(gate.inputs[0].dtype).name
         arithmetic = product_arithmetic(dtype, attrs["precision"], self.search.device)
         plan = Substitution(OP, attrs, operands, lambda out: out, OP.formula(**attrs), arithmetic)
-        rounds = np.dtype(gate.outputs[0].dtype).name in ("bfloat16", "float16")
+        rounds = is_half(gate.outputs[0].dtype)
         notes = (_ROUNDED_ONCE.format(dtype),) if rounds else ()
         concepts = concepts_of(False, name)
         return self.offered(region, plan, "compute the outside use from x, w and v again", notes, concepts)
 
-    def refused(self, gate: Node, up: Node, attrs: Mapping[str, Any]) -> Rejection | None:
-        """Where an implementation is named and cannot run the call, or none is and none was measured faster than XLA's."""
+    def check_runs(self, gate: Node, up: Node, attrs: Mapping[str, Any]) -> None:
+        """Declines where an implementation is named and cannot run the call, or none is and none was measured faster than XLA's."""
         nodes = zip(("x", "w", "v"), (*gate.inputs, up.inputs[1]), strict=True)
         shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
         given, full = OP.prepare(shapes, attrs)
-        if self.named is not None and self.named == self.search.implementation:
-            return None  # asked of every op alike: `propose` says where it cannot run
         if self.named is None:
             decision = OP.decide("call", given, self.search.device, **full)
-            return self.rejection("slower", decision.reason) if decision.implementation == "xla" else None
-        why = OP.implementations[self.named].refuses(given, self.search.device, **full)
-        if why is None:
-            return None
-        sentence = f"{anchor_text(self.anchor)}: {OP.formula(**attrs)} cannot run as {self.named!r}: {why}"
-        return self.rejection("implementation", sentence, site=[gate, up, self.anchor])
+            if decision.implementation == "xla":
+                self.decline("slower", decision.reason)
+        # One that is named for every op alike is `propose`'s to ask.
+        elif self.named != self.search.implementation:
+            why = OP.implementations[self.named].refuses(given, self.search.device, **full)
+            if why is not None:
+                sentence = f"{anchor_text(self.anchor)}: {OP.formula(**attrs)} cannot run as {self.named!r}: {why}"
+                self.decline("implementation", sentence, site=[gate, up, self.anchor])
 
     def region(self, gate: Node, side: GateSide, end: Value) -> tuple[Region, tuple[Any, ...]]:
         """The pair's nodes with x, w and v as leaves, and the dtypes that x is cast to."""
         block, view, root, up = self.search.block, self.view, self.root(gate), side.product
-        shared = self.common(gate, up)
-        if shared is None:
-            raise Declined("its products do not read the same x: one of it is cast or laid out in another way")
-        x, dtypes, passed = shared
+        x, dtypes, passed = self.common(gate, up)
         leaves = {"x": x, "w": gate.inputs[1], "v": up.inputs[1]}
         last = (block.producer[root.id],) if root is not self.anchor.outputs[0] else ()
         activation = between(view, gate.outputs[0], end)

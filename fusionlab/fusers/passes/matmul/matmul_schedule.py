@@ -6,7 +6,7 @@ A product that stays with XLA as it is written is no candidate and no rejection:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from ....graph.certify.activations import ACTIVATION_PRIMITIVES
 from ....graph.declined import Declined
 from ....graph.matching.region import escapes
+from ....graph.matching.walks import maker_of
 from ....graph.program.ir import Node, dtype_text
 from ....graph.program.scopes import is_backward
 from ....graph.settings import jax_defaults
@@ -27,8 +28,7 @@ from ....kernels.ops.matmul.routes import Answer
 from ...engine.base import Option, Pass, Search, Substitution
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.proposing import propose
-from ...engine.site import Site
-from .products import ProductCall, ProductReader, region_of, shapes_of
+from .products import ProductCall, ProductSite
 from .route_table import ProductRoute, Routes, tag_of
 
 _WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
@@ -64,7 +64,7 @@ class MatmulSchedulePass(Pass):
         return super().anchors(search) if search.device.platform == "cuda" else ()  # elsewhere all stay with XLA
 
 
-class Routed(Site):
+class Routed(ProductSite):
     """One product, what stands behind it, and what each route says of it."""
 
     @property
@@ -78,7 +78,7 @@ class Routed(Site):
         All of it, or all stays with XLA, which would fuse the rest with a product of its own: unless the switch is on. Then the library
         takes the most that it can.
         """
-        steps = ProductReader(self).steps()
+        steps = self.steps()
         if not steps:
             return None
         whole = steps[-1], self.answers(steps[-1])
@@ -91,7 +91,7 @@ class Routed(Site):
         """What stands before and behind the product in a kernel of its own, in a few words; "" where nothing does."""
         parts = []
         for operand in (call.a, call.b):
-            maker = self.search.block.producer.get(operand.id)
+            maker = maker_of(self.search.block, operand)
             if maker is not None and maker.primitive in ACTIVATION_PRIMITIVES:
                 parts.append(f"{operand.name} = {maker.primitive} before it")
         readers = self.users(call.value)
@@ -101,7 +101,7 @@ class Routed(Site):
 
     def answers(self, call: ProductCall) -> tuple[Answer, ...]:
         settings = {"library": self.library, "implementation": self.search.implementation}
-        given, full = MATMUL.prepare(shapes_of(call), call.attrs | settings)
+        given, full = MATMUL.prepare(call.shapes, call.attrs | settings)
         return MATMUL.routes(given, self.search.device, **full)
 
     def examine(self) -> Candidate | Rejection | None:
@@ -117,34 +117,30 @@ class Routed(Site):
         return self.candidate(call)
 
     def candidate(self, call: ProductCall) -> Candidate | Rejection:
-        region = region_of(self, call)
+        region = self.region(call)
         if escapes(region):
             raise Declined("an inner value is read outside of it")
-        note = _WIDENED.format(call.a.dtype)
-        plan = _plan(self, call, region.inputs)
+        plan, note = _plan(self, call, region.inputs), _WIDENED.format(call.a.dtype)
         notes = (note,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
         if not isinstance(outcome, Candidate):
             return outcome
-        outcome = replace(outcome, takes_the_rest=True)
-        if not call.widened:
-            return outcome
         # What XLA makes of operands that are not widened is not what it makes of the program as it is written.
         backends = (
-            replace(b, verdict=ChoiceKind.CHOSEN.value, reason=note) if b.verdict == ChoiceKind.SAME_CODE else b
+            replace(b, verdict=ChoiceKind.CHOSEN.value, reason=note)
+            if call.widened and b.verdict == ChoiceKind.SAME_CODE
+            else b
             for b in outcome.backends
         )
-        return replace(outcome, backends=tuple(backends))
+        return replace(outcome, takes_the_rest=True, backends=tuple(backends))
 
 
 def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitution:
     position = {v.id: i for i, v in enumerate(inputs)}
-    where: Mapping[str, int] = {name: position[v.id] for name, v in call.leaves.items()}
 
     def operands(*given: Any) -> tuple[Any, ...]:
-        if call.bias is None:
-            return given[where["a"]], given[where["b"]], None
-        return given[where["a"]], given[where["b"]], given[where["bias"]].reshape(call.thin)
+        own = {name: given[position[v.id]] for name, v in call.leaves.items()}
+        return own["a"], own["b"], own["bias"].reshape(call.thin) if "bias" in own else None
 
     attrs = {**call.attrs, "library": site.library, "implementation": site.search.implementation}
     formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
@@ -190,28 +186,24 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
         "sizes": ProductAxes.of(first.shape, second.shape, canonical(node.params["dimension_numbers"])).sizes,
         "dtype": f"{dtype_text(first.dtype)} x {dtype_text(second.dtype)} -> {dtype_text(node.outputs[0].dtype)}",
     }
+    bare, site = MATMUL.formula(), own.id if own else ""
     if claim is not None:
         return ProductRoute(**about, site=claim.id, formula=claim.formula, tag=tag_of(claim), reason=_claimed(claim))
-    bare = MATMUL.formula()
     if rule is not None:
         return ProductRoute(
             **about, formula=bare, reason=f"inside a {rule.primitive}, whose derivative is the user's own"
         )
     if is_backward(node.eqn):
-        whose = (
-            f"of the backward pass of {own.id}, whose products stay XLA's"
-            if own
-            else "of a backward pass that no fusion claims"
-        )
-        return ProductRoute(**about, formula=bare, reason=whose, site=own.id if own else "")
+        fused = f"of the backward pass of {site}, whose products stay XLA's"
+        reason = fused if own else "of a backward pass that no fusion claims"
+        return ProductRoute(**about, formula=bare, reason=reason, site=site)
     found = routed.decided()
     if found is None:
         return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")
     call, answers = found
     formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
-    taken = answers[-1].route.tag
-    behind = routed.left_behind(call)
-    return ProductRoute(**about, site=own.id if own else "", formula=formula, tag=taken, answers=answers, split=behind)
+    tag, split = answers[-1].route.tag, routed.left_behind(call)
+    return ProductRoute(**about, site=site, formula=formula, tag=tag, answers=answers, split=split)
 
 
 def _claimed(claim: Candidate) -> str:

@@ -19,6 +19,7 @@ from ....graph.certify.activations import between
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.region import CASTS, SCALINGS, Region, dead_with, widens
+from ....graph.matching.walks import maker_of, upstream
 from ....graph.program.ir import Node, Value
 from ....kernels.op.arrays import is_default, is_explicitly_sharded
 from ....kernels.ops.matmul.axes import Dimensions, ProductAxes, canonical
@@ -64,38 +65,40 @@ class ProductCall:
         return ProductAxes.of(self.a.shape, self.b.shape, self.dimensions)
 
     @property
+    def shapes(self) -> Mapping[str, Any]:
+        """The operands as the op takes them: shapes with dtypes."""
+        shapes = {name: v.shape for name, v in self.leaves.items()} | (
+            {"bias": self.thin} if self.bias is not None else {}
+        )
+        return {name: jax.ShapeDtypeStruct(shapes[name], v.dtype) for name, v in self.leaves.items()}
+
+    @property
     def leaves(self) -> dict[str, Value]:
         return {"a": self.a, "b": self.b} | ({"bias": self.bias} if self.bias is not None else {})
 
 
-class ProductReader:
-    """Reads the call at a product, one step after another."""
-
-    def __init__(self, site: Site) -> None:
-        self.site, self.view, self.block = site, site.view, site.search.block
+class ProductSite(Site):
+    """A site whose anchor is a product: reads the call there, one step after another."""
 
     def bare(self) -> ProductCall | None:
         """The product alone; None where the op takes no such product."""
-        node = self.site.anchor
+        node = self.anchor
         result, operands = node.outputs[0], _operands(node)
         if operands is None:
             return None
-        a, b = operands
         dtype = np.dtype(result.dtype).name
-        dimensions = canonical(node.params["dimension_numbers"])
-        call = ProductCall(result, a, b, dimensions, node.params.get("precision"), product=dtype, out=dtype)
-        narrow = self.narrow(a), self.narrow(b)
-        if None in narrow or narrow[0].dtype != narrow[1].dtype or dtype != "float32":  # pyright: ignore[reportOptionalMemberAccess]
-            return call
-        if not is_default(call.precision):
-            # Asked for more than the default, or for an algorithm by name: with the operands that they have.
+        dimensions, precision = canonical(node.params["dimension_numbers"]), node.params.get("precision")
+        call = ProductCall(result, *operands, dimensions, precision, product=dtype, out=dtype)
+        a, b = map(self.narrow, operands)
+        # One that is asked for more than the default, or for an algorithm by name, is with the operands that it has.
+        if a is None or b is None or a.dtype != b.dtype or dtype != "float32" or not is_default(precision):
             return call
         # In float32 products of numbers of 16 bits are exact, and summed in float32 they are what the product of both as they are is.
-        return replace(call, a=narrow[0], b=narrow[1], widened=True)
+        return replace(call, a=a, b=b, widened=True)
 
     def narrow(self, operand: Value) -> Value | None:
         """What a float32 operand is widened from, if that has 16 bits."""
-        maker = self.block.producer.get(operand.id)
+        maker = maker_of(self.search.block, operand)
         if maker is None or not widens(maker) or np.dtype(operand.dtype).name != "float32":
             return None
         (source,) = maker.inputs
@@ -119,17 +122,16 @@ class ProductReader:
             return self.cast(call, user)
         if call.activation != "none":
             return None
-        found = self.scaled_or_biased(call, user) if user is not None else None
+        found = None
+        if user is not None and user.primitive in SCALINGS:
+            found = self.scaled(call, user)
+        elif user is not None and user.primitive in ("add", "sub") and call.bias is None:
+            found = self.biased(call, user)
         return found or self.activated(call)
 
-    def scaled_or_biased(self, call: ProductCall, user: Node) -> ProductCall | None:
-        if user.primitive in SCALINGS:
-            return self.scaled(call, user)
-        return self.biased(call, user) if user.primitive in ("add", "sub") and call.bias is None else None
-
     def only_reader(self, value: Value) -> Node | None:
-        users = self.site.users(value)
-        if value.id in self.block.returned or len(users) != 1 or users[0].blocks:
+        users = self.users(value)
+        if value.id in self.search.block.returned or len(users) != 1 or users[0].blocks:
             return None
         return users[0] if sum(a is value for a in users[0].inputs) == 1 else None
 
@@ -169,16 +171,10 @@ class ProductReader:
         found = self.bias(call, other)
         if found is None:
             return None
-        signs = (1.0, 1.0) if user.primitive == "add" else (1.0, -1.0) if first is call.value else (-1.0, 1.0)
-        return replace(
-            call,
-            value=result,
-            after=(*call.after, user),
-            bias=found[0],
-            thin=found[1],
-            alpha=call.alpha * signs[0],
-            beta=call.beta * signs[1],
-        )
+        bias, thin = found
+        alpha, beta = (1, 1) if user.primitive == "add" else (1, -1) if first is call.value else (-1, 1)
+        more = {"bias": bias, "thin": thin, "alpha": call.alpha * alpha, "beta": call.beta * beta}
+        return replace(call, value=result, after=(*call.after, user), **more)
 
     def bias(self, call: ProductCall, value: Value) -> tuple[Value, tuple[int, ...]] | None:
         """What is added, before it is broadcast and widened, with the shape in which it broadcasts; None for what is no bias."""
@@ -193,7 +189,7 @@ class ProductReader:
 
     def unbroadcast(self, value: Value) -> tuple[Value, tuple[int, ...]]:
         """What a value is broadcast from, before it is widened, and the shape in which that broadcasts to it; itself where it is not."""
-        maker = self.block.producer.get(value.id)
+        maker = maker_of(self.search.block, value)
         # Further operands are sizes that are not known when the program is traced.
         if maker is not None and maker.primitive == "broadcast_in_dim" and len(maker.inputs) == 1:
             (source,) = maker.inputs
@@ -205,7 +201,7 @@ class ProductReader:
     def widened(self, value: Value) -> Value:
         """What a value is widened from, if it is: the op widens again what is added, and XLA adds none that it has to widen in a product's
         own kernel (84 us against 55 on an H200: `python -m benchmarks matmul_schedule --only "to f32, bias"`)."""
-        while (maker := self.block.producer.get(value.id)) is not None and widens(maker):
+        while (maker := maker_of(self.search.block, value)) is not None and widens(maker):
             (source,) = maker.inputs
             if not isinstance(source, Value):
                 break
@@ -222,11 +218,32 @@ class ProductReader:
         return any(real and not alike for real, alike in zip(few, same, strict=True)) or not any(few)
 
     def activated(self, call: ProductCall) -> ProductCall | None:
-        end, name, _ = Epilogue(self.site, call.value, call.bias is not None).activation()
+        end, name, _ = Epilogue(self, call.value, call.bias is not None).activation()
         if end is None or name is None:
             return None
         nodes = between(self.view, call.value, end)
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
+
+    def region(self, call: ProductCall) -> Region:
+        """The raw nodes between a call's operands and what it makes.
+
+        Raises:
+          Declined: something is read inside that is no operand.
+        """
+        block, leaves = self.search.block, call.leaves
+        stop = {v.id for v in leaves.values()} | self.view.known_inputs.keys()
+        inner = {n.id: n for n in (self.anchor, *call.after)}
+
+        def above(node: Node) -> list[Value]:
+            read = [a for a in node.values if a.id not in stop]
+            for value in read:
+                if value.id not in block.producer:
+                    raise Declined(f"{value!r} is read inside the site but is none of its operands")
+            return read
+
+        read = [a for n in inner.values() for a in above(n)]
+        support = {n.id: n for _, n in upstream(block, read, above) if n.id not in inner}
+        return region_with(self.view, call.value, leaves, inner, support)
 
 
 def _operands(product: Node) -> tuple[Value, Value] | None:
@@ -246,30 +263,6 @@ def _is_held(factor: float, dtype: str) -> bool:
     return math.isfinite(held) and held != 0.0
 
 
-def region_of(site: Site, call: ProductCall) -> Region:
-    """The raw nodes between a call's operands and what it makes.
-
-    Raises:
-      Declined: something is read inside that is no operand.
-    """
-    block, view = site.search.block, site.view
-    leaves = call.leaves
-    stop = {v.id for v in leaves.values()}
-    inner = {n.id: n for n in (site.anchor, *call.after)}
-    support: dict[int, Node] = {}
-    stack = [a for n in inner.values() for a in n.values]
-    while stack:
-        value = stack.pop()
-        node = block.producer.get(value.id)
-        if value.id in stop or value.id in view.known_inputs or (node is not None and node.id in inner | support):
-            continue
-        if node is None:
-            raise Declined(f"{value!r} is read inside the site but is none of its operands")
-        support[node.id] = node
-        stack += node.values
-    return region_with(view, call.value, leaves, inner, support)
-
-
 def region_with(
     view: CanonicalView, root: Value, leaves: Mapping[str, Value], inner: dict[int, Node], support: dict[int, Node]
 ) -> Region:
@@ -278,11 +271,3 @@ def region_with(
     kept = tuple(support[i] for i in sorted(support) if i not in gone)
     nodes = tuple(gone[i] for i in sorted(gone))
     return Region(view.block, root, leaves, nodes, kept, view.known_inputs)
-
-
-def shapes_of(call: ProductCall) -> Mapping[str, Any]:
-    """The call's operands as the op takes them: shapes with dtypes."""
-    found = {name: jax.ShapeDtypeStruct(v.shape, v.dtype) for name, v in call.leaves.items()}
-    if call.bias is not None:
-        found["bias"] = jax.ShapeDtypeStruct(call.thin, call.bias.dtype)
-    return found

@@ -56,7 +56,9 @@ class GroupSite(NormSite):
             if vectors is None:
                 continue
             joined = self.joined(value)
-            for root, activation in (*self.activated(joined), (joined, "none")):
+            end, name, _ = Epilogue(self, joined, biased=True).last()
+            activated = [(end, name)] if end is not None and name == "silu" else []
+            for root, activation in (*activated, (joined, "none")):
                 outcome = self.attempt(self.outcome, root, activation, vectors)
                 if outcome is not None:
                     yield outcome
@@ -66,12 +68,6 @@ class GroupSite(NormSite):
         users = self.users(value)
         alone = len(users) == 1 and value.id not in self.search.block.returned and users[0].primitive == "reshape"
         return users[0].outputs[0] if alone else value
-
-    def activated(self, value: Value) -> Iterator[tuple[Value, str]]:
-        """A SiLU of a result, where nothing but a backward pass reads what stands before it."""
-        end, name, _ = Epilogue(self, value, biased=True).last()
-        if end is not None and name == "silu":
-            yield end, name
 
     def vectors(self, root: Value) -> dict[str, Value] | None:
         """The scale and bias of the channels between x and a result; None where it is made of anything else."""

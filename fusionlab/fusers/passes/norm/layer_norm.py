@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.canonical.rules import is_jax_rule
-from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
 from ....graph.matching.match import Match, Miss, close, match
@@ -86,7 +85,10 @@ class LayerNormPass(Pass):
 
     def examine(self, search: Search, anchor: Node, norm_results: set[int]) -> Candidate | Rejection | None:
         around = Surroundings(search, anchor)
-        outcome = _NormSite(self, search, anchor, around, norm_results).examine() if around.is_norm else None
+        if not around.is_norm:
+            return None
+        site = _NormSite(self, search, anchor, around, norm_results)
+        outcome = site.attempt(site.examine)
         if isinstance(outcome, Candidate):
             norm_results.add(outcome.root.id)
         return outcome
@@ -106,7 +108,7 @@ class _NormSite(NormSite):
         """The candidate with the furthest result; else why the furthest match is none; else the nearest miss."""
         if not self.around.is_mean:
             edit = "take the mean of the squares, jnp.mean, if that is what is meant"
-            return self.rejection("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
+            self.decline("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
         of_groups = self.of_groups()
         if isinstance(of_groups, Candidate):
             return of_groups
@@ -114,8 +116,12 @@ class _NormSite(NormSite):
         outcome = self.furthest(results, of_groups)
         if outcome is not None:
             return outcome
-        declined = self.nearly() or self.uneven() or self.held() or self.transposed() or self.shifted()
-        return declined or self.missed(self.nearest(results))
+        self.check_near()
+        self.check_even()
+        self.check_held()
+        self.check_transposed()
+        self.check_shifted()
+        return self.missed(self.nearest(results))
 
     def of_groups(self) -> Candidate | Rejection | None:
         """What becomes of a norm of groups of channels; None where this is none."""
@@ -159,11 +165,10 @@ class _NormSite(NormSite):
 
     def named(self, outcome: Candidate | Rejection, example: Example) -> Candidate | Rejection:
         """With the norm's name, unless a number, what it is read by or its axes make it another function."""
-        if isinstance(outcome, Rejection) and (
-            outcome.code in ("scalar", "structure", "value") or (outcome.code == "axes" and self.over_batch())
-        ):
+        another = outcome.code in ("scalar", "structure", "value") if isinstance(outcome, Rejection) else False
+        if another or (isinstance(outcome, Rejection) and outcome.code == "axes" and self.over_batch()):
             return outcome
-        return with_concepts(outcome, (f"{example.name.partition('_')[0]}_norm",))
+        return with_concepts(outcome, _concepts(example))
 
     def over_batch(self) -> bool:
         """Whether the statistics are taken over the first axis and not over the last, as a batch norm's are."""
@@ -191,59 +196,46 @@ class _NormSite(NormSite):
 
     def nearest(self, values: Sequence[Value]) -> Miss:
         """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
-        misses = (miss for value in values for miss in self.misses_at(value))
-        best = max(misses, key=lambda miss: miss.matched, default=None)
-        if best is not None:
-            return best
-        value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
-        found = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
-        assert isinstance(found, Miss)
-        return found
-
-    def misses_at(self, value: Value) -> Iterator[Miss]:
-        """How far each example that ends so comes at a value."""
-        ref = self.view.ref[value.id]
-        for example in EXAMPLES if close(ref.coef, 1.0) else ():
-            if example.ends_in(self.view, ref.nid):
+        best: Miss | None = None
+        for value, example in itertools.product(values, EXAMPLES):
+            ref = self.view.ref[value.id]
+            if close(ref.coef, 1.0) and example.ends_in(self.view, ref.nid):
                 found = match(pattern_of(example), self.view, ref.nid, self.x)
-                if isinstance(found, Miss):
-                    yield found
+                if isinstance(found, Miss) and (best is None or found.matched > best.matched):
+                    best = found
+        if best is None:
+            value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
+            found = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
+            assert isinstance(found, Miss)
+            return found
+        return best
 
-    def nearly(self) -> Rejection | None:
-        """The rejection for a function known to be nearly a norm."""
-        for near in NEAR:
-            for value in self.around.results:
-                nid = self.nid(value)
-                for example in near.examples:
-                    if not example.fits(self.view, nid):
-                        continue
-                    if isinstance(match(pattern_of(example), self.view, nid, self.x), Match):
-                        problem = self.rejection(
-                            "structure", f"{anchor_text(self.anchor)} {near.problem}", edit=near.edit
-                        )
-                        return replace(problem, concepts=(f"{example.name.partition('_')[0]}_norm",))
-        return None
+    def check_near(self) -> None:
+        """Declines for a function known to be nearly a norm."""
+        for near, value in itertools.product(NEAR, self.around.results):
+            nid = self.nid(value)
+            for example in near.examples:
+                fits = example.fits(self.view, nid)
+                if fits and isinstance(match(pattern_of(example), self.view, nid, self.x), Match):
+                    sentence = f"{anchor_text(self.anchor)} {near.problem}"
+                    self.decline("structure", sentence, edit=near.edit, concepts=_concepts(example))
 
-    def uneven(self) -> Rejection | None:
-        """The rejection for sums of x over different axes."""
-        sums = self.around.sums_of_x
-        axes = [reduced_axes(n, self.around.x) for n in sums]
-        other = next((i for i, a in enumerate(axes) if a != axes[0]), None)
-        if other is None:
-            return None
-        sentence = (
-            f"{anchor_text(sums[other])} sums over axes {axes[other]} and {anchor_text(sums[0])} over {axes[0]}; "
-            f"a norm takes its statistics over the same"
-        )
-        return self.rejection("axes", sentence, [sums[other]], edit="take the mean and the variance over the same axes")
+    def check_even(self) -> None:
+        """Declines for sums of x over different axes."""
+        sums = [(n, reduced_axes(n, self.around.x)) for n in self.around.sums_of_x]
+        for total, axes in sums:
+            first, wanted = sums[0]
+            if axes != wanted:
+                over = f"{anchor_text(total)} sums over axes {axes} and {anchor_text(first)} over {wanted}"
+                edit = "take the mean and the variance over the same axes"
+                self.decline("axes", f"{over}; a norm takes its statistics over the same", [total], edit=edit)
 
-    def held(self) -> Rejection | None:
-        """The rejection for a node inside the norm that means something the fused op does not do."""
+    def check_held(self) -> None:
+        """Declines for a node inside the norm that means something the fused op does not do."""
         for primitive, (code, problem, edit) in _HELD.items():
             node = self.around.first(primitive)
             if node is not None and not is_jax_rule(node):
-                return self.rejection(code, f"{anchor_text(node)} {problem}", [node], edit=edit)
-        return None
+                self.decline(code, f"{anchor_text(node)} {problem}", [node], edit=edit)
 
     # -- the candidate --------------------------------------------------------------------------------------------
 
@@ -253,12 +245,8 @@ class _NormSite(NormSite):
             raise Declined("the root of the variance does not stand inside the site")
         self.check_scalars(found)
         self.check_dtypes(region)
-        leaks = escapes(region)
-        if leaks:
-            problem = self.escaping(leaks[0], "compute the outside use from x again", region.nodes, region=region)
-            plain = self.unless_paired(problem, lambda: self.proposed(found, region))
-        else:
-            plain = self.proposed(found, region)
+        edit = "compute the outside use from x again"
+        plain = self.unless_read(region, edit, lambda: self.proposed(found, region))
         return self.with_summands(plain, found, region)
 
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
@@ -291,17 +279,66 @@ class _NormSite(NormSite):
         return summands_of(self.search.block, x, feature, self.norm_results)
 
     def proposed(self, found: Match, region: Region, summands: Summands | None = None) -> Candidate | Rejection:
-        plan = _plan(self.search, self.view, found, region, summands)
-        if isinstance(plan, str):
-            edit = "move the normalised axes to the end first, with jnp.moveaxis"
-            return self.rejection("axes", f"{anchor_text(self.anchor)}: {plan}", edit=edit, site=region.nodes)
+        plan = self.attempt(self.plan, found, region, summands)
+        if isinstance(plan, Rejection):
+            return plan
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, self.notes(region))
         # A root that is squared again is the number under it, with a gradient of NaN at 0.
-        return (
-            replace(outcome, edit=_ROOT_EDIT)
-            if isinstance(outcome, Rejection) and outcome.code == "gradient"
-            else outcome
-        )
+        squared = isinstance(outcome, Rejection) and outcome.code == "gradient"
+        return replace(outcome, edit=_ROOT_EDIT) if squared else outcome
+
+    def plan(self, found: Match, region: Region, summands: Summands | None) -> Substitution:
+        """x (and a residual) as it stands where one axis is normalised over, else [*R, N] with the last axes merged; the vectors [N].
+
+        Raises:
+          Declined: several axes are normalised over that are not the last.
+        """
+        sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
+        own = {n: region.leaves[n] for n in found.leaves} | {"x": x}
+        axes: dict[str, AxisClasses] = {n: axes_of(found, self.view, found.leaf_id(n), v) for n, v in own.items()}
+        features = ordered_classes(axes["x"], found.letters["n"])
+        groups = _groups(present(axes["x"]), features)
+        if groups is None:
+            over = tuple(i for i, c in enumerate(axes["x"]) if c in features)
+            sentence = (
+                f"it normalises over axes {over} of {list(x.shape)}; of several axes the fused op takes the last ones"
+            )
+            edit = "move the normalised axes to the end first, with jnp.moveaxis"
+            self.decline("axes", f"{anchor_text(self.anchor)}: {sentence}", edit=edit, site=region.nodes)
+        where, direct = input_positions(region), len(features) == 1
+        root_axes = axes_of(found, self.view, found.pattern.root, region.root)
+        dtype = region.root.dtype
+
+        def whole(name: str, inputs: Sequence[Any]) -> Any:
+            if name not in where:
+                return None
+            given = inputs[where[name]].astype(dtype)
+            return given if direct else arrange(given, axes["x"], groups, sizes)
+
+        def operands(*inputs: Any) -> tuple[Any, ...]:
+            vectors = (
+                arrange(inputs[where[n]], axes[n], [features], sizes) if n in where else None for n in ("scale", "bias")
+            )
+            shift = inputs[where["shift"]].reshape(-1) if "shift" in where else None
+            return whole("x", inputs), *vectors, shift, whole("residual", inputs)
+
+        def finish(out: Any) -> Any:
+            if not region.others:
+                return restore(out, groups, root_axes, region.root.shape, sizes)
+            normed, total = out
+            summed = restore(total, groups, axes["x"], x.shape, sizes)
+            return restore(normed, groups, root_axes, region.root.shape, sizes), summed
+
+        op = OPS["layer_norm"]
+        attrs = {
+            "kind": found.pattern.example.name.partition("_")[0],
+            "epsilon": as_written(found.scalars["epsilon"]),
+            "axis": axes["x"].index(features[0]) if direct else -1,
+            "implementation": self.search.implementation,
+            **({"gives_sum": True} if region.others else {}),
+        }
+        there = {slot: slot in where for slot in ("scale", "bias", "shift", "residual")}
+        return Substitution(op, attrs, operands, finish, op.formula(**attrs, **there))
 
     def check_scalars(self, found: Match) -> None:
         size = math.prod(found.sizes[c] for c in found.letters["n"])
@@ -311,6 +348,10 @@ class _NormSite(NormSite):
             sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
             self.decline("scalar", sentence, edit=BY_COUNT)
         self.check_guarded(epsilon)
+
+
+def _concepts(example: Example) -> tuple[str]:
+    return (f"{example.name.partition('_')[0]}_norm",)
 
 
 def _stands_alone(region: Region) -> bool:
@@ -324,57 +365,6 @@ def _groups(order: Sequence[int], features: tuple[int, ...]) -> list[list[int]] 
         return [[c] for c in order]
     rows = [c for c in order if c not in features]
     return [*([c] for c in rows), list(features)] if tuple(order[len(rows) :]) == features else None
-
-
-def _plan(
-    search: Search, view: CanonicalView, found: Match, region: Region, summands: Summands | None = None
-) -> Substitution | str:
-    """x (and a residual) as it stands where one axis is normalised over, else [*R, N] with the last axes merged; the vectors [N].
-
-    A sentence where several axes are normalised over that are not the last.
-    """
-    sizes, x = found.sizes, summands.nodes[0].outputs[0] if summands else region.leaves["x"]
-    own = {n: region.leaves[n] for n in found.leaves} | {"x": x}
-    axes: dict[str, AxisClasses] = {n: axes_of(found, view, found.leaf_id(n), v) for n, v in own.items()}
-    features = ordered_classes(axes["x"], found.letters["n"])
-    groups = _groups(present(axes["x"]), features)
-    if groups is None:
-        over = tuple(i for i, c in enumerate(axes["x"]) if c in features)
-        return f"it normalises over axes {over} of {list(x.shape)}; of several axes the fused op takes the last ones"
-    where, direct = input_positions(region), len(features) == 1
-    root_axes = axes_of(found, view, found.pattern.root, region.root)
-    dtype = region.root.dtype
-
-    def whole(name: str, inputs: Sequence[Any]) -> Any:
-        if name not in where:
-            return None
-        given = inputs[where[name]].astype(dtype)
-        return given if direct else arrange(given, axes["x"], groups, sizes)
-
-    def operands(*inputs: Any) -> tuple[Any, ...]:
-        vectors = (
-            arrange(inputs[where[n]], axes[n], [features], sizes) if n in where else None for n in ("scale", "bias")
-        )
-        shift = inputs[where["shift"]].reshape(-1) if "shift" in where else None
-        return whole("x", inputs), *vectors, shift, whole("residual", inputs)
-
-    def finish(out: Any) -> Any:
-        if not region.others:
-            return restore(out, groups, root_axes, region.root.shape, sizes)
-        normed, total = out
-        summed = restore(total, groups, axes["x"], x.shape, sizes)
-        return restore(normed, groups, root_axes, region.root.shape, sizes), summed
-
-    op = OPS["layer_norm"]
-    attrs = {
-        "kind": found.pattern.example.name.partition("_")[0],
-        "epsilon": as_written(found.scalars["epsilon"]),
-        "axis": axes["x"].index(features[0]) if direct else -1,
-        "implementation": search.implementation,
-        **({"gives_sum": True} if region.others else {}),
-    }
-    there = {slot: slot in where for slot in ("scale", "bias", "shift", "residual")}
-    return Substitution(op, attrs, operands, finish, op.formula(**attrs, **there))
 
 
 PASSES = {30: LayerNormPass()}

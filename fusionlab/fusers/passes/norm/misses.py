@@ -72,16 +72,16 @@ class NormSite(Site):
 
     def grouped(self, channels: ChannelGroups, odd: Node | None) -> Rejection:
         """The rejection of a GroupNorm in a layout that the op has not, or with something in it that a norm has not."""
-        groups, each, concepts = channels.groups, channels.each, ("group_norm",)
+        groups, each, guilty = channels.groups, channels.each, [odd] if odd is not None else []
         subject = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
         if channels.batch_axes is not None:
-            stands = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
-            return self.rejection(
-                "structure", f"{subject}; {stands}", [odd] if odd else [], edit=_STATISTICS_EDIT, concepts=concepts
-            )
-        where = "; it is fused where the channels stand last, behind the batch and the positions"
-        edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
-        return self.rejection("axes", subject + where, edit=edit, concepts=concepts)
+            code, edit = "structure", _STATISTICS_EDIT
+            where = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
+        else:
+            code, where = "axes", "it is fused where the channels stand last, behind the batch and the positions"
+            edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
+            guilty = []
+        return self.rejection(code, f"{subject}; {where}", guilty, edit=edit, concepts=("group_norm",))
 
     def check_guarded(self, epsilon: float) -> None:
         """Declines for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
@@ -98,50 +98,40 @@ class NormSite(Site):
 
     def check_dtypes(self, region: Region) -> None:
         """Declines for what the op does not compute in, or would not round."""
-        x, dtype = region.leaves["x"].dtype, region.root.dtype
+        dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        computed, rounding = np.dtype(arithmetic_dtype(dtype)), _rounding(region, region.leaves["x"].dtype)
         edit = None
         if not given <= set(DTYPES):
             problem = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
-        elif any(narrows(arithmetic_dtype(dtype), v.dtype) for v in region.leaves.values()):
-            problem = (
-                f"takes parameters wider than the {np.dtype(arithmetic_dtype(dtype)).name} it would be computed in"
-            )
-        else:
-            rounding = _rounding(region, x)
-            if rounding is None:
-                return
+        elif any(narrows(computed, v.dtype) for v in region.leaves.values()):
+            problem = f"takes parameters wider than the {computed.name} it would be computed in"
+        elif rounding is not None:
             problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
             edit = "keep the statistics in the dtype of x, or a wider one"
+        else:
+            return
         self.decline("dtype", f"{anchor_text(self.anchor)} {problem}", edit=edit, site=region.nodes)
 
-    def shifted(self) -> Rejection | None:
-        """The rejection for multiples of the root that are added up and are not x less its mean."""
-        if not self.around.shifts:
-            return None
-        node = self.around.shifts[0]
-        problem = "adds two multiples of the root, which are not x and minus its mean by the same factor"
-        edit = "shift x * inv by -mean(x) * inv: one root, one epsilon, and the scale in both or in neither"
-        return self.rejection("structure", f"{anchor_text(node)} {problem}", [node], edit=edit)
+    def check_shifted(self) -> None:
+        """Declines for multiples of the root that are added up and are not x less its mean."""
+        for node in self.around.shifts[:1]:
+            problem = "adds two multiples of the root, which are not x and minus its mean by the same factor"
+            edit = "shift x * inv by -mean(x) * inv: one root, one epsilon, and the scale in both or in neither"
+            self.decline("structure", f"{anchor_text(node)} {problem}", [node], edit=edit)
 
-    def transposed(self) -> Rejection | None:
-        """The rejection for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
+    def check_transposed(self) -> None:
+        """Declines for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
         crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
         node = None if crossed is None else self.raw_of(crossed)
         if node is None:
-            return None
-        sums = self.around.sums_of_x
-        of = (
-            f"; {anchor_text(sums[0])} sums over axis {', '.join(map(str, reduced_axes(sums[0], self.around.x)))}"
-            if sums
-            else ""
-        )
-        sentence = (
-            f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of{of}"
-        )
-        return self.rejection(
-            "axes", sentence, [node, *sums[:1]], edit="keep the axis of mean and variance: keepdims=True"
-        )
+            return
+        sentence = f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of"
+        sums = self.around.sums_of_x[:1]
+        for total in sums:
+            axes = ", ".join(map(str, reduced_axes(total, self.around.x)))
+            sentence += f"; {anchor_text(total)} sums over axis {axes}"
+        self.decline("axes", sentence, [node, *sums], edit="keep the axis of mean and variance: keepdims=True")
 
 
 def _scalar_at(miss: Miss) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ....graph.matching.region import CASTS, VIEWS, Region, widens
+from ....graph.matching.walks import maker_of, source_of
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import is_backward
 
@@ -95,12 +96,8 @@ def _addition(block: Block, value: Value, norm_results: Collection[int]) -> _Add
     left, right = node.inputs
     if not (isinstance(left, Value) and isinstance(right, Value)) or {left.dtype, right.dtype} != {value.dtype}:
         return None
-    return None if _widened(block, left) or _widened(block, right) else _Addition(node, (left, right))
-
-
-def _widened(block: Block, value: Value) -> bool:
-    node = block.producer.get(value.id)
-    return node is not None and widens(node)
+    makers = (block.producer.get(a.id) for a in (left, right))
+    return None if any(n is not None and widens(n) for n in makers) else _Addition(node, (left, right))
 
 
 def _fits(value: Value, x: Value) -> bool:
@@ -134,8 +131,5 @@ def _along(value: Value, x: Value, feature: int) -> bool:
 
 
 def _is_product(block: Block, value: Value) -> bool:
-    while (node := block.producer.get(value.id)) is not None and node.primitive in VIEWS | CASTS:
-        if not isinstance(node.inputs[0], Value):
-            return False
-        value = node.inputs[0]
-    return node is not None and node.primitive == "dot_general"
+    maker = maker_of(block, source_of(block, value, VIEWS | CASTS))
+    return maker is not None and maker.primitive == "dot_general"

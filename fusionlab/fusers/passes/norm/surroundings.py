@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ....graph.canonical.nodes import Ref
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, widens
+from ....graph.matching.walks import maker_of, source_of, upstream
 from ....graph.primitives import having
 from ....graph.program.ir import Literal, Node, Value
 from ....graph.program.scopes import is_backward
@@ -135,28 +136,28 @@ class Surroundings:
         return values[0]
 
     def maker(self, atom: Any) -> Node | None:
-        return self.block.producer.get(atom.id) if isinstance(atom, Value) else None
+        return maker_of(self.block, atom)
+
+    def _made(self, atom: Any, above: Callable[[Node], bool]) -> Iterator[Node]:
+        """The nodes that an operand is made by, the nearest first, as far as there are those that are looked `above`."""
+        made = upstream(self.block, [atom], lambda n: n.inputs if above(n) else ())
+        return (node for _, node in itertools.islice(made, _NODE_LIMIT))
 
     def _sums(self) -> list[Node]:
         """The sums that the anchor is a root of, nearest first."""
         found: list[Node] = []
-        level, seen = [self.maker(self.anchor.inputs[0])], set[int]()
-        while level and len(seen) < _NODE_LIMIT:
-            above: list[Node | None] = []
-            for node in level:
-                if node is None or node.id in seen:
-                    continue
-                seen.add(node.id)
-                if self.summed(node) is not None:
-                    found.append(node)
-                elif node.primitive in INNER and not is_backward(node.eqn):
-                    above += map(self.maker, node.inputs)
-                else:
-                    continue
-                # A product with one number everywhere is a sum of its multiples.
-                factor = node.primitive in ("mul", "div", "dot_general")
-                self.is_mean |= factor and any(map(self._literal, node.inputs))
-            level = above
+
+        def above(node: Node) -> bool:
+            return node.primitive in INNER and not is_backward(node.eqn) and self.summed(node) is None
+
+        for node in self._made(self.anchor.inputs[0], above):
+            if self.summed(node) is not None:
+                found.append(node)
+            elif not above(node):
+                continue
+            # A product with one number everywhere is a sum of its multiples.
+            factor = node.primitive in ("mul", "div", "dot_general")
+            self.is_mean |= factor and any(map(self._literal, node.inputs))
         return found
 
     def _of_x_alone(self) -> bool:
@@ -209,19 +210,8 @@ class Surroundings:
         return value
 
     def _is_mean_of(self, atom: Any, x: Value) -> bool:
-        stack, seen = [self.maker(atom)], set[int]()
-        while stack and len(seen) < _NODE_LIMIT:
-            node = stack.pop()
-            if node is None or node.id in seen:
-                continue
-            seen.add(node.id)
-            of = self.summed(node)
-            if of is not None:
-                if self._as_read(of).id == x.id:
-                    return True
-            elif node.primitive in _LINEAR:
-                stack += map(self.maker, node.inputs)
-        return False
+        made = self._made(atom, lambda n: n.primitive in _LINEAR and self.summed(n) is None)
+        return any((of := self.summed(n)) is not None and self._as_read(of).id == x.id for n in made)
 
     def _results(self) -> list[Value]:
         """Forward from the root, through factors and one added term: values as large as x."""
@@ -278,17 +268,10 @@ class Surroundings:
 
     def _after_root(self, value: Value) -> bool:
         """Whether a value is made of the root, as the shift of a norm is that is written as a scale and a shift."""
-        view, stack, seen = self.search.view, [value], set[int]()
+        view = self.search.view
         root = view.ref[self.anchor.outputs[0].id].nid  # which may be made more than once
-        while stack and len(seen) < _NODE_LIMIT:
-            node = self.maker(stack.pop())
-            if node is None or node.id < self.anchor.id or node.id in seen:
-                continue
-            if view.ref[node.outputs[0].id].nid == root:
-                return True
-            seen.add(node.id)
-            stack += node.values if node.primitive in _LINEAR else []
-        return False
+        behind = self._made(value, lambda n: n.primitive in _LINEAR and n.id >= self.anchor.id)
+        return any(n.id >= self.anchor.id and view.ref[n.outputs[0].id].nid == root for n in behind)
 
     def _factor(self, view: CanonicalView) -> None:
         """The root before the sums whose terms it is a factor of: `x * r + (b - mean * r)` as `(x - mean) * r + b`."""
@@ -306,7 +289,8 @@ class Surroundings:
     def _view(self) -> CanonicalView:
         """Over the nodes between x and the results, and the views of whatever else those read."""
         nodes, leaves = dict(self._nodes), [self.x]
-        stack, seen = self._read_beside(), set[int]()
+        inner = {v.id for n in self._nodes.values() for v in n.outputs} | {self.x.id}
+        stack, seen = [a for n in self._nodes.values() for a in n.values if a.id not in inner], set[int]()
         while stack:
             value = stack.pop()
             if value.id in seen:
@@ -320,11 +304,6 @@ class Surroundings:
                 # Of a view that is no literal only what it is a view of.
                 stack += node.values if is_literal else node.values[:1]
         return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])
-
-    def _read_beside(self) -> list[Value]:
-        """What the nodes between x and the results read that is neither x nor made by one of them."""
-        inner = {v.id for n in self._nodes.values() for v in n.outputs} | {self.x.id}
-        return [a for n in self._nodes.values() for a in n.values if a.id not in inner]
 
 
 @dataclass(frozen=True)
@@ -345,9 +324,8 @@ class ChannelGroups:
     @classmethod
     def of(cls, around: Surroundings) -> ChannelGroups | None:
         """What is normalised at a root, as groups; None where it is none."""
-        value, sums = around.x, around.sums_of_x or around.sums
-        while (maker := around.maker(value)) is not None and maker.primitive == "convert_element_type":
-            value = maker.inputs[0]
+        value, sums = source_of(around.block, around.x, CASTS), around.sums_of_x or around.sums
+        maker = around.maker(value)
         if maker is None or maker.primitive != "reshape" or not isinstance(x := maker.inputs[0], Value):
             return None
         summed = set(reduced_axes(sums[0], around.x))
