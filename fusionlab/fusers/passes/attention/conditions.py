@@ -189,7 +189,7 @@ class AttentionConditions(Site):
 
     def by_keys(self, found: Miss) -> dict[str, str | None]:
         """Sentence and edit for scores with a factor for each key; nothing of another miss."""
-        names = found.leaves[0] if found.kind == "axes" and found.leaves else ()
+        names = found.leaves[0] if found.leaves else ()
         factor = next((n for n in names if n.startswith("factor") and n != "factors"), None)
         if factor is None or not {"k", "v"} <= set(names):
             return {}
@@ -243,12 +243,18 @@ def _crossed_axes(view: CanonicalView, product: int) -> tuple[Value, int, int] |
 
 def _crossed(view: CanonicalView, dot: CNode, operand: Operand) -> tuple[Value, int, int] | None:
     """`_crossed_axes` of one operand of a product."""
-    node, shown = view.nodes[operand.nid], next(iter(view.values_of.get(operand.nid, ())), None)
-    totals = [o for o in node.operands if view.nodes[o.nid].op == "reduce_sum"]
-    if node.op != "prod" or not totals or shown is None:
+    total, shown = _divided_by(view, operand.nid), next(iter(view.values_of.get(operand.nid, ())), None)
+    if total is None or shown is None:
         return None
-    axes = [c for c in view.ref[shown.id].dims if c >= 0]
     number = view.ref[shown.id].dims.index
-    over, contracted = set(axes) - set(totals[0].axes), {c for c in axes if operand.axes[c] not in dot.params}
+    axes = [c for c in view.ref[shown.id].dims if c >= 0]
+    over, contracted = set(axes) - set(total.axes), {c for c in axes if operand.axes[c] not in dot.params}
     is_crossed = len(over) == len(contracted) == 1 and over != contracted
     return (shown, number(*over), number(*contracted)) if is_crossed else None
+
+
+def _divided_by(view: CanonicalView, nid: int) -> Operand | None:
+    """The sum that a canonical node, the weights of a softmax, is divided by; None where there is none."""
+    node = view.nodes[nid]
+    totals = (o for o in node.operands if view.nodes[o.nid].op == "reduce_sum")
+    return next(totals, None) if node.op == "prod" else None

@@ -210,9 +210,8 @@ class _SoftmaxSite(AttentionProposals):
             edit, blind = "use jax.nn.softmax, or let every row see a key", "some of its rows see no key"
             sentence = f"{anchor_text(self.anchor)}: {blind}, and without a maximum to subtract those are 0 / 0"
             self.decline("mask", sentence, site=region.nodes, edit=edit)
-        if (
-            not read.tail.spelling.subtracts_max
-        ):  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
+        # Without a maximum exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity.
+        if not read.tail.spelling.subtracts_max:
             masks = replace(masks, mask_value=-math.inf)
         needless, zeroed = needless_changes(self.view, read, region, masks, factor, certifier)
         self.kind = self.kind_of(read, region, masks, needless)

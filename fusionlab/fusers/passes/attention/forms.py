@@ -173,9 +173,8 @@ def whole_example(tail: Tail, steps: Steps) -> Example:
         given = dict(zip((*LEAVES, *beside, *scalars), args, strict=True))
         z = jnp.einsum("btc,bsc->bts", given["q"], given["k"]) * given["scale"]
         for step in reversed(steps):
-            leaf = given[step.leaf] if step.leaf else None
-            leaf = leaf[..., None] if step.kind in ("times", "over") and leaf is not None else leaf
-            z = step(z, leaf, given[step.scalar] if step.scalar else None)
+            leaf = given[step.leaf][..., None] if step.kind in ("times", "over") else given.get(step.leaf)
+            z = step(z, leaf, given.get(step.scalar or ""))
             z = z * given[step.gain] if step.gain else z
         return tail(z, given["v"], given)
 

@@ -119,20 +119,24 @@ class MaskReader:
 
     def of_operands(self, operands: Sequence[Step], needless: Sequence[Step], band: Constant) -> Masking:
         """What the op is given: some steps as operands, and a band."""
-        fills = sorted({self.found.scalars[s.scalar] for s in operands if s.scalar})  # the lowest first
-        if len(fills) > 1:
-            self.decline(f"its masks put different scores ({', '.join(f'{f:g}' for f in fills)})")
         left, right = band.band
         return Masking(
             row=band.row,
             fill=band.fill,
             window=(left, right) if left is not None else None,
             masks={s.leaf: s.kind == "hidden" for s in operands if s.masks},
-            mask_value=next(iter(fills), -math.inf),
+            mask_value=self.fill(operands),
             biases=tuple(s.leaf for s in operands if s.kind == "added"),
             dropped=frozenset(s.leaf for s in needless),
             causal_outside=self.is_causal_outside(operands),
         )
+
+    def fill(self, operands: Sequence[Step]) -> float:
+        """The one score that operands put."""
+        fills = sorted({self.found.scalars[s.scalar] for s in operands if s.scalar})
+        if len(fills) > 1:
+            self.decline(f"its masks put different scores ({', '.join(f'{f:g}' for f in fills)})")
+        return next(iter(fills), -math.inf)
 
     def band(self, constants: Mapping[Step, Constant | None]) -> tuple[list[Step], Constant]:
         """The steps that the op does as one band, and what they say together; no steps, and what hides nothing, where there is none."""
