@@ -11,6 +11,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.fusers.passes.attention import forms as attention_forms
+from fusionlab.fusers.passes.attention import sinks as attention_sinks
 from fusionlab.fusers.passes.lerp import examples as blend_examples
 from fusionlab.fusers.passes.linear import linear_parts
 from fusionlab.fusers.passes.norm import examples as norm_examples
@@ -134,8 +135,9 @@ def once_and_twice() -> list[pattern.Example]:
     """Examples of every pass that are traced once."""
     norms = (*norm_examples.EXAMPLES, *(e for near in norm_examples.NEAR for e in near.examples))
     changes = [(), *((kind,) for kind in ("factors", "kept", "hidden")), ("kept", "factors")]
-    kinds = [attention_forms.Tail(softmax, c) for softmax in attention_forms.SOFTMAXES for c in changes]
-    kinds += [attention_forms.Tail(attention_forms.DIVIDED_AFTER), attention_forms.Tail("softmax", ("where",))]
+    softmaxes = attention_sinks.SOFTMAXES
+    kinds = [attention_forms.Tail(s, c) for s in softmaxes for c in changes if not (s.after and c)]
+    kinds.append(attention_forms.Tail(softmaxes[0], ("where",)))
     tails = [attention_forms.tail_example(t) for t in kinds]
     return [*norms, *tails, *(form.example for form in blend_examples.LERP), linear_parts.LINEAR]
 

@@ -1,82 +1,114 @@
-"""What has to hold at a site that matches, so that the op's numbers are the program's: of dtypes, masks, sink, biases, maximum, factors."""
+"""What is said of an attention that is none of the op's: where it matches, of dtypes, masks, sink, biases, maximum and factors; where it
+is nearly one, of one key, a factor for each of them, a mask that fills with an array, a factor behind it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 
-from ....graph.canonical.nodes import Operand
+from ....graph.canonical.nodes import CNode, Operand
+from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import narrows
-from ....graph.matching.match import Match, close
+from ....graph.matching.match import Match, Miss, close
+from ....graph.matching.pattern import Pattern
 from ....graph.matching.region import Region
+from ....graph.program.ir import Value
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ...engine.base import anchor_text
+from ...engine.nearly import value_of
+from ...engine.outcomes import Rejection
+from ...engine.site import ARGUMENT, CLOSE_OVER, Site
 from .forms import Reading
 from .masks import MASK_FILL
-from .misses import AttentionMisses
+from .scores import clip_of
 
+Problems = Iterator[tuple[str, str, str]]
 _BY_MAXIMUM = "subtract the maximum over the keys, once; jax.nn.softmax does"
+_OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
+# What would make a site of a near miss, by its code.
+_EDITS = {
+    "stop_gradient": "leave out the stop_gradient, or stop the gradient of q, k or v instead",
+    "named_residual": "name q, k, v or the result instead, with jax.ad_checkpoint.checkpoint_name",
+}
+# What the operations and operands of an attention are to a reader.
+_WORDS = {
+    "dot": "the product of queries and keys",
+    "result": "the product of the weights with the values",
+    "exp": "the exponential of the scores",
+    "reduce_max": "the maximum of the scores over the keys",
+    "reduce_sum": "the sum of the exponentials over the keys",
+    "z": "the scores",
+    "mask": "the mask",
+    "bias": "the bias",
+    "factor": "the factor",
+    "factors": "the factors on the weights",
+    "fill": "the score of masked keys",
+    "q": "the queries",
+    "k": "the keys",
+    "v": "the values",
+}
 
 
-class AttentionConditions(AttentionMisses):
-    """A site at the product that weighs the values: what is said where it matches, and is none of the op's."""
+class AttentionConditions(Site):
+    """A site at the product that weighs the values: why it is none of the op's."""
+
+    words = _WORDS
 
     def check(self, read: Reading, region: Region) -> None:
-        """Declines at the first that does not hold."""
-        self.check_dtypes(region)
-        self.check_fill(read, region)
-        self.check_sink(region)
-        self.check_bias(read, region)
-        self.check_maximum(read, region)
-        self.check_scaling(read, region)
+        """Declines a site that matches at the first that does not hold."""
+        for problems in (self.of_arrays, self.of_softmax, self.of_scaling):
+            for code, sentence, edit in problems(read, region):
+                self.decline(code, sentence, edit=edit, site=region.nodes)
 
-    def check_dtypes(self, region: Region) -> None:
-        """Declines for operands and a result that are not all of one of the op's dtypes."""
-        dtypes = {str(region.leaves[x].dtype) for x in "qkv"} | {str(region.root.dtype)}
-        if len(dtypes) == 1 and dtypes <= set(DTYPES):
-            return
-        own, taken = ", ".join(sorted(dtypes)), ", ".join(DTYPES)
-        sentence = f"{anchor_text(self.anchor)} computes in {own}; the fused op takes one of {taken} throughout"
-        self.decline("dtype", sentence, edit="cast q, k and v to one of these dtypes", site=region.nodes)
-
-    def check_fill(self, read: Reading, region: Region) -> None:
-        """Declines for masked scores that may still have weight."""
+    def of_arrays(self, read: Reading, region: Region) -> Problems:
+        """Code, sentence and edit of what does not hold of dtypes and numbers."""
+        where, leaves = anchor_text(self.anchor), region.leaves
+        dtypes = {str(leaves[x].dtype) for x in "qkv"} | {str(region.root.dtype)}
+        if len(dtypes) > 1 or not dtypes <= set(DTYPES):
+            own, taken = ", ".join(sorted(dtypes)), ", ".join(DTYPES)
+            sentence = f"{where} computes in {own}; the fused op takes one of {taken} throughout"
+            yield "dtype", sentence, "cast q, k and v to one of these dtypes"
         fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
-        if not fills:
-            return
-        sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
-        self.decline("scalar", sentence, edit="fill with -jnp.inf", site=region.nodes)
+        if fills:  # masked scores may still have weight
+            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
+            yield "scalar", sentence, "fill with -jnp.inf"
+        sink = leaves.get("sink")
+        # the op computes in float32 at least
+        if sink is not None and narrows(jnp.promote_types(region.root.dtype, jnp.float32), sink.dtype):
+            yield "dtype", f"{where}: its sink {sink!r} is wider than its scores", "cast the sink to the dtype of q"
 
-    def check_sink(self, region: Region) -> None:
-        """Declines for a sink that the op, which computes in float32 at least, would round."""
-        sink, wide = region.leaves.get("sink"), jnp.promote_types(region.root.dtype, jnp.float32)
-        if sink is None or not narrows(wide, sink.dtype):
-            return
-        sentence = f"{anchor_text(self.anchor)}: its sink {sink!r} is wider than its scores"
-        self.decline("dtype", sentence, edit="cast the sink to the dtype of q", site=region.nodes)
-
-    def check_bias(self, read: Reading, region: Region) -> None:
-        """Declines for a bias that is made of the scores."""
-        own = self.bias_of_scores(read)
-        if own is None:
-            return
-        sentence = f"{anchor_text(self.anchor)}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
-        self.decline("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
-
-    def check_maximum(self, read: Reading, region: Region) -> None:
-        """Declines for a softmax that subtracts something else than the maximum, once."""
+    def of_softmax(self, read: Reading, region: Region) -> Problems:
+        """As `of_arrays`, of what the softmax is taken of, and subtracts."""
+        where, own = anchor_text(self.anchor), self.bias_of_scores(read)
+        if own is not None:
+            sentence = (
+                f"{where}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
+            )
+            yield "structure", sentence, _BY_MAXIMUM
         times = self.maximum_taken(read.match)
-        if close(times, 1.0):
-            return
-        subtracted = (
-            f"maximum of the scores {times:g} times" if times >= 0 else "minimum of the scores, and not their maximum"
-        )
-        sentence = (
-            f"{anchor_text(self.anchor)}: its softmax subtracts the {subtracted}; "
-            "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
-        )
-        self.decline("structure", sentence, site=region.nodes, edit=_BY_MAXIMUM)
+        if not close(times, 1.0):
+            what = (
+                f"maximum of the scores {times:g} times"
+                if times >= 0
+                else "minimum of the scores, and not their maximum"
+            )
+            sentence = (
+                f"{where}: its softmax subtracts the {what}; "
+                "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
+            )
+            yield "structure", sentence, _BY_MAXIMUM
+
+    def of_scaling(self, read: Reading, region: Region) -> Problems:
+        """As `of_arrays`, of scores that are scaled by data: the op is given queries that are scaled already."""
+        factor = next((s.leaf for s in read.steps if s.kind in ("times", "over")), None)
+        wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
+        # not where that rounds what the program does not round
+        if factor is not None and wide != {str(region.leaves["q"].dtype)}:
+            scaled = f"the scores are scaled by data, {region.leaves[factor]!r}, in a wider dtype than q's"
+            yield "dtype", f"{anchor_text(self.anchor)}: {scaled}", "scale q instead of the scores"
 
     def maximum_taken(self, found: Match) -> float:
         """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
@@ -109,14 +141,120 @@ class AttentionConditions(AttentionMisses):
         scores = next(
             (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
         )
-        biases = [s.leaf for s in read.steps if s.kind == "added" and s.leaf]
+        biases = [s.leaf for s in read.steps if s.kind == "added"]
         return next((b for b in biases if scores is not None and self.computed_from(found.leaves[b], scores, 4)), None)
 
-    def check_scaling(self, read: Reading, region: Region) -> None:
-        """The op is given queries that are scaled already: not where that rounds what the program does not round."""
-        factors = [s.leaf for s in read.steps if s.kind in ("times", "over") and s.leaf]
-        wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
-        if not factors or wide == {str(region.leaves["q"].dtype)}:
-            return
-        sentence = f"{anchor_text(self.anchor)}: the scores are scaled by data, {region.leaves[factors[0]]!r}, in a wider dtype than q's"
-        self.decline("dtype", sentence, site=region.nodes, edit="scale q instead of the scores")
+    # -- where it matches no example ------------------------------------------------------------------------------
+
+    def missed(self, found: Miss) -> Rejection:
+        """The rejection of a site that matches no example."""
+        self.check_keys()
+        self.check_clips()
+        problem = self.near_miss(found)
+        changes = self.by_axes(found) or self.by_keys(found) or self.filled_with_data(found)
+        return replace(problem, **changes or {"edit": _EDITS.get(problem.code)})
+
+    def check_keys(self) -> None:
+        """Declines for one key."""
+        contracted = self.anchor.params["dimension_numbers"][0][0]
+        if all(self.anchor.inputs[0].shape[i] == 1 for i in contracted):
+            weighs = (
+                f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, and the result is the values"
+            )
+            self.decline("axes", weighs, edit="leave the attention out where there is one key")
+
+    def check_clips(self) -> None:
+        """Declines for scores that are clipped at numbers between the products."""
+        node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
+        clip = None if node is None else self.raw_of(node)
+        if clip is not None:
+            clips = "clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
+            edit = "leave the scores as they are, or cap them: c * jnp.tanh(scores / c)"
+            sentence = f"{anchor_text(clip)} {clips}"
+            self.decline("structure", sentence, [clip], progress=(1, 2), edit=edit, concepts=("attention",))
+
+    def by_axes(self, found: Miss) -> dict[str, str]:
+        """Sentence and edit for a softmax over one axis and a product that contracts another, as the program numbers them; nothing of
+        another miss.
+        """
+        crossed = _crossed_axes(self.view, found.target) if found.kind == "axes" else None
+        if crossed is None:
+            return {}
+        weights, over, contracted = crossed
+        sentence = (
+            f"{anchor_text(self.anchor)}: the weights {weights!r} are a softmax over axis {over}, "
+            f"and their product with the values contracts axis {contracted}"
+        )
+        return {"sentence": sentence, "edit": _OVER_KEYS}
+
+    def by_keys(self, found: Miss) -> dict[str, str | None]:
+        """Sentence and edit for scores with a factor for each key; nothing of another miss."""
+        names = found.leaves[0] if found.leaves else ()
+        factor = next((n for n in names if n.startswith("factor") and n != "factors"), None)
+        if factor is None or not {"k", "v"} <= set(names):
+            return {}
+        shown = value_of(self.view, next(found.known[p] for p, n in found.pattern.leaf_of.items() if n == factor))
+        sentence = f"the scores have a factor for each key, {shown}; the fused op has factors for queries and heads"
+        # A factor on scores that have been masked or biased before is none on the keys.
+        edit = "scale k by it instead" if _changes_scores_once(found.pattern) else None
+        return {"sentence": f"{anchor_text(self.anchor)}: {sentence}", "edit": edit}
+
+    def filled_with_data(self, found: Miss) -> dict[str, str]:
+        """Code, sentence and edit for a mask that puts an array where a number is needed; nothing of another miss."""
+        node, target = self.raw_of(found.target), self.view.nodes[found.target]
+        filled = node is not None and target.op == "select" and len(target.operands) == 3
+        fill = (
+            next((o.nid for o in target.operands[1:] if self.view.nodes[o.nid].op == "leaf"), None) if filled else None
+        )
+        if node is None or fill is None:
+            return {}
+        given, edit = self.argument(fill), "fill with a number, as -jnp.inf or -1e9"
+        predicate = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
+        if given is not None:
+            predicate = f"needs a number: {ARGUMENT.format(_WORDS['fill'], given)}"
+            edit = f"{CLOSE_OVER.format(given)}; or {edit}"
+        return {"code": "mask", "sentence": f"{anchor_text(node)} {predicate}", "edit": edit}
+
+    def scaled_late(self, read: Reading, outcome: Rejection) -> Rejection:
+        """The rejection of other values, where what makes them others is a factor on scores that are masked already."""
+        operands = (o for t in read.match.nodes.values() for o in self.view.nodes[t].operands)
+        late = next((o for o in operands if self.view.nodes[o.nid].op == "select" and not close(o.coef, 1.0)), None)
+        masked = None if late is None else self.raw_of(late.nid)
+        if late is None or masked is None or late.coef == 0:
+            return outcome
+        sentence = f"{anchor_text(masked)} masks the scores, which are multiplied by {float(late.coef):g} after that"
+        return replace(outcome, code="mask", sentence=sentence, edit="scale the scores, or q, before they are masked")
+
+
+def _changes_scores_once(pattern: Pattern) -> bool:
+    """Whether one factor, bias or mask is all that an example does to the scores."""
+    return sum(name[:4] in ("fact", "bias", "mask") for name in pattern.leaf_of.values()) == 1
+
+
+def _crossed_axes(view: CanonicalView, product: int) -> tuple[Value, int, int] | None:
+    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
+
+    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
+    """
+    dot = view.nodes[product]
+    found = (_crossed(view, dot, operand) for operand in dot.operands if dot.op == "dot")
+    return next((crossed for crossed in found if crossed is not None), None)
+
+
+def _crossed(view: CanonicalView, dot: CNode, operand: Operand) -> tuple[Value, int, int] | None:
+    """`_crossed_axes` of one operand of a product."""
+    total, shown = _divided_by(view, operand.nid), next(iter(view.values_of.get(operand.nid, ())), None)
+    if total is None or shown is None:
+        return None
+    number = view.ref[shown.id].dims.index
+    axes = [c for c in view.ref[shown.id].dims if c >= 0]
+    over, contracted = set(axes) - set(total.axes), {c for c in axes if operand.axes[c] not in dot.params}
+    is_crossed = len(over) == len(contracted) == 1 and over != contracted
+    return (shown, number(*over), number(*contracted)) if is_crossed else None
+
+
+def _divided_by(view: CanonicalView, nid: int) -> Operand | None:
+    """The sum that a canonical node, the weights of a softmax, is divided by; None where there is none."""
+    node = view.nodes[nid]
+    totals = (o for o in node.operands if view.nodes[o.nid].op == "reduce_sum")
+    return next(totals, None) if node.op == "prod" else None

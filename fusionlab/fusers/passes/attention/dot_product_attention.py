@@ -32,7 +32,7 @@ from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection, with_concepts
 from .forms import Reading, Tail, tail_example, whole_example
-from .masks import Masking, blind_rows, read_masks
+from .masks import Masking, MaskReader
 from .proposals import AttentionProposals
 from .scores import NEGATED, readings
 from .sinks import reason_of_logits
@@ -98,9 +98,9 @@ class _SoftmaxSite(AttentionProposals):
         self.check_rule(exponentials)
         found = self.read(weights)
         if isinstance(found, Miss):
-            asked = nan_test_between(self.view, exponentials, self.anchor)
-            rejection = self.beside_the_keys(weights, exponentials) or self.missed(found)
-            return rejection if asked is None else self.asks_for_nan(asked)
+            self.check_choice(exponentials)
+            self.check_logits(weights, exponentials)
+            return self.missed(found)
         self.check_rows(found)
         return self.named(attempted(lambda: self.candidate(found), _own), found)
 
@@ -116,19 +116,20 @@ class _SoftmaxSite(AttentionProposals):
                 "a mixture, and no attention, whose rows share their values",
             )
 
-    def asks_for_nan(self, asked: Node) -> Rejection:
-        """The rejection for a choice by which weights are NaN."""
-        sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
-        edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
-        return self.rejection("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
+    def check_choice(self, exponentials: int) -> None:
+        """Declines for a choice by which weights are NaN."""
+        asked = nan_test_between(self.view, exponentials, self.anchor)
+        if asked is not None:
+            sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
+            edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
+            self.decline("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
 
-    def beside_the_keys(self, weights: int, exponentials: int) -> Rejection | None:
-        """The rejection for a softmax over more than the keys."""
+    def check_logits(self, weights: int, exponentials: int) -> None:
+        """Declines for a softmax over more than the keys."""
         reason = reason_of_logits(self.view, exponentials, weights)
-        if reason is None:
-            return None
-        sentence = f"{anchor_text(self.anchor)}: {reason[0]}"
-        return self.rejection("structure", sentence, edit=reason[1], concepts=("attention",))
+        if reason is not None:
+            sentence = f"{anchor_text(self.anchor)}: {reason[0]}"
+            self.decline("structure", sentence, edit=reason[1], concepts=("attention",))
 
     def check_rule(self, exponentials: int) -> None:
         """Declines for exponentials, or a whole softmax, with a derivative of the user's own."""
@@ -202,11 +203,14 @@ class _SoftmaxSite(AttentionProposals):
         region, rounded = self.placed(found)
         factor = self.factor_on_result(read, region)
         self.check(read, region)
-        masks = read_masks(self.view, found, region.leaves, read.steps, certifier)
-        if isinstance(masks, str):
-            self.decline("mask", f"{anchor_text(self.anchor)}: {masks}", site=region.nodes)
-        self.check_blind_rows(read, region, masks)
-        if read.tail.without_max:  # exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity
+        reader = MaskReader(self, read, region)
+        masks = reader.masking()
+        if not read.tail.spelling.subtracts_max and read.tail.sink is None and reader.are_blind(masks.biases):
+            edit, blind = "use jax.nn.softmax, or let every row see a key", "some of its rows see no key"
+            sentence = f"{anchor_text(self.anchor)}: {blind}, and without a maximum to subtract those are 0 / 0"
+            self.decline("mask", sentence, site=region.nodes, edit=edit)
+        # Without a maximum exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity.
+        if not read.tail.spelling.subtracts_max:
             masks = replace(masks, mask_value=-math.inf)
         needless, zeroed = needless_changes(self.view, read, region, masks, factor, certifier)
         self.kind = self.kind_of(read, region, masks, needless)
@@ -239,21 +243,11 @@ class _SoftmaxSite(AttentionProposals):
         Raises:
           Declined: it is, and nothing changes them that could carry it.
         """
-        self.carried(region, [s.leaf for s in read.steps if s.kind == "added" and s.leaf])
+        self.carried(region, [s.leaf for s in read.steps if s.kind == "added"])
         factor = self.view.ref[region.root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
         if not read.tail.changes and not close(factor, 1.0):
             raise Declined("its result carries a factor that the values do not")
         return factor * math.prod(read.match.scalars[name] for name in read.tail.shares)
-
-    def check_blind_rows(self, read: Reading, region: Region, masks: Masking) -> None:
-        """Declines for rows that see no key by a constant, where no maximum is subtracted and no sink added."""
-        if not read.tail.without_max or read.tail.sink is not None:
-            return
-        biases = {n: region.leaves[n] for n in masks.biases}
-        if not blind_rows(self.view, read.match, biases, self.search.certifier):
-            return
-        sentence = f"{anchor_text(self.anchor)}: some of its rows see no key, and without a maximum to subtract those are 0 / 0"
-        self.decline("mask", sentence, site=region.nodes, edit="use jax.nn.softmax, or let every row see a key")
 
     def kind_of(self, read: Reading, region: Region, masks: Masking, needless: frozenset[str]) -> str:
         """Which attention it is by what it does to its scores and weights: "unmasked", "causal" or "masked"."""
@@ -337,11 +331,11 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
         yield MADE_OUTSIDE
     if masks.row is not None and masks.fill > _SAFE_FILL:
         yield f"masked scores become {masks.fill:g}: right while no score is as low"
-    if read.tail.without_max:
+    if not read.tail.spelling.subtracts_max:
         overflow = "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
         yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 there"
-    if read.tail.sink is not None and (note := read.tail.sink.note) is not None:
-        yield note
+    if read.tail.spelling.note is not None:
+        yield read.tail.spelling.note
     if blind:
         yield NOTE
 

@@ -9,63 +9,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ....graph.canonical.view import CanonicalView
 from ....graph.matching.match import Match
 from ....graph.matching.pattern import Example
 from .scores import Steps
-from .sinks import NO_MAXIMUM, Sink
+from .sinks import Spelling, weigh
 
 LEAVES = {"q": "btc", "k": "bsc", "v": "bsd"}
-WITHOUT_MAX = "softmax without max"
 _NOISE = 1 + 1e-9  # the view has 12 digits of a number
-
-
-def _weigh(p: Any, v: Any) -> Any:
-    return jnp.einsum("bts,bsd->btd", p, v)
-
-
-def _by_max(z: Any) -> Any:
-    return jax.nn.softmax(z)
-
-
-def _plain(z: Any) -> Any:
-    e = jnp.exp(z)
-    return e / e.sum(-1, keepdims=True)
-
-
-def _by_logsumexp(z: Any) -> Any:
-    return jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True))
-
-
-def _by_log_softmax(z: Any) -> Any:
-    return jnp.exp(jax.nn.log_softmax(z, -1))
-
-
-def _divided_after(z: Any, v: Any) -> Any:
-    e = jnp.exp(z - z.max(-1, keepdims=True))
-    return _weigh(e, v) / e.sum(-1)[..., None]
-
-
-SOFTMAXES: Mapping[str, Callable[[Any], Any]] = {
-    "softmax": _by_max,
-    WITHOUT_MAX: _plain,
-    "exp(z - logsumexp(z))": _by_logsumexp,
-    "exp(log_softmax(z))": _by_log_softmax,
-}
-DIVIDED_AFTER = "division after the product"
-_WORDS = {
-    "factors": ", probabilities times factors",
-    "kept": ", probabilities selected",
-    "hidden": ", probabilities selected",
-    "where": " of some keys",
-}
 
 
 @dataclass(frozen=True)
@@ -101,26 +58,27 @@ class WeightChange:
 
 @dataclass(frozen=True)
 class Tail:
-    """A spelling of softmax(z) @ v: the softmax's name, what changes the probabilities, the innermost first, and its sink if it has one,
-    whose spelling is the softmax's then."""
+    """A spelling of softmax(z) @ v: the softmax's, and what changes the probabilities, the innermost first."""
 
-    softmax: str
+    spelling: Spelling
     kinds: tuple[str, ...] = ()
-    sink: Sink | None = None
 
     def __call__(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
-        if self.sink is not None and self.sink.after:
-            return self.sink.result(z, v, given)
-        if self.softmax == DIVIDED_AFTER:
-            return _divided_after(z, v)
-        changes = self.changes
+        sink, changes = self.spelling.sink_of(given), self.changes
+        if self.spelling.after:
+            return self.spelling.fn(z, v, sink)
         if self.of_some_keys:
             p, changes = jax.nn.softmax(z, where=given[changes[0].leaf]), changes[1:]
         else:
-            p = SOFTMAXES[self.softmax](z) if self.sink is None else self.sink.weights(z, given)
+            p = self.spelling.fn(z, sink)
         for change in changes:
-            p = change(p, given[change.leaf], given[change.scalar] if change.scalar else None)
-        return _weigh(p, v)
+            p = change(p, given[change.leaf], given.get(change.scalar or ""))
+        return weigh(p, v)
+
+    @property
+    def sink(self) -> str | None:
+        """As of its spelling."""
+        return self.spelling.sink
 
     @property
     def changes(self) -> tuple[WeightChange, ...]:
@@ -133,12 +91,12 @@ class Tail:
 
     @property
     def name(self) -> str:
-        return self.softmax + "".join(_WORDS[kind] for kind in self.kinds)
+        return ", ".join([self.spelling.name, *(f"weights {kind}" for kind in self.kinds)])
 
     @property
     def leaves(self) -> dict[str, str]:
         """The operands of its changes and its sink, with their axes in an example."""
-        return {c.leaf: "bts" for c in self.changes} | (self.sink.leaves if self.sink else {})
+        return dict.fromkeys(self.changed_by, "bts") | ({"sink": "bt"} if self.sink == "data" else {})
 
     @property
     def changed_by(self) -> tuple[str, ...]:
@@ -152,17 +110,7 @@ class Tail:
 
     @property
     def scalars(self) -> tuple[str, ...]:
-        return (*self.shares, *(self.sink.scalars if self.sink else ()))
-
-    @property
-    def holds(self) -> frozenset[str]:
-        """Canonical ops that only its like have: see `Example`."""
-        return self.sink.holds if self.sink else frozenset()
-
-    @property
-    def without_max(self) -> bool:
-        """Whether the exponentials are of the scores themselves."""
-        return self.softmax == WITHOUT_MAX or self.softmax in NO_MAXIMUM
+        return (*self.shares, *(("sink_number",) if self.sink == "number" else ()))
 
     @property
     def bools(self) -> frozenset[str]:
@@ -209,11 +157,7 @@ def tail_example(tail: Tail) -> Example:
         return tail(z, v, dict(zip((*tail.leaves, *tail.scalars), rest, strict=True)))
 
     optional = dict.fromkeys("bts", frozenset(tail.leaves))
-    shared = {"b": frozenset("v")}
-
-    def may_be_in(view: CanonicalView) -> bool:
-        return tail.holds <= view.by_op.keys()
-
+    shared, may_be_in = {"b": frozenset("v")}, tail.spelling.may_be_in
     return Example(tail.name, fn, leaves, tail.scalars, tail.bools, optional, shared, may_be_in=may_be_in)
 
 
@@ -229,26 +173,11 @@ def whole_example(tail: Tail, steps: Steps) -> Example:
         given = dict(zip((*LEAVES, *beside, *scalars), args, strict=True))
         z = jnp.einsum("btc,bsc->bts", given["q"], given["k"]) * given["scale"]
         for step in reversed(steps):
-            leaf = given[step.leaf] if step.leaf else None
-            leaf = leaf[..., None] if step.kind in ("times", "over") and leaf is not None else leaf
-            z = step(z, leaf, given[step.scalar] if step.scalar else None)
+            leaf = given[step.leaf][..., None] if step.kind in ("times", "over") else given.get(step.leaf)
+            z = step(z, leaf, given.get(step.scalar or ""))
             z = z * given[step.gain] if step.gain else z
         return tail(z, given["v"], given)
 
     optional = dict.fromkeys("bts", frozenset(beside))
-    return Example(_name(tail, steps), fn, LEAVES | beside, scalars, bools, optional, {"b": frozenset("qkv")})
-
-
-def _name(tail: Tail, steps: Steps) -> str:
-    words = {
-        "kept": "masked",
-        "hidden": "masked where true",
-        "blended": "blended with a number",
-        "added": "bias",
-        "capped": "capped",
-        "gated": "multiplied by a mask",
-        "times": "scaled",
-        "over": "scaled",
-        "negated": "negated",
-    }
-    return ", ".join([tail.name, *(words[s.kind] + ", times a number" * s.has_gain for s in steps)])
+    name = ", ".join([tail.name, *(f"scores {s.kind}" + ", times a number" * s.has_gain for s in steps)])
+    return Example(name, fn, LEAVES | beside, scalars, bools, optional, {"b": frozenset("qkv")})

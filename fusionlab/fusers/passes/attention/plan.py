@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ from ...engine.layout import (
     arrange_thin,
     axes_beside,
     axes_of,
+    input_positions,
     ordered_classes,
     permutes,
     regrouped_as,
@@ -71,17 +73,15 @@ def attention_plan(
 ) -> Substitution:
     """The op's operands from the region's inputs, and the region's root from its result. `repeated`: of the inputs k and v, those whose
     heads the site repeats."""
-    root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
-    layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
-    return _plan(search, read, region, masks, attrs, layout, root_axes)
+    layout = _Layout.nearest(search.view, read.match, region, masks, repeated)
+    return _plan(search, read, region, masks, attrs, layout)
 
 
 def moved_by(
     view: CanonicalView, read: Reading, region: Region, masks: Masking, repeated: Mapping[str, Repeated] = NOT_REPEATED
 ) -> int:
     """How many of q, k, v and the result the op needs permuted."""
-    root_axes = axes_of(read.match, view, read.match.pattern.root, region.root)
-    return _Layout.nearest(view, read.match, region, masks, root_axes, repeated).permutations(root_axes)
+    return _Layout.nearest(view, read.match, region, masks, repeated).permutations
 
 
 def keyed_plan(
@@ -98,8 +98,7 @@ def keyed_plan(
     Raises:
       Declined: the op would draw another mask.
     """
-    root_axes = axes_of(read.match, search.view, read.match.pattern.root, region.root)
-    layout = _Layout.nearest(search.view, read.match, region, masks, root_axes, repeated)
+    layout = _Layout.nearest(search.view, read.match, region, masks, repeated)
     name, draw = drawn
     axes = None if name in layout.regrouped else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
@@ -111,57 +110,46 @@ def keyed_plan(
         "dropout_shape": None if shape == layout.scores else shape,
     }
     whole = keyed(region, name, draw)
-    layout = replace(layout, where=_numbers_of(whole))
-    return whole, _plan(search, read, whole, masks, attrs, layout, root_axes)
+    return whole, _plan(search, read, whole, masks, attrs, replace(layout, where=input_positions(whole)))
 
 
 def _plan(
-    search: Search,
-    read: Reading,
-    region: Region,
-    masks: Masking,
-    attrs: dict[str, Any],
-    layout: _Layout,
-    root_axes: AxisClasses,
+    search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], layout: _Layout
 ) -> Substitution:
-    found = read.match
+    found, is_keyed = read.match, "dropout_key" in region.leaves
     signs = {n: bias_factor(search.view, found, n, region.leaves[n]) for n in masks.biases}
     sink_factor = factor_of(search.view, found, region) if "sink" in region.leaves else 1.0
-    sink_number = read.tail.sink.number(found) if read.tail.sink else None
+    sink_number, changes = read.tail.spelling.number(found), present_changes(read, region)
+    where = [read.tail.changes[0].leaf] if _of_some_keys(read, region) else []
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
         q, k, v = (layout.operand(n, inputs) for n in "qkv")
         q = _scaled(q, read, layout, inputs)
         biases = [_times(layout.on_scores(n, inputs), signs[n]) for n in masks.biases]
-        seen = [m ^ hidden for n, hidden in masks.masks.items() for m in (layout.on_scores(n, inputs),)]
-        if _of_some_keys(read, region):
-            seen.append(layout.on_scores(read.tail.changes[0].leaf, inputs))
-        factors = _product([_factor(c, layout.on_scores(c.leaf, inputs)) for c in present_changes(read, region)])
-        key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if "dropout_key" in region.leaves else None
+        seen = [layout.on_scores(n, inputs) ^ hidden for n, hidden in masks.masks.items()]
+        seen += [layout.on_scores(n, inputs) for n in where]
+        factors = [_factor(c, layout.on_scores(c.leaf, inputs)) for c in changes]
+        key = jax.random.key_data(inputs[layout.where["dropout_key"]]) if is_keyed else None
         sink = _times(layout.on_scores("sink", inputs), sink_factor) if "sink" in region.leaves else None
         if sink_number is not None:
             sink = jnp.full((1,) * q.ndim, sink_number, jnp.promote_types(q.dtype, jnp.float32))
-        return q, k, v, _sum(biases), _all_of(seen), factors, key, sink
+        return q, k, v, _joined(operator.add, biases), _joined(operator.and_, seen), _joined(_both, factors), key, sink
 
     def finish(out: Any) -> Any:
-        return restore(out, layout.result, root_axes, region.root.shape, found.sizes)
+        return restore(out, layout.result, layout.root, region.root.shape, found.sizes)
 
-    op = OPS["dot_product_attention"]
-    attrs = attrs | {"layout": layout.name}
-    masked = bool(masks.masks) or _of_some_keys(read, region)
-    shown = {"bias": bool(masks.biases), "mask": masked, "group": layout.group}
-    shown |= {"factors": bool(present_changes(read, region)), "dropout_key": "dropout_key" in region.leaves}
-    shown |= {"sink": read.tail.sink is not None}
-    return Substitution(
-        op, attrs | {"implementation": search.implementation}, operands, finish, op.formula(**attrs, **shown)
-    )
+    op, attrs = OPS["dot_product_attention"], attrs | {"layout": layout.name}
+    shown = {"bias": bool(masks.biases), "mask": bool(masks.masks or where), "group": layout.group}
+    shown |= {"factors": bool(changes), "dropout_key": is_keyed, "sink": read.tail.sink is not None}
+    formula = op.formula(**attrs, **shown)
+    return Substitution(op, attrs | {"implementation": search.implementation}, operands, finish, formula)
 
 
 def _scaled(q: Any, read: Reading, layout: _Layout, inputs: Any) -> Any:
     """The queries times, or over, what the scores are by data."""
     for step in read.steps:
         if step.kind in ("times", "over"):
-            q = step(q, layout.by_row(step.leaf or "", inputs).astype(q.dtype), None)
+            q = step(q, layout.by_row(step.leaf, inputs).astype(q.dtype), None)
     return q
 
 
@@ -182,28 +170,18 @@ def _factor(change: WeightChange, x: Any) -> Any:
     return x if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
 
 
-def _product(factors: list[Any]) -> Any:
-    """The product of factors, floats and bools; None of none."""
-    if not factors:
-        return None
-    return functools.reduce(lambda a, b: a & b if a.dtype == b.dtype == bool else a * b, factors)
+def _both(a: Any, b: Any) -> Any:
+    """The product of two factors, floats or bools."""
+    return a & b if a.dtype == b.dtype == bool else a * b
 
 
-def _sum(biases: list[Any]) -> Any:
-    """The sum; None of none."""
-    return sum(biases[1:], biases[0]) if biases else None
+def _joined(join: Callable[[Any, Any], Any], arrays: list[Any]) -> Any:
+    """All of some arrays as one; None of none."""
+    return functools.reduce(join, arrays) if arrays else None
 
 
 def _times(x: Any, factor: float) -> Any:
     return x if factor == 1 else -x if factor == -1 else x * jnp.asarray(factor, x.dtype)
-
-
-def _all_of(masks: list[Any]) -> Any:
-    """The conjunction, or None of none."""
-    seen = masks[0] if masks else None
-    for mask in masks[1:]:
-        seen = seen & mask
-    return seen
 
 
 @dataclass(frozen=True)
@@ -215,11 +193,13 @@ class _Layout:
 
     Attributes:
       key_heads: the classes of `heads` that key and value have, the first of them.
+      root: the axes of the result.
       repeated: of k and v, those whose heads the site repeats before it reads them.
       regrouped: of what stands beside the scores, how it is made of the region's input where that is not it.
     """
 
     axes: Mapping[str, AxisClasses]
+    root: AxisClasses
     where: Mapping[str, int]
     sizes: Mapping[int, int]
     batch: tuple[tuple[int, ...], ...]
@@ -232,44 +212,35 @@ class _Layout:
 
     @classmethod
     def nearest(
-        cls,
-        view: CanonicalView,
-        found: Match,
-        region: Region,
-        masks: Masking,
-        root: AxisClasses,
-        repeated: Mapping[str, Repeated] = NOT_REPEATED,
+        cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
     ) -> _Layout:
-        """Of those there are the one that permutes the fewest of q, k, v and the result, which has the axes `root`; on a tie the first.
+        """Of those there are the one that permutes the fewest of q, k, v and the result; on a tie the first.
 
         The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
         """
         layouts = itertools.product(cls._possible(view, found, region, masks, repeated), LAYOUTS)
-        named = (replace(layout, name=name) for layout, name in layouts)
-        return min(named, key=lambda layout: layout.permutations(root))
+        return min((replace(layout, name=name) for layout, name in layouts), key=lambda layout: layout.permutations)
 
     @classmethod
     def _possible(
         cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
     ) -> Iterator[_Layout]:
         """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
-        axes = _axes_of_leaves(view, found, region, repeated)
-        regrouped = _regrouped(view, found, region)
+        root, where = axes_of(found, view, found.pattern.root, region.root), input_positions(region)
+        axes, how = _axes_of_leaves(view, found, region, repeated), _regrouped(view, found, region)
         order = {x: ordered_classes(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
-        where = _numbers_of(region)
-        rows = order["t"]
-        shared = next((source.head for source in repeated.values()), None)
+        rows, shared = order["t"], next((source.head for source in repeated.values()), None)
         for row in _rows_to_try(axes, rows, found.sizes, masks):
             length = rows if row is None else (row,)
             more = tuple(c for c in rows if c not in length)
             for own in _key_heads(order["b"], shared, bool(more)):
-                batch = tuple((c,) for c in order["b"] if c not in own)
-                lengths = {**order, "t": length}
-                yield cls(axes, where, found.sizes, batch, (*own, *more), own, lengths, repeated, regrouped)
+                batch, lengths = tuple((c,) for c in order["b"] if c not in own), {**order, "t": length}
+                yield cls(axes, root, where, found.sizes, batch, (*own, *more), own, lengths, repeated, how)
 
-    def permutations(self, root: AxisClasses) -> int:
+    @property
+    def permutations(self) -> int:
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
-        return operands + permutes(root, self.result)
+        return operands + permutes(self.root, self.result)
 
     def _laid_out(self, length: tuple[int, ...], features: tuple[int, ...], heads: tuple[int, ...]) -> Groups:
         middle = (length, heads) if self.name == "BTNH" else (heads, length)
@@ -328,12 +299,6 @@ class _Layout:
     @property
     def result(self) -> Groups:
         return self._laid_out(self.order["t"], self.order["d"], self.heads)
-
-
-def _numbers_of(region: Region) -> dict[str, int]:
-    """Leaf -> which of the region's inputs it is."""
-    where = {v.id: i for i, v in enumerate(region.inputs)}
-    return {n: where[v.id] for n, v in region.leaves.items()}
 
 
 def _axes_of_leaves(

@@ -20,6 +20,13 @@ _STEP_LIMIT = 12  # steps between a softmax and its product; models have up to 4
 _ON_SCORES = frozenset("select sum tanh prod".split())
 _CLIP_STEPS = 12  # from the product with the values to that of queries and keys
 _TO_EXPONENTIALS = frozenset("prod select cast sum max exp stop_gradient".split())
+# Kind of a step -> what its operand is called in an example.
+_LEAVES = {
+    **dict.fromkeys(("kept", "hidden", "blended"), "mask"),
+    **dict.fromkeys(("times", "over"), "factor"),
+    "added": "bias",
+    "gated": "gate",
+}
 _TO_CLIP = frozenset("exp sum select prod tanh cast reduce_max stop_gradient".split())
 
 
@@ -33,7 +40,7 @@ class Step:
         is a scale's).
       has_gain: whether what it makes is multiplied by a number before anything else is done to it.
       lowered: whether it is written z * m + fill * (m - 1), with the fill's sign turned.
-      leaf, scalar, gain: the names of its operand, of its number and of that number in an example.
+      leaf, scalar, gain: the names of its operand ("" where it has none), of its number and of that number in an example.
     """
 
     kind: str
@@ -42,16 +49,14 @@ class Step:
     lowered: bool = False
 
     @property
-    def leaf(self) -> str | None:
-        prefix = {"added": "bias", "times": "factor", "over": "factor", "gated": "gate"}.get(
-            self.kind, "mask" if self.masks else None
-        )
-        return f"{prefix}{self.number}" if prefix else None
+    def leaf(self) -> str:
+        prefix = _LEAVES.get(self.kind)
+        return f"{prefix}{self.number}" if prefix else ""
 
     @property
     def masks(self) -> bool:
         """Whether it puts a number in place of scores."""
-        return self.kind in ("kept", "hidden", "blended")
+        return _LEAVES.get(self.kind) == "mask"
 
     @property
     def scalar(self) -> str | None:
@@ -91,21 +96,16 @@ def readings(view: CanonicalView, scores: int, factor: Coef = 1.0) -> Iterator[S
 
     The last may end at a node that is no product: the nearest miss stands there.
     """
-    whole = list(_peel(view, Operand(factor, scores, ()), ()))
-    yield from whole or [max(_ends(view, Operand(factor, scores, ()), ()), key=len)]
+    ends = list(_ends(view, Operand(factor, scores, ()), ()))
+    whole = [steps for steps, end in ends if is_dot(view, end)]
+    yield from whole or [max((steps for steps, _ in ends), key=len)]
 
 
-def _peel(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[Steps]:
-    if view.nodes[scores.nid].op == "dot":
-        yield steps
-    for step, inner in _inner(view, scores, steps):
-        yield from _peel(view, inner, (*steps, step))
-
-
-def _ends(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[Steps]:
+def _ends(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[tuple[Steps, int]]:
+    """Where the ways end, and what was peeled off until there."""
     inner = list(_inner(view, scores, steps))
     if not inner:
-        yield steps
+        yield steps, scores.nid
     for step, source in inner:
         yield from _ends(view, source, (*steps, step))
 
@@ -204,10 +204,9 @@ def clip_of(view: CanonicalView, product: int) -> int | None:
     level = [o.nid for o in view.nodes[product].operands]
     past = False
     for _ in range(_CLIP_STEPS):
-        if past:
-            found = next((n for n in level if _is_clip(view, n)), None)
-            if found is not None:
-                return found
+        found = next((n for n in level if past and _is_clip(view, n)), None)
+        if found is not None:
+            return found
         past = past or any(view.nodes[n].op == "exp" for n in level)
         level = below(view, level, _TO_CLIP if past else _TO_EXPONENTIALS)
     return None

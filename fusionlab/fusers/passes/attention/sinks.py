@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,39 +29,107 @@ _STEPS = 8
 _LOOKED_AT = 48  # nodes between the weights and the scores; a softmax by a logarithm of a sum has a dozen
 
 
-def _weigh(p: Any, v: Any) -> Any:
+@dataclass(frozen=True)
+class Spelling:
+    """A way to write the weights softmax(z), or all of softmax(z) @ v.
+
+    Attributes:
+      name: of it among others.
+      fn: (scores, sink) -> weights; (scores, values, sink) -> result, where the product with the values is a part of it (`after`).
+      sink: what the one logit more is: an operand ("data"), a number of the program ("number"), or 0, which leaves other traces ("zero");
+        None where there is none.
+      holds: the canonical ops that it has and a plain softmax has not, where there are any.
+      subtracts_max: whether the exponentials are of scores less their maximum.
+      of_the_sink: whether there are exponentials of the sink less something of the scores'.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    sink: str | None = None
+    holds: str = ""
+    after: bool = False
+    subtracts_max: bool = True
+    of_the_sink: bool = False
+
+    def sink_of(self, given: Mapping[str, Any]) -> Any:
+        """The sink, of an example's operands and numbers by name."""
+        if self.sink == "data":
+            return given["sink"][..., None]
+        return given["sink_number"] if self.sink == "number" else 0.0 if self.sink else None
+
+    def may_be_in(self, view: CanonicalView) -> bool:
+        """Whether a view has the ops that only its like have."""
+        return set(self.holds.split()) <= view.by_op.keys()
+
+    @property
+    def note(self) -> str | None:
+        """What the fused op does otherwise where numbers are far apart."""
+        if not self.of_the_sink:
+            return None
+        return "a sink that is 88 above all scores of a row makes an overflow in the original and not in the fused op"
+
+    @property
+    def is_a_factor(self) -> bool:
+        """Whether the weights are a softmax times something, as where a mask or a factor on heads multiplies them."""
+        return "logistic" in self.holds
+
+    def number(self, found: Match) -> float | None:
+        """The number that the sink of a match is; None where it is an operand, or there is none.
+
+        Raises:
+          Declined: what is added to the sum of the exponentials is no exponential.
+        """
+        if self.sink in (None, "data"):
+            return None
+        number = found.scalars.get("sink_number", 0.0)
+        if self.fn is not _to_the_sum:
+            return number
+        if not 0 < number < math.inf:
+            raise Declined(f"{number:g} is added to the sum of its exponentials, needed a number above 0")
+        return math.log(number)
+
+
+def weigh(p: Any, v: Any) -> Any:
+    """The product of weights with values."""
     return jnp.einsum("bts,bsd->btd", p, v)
 
 
 def _with(z: Any, sink: Any) -> Any:
-    return jnp.concatenate([z, jnp.broadcast_to(sink, (*z.shape[:-1], 1))], -1)
+    return z if sink is None else jnp.concatenate([z, jnp.broadcast_to(sink, (*z.shape[:-1], 1))], -1)
+
+
+def _without(p: Any, sink: Any) -> Any:
+    return p if sink is None else p[..., :-1]
 
 
 def _logsumexp(z: Any) -> Any:
     return jax.nn.logsumexp(z, -1, keepdims=True)
 
 
-def _beside(z: Any, sink: Any) -> Any:
-    return jax.nn.softmax(_with(z, sink), -1)[..., :-1]
+def _softmax(z: Any, sink: Any) -> Any:
+    return _without(jax.nn.softmax(_with(z, sink), -1), sink)
 
 
-def _over_both(z: Any, top: Any, sink: Any) -> Any:
-    e = jnp.exp(z - top)
-    return e / (e.sum(-1, keepdims=True) + jnp.exp(sink - top))
+def _total(e: Any, sink: Any, top: Any = None) -> Any:
+    """The sum of exponentials, with that of a sink; of what both are less `top`."""
+    total = e.sum(-1, keepdims=True)
+    return total if sink is None else total + jnp.exp(sink if top is None else sink - top)
 
 
 def _below_own_max(z: Any, sink: Any) -> Any:
-    return _over_both(z, z.max(-1, keepdims=True), sink)
+    top = z.max(-1, keepdims=True)
+    e = jnp.exp(z - top)
+    return e / _total(e, sink, top)
 
 
 def _without_max(z: Any, sink: Any) -> Any:
     e = jnp.exp(z)
-    return e / (e.sum(-1, keepdims=True) + jnp.exp(sink))
+    return e / _total(e, sink)
 
 
 def _to_the_sum(z: Any, number: Any) -> Any:
     e = jnp.exp(z)
-    return e / (e.sum(-1, keepdims=True) + number)
+    return e / (_total(e, None) + number)
 
 
 def _by_logsumexp(z: Any, sink: Any) -> Any:
@@ -69,7 +137,7 @@ def _by_logsumexp(z: Any, sink: Any) -> Any:
 
 
 def _by_log_softmax(z: Any, sink: Any) -> Any:
-    return jnp.exp(jax.nn.log_softmax(_with(z, sink), -1)[..., :-1])
+    return jnp.exp(_without(jax.nn.log_softmax(_with(z, sink), -1), sink))
 
 
 def _by_logaddexp(z: Any, sink: Any) -> Any:
@@ -85,127 +153,50 @@ def _left_by_hand(z: Any, sink: Any) -> Any:
 
 
 def _divided_after(z: Any, v: Any, sink: Any) -> Any:
-    top = jnp.maximum(z.max(-1, keepdims=True), sink)
+    top = z.max(-1, keepdims=True)
+    top = top if sink is None else jnp.maximum(top, sink)
     e = jnp.exp(z - top)
-    return _weigh(e, v) / (e.sum(-1, keepdims=True) + jnp.exp(sink - top))
+    return weigh(e, v) / _total(e, sink, top)
 
 
-# The canonical ops that a spelling has and a plain softmax has not, where there are any: see `Example.holds`.
-SinkSpelling = tuple[Callable[..., Any], frozenset[str]]
-SINK_WITHOUT_MAX = "softmax without max, with a sink"
-TO_THE_SUM = "softmax with a number added to its sum"
-_OWN_MAX, _BY_HAND = "softmax below the scores' maximum, with a sink", "softmax over 1 + exp(sink - logsumexp)"
-_AFTER_BY_HAND = "product over 1 + exp(sink - logsumexp)"
-WEIGHTS: Mapping[str, SinkSpelling] = {
-    "softmax with a sink": (_beside, frozenset({"max"})),
-    _OWN_MAX: (_below_own_max, frozenset()),
-    SINK_WITHOUT_MAX: (_without_max, frozenset()),
-    TO_THE_SUM: (_to_the_sum, frozenset()),
-    "exp(z - logsumexp(z and a sink))": (_by_logsumexp, frozenset({"max", "log"})),
-    "exp(log_softmax(z and a sink))": (_by_log_softmax, frozenset({"max", "log"})),
-    "exp(z - logaddexp(logsumexp(z), sink))": (_by_logaddexp, frozenset({"log1p"})),
-    "softmax times sigmoid(logsumexp - sink)": (
-        lambda z, sink: jax.nn.softmax(z) * _left(z, sink),
-        frozenset({"logistic", "log"}),
+def _scaled(left: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda z, sink: jax.nn.softmax(z) * left(z, sink)
+
+
+def _scaled_after(left: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda z, v, sink: weigh(jax.nn.softmax(z), v) * left(z, sink)
+
+
+SOFTMAXES = (
+    Spelling("softmax", _softmax),
+    Spelling("softmax without max", _without_max, subtracts_max=False),
+    Spelling("exp(z - logsumexp(z))", _by_logsumexp),
+    Spelling("exp(log_softmax(z))", _by_log_softmax),
+    Spelling("division after the product", _divided_after, after=True),
+)
+_BESIDE = Spelling("softmax with a sink", _softmax, "data", "max")
+_IN_LOGSUMEXP = Spelling("exp(z - logsumexp(z and a sink))", _by_logsumexp, "data", "max log")
+_BY_MAX = (
+    _BESIDE,
+    Spelling("softmax below the scores' maximum, with a sink", _below_own_max, "data", of_the_sink=True),
+    _IN_LOGSUMEXP,
+    Spelling("exp(log_softmax(z and a sink))", _by_log_softmax, "data", "max log"),
+    Spelling("exp(z - logaddexp(logsumexp(z), sink))", _by_logaddexp, "data", "log1p"),
+    Spelling("softmax times sigmoid(logsumexp - sink)", _scaled(_left), "data", "logistic log"),
+    Spelling("softmax over 1 + exp(sink - logsumexp)", _scaled(_left_by_hand), "data", "log", of_the_sink=True),
+    Spelling("division by the sum with a sink after the product", _divided_after, "data", "max", after=True),
+    Spelling("product times sigmoid(logsumexp - sink)", _scaled_after(_left), "data", "logistic log", after=True),
+    Spelling(
+        "product over 1 + exp(sink - logsumexp)", _scaled_after(_left_by_hand), "data", "log", True, of_the_sink=True
     ),
-    _BY_HAND: (
-        lambda z, sink: jax.nn.softmax(z) * _left_by_hand(z, sink),
-        frozenset({"log"}),
-    ),
-}
-# Of the product with the values: (z, v, sink).
-RESULTS: Mapping[str, SinkSpelling] = {
-    "division by the sum with a sink after the product": (_divided_after, frozenset({"max"})),
-    "product times sigmoid(logsumexp - sink)": (
-        lambda z, v, sink: _weigh(jax.nn.softmax(z), v) * _left(z, sink),
-        frozenset({"logistic", "log"}),
-    ),
-    _AFTER_BY_HAND: (
-        lambda z, v, sink: _weigh(jax.nn.softmax(z), v) * _left_by_hand(z, sink),
-        frozenset({"log"}),
-    ),
-}
-NO_MAXIMUM = frozenset({SINK_WITHOUT_MAX, TO_THE_SUM})
-_OF_THE_SINK = frozenset({_OWN_MAX, _BY_HAND, _AFTER_BY_HAND})  # exponentials of the sink less something of the scores'
-
-
-@dataclass(frozen=True)
-class Sink:
-    """The one logit more of a spelling: an operand ("data"), a number of the program ("number"), or 0, which leaves other traces.
-
-    Attributes: `spelling` (a key of `WEIGHTS` or `RESULTS`), `given` (one of those three).
-    """
-
-    spelling: str
-    given: str = "data"
-
-    def weights(self, z: Any, given: Mapping[str, Any]) -> Any:
-        return WEIGHTS[self.spelling][0](z, self._of(given))
-
-    def result(self, z: Any, v: Any, given: Mapping[str, Any]) -> Any:
-        return RESULTS[self.spelling][0](z, v, self._of(given))
-
-    def _of(self, given: Mapping[str, Any]) -> Any:
-        return (
-            given["sink"][..., None]
-            if self.given == "data"
-            else given["sink_number"]
-            if self.given == "number"
-            else 0.0
-        )
-
-    @property
-    def note(self) -> str | None:
-        """What the fused op does otherwise where numbers are far apart."""
-        if self.spelling not in _OF_THE_SINK:
-            return None
-        return "a sink that is 88 above all scores of a row makes an overflow in the original and not in the fused op"
-
-    @property
-    def after(self) -> bool:
-        """Whether the product with the values is a part of the spelling."""
-        return self.spelling in RESULTS
-
-    @property
-    def is_a_factor(self) -> bool:
-        """Whether the weights are a softmax times something, as where a mask or a factor on heads multiplies them."""
-        return "logistic" in self.holds
-
-    @property
-    def leaves(self) -> dict[str, str]:
-        return {"sink": "bt"} if self.given == "data" else {}
-
-    @property
-    def scalars(self) -> tuple[str, ...]:
-        return ("sink_number",) if self.given == "number" else ()
-
-    @property
-    def holds(self) -> frozenset[str]:
-        return (RESULTS if self.after else WEIGHTS)[self.spelling][1]
-
-    def number(self, found: Match) -> float | None:
-        """The number that the sink of a match is; None where it is an operand.
-
-        Raises:
-          Declined: what is added to the sum of the exponentials is no exponential.
-        """
-        if self.given == "data":
-            return None
-        number = found.scalars.get("sink_number", 0.0)
-        if self.spelling != TO_THE_SUM:
-            return number
-        if not 0 < number < math.inf:
-            raise Declined(f"{number:g} is added to the sum of its exponentials, needed a number above 0")
-        return math.log(number)
-
-
+)
 # In the order in which they are tried: scores below a maximum are also scores with a bias.
 SINKS = (
-    *(Sink(name) for name in (*WEIGHTS, *RESULTS) if name not in NO_MAXIMUM),
-    *(Sink(name, "zero") for name in (*WEIGHTS, *RESULTS) if name not in NO_MAXIMUM),
-    *(Sink(name, "number") for name in ("softmax with a sink", "exp(z - logsumexp(z and a sink))")),
-    Sink(SINK_WITHOUT_MAX),
-    Sink(TO_THE_SUM, "number"),
+    *_BY_MAX,
+    *(replace(spelling, sink="zero") for spelling in _BY_MAX),
+    *(replace(spelling, sink="number") for spelling in (_BESIDE, _IN_LOGSUMEXP)),
+    Spelling("softmax without max, with a sink", _without_max, "data", subtracts_max=False),
+    Spelling("softmax with a number added to its sum", _to_the_sum, "number", subtracts_max=False),
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ....graph.canonical.concatenated import SLICES, joined
 from ....graph.canonical.nodes import ONE, CNode
@@ -14,10 +14,10 @@ from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, all_nodes
 from ....graph.program.scopes import is_backward
 from ....graph.program.signature import Memo
-from .forms import DIVIDED_AFTER, SOFTMAXES, Reading, Tail, WeightChange
+from .forms import Reading, Tail, WeightChange
 from .levels import is_dot, nearest_below
 from .masks import Masking, is_ones
-from .sinks import SINKS, may_have_sink
+from .sinks import SINKS, SOFTMAXES, may_have_sink
 
 # What may stand between the exponentials and the product that they weigh.
 _THROUGH = frozenset("prod select cast sum max stop_gradient name custom_jvp_call custom_vjp_call".split())
@@ -70,21 +70,12 @@ def _is_chosen(view: CanonicalView, nid: int) -> bool:
 def tails_of(view: CanonicalView, weights: int, roots: Sequence[int]) -> list[Tail]:
     """The spellings that weights, a canonical node, may have, and the results `roots` of their product; the likeliest first."""
     kinds = _changes(view, weights)
-    return [*(_with_sinks(kinds) if may_have_sink(view, roots) else ()), *_tails(kinds)]
-
-
-def _with_sinks(kinds: tuple[str, ...]) -> Iterator[Tail]:
-    for sink in SINKS:
-        if not sink.after:
-            own = kinds[1:] if sink.is_a_factor and kinds[:1] == ("factors",) else kinds
-            yield Tail(sink.spelling, own, sink)
-        elif not kinds:
-            yield Tail(sink.spelling, (), sink)
-
-
-def _tails(kinds: tuple[str, ...]) -> list[Tail]:
-    tails = [Tail(softmax, kinds) for softmax in (*SOFTMAXES, *(() if kinds else (DIVIDED_AFTER,)))]
-    return [*tails, *([Tail("softmax", ("where", *kinds[1:]))] if kinds[:1] == ("kept",) else [])]
+    tails = []
+    for spelling in (*SINKS, *SOFTMAXES) if may_have_sink(view, roots) else SOFTMAXES:
+        if not (spelling.after and kinds):
+            is_first = spelling.is_a_factor and kinds[:1] == ("factors",)
+            tails.append(Tail(spelling, kinds[1:] if is_first else kinds))
+    return [*tails, *([Tail(SOFTMAXES[0], ("where", *kinds[1:]))] if kinds[:1] == ("kept",) else [])]
 
 
 def _changes(view: CanonicalView, nid: int) -> tuple[str, ...]:
@@ -145,8 +136,8 @@ def _masks_already(read: Reading, change: WeightChange, masks: Masking) -> str |
     """The mask of the scores that a choice among the weights repeats, if that says all of which keys a row sees."""
     leaves = read.match.leaves
     alike = (s for s in read.steps if s.masks and (s.kind == "hidden") == (change.kind == "hidden"))
-    step = next((s for s in alike if leaves[s.leaf or ""] == leaves[change.leaf]), None)
-    return step.leaf if step is not None and step.leaf is not None and _is_alone(step.leaf, masks) else None
+    step = next((s for s in alike if leaves[s.leaf] == leaves[change.leaf]), None)
+    return step.leaf if step is not None and _is_alone(step.leaf, masks) else None
 
 
 def _is_alone(leaf: str, masks: Masking) -> bool:

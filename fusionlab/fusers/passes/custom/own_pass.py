@@ -111,103 +111,156 @@ def pattern_pass(
     """
     spellings = tuple(pattern) if isinstance(pattern, Sequence) else (pattern,)
     others = dict(implementations or {})
-    _check_words(name, axes, scalars, spellings, others)
-    reference = _plain(name, others.pop("xla", spellings[0]))
+    given = _Given(name, spellings, axes, scalars)
+    given.check_words(others)
+    pattern_fn, reference = spellings[0], given.plain(others.pop("xla", spellings[0]))
     formula = formula or f"{name}({', '.join((*axes, *scalars))})"
-    gauged = _examples(name, spellings, axes, tuple(scalars), bare=False)
-    result = _result(name, spellings[0], axes, scalars)
+    gauged, result = given.examples(bare=False), given.result()
     for number, fn in enumerate(spellings[1:], 2):
         # What stands in its place has to hold where the spelling does; that may overflow where the pattern does not.
-        _certify(name, f"spelling {number} of the pattern", fn, spellings[0], axes, scalars)
+        given.certify(f"spelling {number} of the pattern", fn, pattern_fn)
     for key, fn in {"xla": reference, **others}.items():
-        if not isinstance(fn, CudaKernel) and fn is not spellings[0]:
-            _certify(name, f"implementation {key!r}", spellings[0], fn, axes, scalars)
-    op = PatternOp(name, axes, result, tuple(scalars), reference, others, backward, formula, reference is spellings[0])
+        if not isinstance(fn, CudaKernel) and fn is not pattern_fn:
+            given.certify(f"implementation {key!r}", pattern_fn, fn)
+    op = PatternOp(name, axes, result, tuple(scalars), reference, others, backward, formula, reference is pattern_fn)
     if backward is not None:
-        _certify(name, "the op with its backward", spellings[0], _call_of(op), axes, scalars)
-    _certify_derivatives(name, op, spellings[0], axes, scalars)
+        given.certify("the op with its backward", pattern_fn, _call_of(op))
+    given.certify_derivatives(op)
     needs = f"operands of one dtype of f64/f32/bf16/f16, and {' '.join(f'{n}[{x}]' for n, x in axes.items())}"
-    return PatternPass(
-        name, name, formula, needs, op, gauged, _examples(name, spellings, axes, tuple(scalars), bare=True)
-    )
+    return PatternPass(name, name, formula, needs, op, gauged, given.examples(bare=True))
 
 
-def _plain(name: str, reference: Callable[..., Any] | CudaKernel) -> Callable[..., Any]:
-    """The op's meaning. Raises ArgumentError where that is a kernel."""
-    if isinstance(reference, CudaKernel):
-        raise ArgumentError(
-            f'pattern_pass {name}: "xla" is a CudaKernel, needed a plain JAX function; call the kernel "cuda"'
-        )
-    return reference
+@dataclass(frozen=True)
+class _Given:
+    """What a pass is asked for; attributes as the arguments of `pattern_pass`. Each method raises ArgumentError for what does not fit."""
 
+    name: Any
+    spellings: tuple[Callable[..., Any], ...]
+    axes: Mapping[str, str]
+    scalars: Sequence[str]
 
-def _check_words(name: Any, axes: Any, scalars: Any, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for names that cannot be, or mean something else already."""
-    prefix = f"pattern_pass {name}"
-    _check_name(prefix, name)
-    _check_operands(prefix, axes, scalars)
-    _check_letters(prefix, axes, scalars)
-    _check_functions(prefix, spellings, others)
+    def error(self, problem: str) -> ArgumentError:
+        return ArgumentError(f"pattern_pass {self.name}: {problem}")
 
+    def plain(self, reference: Callable[..., Any] | CudaKernel) -> Callable[..., Any]:
+        """The op's meaning, which is no kernel."""
+        if isinstance(reference, CudaKernel):
+            raise self.error('"xla" is a CudaKernel, needed a plain JAX function; call the kernel "cuda"')
+        return reference
 
-def _check_name(prefix: str, name: Any) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or name.endswith(("_grad", "_tangent", "_cotangent")):
-        raise ArgumentError(
-            f"{prefix}: the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another"
-        )
-    if name in OPS or name in primitive_names():
-        raise ArgumentError(f"{prefix}: an operation of this name exists already; choose another name")
+    def check_words(self, others: Mapping[str, Any]) -> None:
+        """No name may be one that cannot be, or that means something else already."""
+        name = self.name
+        if not isinstance(name, str) or not name.isidentifier() or name.endswith(("_grad", "_tangent", "_cotangent")):
+            raise self.error("the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another")
+        if name in OPS or name in primitive_names():
+            raise self.error("an operation of this name exists already; choose another name")
+        self.check_operands()
+        self.check_letters()
+        self.check_functions(others)
 
-
-def _check_operands(prefix: str, axes: Any, scalars: Any) -> None:
-    if not isinstance(axes, Mapping) or not axes or isinstance(scalars, str):
-        raise ArgumentError(
-            f'{prefix}: axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names'
-        )
-    words = [*axes, *scalars]
-    wrong = [
-        w for w in words if not str(w).isidentifier() or w in _RESERVED or w.startswith("d_") or words.count(w) > 1
-    ]
-    if wrong:
-        raise ArgumentError(
-            f"{prefix}: operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
-        )
-
-
-def _check_letters(prefix: str, axes: Mapping[str, Any], scalars: Sequence[str]) -> None:
-    if any(not isinstance(x, str) or (x and not x.isalpha()) or len(set(x)) < len(x) for x in axes.values()):
-        raise ArgumentError(f"{prefix}: axes={dict(axes)!r}, needed letters, each once for an operand")
-    if len(set("".join(axes.values()))) > _LETTERS or len(scalars) > _SCALARS:
-        raise ArgumentError(f"{prefix}: at most {_LETTERS} axis letters and {_SCALARS} scalars")
-
-
-def _check_functions(prefix: str, spellings: tuple[Any, ...], others: Mapping[str, Any]) -> None:
-    if not spellings or not all(map(callable, spellings)):
-        raise ArgumentError(f"{prefix}: pattern: got {spellings!r}, needed a function, or a list of functions")
-    if bad := [k for k, fn in others.items() if not callable(fn) and not isinstance(fn, CudaKernel)]:
-        raise ArgumentError(f"{prefix}: implementation {bad[0]!r} is neither a function nor a CudaKernel")
-
-
-def _examples(
-    name: str, spellings: tuple[Any, ...], axes: Mapping[str, str], scalars: tuple[str, ...], bare: bool
-) -> tuple[Example, ...]:
-    """The spellings as examples, each known to compile to a pattern."""
-    many = len(spellings) > 1
-    examples = tuple(
-        Example(f"{name}, spelling {i}" if many else name, fn, axes, scalars, bare=bare, jitted=True, concrete=True)
-        for i, fn in enumerate(spellings, 1)
-    )
-    for example in examples:
-        try:
-            found = pattern_of(example)
-        except (ValueError, TypeError, IndexError, AttributeError) as error:
-            raise ArgumentError(f"pattern_pass {name}: the pattern cannot be used as an example: {error}") from error
-        unread = _unread(found, scalars)
-        if unread or not found.size:
-            raise ArgumentError(
-                f"pattern_pass {name}: the pattern {f'does not read {unread[0]}' if unread else 'computes nothing'}"
+    def check_operands(self) -> None:
+        axes, scalars = self.axes, self.scalars
+        if not isinstance(axes, Mapping) or not axes or isinstance(scalars, str):
+            raise self.error(f'axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names')
+        words = [*axes, *scalars]
+        wrong = [
+            w for w in words if not str(w).isidentifier() or w in _RESERVED or w.startswith("d_") or words.count(w) > 1
+        ]
+        if wrong:
+            raise self.error(
+                f"operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
             )
-    return examples
+
+    def check_letters(self) -> None:
+        if any(not isinstance(x, str) or (x and not x.isalpha()) or len(set(x)) < len(x) for x in self.axes.values()):
+            raise self.error(f"axes={dict(self.axes)!r}, needed letters, each once for an operand")
+        if len(set("".join(self.axes.values()))) > _LETTERS or len(self.scalars) > _SCALARS:
+            raise self.error(f"at most {_LETTERS} axis letters and {_SCALARS} scalars")
+
+    def check_functions(self, others: Mapping[str, Any]) -> None:
+        if not self.spellings or not all(map(callable, self.spellings)):
+            raise self.error(f"pattern: got {self.spellings!r}, needed a function, or a list of functions")
+        if bad := [k for k, fn in others.items() if not callable(fn) and not isinstance(fn, CudaKernel)]:
+            raise self.error(f"implementation {bad[0]!r} is neither a function nor a CudaKernel")
+
+    def examples(self, bare: bool) -> tuple[Example, ...]:
+        """The spellings as examples, each known to compile to a pattern."""
+        name, axes, scalars, many = self.name, self.axes, tuple(self.scalars), len(self.spellings) > 1
+        examples = tuple(
+            Example(f"{name}, spelling {i}" if many else name, fn, axes, scalars, bare=bare, jitted=True, concrete=True)
+            for i, fn in enumerate(self.spellings, 1)
+        )
+        for example in examples:
+            try:
+                found = pattern_of(example)
+            except (ValueError, TypeError, IndexError, AttributeError) as error:
+                raise self.error(f"the pattern cannot be used as an example: {error}") from error
+            unread = _unread(found, scalars)
+            if unread or not found.size:
+                raise self.error(f"the pattern {f'does not read {unread[0]}' if unread else 'computes nothing'}")
+        return examples
+
+    def result(self) -> str:
+        """The axis letters of the result."""
+        letter = dict(zip(_SIZES, dict.fromkeys("".join(self.axes.values())), strict=False))
+        numbers = _NUMBERS[0][: len(self.scalars)]
+        out = jax.eval_shape(lambda *leaves: self.spellings[0](*leaves, *numbers), *_shapes(self.axes))
+        if not hasattr(out, "shape") or not is_float(out.dtype):
+            raise self.error(f"the pattern gives {out}, needed one array of floats")
+        if any(n not in letter for n in out.shape) or len(set(out.shape)) < len(out.shape):
+            raise self.error(
+                f"the pattern's result has shape {list(out.shape)} where axes have lengths {letter}; needed a result "
+                f"whose axes are each one of the operands'"
+            )
+        return "".join(letter[n] for n in out.shape)
+
+    def certify(self, subject: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        """Whether a function is the pattern's."""
+        for numbers in _NUMBERS[: 2 if self.scalars else 1]:
+            given = numbers[: len(self.scalars)]
+            was, now = (lambda *leaves, fn=fn, given=given: fn(*leaves, *given) for fn in (old, new))
+            try:
+                verdict = prove_function(was, now, list(self.axes), _shapes(self.axes), plain_meaning_of)
+            except (TypeError, ValueError) as error:
+                raise self.error(f"{subject} does not take what the pattern takes: {error}") from error
+            if not verdict.ok:
+                with_numbers = "".join(f", {s} = {x:g}" for s, x in zip(self.scalars, given, strict=True))
+                raise self.error(
+                    f"{subject} is not the pattern's function{with_numbers}: {verdict.detail}; needed the same values and gradients"
+                )
+
+    def certify_derivatives(self, op: PatternOp) -> None:
+        """Whether the op's derivatives can be had as JAX has the pattern's, forwards, and from a gradient again."""
+        shapes, numbers, count = _shapes(self.axes), _NUMBERS[0][: len(self.scalars)], len(self.axes)
+        pattern = self.spellings[0]
+        try:
+            forwards = jax.jit(lambda *leaves: jax.jvp(lambda *xs: op.meaning_fn(*xs, *numbers), leaves, leaves)[1])
+            forwards.lower(*shapes)  # where it is only traced, jax.custom_vjp does not complain
+        except TypeError as error:
+            raise self.error(
+                f'"xla" has no forward derivative: {error}; write it without jax.custom_vjp, and give its rule as `backward`'
+            ) from error
+        if op.same_code and not op.has_backward:
+            return
+
+        def pulled(fn: Callable[..., Any]) -> Callable[..., Any]:
+            """The gradients' product with given arrays: its own gradients are all second derivatives."""
+
+            def product(ct: Any, *given: Any) -> Any:
+                gradients = jax.vjp(lambda *xs: fn(*xs, *numbers), *given[:count])[1](ct)
+                return sum(jnp.sum(g * a) for g, a in zip(gradients, given[count:], strict=True))
+
+            return product
+
+        out = jax.eval_shape(lambda *leaves: pattern(*leaves, *numbers), *shapes)
+        names = ["the cotangent", *self.axes, *(f"the tangent of {n}" for n in self.axes)]
+        both = pulled(pattern), pulled(_call_of(op))
+        verdict = prove_function(*both, names, [out, *shapes, *shapes], plain_meaning_of, ordinary=True)
+        if not verdict.ok:
+            raise self.error(
+                f"its second derivatives are not the pattern's: {verdict.detail} (of the gradient's product with a tangent)"
+            )
 
 
 def _unread(pattern: Pattern, scalars: Sequence[str]) -> list[str]:
@@ -234,93 +287,5 @@ def _shapes(axes: Mapping[str, str]) -> list[Any]:
     return [jax.ShapeDtypeStruct(tuple(size[x] for x in letters), jnp.float32) for letters in axes.values()]
 
 
-def _result(name: str, fn: Callable[..., Any], axes: Mapping[str, str], scalars: Sequence[str]) -> str:
-    """The axis letters of the result."""
-    letter = dict(zip(_SIZES, dict.fromkeys("".join(axes.values())), strict=False))
-    out = jax.eval_shape(lambda *leaves: fn(*leaves, *_NUMBERS[0][: len(scalars)]), *_shapes(axes))
-    if not hasattr(out, "shape") or not is_float(out.dtype):
-        raise ArgumentError(f"pattern_pass {name}: the pattern gives {out}, needed one array of floats")
-    if any(n not in letter for n in out.shape) or len(set(out.shape)) < len(out.shape):
-        raise ArgumentError(
-            f"pattern_pass {name}: the pattern's result has shape {list(out.shape)} where axes have lengths {letter}; needed a result "
-            f"whose axes are each one of the operands'"
-        )
-    return "".join(letter[n] for n in out.shape)
-
-
 def _call_of(op: PatternOp) -> Callable[..., Any]:
     return lambda *given: op.call(*given[: len(op.slots)], **dict(zip(op.scalars, given[len(op.slots) :], strict=True)))
-
-
-def _certify_derivatives(
-    name: str, op: PatternOp, pattern: Callable[..., Any], axes: Mapping[str, str], scalars: Sequence[str]
-) -> None:
-    """Raises ArgumentError where the op's derivatives cannot be had as JAX has the pattern's, forwards, and from a gradient again."""
-    shapes, numbers, new = _shapes(axes), _NUMBERS[0][: len(scalars)], _call_of(op)
-    try:
-        forwards = jax.jit(lambda *leaves: jax.jvp(lambda *xs: op.meaning_fn(*xs, *numbers), leaves, leaves)[1])
-        forwards.lower(*shapes)  # where it is only traced, jax.custom_vjp does not complain
-    except TypeError as error:
-        raise ArgumentError(
-            f'pattern_pass {name}: "xla" has no forward derivative: {error}; write it without jax.custom_vjp, and give its rule as '
-            f"`backward`"
-        ) from error
-    if op.same_code and not op.has_backward:
-        return
-
-    def pulled(fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The gradients' product with given arrays: its own gradients are all second derivatives."""
-
-        def product(*given: Any) -> Any:
-            ct, leaves, along = given[0], given[1 : 1 + len(axes)], given[1 + len(axes) : 1 + 2 * len(axes)]
-            gradients = jax.vjp(lambda *xs: fn(*xs, *given[1 + 2 * len(axes) :]), *leaves)[1](ct)
-            return sum(jnp.sum(g * a) for g, a in zip(gradients, along, strict=True))
-
-        return product
-
-    out = jax.eval_shape(lambda *leaves: pattern(*leaves, *numbers), *shapes)
-    names = ["the cotangent", *axes, *(f"the tangent of {n}" for n in axes)]
-    verdict = prove_function(
-        lambda *given: pulled(pattern)(*given, *numbers),
-        lambda *given: pulled(new)(*given, *numbers),
-        names,
-        [out, *shapes, *shapes],
-        plain_meaning_of,
-        ordinary=True,
-    )
-    if not verdict.ok:
-        raise ArgumentError(
-            f"pattern_pass {name}: its second derivatives are not the pattern's: {verdict.detail} (of the gradient's product with a "
-            f"tangent)"
-        )
-
-
-def _certify(
-    name: str,
-    subject: str,
-    old: Callable[..., Any],
-    new: Callable[..., Any],
-    axes: Mapping[str, str],
-    scalars: Sequence[str],
-) -> None:
-    """Raises ArgumentError where a function is not the pattern's."""
-    for numbers in _NUMBERS[: 2 if scalars else 1]:
-        given = numbers[: len(scalars)]
-        try:
-            verdict = prove_function(
-                lambda *leaves, given=given: old(*leaves, *given),
-                lambda *leaves, given=given: new(*leaves, *given),
-                list(axes),
-                _shapes(axes),
-                plain_meaning_of,
-            )
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(
-                f"pattern_pass {name}: {subject} does not take what the pattern takes: {error}"
-            ) from error
-        if not verdict.ok:
-            with_numbers = "".join(f", {s} = {x:g}" for s, x in zip(scalars, given, strict=True))
-            raise ArgumentError(
-                f"pattern_pass {name}: {subject} is not the pattern's function{with_numbers}: {verdict.detail}; needed the same values and "
-                f"gradients"
-            )

@@ -30,7 +30,7 @@ from ....kernels.op.arrays import precisions
 from ....kernels.op.own import PRECISION, REFUSALS
 from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text
 from ...engine.declining import attempted
-from ...engine.layout import arrange, axes_of, ordered_classes, restore
+from ...engine.layout import arrange, axes_of, input_positions, ordered_classes, restore
 from ...engine.outcomes import Candidate, Rejection, with_concepts
 from ...engine.proposing import wider_text
 from ...engine.site import Site
@@ -304,8 +304,6 @@ class OwnSite(Site):
         """Declines for several dtypes, for one that the op does not take, and for what is rounded inside."""
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         inner = _rounding(region)
-        if len(given) == 1 and given <= set(DTYPES) and inner is None:
-            return
         where = anchor_text(self.anchor)
         if inner is not None:
             problem = (
@@ -313,8 +311,10 @@ class OwnSite(Site):
             )
         elif len(given) > 1:
             problem = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
-        else:
+        elif not given <= set(DTYPES):
             problem = f"computes in {', '.join(given)}; the op takes {', '.join(DTYPES)}"
+        else:
+            return
         self.decline("dtype", f"{where} {problem}", edit="cast the operands to one dtype first", site=region.nodes)
 
     def plan(self, view: CanonicalView, found: Match, region: Region) -> Substitution:
@@ -326,8 +326,7 @@ class OwnSite(Site):
             for x in letters:
                 groups.setdefault(x, ordered_classes(axes[slot], found.letters.get(x, ())))
         root_axes = axes_of(found, view, found.pattern.root, region.root)
-        position = {v.id: i for i, v in enumerate(region.inputs)}
-        where = {n: position[v.id] for n, v in region.leaves.items()}
+        where = input_positions(region)
 
         def operands(*inputs: Any) -> tuple[Any, ...]:
             return tuple(
