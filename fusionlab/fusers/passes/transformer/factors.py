@@ -64,17 +64,22 @@ class FactorWalk(ProjectionWalk):
         if both.activation != "none" or len(parts) != 2 or {*cuts.values()} != {(0, each), (each, each)}:
             return None
         sides = {n.id: self.part_side(n, both.out) for n in parts}
-        gates = [u for n in parts for u in self.users(n.id) if u.op == "logistic"]
-        end = self.product_of(sides, gates[0]) if len(gates) == 1 and is_plain(gates[0]) else None
-        if end is None:
+        gate = self.gate_of(sides)
+        end = None if gate is None else self.product_of(sides, gate)
+        if gate is None or end is None:
             return None
+        active = gate.operands[0].nid
         self.met += [*sides, end.nid]
         whole = {"f": BOTH}
         self.sizes[BOTH], self.sizes["f"] = self.sizes["f"], each
         both = replace(both, w=renamed(both.w, whole), bias=both.bias and renamed(both.bias, whole))
-        active = gates[0].operands[0].nid
         (other,) = cuts.keys() - {active}
         return replace(both, part=cuts[other]), replace(both, part=cuts[active], activation="silu"), end
+
+    def gate_of(self, halves: Mapping[int, Side]) -> CNode | None:
+        """The sigmoid of one of the halves; None where there are several, or none."""
+        gates = [u for nid in halves for u in self.users(nid) if u.op == "logistic"]
+        return gates[0] if len(gates) == 1 and is_plain(gates[0]) else None
 
     def product_of(self, sides: dict[int, Side], gate: CNode) -> Side | None:
         """The product of two values and the sigmoid `gate` of one of them, axis by axis; None where there is none, or several. The gate

@@ -171,7 +171,7 @@ class _Planner:
         """Slot -> the operand, of the region's inputs."""
         yield "x", self.arranged("x")
         yield from ((slot, self.table(table)) for slot, table in self.site.tables.items())
-        yield from self.masked()
+        yield from self.masked() if self.site.masks else self.windowed()
         if "step" in self.site.leaves:
             yield "step", self.step
         for slot in self.site.leaves:
@@ -265,14 +265,9 @@ class _Planner:
         return jnp.clip(step, 0, length - self.sizes.get("t", 1)).astype(jnp.int32)
 
     def masked(self) -> Iterator[tuple[str, Maker]]:
-        """The mask or bias, made as the attention's own site makes it; of a local window alone it is made here."""
+        """The mask or bias, made as the attention's own site makes it."""
         attention, own, keys = self.site.attention, self.site.attention.region, self.sizes.get("s", 1)
         assert own is not None
-        if not self.site.masks:
-            if (window := attention.attrs.get("window")) is not None:
-                is_causal = bool(attention.attrs.get("is_causal", False))
-                yield "mask", lambda _: _in_window(self.sizes.get("t", 1), keys, window, is_causal)
-            return
         of_mask = {own.leaves[theirs].id: self.where[mine] for mine, theirs in self.site.masks.items()}
 
         def both(*inputs: Any) -> tuple[Any, ...]:
@@ -287,6 +282,13 @@ class _Planner:
             raise Unread("its mask has several batch axes", self.layer.attention, "axes")
         if found:
             yield "mask", lambda inputs: _over_keys(both(*inputs)[found[0]], keys)
+
+    def windowed(self) -> Iterator[tuple[str, Maker]]:
+        """The mask of a local window."""
+        attrs = self.site.attention.attrs
+        if (window := attrs.get("window")) is not None:
+            is_causal = bool(attrs.get("is_causal", False))
+            yield "mask", lambda _: _in_window(self.sizes.get("t", 1), self.sizes.get("s", 1), window, is_causal)
 
     def results(self) -> Iterator[Maker]:
         """The region's roots, of the op's results."""

@@ -79,10 +79,8 @@ class ProjectionWalk(RotaryWalk):
         out = self.through(self.up(side))
         node = self.node(out.nid)
         known = dict(zip(node_labels(node) or (), out.shown, strict=False))
-        letters = [letters_in([a for x in o.axes for a in known.get(x, ())]) for o in node.operands]
-        weights = (i for i, theirs in enumerate(letters) if feature in theirs)
-        slots = product_slots(node, next(weights, None))
-        if slots is None and node.op != "dot":
+        slots = product_slots(node, _having(node, known, feature))
+        if node.op not in PRODUCTS:
             raise Unread(f"{node.op} stands where the op has a projection", node.id)
         if slots is None or not slots.are_plain(node):
             raise Unread("a product is multiplied by a number", node.id, "scalar")
@@ -202,17 +200,21 @@ class ProjectionWalk(RotaryWalk):
         """How one product holds the columns of queries, keys and values."""
         read = [self.strides(self.features(p)) for p in (q, k, v)]
         heads, few, c = self.sizes.get("h", 1), self.heads_of(k), self.sizes.get("c", 1)
-        starts, strides = [start for start, _ in read], [letters for _, letters in read]
-        by_head = {of.get("h", of.get("g")) for of in strides} - {None}  # of one head none is told
-        # Nothing else is among them, the features of each lie side by side, and values have as many as keys.
-        side_by_side = all(of.get("c", of.get("d", 1)) == 1 for of in strides) and c == self.sizes.get("d", 1)
-        if side_by_side and self.length(self.features(q)) == (heads + 2 * few) * c:
+        starts = [start for start, _ in read]
+        by_head = {strides.get("h", strides.get("g")) for _, strides in read} - {None}  # of one head none is told
+        if self.are_dense(read, q, heads + 2 * few):
             if by_head <= {c} and starts == [0, heads * c, (heads + few) * c]:
                 return "concatenated"
             if few == heads and by_head <= {3 * c} and starts == [0, c, 2 * c]:
                 return "interleaved"
         why = "the columns of its one projection are in another order than queries, keys, values, as a whole or by head"
         raise Unread(why, q.nid, "axes")
+
+    def are_dense(self, read: list[tuple[int, dict[str, int]]], product: Projection, heads: int) -> bool:
+        """Whether columns are those of so many heads and nothing else, the features of each side by side, of values as many as of keys."""
+        c, d = self.sizes.get("c", 1), self.sizes.get("d", 1)
+        each = {strides.get("c", strides.get("d", 1)) for _, strides in read}
+        return c == d and each == {1} and self.length(self.features(product)) == heads * c
 
     def heads_of(self, keys: Projection) -> int:
         """How many heads keys have: fewer than the queries, as many, or one that they have no axis of."""
@@ -244,3 +246,9 @@ class ProjectionWalk(RotaryWalk):
         if any(a not in ("t", "e") and str(a)[0] != "b" for a in q.x.atoms):
             raise Unread("its attention has rows along an axis of heads, as of one head alone", self.attention, "axes")
         return q.x
+
+
+def _having(node: CNode, known: Mapping[int, Atoms], letter: str) -> int | None:
+    """The first operand of a node that has an axis of this letter, if one has."""
+    letters = (letters_in(all_letters([known.get(x, ()) for x in o.axes])) for o in node.operands)
+    return next((i for i, theirs in enumerate(letters) if letter in theirs), None)

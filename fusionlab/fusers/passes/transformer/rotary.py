@@ -79,8 +79,8 @@ class RotaryWalk(CacheWalk):
             return None, side
         cos, sin, source, nids = found
         width = _HALF if node.op == "concatenate" else _FEATURE
-        for table in (cos, sin):
-            _check_table(table, width, node.id)
+        _check_table(cos, width, node.id)
+        _check_table(sin, width, node.id)
         self.met += nids
         products = frozenset(n for n in nids if self.node(n).op == "prod")
         return Rotary(cos, sin, products, any(self.node(n).op == "reshape" for n in nids)), self.up(source)

@@ -159,10 +159,10 @@ def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Ca
     """
     assert attention.region is not None
     leaves = operands_of(layer)
-    masks = {f"mask:{n}": v for n, v in attention.region.leaves.items() if n not in _STRUCTURAL}
+    masks = _mask_leaves(attention.region)
     base = search.view
     tables = {} if layer.rotary is None else tables_of(view, base, layer.rotary)
-    read = {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
+    read = _read_by_tables(tables)
     given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
     given |= {name: base.ref[value.id].nid for name, value in (masks | read).items()}
     root = _raw(view, layer.root.nid)
@@ -171,15 +171,29 @@ def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Ca
     others = _others(view, layer, region)
     if others:
         region = _cut(base, root, given, wide, masks, tuple(m.value for m in others))
-    other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
-    if other is not None:
-        raise Declined(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
+    _check_tables(region, read)
     _check_rounds(base, region, _base_id(view, base, layer.q.x.nid), layer.q.nid)
     sums = _sums(view, region)
     names = {name: name.partition(":")[2] for name in masks}
     precisions = _precisions(region, attention.region)
     factor = _factor(base, region, layer)
     return LayerSite(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
+
+
+def _mask_leaves(attention: Region) -> dict[str, Value]:
+    return {f"mask:{n}": v for n, v in attention.leaves.items() if n not in _STRUCTURAL}
+
+
+def _read_by_tables(tables: Mapping[str, RotaryTable]) -> dict[str, Value]:
+    """Leaf -> what tables are made of."""
+    return {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
+
+
+def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
+    """Raises Declined where the region does not read what its tables are made of as they do."""
+    for name, value in read.items():
+        if region.leaves[name].id != value.id:
+            raise Declined(f"{value!r}, which its rotary embedding is made of, is read in another form beside it")
 
 
 def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) -> None:
