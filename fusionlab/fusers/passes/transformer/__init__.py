@@ -2,6 +2,6 @@
 
 Read `multi_transformer` first (the passes), then `reading` (a layer read off a block's view in which its sites are folded), `site`
 (cut out of its block), `plan` (the op and its operands) and `stacks` (rows of layers). The others each read one part: `norms`,
-`projections`, `residuals`, `rotary`, `rotary_tables`, `caches`, `streams`, `factors`, `axes`, `devices`. `sample` is what their
+`projections`, `residuals`, `rotary`, `rotary_tables`, `caches`, `factors`, `axes`, `devices`. `sample` is what their
 pictures show.
 """

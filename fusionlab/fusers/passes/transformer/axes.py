@@ -8,7 +8,7 @@ of keys and of values, "e" the model's width, "f" the feed-forward's.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from ....graph.canonical.axes import merged_axes
 from ....graph.canonical.fused_nodes import Labelled, node_labels
-from ....graph.canonical.nodes import ONE, CNode
+from ....graph.canonical.nodes import CNode
 from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.program.ir import Value
+from ...engine.layout import arrange, restore
 
 
 class Unread(Declined):
@@ -46,6 +47,7 @@ class AxisPart:
 
 Atoms = tuple[Any, ...]  # letters and Cuts, outer first
 Shown = tuple[Atoms, ...]  # for each axis of a node
+Change = Callable[[Any], Any]  # of an array
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,30 @@ def _rename(atom: Any, names: Mapping[str, str]) -> Any:
     return names.get(atom, atom)
 
 
-def letters_in(atom: Any) -> tuple[str, ...]:
-    """The letters of one atom: those inside of a cut."""
-    return tuple(a for inner in atom.inner for a in letters_in(inner)) if isinstance(atom, AxisPart) else (atom,)
+def letters_in(atoms: Sequence[Any]) -> set[str]:
+    """The letters of some atoms, those inside of cuts too."""
+    return {a for atom in atoms for a in (letters_in(atom.inner) if isinstance(atom, AxisPart) else (atom,))}
 
 
 class Walk:
-    """Steps from node to node of a view. `sizes` holds the length of every letter met, `halves` the letters of heads on two axes."""
+    """Steps from node to node of a view, from an attention on.
 
-    def __init__(self, view: CanonicalView) -> None:
-        self.view = view
+    Attributes: `attention` (canonical node), `sizes` (the length of every letter met), `halves` (the letters of heads on two axes), `met`
+    (the nodes that belong to the layer), `steps` (done so far), `decoder`, `is_fused` (as far as known), `held` (a node inside that a fused
+    layer may not have, found on the way), `factor` (what queries times keys are multiplied by), `axes` (the mesh axes along which products
+    are summed over devices), `alone` (the output projection, where no sum over devices reads it).
+    """
+
+    def __init__(self, view: CanonicalView, attention: int) -> None:
+        self.view, self.attention = view, attention
         self.sizes: dict[str, int] = {}
         self.halves: dict[str, tuple[str, ...]] = {}
+        self.met: list[int] = [attention]
+        self.steps, self.factor = 0, 1.0
+        self.decoder = self.is_fused = False
+        self.held: int | None = None
+        self.axes: tuple[str, ...] = ()
+        self.alone: int | None = None
 
     def node(self, nid: int) -> CNode:
         return self.view.nodes[nid]
@@ -98,7 +112,7 @@ class Walk:
     def size(self, atom: Any) -> int:
         return atom.total if isinstance(atom, AxisPart) else self.sizes[atom]
 
-    def length(self, atoms: Atoms) -> int:
+    def length(self, atoms: Sequence[Any]) -> int:
         return math.prod(self.size(a) for a in atoms)
 
     # -- towards the operands -------------------------------------------------------------------------------------
@@ -118,15 +132,13 @@ class Walk:
         source = self.node(node.operands[0].nid)
         found: list[Atoms] = [()] * len(source.shape)
         for before, after in merged_axes(node):
-            atoms = tuple(a for axis in after for a in shown[axis])
+            atoms = all_letters([shown[axis] for axis in after])
             if self.are_shared(atoms, before, source):
                 found[before[0]] = ("g",)
                 continue
-            for axis, part in zip(
-                before, self.parted(atoms, [self._size(source, b) for b in before], node.id), strict=True
-            ):
-                if axis < 0:
-                    raise Unread("a value is repeated along an axis before it is reshaped", node.id, "axes")
+            sizes = [source.shape[axis] if axis >= 0 else ~axis for axis in before]
+            for axis, part in zip(before, self.parted(atoms, sizes, node.id), strict=True):
+                _check_once(axis, node)
                 found[axis] = part
         return Side(source.id, tuple(found))
 
@@ -137,22 +149,17 @@ class Walk:
         size = source.shape[before[0]]
         return size * ~before[1] == self.sizes["h"] and self.sizes.setdefault("g", size) == size
 
-    def _size(self, node: CNode, axis: int) -> int:
-        return node.shape[axis] if axis >= 0 else ~axis
-
     def parted(self, atoms: Atoms, sizes: Sequence[int], nid: int) -> list[Atoms]:
         """The letters of one axis, dealt to axes of these sizes, outer first."""
         rest, parts = list(atoms), []
         for size in sizes:
             part: list[Any] = []
-            while (length := self.length(tuple(part))) < size and rest:
+            while (length := self.length(part)) < size and rest:
                 if rest[0] == "h" and length * self.sizes["h"] > size:
                     rest[:1] = self.in_two(size // length)
                 part.append(rest.pop(0))
-            if self.length(tuple(part)) != size:
-                raise Unread("axes are split or merged across those of heads, features or rows", nid, "axes")
             parts.append(tuple(part))
-        if rest:
+        if rest or [self.length(part) for part in parts] != list(sizes):
             raise Unread("axes are split or merged across those of heads, features or rows", nid, "axes")
         return parts
 
@@ -165,49 +172,36 @@ class Walk:
 
     def before_part(self, node: CNode, shown: Shown) -> Side:
         """What a split or a slice takes a part of."""
-        known, index = node.params
-        if known[0] != "params":
+        taken = taken_by(node)
+        if taken is None:
             raise Unread(f"{node.op} of a value whose parts are not known", node.id)
-        params, (shape, *_) = dict(known[2]), known[1]
-        starts, lengths = axis_parts(node.op, params, shape, index)
-        source = node.operands[0]
-        found: list[Atoms] = [()] * len(self.node(source.nid).shape)
-        own, theirs = iter(range(len(shown))), iter(source.axes)
-        for size, start, length in zip(shape, starts, lengths, strict=True):
-            atoms = shown[next(own)] if length != 1 else ()
-            if size == 1:
-                continue
-            axis = next(theirs)
-            if axis < 0:
-                raise Unread(f"{node.op} of a value that is repeated along an axis", node.id, "axes")
-            found[axis] = atoms if length == size else (AxisPart(start, size, atoms),)
-        return Side(source.nid, tuple(found))
+        ranges = zip(raw_letters(shown, taken.lengths), taken.starts, taken.lengths, taken.shape, strict=True)
+        atoms = [own if length == size else (AxisPart(start, size, own),) for own, start, length, size in ranges]
+        return self.raw_operand(node, 0, taken.shape, atoms, f"{node.op} of a value")
 
-    def operand(self, node: CNode, shown: Shown, slot: int, new: Mapping[int, str] | None = None) -> Side:
-        """What an operand's axes are, where those of the node are known; `new` names labels that the node has no axis of."""
-        labels = node_labels(node)
+    def raw_operand(self, node: CNode, slot: int, shape: Sequence[int], atoms: Sequence[Atoms], what: str) -> Side:
+        """An operand of this raw shape, whose raw axes have these letters; `what` is it, for where it is repeated along one."""
         edge = node.operands[slot]
-        found = []
-        for axis, label in enumerate(edge.axes):
-            own = labels.index(label) if labels is not None and label in labels else label if labels is None else None
-            if own is not None:
-                found.append(shown[own] if own >= 0 else ())
-                continue
-            name = (new or {}).get(label)
-            if name is None:
-                raise Unread("it is summed over an axis that the op does not sum over", node.id, "axes")
-            self.sizes.setdefault(name, self.node(edge.nid).shape[axis])
-            found.append((name,))
+        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
+        long = [own for size, own in zip(shape, atoms, strict=True) if size != 1]
+        for axis, own in zip(edge.axes, long, strict=False):
+            if axis < 0:
+                raise Unread(f"{what} that is repeated along an axis", node.id, "axes")
+            found[axis] = own
         return Side(edge.nid, tuple(found))
+
+    def operands(self, side: Side) -> list[Side]:
+        """The operands of a node whose axes they have by their numbers, as those of a sum."""
+        edges = self.node(side.nid).operands
+        return [Side(o.nid, tuple(side.shown[x] if x >= 0 else () for x in o.axes)) for o in edges]
 
     # -- towards the result ---------------------------------------------------------------------------------------
 
     def after_reshape(self, node: CNode, shown: Shown) -> Side:
         found: list[Atoms] = [()] * len(node.shape)
         for before, after in merged_axes(node):
-            atoms = tuple(a for axis in before if axis >= 0 for a in shown[axis])
-            if any(axis < 0 for axis in before):
-                raise Unread("a value is repeated along an axis before it is reshaped", node.id, "axes")
+            _check_once(min(before, default=0), node)
+            atoms = all_letters([shown[axis] for axis in before])
             for axis, part in zip(after, self.parted(atoms, [node.shape[a] for a in after], node.id), strict=True):
                 found[axis] = part
         return Side(node.id, tuple(found))
@@ -215,6 +209,12 @@ class Walk:
     def slots(self, node: CNode, slot: int, shown: Shown) -> dict[int, Atoms]:
         """Label (or own axis, of a node without labels) -> letters, as one operand has them."""
         return {label: shown[axis] for axis, label in enumerate(node.operands[slot].axes)}
+
+    def beside(self, node: CNode, side: Side) -> tuple[dict[int, Atoms], Side]:
+        """(the slots of a value that a node of two operands reads, the other of them)."""
+        mine = slot_reading(node, side.nid)
+        known, other = self.slots(node, mine, side.shown), node.operands[mine - 1]
+        return known, Side(other.nid, tuple(known.get(x, ()) for x in other.axes))
 
     def result(self, node: CNode, known: Mapping[int, Atoms]) -> Side:
         """The node's own axes, by its labels."""
@@ -225,16 +225,50 @@ class Walk:
         return Side(node.id, tuple(known[label] for label in labels))
 
 
-def axis_parts(op: str, params: Mapping[str, Any], shape: Sequence[int], index: int) -> tuple[list[int], list[int]]:
-    """(starts, lengths) along each raw axis of what a split's result or a slice takes."""
-    if op == "split":
+def _check_once(axis: int, node: CNode) -> None:
+    """Raises Unread where a value is repeated along an axis of a reshape's operand."""
+    if axis < 0:
+        raise Unread("a value is repeated along an axis before it is reshaped", node.id, "axes")
+
+
+def raw_params(node: CNode) -> tuple[Sequence[Any], Mapping[str, Any], int] | None:
+    """(raw shapes of the operands, parameters, which of the results it is) of a node; None where they are not known."""
+    known, index = node.params
+    return (known[1], dict(known[2]), index) if known[0] == "params" else None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What is taken of an array of `shape`: along each axis so many entries (`lengths`), from `starts` on, in `strides`."""
+
+    shape: Sequence[int]
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    strides: Sequence[int]
+
+
+def taken_by(node: CNode) -> Taken | None:
+    """What a split's result or a slice takes; None of other nodes, and where it is not known."""
+    known = raw_params(node) if node.op in ("split", "slice") else None
+    if known is None:
+        return None
+    ((*shape,), *_), params, index = known
+    ones = [1] * len(shape)
+    if node.op == "split":
         axis, sizes = int(params["axis"]), [int(n) for n in params["sizes"]]
-        starts, lengths = [0] * len(shape), [int(n) for n in shape]
+        starts, lengths = [0] * len(shape), list(shape)
         starts[axis], lengths[axis] = sum(sizes[:index]), sizes[index]
-        return starts, lengths
-    strides = params.get("strides") or (1,) * len(shape)
+        return Taken(shape, starts, lengths, ones)
     starts, limits = ([int(i) for i in params[name]] for name in ("start_indices", "limit_indices"))
-    return starts, [-(-(b - a) // int(step)) for a, b, step in zip(starts, limits, strides, strict=True)]
+    strides = [int(step) for step in params.get("strides") or ones]
+    lengths = [-(-(b - a) // step) for a, b, step in zip(starts, limits, strides, strict=True)]
+    return Taken(shape, starts, lengths, strides)
+
+
+def raw_letters(shown: Shown, shape: Sequence[int]) -> list[Atoms]:
+    """What each raw axis of a value that shows these is, where its shape is this: nothing, of an axis of 1."""
+    own = iter(shown)
+    return [next(own) if n != 1 else () for n in shape]
 
 
 def side_of(node: CNode, slot: int, known: Mapping[int, Atoms]) -> Side:
@@ -263,17 +297,9 @@ def is_product_of(node: CNode, count: int) -> bool:
     return node.op == "prod" and tuple(node.params) == (1.0,) * count
 
 
-def slot_of(node: CNode, name: str) -> int | None:
-    """Which operand of a fused op's node has this name."""
-    return node.params.slots.index(name) if isinstance(node.params, Labelled) and name in node.params.slots else None
-
-
-def number_of(node: CNode, name: str) -> float:
-    """A number that a fused op's node has among its operands."""
-    slot = slot_of(node, name)
-    assert slot is not None
-    assert node.operands[slot].nid == ONE
-    return float(node.operands[slot].coef)
+def slots_of(node: CNode) -> dict[str, int]:
+    """Name -> which operand it is, of a fused op's node; none of other nodes."""
+    return {name: i for i, name in enumerate(node.params.slots)} if isinstance(node.params, Labelled) else {}
 
 
 # -- arrays -----------------------------------------------------------------------------------------------------------
@@ -291,8 +317,8 @@ def raw_axes(view: CanonicalView, value: Value, shown: Shown) -> tuple[Atoms, ..
     return tuple(found)
 
 
-def check_groups(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: int) -> None:
-    """Whether axes made of the letters `have` can be dealt to these groups, as `arranged` and `restored` do.
+def dealt(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: int) -> tuple[Atoms, list[Atoms]]:
+    """(the letters that axes are made of, those of each group among them), for `arranged` and `restored`.
 
     Raises:
       Unread: a letter is in none of the groups, stands twice, or is a part of an axis.
@@ -300,25 +326,25 @@ def check_groups(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: in
     letters, known = all_letters(have), {*all_letters(groups)}
     if any(a not in known for a in letters) or len(set(letters)) < len(letters):
         raise Unread("one of its values has an axis that the op has no place for", nid, "axes")
+    return letters, [tuple(a for a in group if a in letters) for group in groups]
 
 
-def arranged(x: Any, have: Sequence[Atoms], groups: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> Any:
-    """`x`, whose axes are made of the letters `have`, with one axis per group, each of its letters merged; of 1 for an empty group."""
-    letters = all_letters(have)
-    order = tuple(a for a in all_letters(groups) if a in letters)
-    if order != letters:
-        x = jnp.reshape(x, [sizes[a] for a in letters])
-        x = jnp.transpose(x, [letters.index(a) for a in order])
-    return jnp.reshape(x, [math.prod(sizes[a] for a in group if a in letters) for group in groups])
+def arranged(have: Sequence[Atoms], groups: Sequence[Sequence[str]], sizes: Mapping[Any, int], nid: int) -> Change:
+    """What makes of an array whose axes are made of the letters `have` one with an axis per group, each of its letters merged; of 1 for an
+    empty group.
+    """
+    letters, kept = dealt(have, groups, nid)
+
+    def arrange_letters(x: Any) -> Any:
+        apart = x if letters == all_letters(kept) else jnp.reshape(x, [sizes[a] for a in letters])
+        return arrange(apart, letters, kept, sizes)
+
+    return arrange_letters
 
 
 def restored(
-    x: Any, groups: Sequence[Sequence[str]], want: Sequence[Atoms], shape: Sequence[int], sizes: Mapping[str, int]
-) -> Any:
+    groups: Sequence[Sequence[str]], want: Sequence[Atoms], shape: Sequence[int], sizes: Mapping[Any, int], nid: int
+) -> Change:
     """The inverse: from one axis per group to an array of `shape` whose axes are made of the letters `want`."""
-    wanted = all_letters(want)
-    order = tuple(a for a in all_letters(groups) if a in wanted)
-    if order != wanted:
-        x = jnp.reshape(x, [sizes[a] for a in order])
-        x = jnp.transpose(x, [order.index(a) for a in wanted])
-    return jnp.reshape(x, shape)
+    letters, kept = dealt(want, groups, nid)
+    return lambda x: restore(x, kept, letters, shape, sizes)

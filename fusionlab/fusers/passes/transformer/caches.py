@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....graph.canonical.nodes import ONE, CNode
-from ....graph.canonical.view import CanonicalView
-from .axes import Atoms, Shown, Side, Unread, Walk, renamed
+from .axes import Atoms, Shown, Side, Unread, Walk, is_plain, raw_letters, raw_params, renamed
+
+_JOINED = "a cache is joined with a value"
 
 
 @dataclass(frozen=True)
@@ -25,24 +26,14 @@ class CacheJoin:
     from_the_end: bool = False
 
 
-def joins(node: CNode) -> tuple[tuple[Any, ...], int]:
+def joins(node: CNode) -> tuple[Sequence[Any], int]:
     """(raw shapes of what a concatenation joins, along which raw axis); ((), -1) where that is not known."""
-    known, _ = node.params
-    return (known[1], int(dict(known[2])["dimension"])) if known[0] == "params" else ((), -1)
-
-
-def raw_letters(shown: Shown, shape: Sequence[int]) -> list[Atoms]:
-    """What each raw axis of a value that shows these is, where its shape is this: nothing, of an axis of 1."""
-    own = iter(shown)
-    return [next(own) if n != 1 else () for n in shape]
+    known = raw_params(node)
+    return ((), -1) if known is None else (known[0], int(known[1]["dimension"]))
 
 
 class CacheWalk(Walk):
-    """The part of a reading that is about caches. `met` holds the nodes that belong to the layer."""
-
-    def __init__(self, view: CanonicalView) -> None:
-        super().__init__(view)
-        self.met: list[int] = []
+    """The part of a reading that is about caches."""
 
     def cached(self, side: Side) -> tuple[CacheJoin | None, Side]:
         """The cache that keys or values join, if any, and those of this call."""
@@ -64,10 +55,8 @@ class CacheWalk(Walk):
         return len(node.operands) == 2 and along != [("c",)]
 
     def appended(self, node: CNode, side: Side) -> tuple[CacheJoin, Side]:
-        shapes, axis = joins(node)
-        old, new = node.operands
-        sides = [self._joined(node, side, edge, shape, axis) for edge, shape in zip((old, new), shapes, strict=False)]
-        if len(sides) != 2 or old.coef != 1 or new.coef != 1:
+        sides, (shapes, axis) = self.joined(node, side), joins(node)
+        if len(sides) != 2 or not is_plain(node):
             raise Unread("keys or values are put together in a way that is not known", node.id)
         self.met.append(node.id)
         before, fresh = renamed(sides[0], {"s": "p"}), renamed(sides[1], {"s": "t"})
@@ -75,18 +64,19 @@ class CacheWalk(Walk):
         self.sizes.setdefault("t", int(shapes[1][axis]))
         return CacheJoin("append", node.id, side.shown, before, None), fresh
 
-    def _joined(self, node: CNode, side: Side, edge: Any, shape: Any, axis: int) -> Side:
-        """One operand of a concatenation along `axis`."""
+    def joined(self, node: CNode, side: Side) -> list[Side]:
+        """The operands of a concatenation."""
+        shapes, axis = joins(node)
         # What is put together is 2 long at least.
-        lengths = [2 if d == axis else n for d, n in enumerate(shape)]
-        return self._part(node, edge, shape, raw_letters(side.shown, lengths))
+        atoms = [raw_letters(side.shown, [2 if d == axis else n for d, n in enumerate(shape)]) for shape in shapes]
+        return [self.raw_operand(node, i, shape, atoms[i], _JOINED) for i, shape in enumerate(shapes)]
 
     def written(self, node: CNode, side: Side) -> tuple[CacheJoin, Side]:
-        known, _ = node.params
-        if known[0] != "params":
+        known = raw_params(node)
+        if known is None:
             raise Unread("a cache is written in a way that is not known", node.id)
-        shape, update, *_ = known[1]
-        old, new, *starts = node.operands
+        shape, update, *_ = known[0]
+        _, _, *starts = node.operands
         atoms = raw_letters(side.shown, shape)
         axis = self.axis_written(node, atoms, shape, update)
         at = starts.pop(axis)
@@ -95,15 +85,14 @@ class CacheWalk(Walk):
         if at.coef != 1 and at.nid != ONE:
             raise Unread("a cache is written at a multiple of a step", node.id)
         self.met.append(node.id)
-        fresh = renamed(self._part(node, new, update, atoms), {"s": "t"})
+        fresh = renamed(self.raw_operand(node, 1, update, atoms, _JOINED), {"s": "t"})
         self.sizes.setdefault("t", int(update[axis]))
-        before = self._part(node, old, shape, atoms)
+        before = self.raw_operand(node, 0, shape, atoms, _JOINED)
         if at.nid == ONE:
             raise Unread(f"a cache is written at the fixed position {at.coef}", node.id)
         step = self.before_wrapping(at.nid, int(shape[axis]))
-        return CacheJoin(
-            "write", node.id, side.shown, before, at.nid if step is None else step, step is not None
-        ), fresh
+        join = CacheJoin("write", node.id, side.shown, before, at.nid if step is None else step, step is not None)
+        return join, fresh
 
     def axis_written(self, node: CNode, atoms: Sequence[Atoms], shape: Any, update: Any) -> int:
         """The raw axis along which an update is shorter than the cache that it is written into, which has these letters.
@@ -116,39 +105,15 @@ class CacheWalk(Walk):
             raise Unread("a cache is written otherwise than at one place along its positions", node.id, "axes")
         return moving[0]
 
-    def _part(self, node: CNode, edge: Any, shape: Any, atoms: Sequence[Atoms]) -> Side:
-        """An operand of this raw shape, whose raw axes have these letters."""
-        found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
-        theirs = iter(edge.axes)
-        for size, own in zip(shape, atoms, strict=True):
-            if size == 1:
-                continue
-            source = next(theirs)
-            if source < 0:
-                raise Unread("a cache is joined with a value that is repeated along an axis", node.id, "axes")
-            found[source] = own
-        return Side(edge.nid, tuple(found))
-
     def before_wrapping(self, nid: int, length: int) -> int | None:
         """The index of which this is `where(index < 0, index + length, index)`, as JAX has it of any index; None where it is not."""
         node = self.node(nid)
-        if node.op != "select" or len(node.operands) != 3 or any(o.coef != 1 for o in node.operands):
+        if node.op != "select" or len(node.operands) != 3 or not is_plain(node):
             return None
-        negative, index, wrapped = (o.nid for o in node.operands)
-        is_wrapped = self.is_negative(negative, index) and self.is_counted_on(wrapped, index, length)
-        return index if is_wrapped else None
-
-    def is_negative(self, nid: int, index: int) -> bool:
-        """Whether a node is 0 > index."""
-        test = self.node(nid)
-        return test.op == "gt" and [(o.nid, o.coef) for o in test.operands] == [(ONE, 0), (index, 1)]
-
-    def is_counted_on(self, nid: int, index: int, length: int) -> bool:
-        """Whether a node is index + length, of whole numbers."""
-        added = self.node(nid)
-        numbers = [o.coef for o in added.operands if o.nid == ONE]
-        plain = [o.nid for o in added.operands if o.nid != ONE and o.coef == 1]
-        return added.op == "iadd" and len(added.operands) == 2 and numbers == [length] and plain == [index]
+        negative, index, added = (self.node(o.nid) for o in node.operands)
+        is_negative = negative.op == "gt" and _edges(negative) == [(ONE, 0), (index.id, 1)]
+        is_wrapped = added.op == "iadd" and sorted(_edges(added)) == sorted([(ONE, length), (index.id, 1)])
+        return index.id if is_negative and is_wrapped else None
 
     def same_cache(self, keys: CacheJoin | None, values: CacheJoin | None) -> None:
         """Keys and values join their caches alike."""
@@ -160,3 +125,8 @@ class CacheWalk(Walk):
             raise Unread("keys and values are written at different positions", values.node)
         if keys.before.nid == values.before.nid:
             raise Unread("keys and values are kept in one cache", values.node)
+
+
+def _edges(node: CNode) -> list[tuple[int, Any]]:
+    """(node, what it is multiplied by) of each operand."""
+    return [(o.nid, o.coef) for o in node.operands]

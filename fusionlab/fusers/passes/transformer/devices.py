@@ -18,17 +18,8 @@ from ....kernels.ops.multi_transformer.checks import OF_ATTENTION
 from ...engine.base import Substitution
 from .plan import Maker, Planned, plan_by
 
-_ATTENTION_ONLY = (
-    "cache",
-    "cache_layout",
-    "gives_keys",
-    "rotary",
-    "is_causal",
-    "mask_value",
-    "scale",
-    "qkv",
-    "heads",
-    "kv_heads",
+_ATTENTION_ONLY = frozenset(
+    "cache cache_layout gives_keys rotary is_causal mask_value scale qkv heads kv_heads".split()
 )
 
 
@@ -49,11 +40,8 @@ class SplitLayer(Substitution):
         x = self.makers["x"](inputs)
         attended, *keys = self.op.call(*self.operands(*inputs), **self.attrs)
         a = self.added(x, attended, "out", 1, inputs)
-        given = {
-            "x": a,
-            **{n: make(inputs) for n, make in self.makers.items() if n != "x" and n in self.forward["present"]},
-        }
-        (fed,) = self.op.call(*given.values(), **self.forward)
+        others = (self.makers[name](inputs) for name in self.forward["present"] if name != "x")
+        (fed,) = self.op.call(a, *others, **self.forward)
         return self.finish((self.added(a, fed, "down", 2, inputs), *keys))
 
     def added(self, x: Any, part: Any, slot: str, number: int, inputs: Any) -> Any:
@@ -67,41 +55,27 @@ class SplitLayer(Substitution):
         epsilon = self.attrs["epsilons"][number - 1]
         if self.attrs["pre_norm"] or epsilon is None:
             return total
-        scale, shift = (
-            None if make is None else make(inputs)
-            for make in (self.makers.get(f"norm{number}_{part}.0") for part in ("scale", "bias"))
-        )
+        makers = (self.makers.get(f"norm{number}_{part}.0") for part in ("scale", "bias"))
+        scale, shift = (make and make(inputs) for make in makers)
         return OPS["layer_norm"].call(total, scale, shift, kind=self.attrs["norm"], epsilon=epsilon)
 
 
 def plan_over_devices(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of a layer that sums over the mesh axes `planned.site.layer.axes`."""
-    attrs, makers = planned.attrs, planned.makers
-    norms = {1: ("norm1_scale", "norm1_bias"), 2: ("norm2_scale", "norm2_bias")} if attrs["pre_norm"] else {}
-    outside = {"norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias", "out_bias", "down_bias"}
+    attrs, makers, axes = planned.attrs, planned.makers, planned.site.layer.axes
+    outside = {"out_bias", "down_bias"}
+    if not attrs["pre_norm"]:
+        outside |= {"norm1_scale", "norm1_bias", "norm2_scale", "norm2_bias"}
 
-    def own(part: str) -> dict[str, Maker]:
-        number = 1 if part == "attention" else 2
-        kept = {n: n.partition(".")[0] for n in makers}
-        return {
-            n: makers[n]
-            for n, slot in kept.items()
-            if slot == "x"
-            or slot in norms.get(number, ())
-            or (slot not in outside and (slot in OF_ATTENTION) == (number == 1))
+    def own(of_attention: bool) -> dict[str, Maker]:
+        kept = {
+            n for n in makers if (slot := n.partition(".")[0]) not in outside and (slot in OF_ATTENTION) == of_attention
         }
+        return {n: make for n, make in makers.items() if n == "x" or n in kept}
 
-    first = plan_by({**attrs, "part": "attention"}, own("attention"), planned.results, implementation)
+    first = plan_by({**attrs, "part": "attention"}, own(True), planned.results, implementation)
     rest = {n: v for n, v in attrs.items() if n not in _ATTENTION_ONLY}
-    forward = {**rest, "part": "feed_forward", "present": tuple(own("feed_forward")), "implementation": implementation}
-    return SplitLayer(
-        first.op,
-        first.attrs,
-        first.operands,
-        first.finish,
-        f"{OPS['multi_transformer'].formula(**attrs)}, summed over {', '.join(planned.site.layer.axes)}",
-        axes=planned.site.layer.axes,
-        sums=planned.site.sums,
-        makers=makers,
-        forward=forward,
-    )
+    forward = {**rest, "part": "feed_forward", "present": tuple(own(False)), "implementation": implementation}
+    formula = f"{OPS['multi_transformer'].formula(**attrs)}, summed over {', '.join(axes)}"
+    given = {"axes": axes, "sums": planned.site.sums, "makers": makers, "forward": forward}
+    return SplitLayer(first.op, first.attrs, first.operands, first.finish, formula, **given)

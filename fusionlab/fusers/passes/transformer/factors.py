@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ....graph.canonical.nodes import CNode
-from .axes import Atoms, Shown, Side, Unread, is_plain, is_product_of, read_by, renamed, slot_reading
+from .axes import Side, Unread, is_plain, is_product_of, read_by, renamed
 from .projections import Projection, ProjectionWalk
 
 BOTH = "y"  # the letter of the columns of a weight that makes both sides of a gate
@@ -33,12 +33,11 @@ class FactorWalk(ProjectionWalk):
         if len(users) != 1 or not is_product_of(users[0], 2):
             return product
         (node,) = users
-        mine = slot_reading(node, product.out.nid)
-        known, other = self.slots(node, mine, product.out.shown), node.operands[1 - mine]
-        if not is_plain(node) or [known.get(x) for x in other.axes] != [("e",)]:
+        known, vector = self.beside(node, product.out)
+        if not is_plain(node) or vector.shown != (("e",),):
             return product
         self.met.append(node.id)
-        return replace(product, out=self.result(node, known), factor=self.up(Side(other.nid, (("e",),)), parts=False))
+        return replace(product, out=self.result(node, known), factor=self.up(vector, parts=False))
 
     def quick(self, up: Projection) -> Projection | None:
         """A product h and h * sigmoid(c h) as a product of silu; None where it is none."""
@@ -50,10 +49,9 @@ class FactorWalk(ProjectionWalk):
         stretch = float(gate.operands[0].coef)
         if not is_product_of(node, 2) or not is_plain(node) or read_by(node) != {up.out.nid, gate.id}:
             return None
-        mine = slot_reading(node, up.out.nid)
-        known = self.slots(node, mine, up.out.shown)
+        known, other = self.beside(node, up.out)
         active = self.result(gate, self.slots(gate, 0, up.out.shown))
-        if not 1 / _STRETCH <= stretch <= _STRETCH or self.slots(node, 1 - mine, active.shown) != known:
+        if not 1 / _STRETCH <= stretch <= _STRETCH or other != active:
             return None
         self.met += [gate.id, node.id]
         return replace(up, out=self.result(node, known), activation="silu", stretch=stretch)
@@ -65,49 +63,40 @@ class FactorWalk(ProjectionWalk):
         each = self.sizes["f"] // 2
         if both.activation != "none" or len(parts) != 2 or {*cuts.values()} != {(0, each), (each, each)}:
             return None
-        sides = {n.id: Side(n.id, self.cut_shown(n, both.out)) for n in parts}
-        found = self.gate_of(sides)
-        if found is None:
+        sides = {n.id: self.part_side(n, both.out) for n in parts}
+        gate = self.gate_of(sides)
+        end = None if gate is None else self.product_of(sides, gate)
+        if gate is None or end is None:
             return None
-        active, gate = found
-        sides[gate.id] = self.result(gate, self.slots(gate, 0, sides[active].shown))
-        product = self.product_of(sides, gate)
-        if product is None:
-            return None
-        end, known = product
-        self.met += [*sides, end.id]
+        active = gate.operands[0].nid
+        self.met += [*sides, end.nid]
         whole = {"f": BOTH}
         self.sizes[BOTH], self.sizes["f"] = self.sizes["f"], each
         both = replace(both, w=renamed(both.w, whole), bias=both.bias and renamed(both.bias, whole))
         (other,) = cuts.keys() - {active}
-        return (
-            replace(both, part=cuts[other]),
-            replace(both, part=cuts[active], activation="silu"),
-            self.result(end, known),
-        )
+        return replace(both, part=cuts[other]), replace(both, part=cuts[active], activation="silu"), end
 
-    def gate_of(self, halves: Mapping[int, Side]) -> tuple[int, CNode] | None:
-        """(the half, sigmoid of it), where one half has one; None where there are several, or none."""
+    def gate_of(self, halves: Mapping[int, Side]) -> CNode | None:
+        """The sigmoid of one of the halves; None where there are several, or none."""
         gates = [u for nid in halves for u in self.users(nid) if u.op == "logistic"]
-        if len(gates) != 1 or not is_plain(gates[0]):
-            return None
-        return gates[0].operands[0].nid, gates[0]
+        return gates[0] if len(gates) == 1 and is_plain(gates[0]) else None
 
-    def product_of(self, sides: Mapping[int, Side], gate: CNode) -> tuple[CNode, dict[int, Atoms]] | None:
-        """(the product of three values, the sigmoid `gate` among them, axis by axis, the letters of its labels); None where there is none,
-        or several of the gate.
+    def product_of(self, sides: dict[int, Side], gate: CNode) -> Side | None:
+        """The product of two values and the sigmoid `gate` of one of them, axis by axis; None where there is none, or several. The gate
+        joins the `sides`.
         """
+        sides[gate.id] = self.result(gate, self.slots(gate, 0, sides[gate.operands[0].nid].shown))
         # g * sigmoid(g) alone is another node that reads the gate.
         ends = [u for u in self.users(gate.id) if is_product_of(u, 3)]
         if len(ends) != 1 or not is_plain(ends[0]) or read_by(ends[0]) != sides.keys():
             return None
         (end,) = ends
         first, *others = (self.slots(end, i, sides[o.nid].shown) for i, o in enumerate(end.operands))
-        return (end, first) if all(known == first for known in others) else None
+        return self.result(end, first) if all(known == first for known in others) else None
 
-    def cut_shown(self, part: CNode, whole: Side) -> Shown:
-        """What the axes are of a part of a value: such a node names, for each of its own axes, its operand's."""
-        return tuple(whole.shown[axis] for axis in part.operands[0].axes)
+    def part_side(self, part: CNode, whole: Side) -> Side:
+        """A part of a value: such a node names, for each of its own axes, its operand's."""
+        return Side(part.id, tuple(whole.shown[axis] for axis in part.operands[0].axes))
 
 
 def factors_of(product: Projection, slot: str, leaves: Mapping[str, Any]) -> tuple[float, str | None]:

@@ -9,7 +9,7 @@ devices sum its products.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -34,11 +34,12 @@ from .axes import Unread
 from .devices import plan_over_devices
 from .plan import Planned, check_fits, planned
 from .reading import READING_STEPS, LayerRead, LayerReader, Partial
+from .residuals import multiples
 from .site import LayerSite, site_of
 from .stacks import Found, plan_of_row, region_of_row, rows
-from .streams import multiples
 
 _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), LayerNormPass())
+_NOT_BEGUN = (0, READING_STEPS)  # the progress at an attention around which nothing was read
 _REPORTED = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
 _SUMMED = ", both of devices' parts that are summed before the bias"
@@ -49,10 +50,9 @@ SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 class _Folded:
     """A block with its small sites folded.
 
-    Attributes: `view`; `attentions` (canonical node -> the site that it is); `declined` and `norms` (attentions and norms that
-    are none); `open` (attentions whose inner values are read outside);
-    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes);
-    `failed` (attentions at which the reading itself failed, which one pass tells).
+    Attributes: `view`; `attentions` (canonical node -> the site that it is; without those at which the reading itself failed, which one
+    pass tells); `declined` and `norms` (attentions and norms that are none); `open` (attentions whose inner values are read outside);
+    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes).
     """
 
     view: CanonicalView
@@ -62,12 +62,6 @@ class _Folded:
     open: tuple[Candidate, ...]
     collective: bool
     read: dict[int, LayerRead | Partial] = field(default_factory=dict)
-    failed: set[int] = field(default_factory=set)
-
-    @property
-    def to_read(self) -> list[int]:
-        """The attentions at which reading has not failed."""
-        return [nid for nid in self.attentions if nid not in self.failed]
 
 
 def _folded(search: Search) -> _Folded:
@@ -161,8 +155,8 @@ class MultiTransformerPass(Pass):
         found = _folded(search)
         yield from self.without_layer(search, found)
         layers: list[Found] = []
-        for nid in found.to_read:
-            outcome = self.at(search, found, nid)
+        for nid, attention in list(found.attentions.items()):
+            outcome = _Place(self, search, found, attention).around(nid)
             if isinstance(outcome, Found):
                 layers.append(outcome)
             elif outcome is not None:
@@ -171,140 +165,126 @@ class MultiTransformerPass(Pass):
             yield from (layer.candidate for layer in layers)
             return
         for row in rows(layers):
-            yield row[0].candidate if len(row) == 1 else self.stacked(search, row)
+            last = row[-1].candidate
+            yield last if len(row) == 1 else _Place(self, search, found, last).stacked(row)
 
     def without_layer(self, search: Search, found: _Folded) -> Iterator[Rejection]:
         """Of the attentions that no layer can be read at; the plainest pass tells, and only where it is named."""
         if self.decoder or self.fused or self.spread or search.by_default:
             return
         yield from (self.without_attention(search, problem) for problem in found.declined)
-        yield from (self.differentiated(search, attention) for attention in found.open)
+        yield from (_Place(self, search, found, attention).differentiated() for attention in found.open)
 
-    def at(self, search: Search, found: _Folded, nid: int) -> Found | Rejection | None:
-        """The layer around an attention, why there is none, or None where that is another pass's to tell."""
-        attention = found.attentions[nid]
-
-        def looked() -> Found | Rejection | None:
-            if nid not in found.read:
-                found.failed.add(nid)
-                found.read[nid] = LayerReader(found.view, nid).read()
-                found.failed.discard(nid)
-            layer = found.read[nid]
-            if (layer.decoder, layer.fused) != (self.decoder, self.fused) or not self.tells(found, layer):
-                return None
-            return self.outcome(search, found, attention, layer)
-
-        nodes = attention.region.nodes if attention.region else [_anchor(search, attention)]
-        return guarded(looked, lambda fault: faulty(self.name, fault, _anchor(search, attention), nodes))
+    def without_attention(self, search: Search, problem: Rejection) -> Rejection:
+        """A layer may stand here; its attention is none that the op has."""
+        by_id = search.graph.node_by_id
+        guilty, site = ([by_id[i] for i in ids] for ids in (problem.node_ids, problem.site_ids))
+        sentence, anchor = f"its attention is not fused: {problem.sentence}", by_id[max(problem.site_ids)]
+        return reject(self.name, problem.code, sentence, anchor, guilty, site, _NOT_BEGUN, problem.edit)
 
     def tells(self, found: _Folded, layer: LayerRead | Partial) -> bool:
         """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
+        if (layer.decoder, layer.fused) != (self.decoder, self.fused):
+            return False
         return bool(layer.axes) == self.spread or (self.spread and isinstance(layer, Partial) and found.collective)
 
-    def outcome(
-        self, search: Search, found: _Folded, attention: Candidate, layer: LayerRead | Partial
-    ) -> Found | Rejection | None:
-        anchor = _anchor(search, attention)
+
+class _Place(Site):
+    """An attention around which a layer may stand; or the last layer of a row."""
+
+    pass_: MultiTransformerPass
+
+    def __init__(self, pass_: MultiTransformerPass, search: Search, found: _Folded, site: Candidate) -> None:
+        super().__init__(pass_, search, search.block.producer[site.root.id])
+        self.found, self.view, self.attention = found, found.view, site
+        self.nodes = site.region.nodes if site.region else [self.anchor]
+
+    def around(self, nid: int) -> Found | Rejection | None:
+        """The layer around the attention, why there is none, or None where that is another pass's to tell."""
+        return guarded(
+            lambda: self.read(nid),
+            lambda fault: faulty(self.pass_.name, fault, self.anchor, self.nodes),
+        )
+
+    def read(self, nid: int) -> Found | Rejection | None:
+        if nid not in self.found.read:
+            del self.found.attentions[nid]
+            self.found.read[nid] = LayerReader(self.view, nid).read()
+            self.found.attentions[nid] = self.attention
+        layer = self.found.read[nid]
+        if not self.pass_.tells(self.found, layer):
+            return None
         if isinstance(layer, Partial):
-            reported = layer.steps >= _REPORTED or not search.by_default
-            return self.partial(search, found, anchor, layer) if reported else None
+            reported = layer.steps >= _REPORTED or not self.search.by_default
+            return self.partial(layer.why, layer.nids, layer.steps) if reported else None
 
-        def declined(why: Declined) -> Rejection:
+        def unfit(why: Declined) -> Rejection:
             unread = why if isinstance(why, Unread) else Unread(why.sentence, layer.attention)
-            products = (layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
-            nids = (layer.norm1.nid, layer.norm2.nid, layer.attention, *(p.nid for p in products))
-            partial = Partial(unread, READING_STEPS, self.decoder, self.fused, nids, layer.axes)
-            return self.partial(search, found, anchor, partial)
+            parts = (layer.norm1, layer.norm2, layer.q, layer.k, layer.v, layer.out, layer.up, layer.down)
+            return self.partial(unread, [layer.attention, *(p.nid for p in parts)], READING_STEPS)
 
-        return attempted(lambda: self.fitted(search, found, attention, layer), declined)
+        return attempted(lambda: self.fitted(layer), unfit)
 
-    def fitted(self, search: Search, found: _Folded, attention: Candidate, layer: LayerRead) -> Found | Rejection:
+    def fitted(self, layer: LayerRead) -> Found | Rejection:
         """A layer that was read to its end.
 
         Raises:
           Declined: it cannot be cut out, or the op does not take it.
         """
-        plan = planned(found.view, site_of(search, found.view, layer, attention))
-        check_fits(search, plan, layer_plan(plan, None))
-        region = plan.site.region
-        proposed = propose(
-            search,
-            self.name,
-            region,
-            layer_plan(plan, search.implementation),
-            _anchor(search, attention),
-            _notes(found.view, plan.site),
-            ("transformer_layer",),
-            sums=self.spread,
-        )
-        outcome = replace(proposed, id=f"{self.name}@{_common_scope(region)}")
+        plan = planned(self.view, site_of(self.search, self.view, layer, self.attention))
+        check_fits(self.search, plan, layer_plan(plan, None))
+        substitution = layer_plan(plan, self.search.implementation)
+        outcome = self.proposed(plan.site.region, substitution, _notes(self.view, plan.site))
         return Found(outcome, plan) if isinstance(outcome, Candidate) else outcome
 
-    def stacked(self, search: Search, row: list[Found]) -> Candidate:
+    def stacked(self, row: list[Found]) -> Candidate:
         """A row of layers as one site: each was certified, and a row is one after the other."""
         region = region_of_row(row)
-        plan = plan_of_row(row, region, search.implementation)
-        first = row[0].candidate
-        notes = (*first.notes, f"{len(row)} identical layers as one call")
-        anchor = _anchor(search, row[-1].candidate)
-        outcome = propose(search, self.name, region, plan, anchor, notes, first.concepts, proof=ProofOutcome(None))
-        return replace(outcome, id=f"{self.name}@{_common_scope(region)}")
+        plan = plan_of_row(row, region, self.search.implementation)
+        notes = (*row[0].candidate.notes, f"{len(row)} identical layers as one call")
+        return self.proposed(region, plan, notes, ProofOutcome(None))
 
-    def partial(self, search: Search, found: _Folded, anchor: Node, layer: Partial) -> Rejection:
+    def proposed(
+        self, region: Region, plan: Substitution, notes: Sequence[str], proof: ProofOutcome | None = None
+    ) -> Any:
+        """What becomes of a layer or a row of them, named by the scope that all of its nodes stand in."""
+        name, concepts = self.pass_.name, ("transformer_layer",)
+        outcome = propose(self.search, name, region, plan, self.anchor, notes, concepts, proof, self.pass_.spread)
+        return replace(outcome, id=f"{name}@{_common_scope(region)}")
+
+    def partial(self, why: Unread, nids: Sequence[int], steps: int) -> Rejection:
         """Why a layer that was read in part is none."""
-        nodes = [n for nid in (*layer.nids, layer.why.nid) for n in _raw_nodes(search, found.view, nid)]
-        guilty = _raw_nodes(search, found.view, layer.why.nid)[-1:]
-        why, progress = layer.why, (min(layer.steps, READING_STEPS), READING_STEPS)
-        declined = _norm_near(found, guilty, why.about) if why.about else None
+        guilty = self.raw_nodes(why.nid)[-1:]
+        site = [n for nid in (*nids, why.nid) for n in self.raw_nodes(nid)]
+        declined = _norm_near(self.found, guilty, why.about) if why.about else None
         if declined is not None:
-            guilty = [search.graph.node_by_id[i] for i in declined.node_ids]
+            guilty = [self.search.graph.node_by_id[i] for i in declined.node_ids]
             sentence, code, edit = f"its norm is not fused: {declined.sentence}", declined.code, declined.edit
         else:
-            sentence, code, edit = f"{anchor_text(guilty[0] if guilty else anchor)}: {why}", why.code, why.edit
-            if code == "structure" and self.is_random(search, found, layer):
+            sentence, code, edit = f"{anchor_text(guilty[0] if guilty else self.anchor)}: {why}", why.code, why.edit
+            if code == "structure" and self.is_random(why.nid):
                 code = "dropout"
-        return reject(self.name, code, sentence, anchor, guilty, nodes, progress, edit)
+        progress = min(steps, READING_STEPS), READING_STEPS
+        return reject(self.pass_.name, code, sentence, self.anchor, guilty, site, progress, edit)
 
-    def is_random(self, search: Search, found: _Folded, layer: Partial) -> bool:
-        site = Site(self, search, search.block.nodes[0])
-        site.view = found.view
-        return site.is_random(layer.why.nid)
+    def raw_nodes(self, nid: int) -> list[Node]:
+        """The raw nodes of a canonical one: of a site that is folded all of its own."""
+        tiles, producer = self.view.tiles_at.get(nid, ()), self.search.block.producer
+        if tiles:
+            return [self.search.graph.node_by_id[i] for i in sorted(tiles[0].node_ids)]
+        return [producer[v.id] for v in self.view.values_of.get(nid, ()) if v.id in producer][:1]
 
-    def without_attention(self, search: Search, problem: Rejection) -> Rejection:
-        """A layer may stand here; its attention is none that the op has."""
-        node = search.graph.node_by_id[max(problem.site_ids)]
-        guilty = [search.graph.node_by_id[i] for i in problem.node_ids]
-        site = [search.graph.node_by_id[i] for i in problem.site_ids]
-        sentence = f"its attention is not fused: {problem.sentence}"
-        return reject(self.name, problem.code, sentence, node, guilty, site, (0, READING_STEPS), problem.edit)
-
-    def differentiated(self, search: Search, attention: Candidate) -> Rejection:
-        anchor = _anchor(search, attention)
+    def differentiated(self) -> Rejection:
         sentence = (
-            f"{anchor_text(anchor)}: inner values of the layer around it are read outside, as by the backward pass of a program that is "
-            f"differentiated already; the op runs forward only, and is its pieces under jax.grad"
+            f"{anchor_text(self.anchor)}: inner values of the layer around it are read outside, as by the backward pass of a program that "
+            "is differentiated already; the op runs forward only, and is its pieces under jax.grad"
         )
-        nodes = attention.region.nodes if attention.region else [anchor]
-        return reject(self.name, "escapes", sentence, anchor, [anchor], nodes, (0, READING_STEPS), FUSE_FIRST)
+        return self.rejection("escapes", sentence, (), _NOT_BEGUN, FUSE_FIRST)
 
 
 def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of one layer, on one device or over several."""
     return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
-
-
-def _anchor(search: Search, site: Candidate) -> Node:
-    """The node that makes a site's result."""
-    return search.block.producer[site.root.id]
-
-
-def _raw_nodes(search: Search, view: CanonicalView, nid: int) -> list[Node]:
-    """The raw nodes of a canonical one: of a site that is folded all of its own."""
-    tiles = view.tiles_at.get(nid, ())
-    if tiles:
-        return [search.graph.node_by_id[i] for i in sorted(tiles[0].node_ids)]
-    producer = search.block.producer
-    return [producer[v.id] for v in view.values_of.get(nid, ()) if v.id in producer][:1]
 
 
 def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
@@ -321,14 +301,8 @@ def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
 
 def _common_scope(region: Region) -> str:
     """The scope that all of a layer's nodes stand in."""
-    shared: list[str] | None = None
-    for node in region.nodes:
-        parts = node.scope.split("/")
-        if shared is None:
-            shared = parts
-        same = [a == b for a, b in zip(shared, parts, strict=False)]
-        shared = shared[: same.index(False) if False in same else len(same)]
-    return "/".join(shared or ())
+    scopes = zip(*(node.scope.split("/") for node in region.nodes), strict=False)
+    return "/".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, scopes))
 
 
 def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:

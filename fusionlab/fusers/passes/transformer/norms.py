@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from ....graph.canonical.fused_nodes import Labelled
 from ....graph.canonical.nodes import CNode
-from .axes import Atoms, Side, Unread, is_plain, is_product_of, number_of, side_of, slot_of, slot_reading
-from .streams import StreamWalk
+from .axes import Atoms, Side, Unread, is_plain, is_product_of, side_of, slots_of
+from .residuals import ResidualWalk
 
 EPSILON_LIMIT = 1e-3  # the original's: it refuses to fuse a norm with a larger one
 _BEHIND = (("sum", "bias"), ("prod", "scale"))  # what is done last, first
@@ -31,7 +31,7 @@ class NormRead:
         return self.out.nid
 
 
-class NormWalk(StreamWalk):
+class NormWalk(ResidualWalk):
     """The part of a reading that is about norms."""
 
     def norm(self, side: Side) -> NormRead:
@@ -45,7 +45,7 @@ class NormWalk(StreamWalk):
         if [known.get(x) for x in over] != [("e",)]:
             raise Unread("a norm is taken over other axes than the model's width", side.nid, "axes")
         sides = behind | self.operands_of(node, known, side.nid, bool(behind))
-        epsilon = number_of(node, "epsilon")
+        epsilon = float(node.operands[slots_of(node)["epsilon"]].coef)
         if epsilon > EPSILON_LIMIT:
             raise Unread(
                 f"epsilon is {epsilon:g}, above the {EPSILON_LIMIT:g} up to which a layer is fused", side.nid, "scalar",
@@ -63,7 +63,7 @@ class NormWalk(StreamWalk):
         """
         sides: dict[str, Side] = {}
         for slot in ("x", "scale", "bias"):
-            i = slot_of(node, slot)
+            i = slots_of(node).get(slot)
             if i is None:
                 continue
             if node.operands[i].coef != 1:
@@ -80,14 +80,14 @@ class NormWalk(StreamWalk):
 
     def norm_from(self, norm: Side) -> Side:
         """What a norm's scale and shift make of it, where they stand behind it and nothing else reads it without them."""
-        if any(slot_of(self.node(norm.nid), slot) is not None for _, slot in _BEHIND):
+        if slots_of(self.node(norm.nid)).keys() & {"scale", "bias"}:
             return norm
         side = norm
         for op, _ in reversed(_BEHIND):
             readers = self.readers(side.nid)
             if [n.op for n in readers] != [op]:
                 continue
-            known = self.slots(readers[0], slot_reading(readers[0], side.nid), side.shown)
+            known, _ = self.beside(readers[0], side)
             if len(known) == len(readers[0].shape):
                 whole = self.result(readers[0], known)
                 side = whole if self._parted(whole) is not None else side
@@ -107,7 +107,7 @@ class NormWalk(StreamWalk):
         node = self.node(side.nid)
         if len(node.operands) != 2 or not is_plain(node) or (node.op == "prod" and not is_product_of(node, 2)):
             return None
-        sides = [Side(o.nid, tuple(side.shown[x] for x in o.axes)) for o in node.operands]
+        sides = self.operands(side)
         for whole, vector in (sides, sides[::-1]):
             if vector.shown == (("e",),) and len(whole.shown) == len(side.shown):
                 return whole, vector

@@ -16,16 +16,19 @@ from ....graph.canonical.nodes import tidy
 from ....graph.canonical.view import CanonicalView
 from ....graph.matching.region import Region, region_signature
 from ....graph.program.in_shard_map import make_jaxpr
+from ....graph.program.ir import Value
 from ....kernels import OPS
 from ....kernels.ops.multi_transformer.attributes import TURNED
 from ...engine.base import Search, Substitution
-from .axes import Atoms, Unread, all_letters, arranged, check_groups, raw_axes, restored
+from ...engine.layout import input_positions
+from .axes import Atoms, Side, Unread, all_letters, arranged, raw_axes, restored
 from .factors import FACTOR, factors_of
 from .rotary import NEIGHBOURS
 from .rotary_tables import RotaryTable
-from .site import LayerOperand, LayerSite
+from .site import Groups, LayerSite
 
 _PLAIN = {"softcap": None, "factors_scale": 1.0, "keep": 1.0, "dropout_shape": None}
+_OF_HEADS = ("q", "k", "v", "out")
 
 
 def layer_attributes(site: LayerSite) -> dict[str, Any]:
@@ -148,7 +151,7 @@ def planned(view: CanonicalView, site: LayerSite) -> Planned:
     planner = _Planner(view, site)
     attrs = layer_attributes(site) | {"turned": planner.turned}
     root = raw_axes(view, site.region.root, site.layer.root.shown)
-    makers, results = dict(planner.makers(attrs)), tuple(planner.results(attrs))
+    makers, results = dict(planner.makers()), tuple(planner.results())
     return Planned(site, attrs, makers, results, planner.sized(planner.axes["x"]), planner.sized(root))
 
 
@@ -156,98 +159,64 @@ class _Planner:
     def __init__(self, view: CanonicalView, site: LayerSite) -> None:
         self.view, self.site = view, site
         self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
-        self.where = {v.id: i for i, v in enumerate(site.region.inputs)}
-        self.axes = {slot: self.raw(slot, leaf) for slot, leaf in site.leaves.items()}
+        self.where = input_positions(site.region)
+        self.axes = {
+            slot: raw_axes(view, self.region.leaves[slot], leaf.side.shown) for slot, leaf in site.leaves.items()
+        }
 
     def sized(self, axes: Sequence[Atoms]) -> Any:
-        return self.site.letters("b"), tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
+        return self.layer.batch, tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
 
-    def raw(self, slot: str, leaf: LayerOperand) -> tuple[Atoms, ...]:
-        return raw_axes(self.view, self.region.leaves[slot], leaf.side.shown)
-
-    def makers(self, attrs: Mapping[str, Any]) -> Iterator[tuple[str, Maker]]:
+    def makers(self) -> Iterator[tuple[str, Maker]]:
         """Slot -> the operand, of the region's inputs."""
-        shared = ("x", "step")
         yield "x", self.arranged("x")
         yield from ((slot, self.table(table)) for slot, table in self.site.tables.items())
-        if self.site.masks:
-            yield from self.masked()
-        elif (window := self.site.attention.attrs.get("window")) is not None:
-            is_causal = bool(self.site.attention.attrs.get("is_causal", False))
-            yield "mask", lambda _: _in_window(self.sizes.get("t", 1), self.sizes.get("s", 1), window, is_causal)
+        yield from self.masked() if self.site.masks else self.windowed()
         if "step" in self.site.leaves:
             yield "step", self.step
         for slot in self.site.leaves:
-            if slot in shared or slot.endswith(FACTOR):
-                continue
-            yield f"{slot}.0", self.multiplied(slot, self.laid_out(slot, attrs))
+            if slot not in ("x", "step") and not slot.endswith(FACTOR):
+                yield f"{slot}.0", self.operand(slot)
 
-    def laid_out(self, slot: str, attrs: Mapping[str, Any]) -> Maker:
-        """The operand as the op has it lie, times nothing yet."""
-        maker = self.as_it_lies(slot) or self.arranged(slot)
-        if slot.startswith("cache") and attrs["cache_layout"] == "BHSD":
-            batch, length, heads, features = self.site.leaves[slot].groups
-            maker = self.arranged(slot, (batch, heads, length, features))
-        return maker
+    def operand(self, slot: str) -> Maker:
+        """A weight, bias, scale or cache: itself where the op takes it as it lies, else arranged, and changed as the op has it."""
+        change = self.change(slot)
+        is_vector = slot.endswith("_bias") and len(self.region.leaves[slot].shape) == 1
+        if change is not None:
+            arranged = self.arranged(slot)
+            return lambda inputs: change(arranged(inputs), inputs)
+        return self.given(slot) if is_vector or self.lies(slot) is not None else self.arranged(slot)
 
-    def table(self, table: RotaryTable) -> Maker:
-        """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
-        axes, rotary = raw_axes(self.view, table.value, table.side.shown), self.layer.rotary
-        batch = {a for axis in axes for a in axis if a.startswith("b")}
-        if batch and batch != set(self.site.letters("b")):
-            raise Unread(
-                "the tables of its rotary embedding differ along some of its batch axes", self.layer.attention, "rotary"
-            )
-        at = [self.where[self.region.leaves[f"table:{v.id}"].id] for v in table.inputs]
-        program = table.program(self.region.block, self.region.known)
-        groups = (self.site.letters("b"), ("t",), (rotary.width if rotary else "c",))
-        check_groups(axes, groups, table.side.nid)
-        times = 2 if groups[-1] == ("w",) else 1
+    def given(self, slot: str) -> Maker:
+        at = self.where[slot]
+        return lambda inputs: inputs[at]
 
-        def make(inputs: Sequence[Any]) -> Any:
-            whole = arranged(program(*(inputs[i] for i in at)), axes, groups, self.sizes)
-            whole = in_halves(whole) if rotary is not None and rotary.neighbours else whole
-            return jnp.concatenate([whole] * times, axis=-1)
+    def arranged(self, slot: str) -> Maker:
+        leaf, at = self.site.leaves[slot], self.where[slot]
+        groups = leaf.groups
+        if slot in ("cache_k", "cache_v"):
+            of = self.layer.key_cache
+            groups = self.site.stored("s" if of and of.kind == "write" else "p", "d" if slot == "cache_v" else "c")
+        make = arranged(self.axes[slot], groups, self.sizes, leaf.side.nid)
+        return lambda inputs: make(inputs[at])
 
-        return make
-
-    def arranged(self, slot: str, groups: Any = None) -> Maker:
-        have, at = self.axes[slot], self.where[self.region.leaves[slot].id]
-        groups = groups or self.site.leaves[slot].groups
-        check_groups(have, groups, self.site.leaves[slot].side.nid)
-        return lambda inputs: arranged(inputs[at], have, groups, self.sizes)
-
-    def factors(self, slot: str) -> tuple[float, str | None]:
-        """(number, slot of a vector) that a weight or bias is multiplied by."""
-        layer = self.layer
-        product = {"out": layer.out, "up": layer.up, "down": layer.down}.get(slot.removesuffix("_bias"))
-        return (1.0, None) if product is None else factors_of(product, slot, self.region.leaves)
-
-    def part(self, slot: str) -> slice | None:
-        """The columns of a weight or bias that are one side of a gate, where there are others."""
-        product = {"up": self.layer.up, "gate": self.layer.gate}.get(slot.removesuffix("_bias"))
-        return None if product is None or product.part is None else slice(product.part[0], sum(product.part))
-
-    def turns_neighbours(self, slot: str) -> bool:
-        """Whether a weight or bias has columns whose neighbours are turned as pairs, where the op turns halves."""
-        rotary = self.layer.rotary
-        return rotary is not None and rotary.neighbours and slot.removesuffix("_bias") in ("q", "k")
-
-    def as_halves(self, slot: str) -> bool:
-        """Whether the op has other columns of an operand than the program, or in another order."""
-        return self.turns_neighbours(slot) or self.part(slot) is not None
-
-    def multiplied(self, slot: str, maker: Maker) -> Maker:
-        """An operand, its last axis the product's features, times what the program multiplies the product by."""
-        number, vector = self.factors(slot)
-        if self.turns_neighbours(slot):
-            return lambda inputs: in_halves(maker(inputs))
-        if (part := self.part(slot)) is not None:
-            return lambda inputs: maker(inputs)[..., part]
+    def change(self, slot: str) -> Callable[[Any, Sequence[Any]], Any] | None:
+        """What the op has in place of a product's weight or bias, of that and the region's inputs: its columns in another order, some of
+        them, or times what the program multiplies the product by. None where it has all of it as it is.
+        """
+        product, rotary = self.site.leaves[slot].product, self.layer.rotary
+        if product is None:
+            return None
+        if rotary is not None and rotary.neighbours and slot.removesuffix("_bias") in ("q", "k"):
+            return lambda x, _: in_halves(x)
+        if product.part is not None:
+            columns = slice(product.part[0], sum(product.part))
+            return lambda x, _: x[..., columns]
+        number, vector = factors_of(product, slot, self.region.leaves)
         if vector is not None:
             along = self.arranged(vector)
-            return lambda inputs: maker(inputs) * (along(inputs) * number)
-        return maker if number == 1.0 else lambda inputs: maker(inputs) * number
+            return lambda x, inputs: x * (along(inputs) * number)
+        return None if number == 1.0 else lambda x, _: x * number
 
     @property
     def turned(self) -> tuple[str, ...]:
@@ -256,7 +225,7 @@ class _Planner:
 
     def lies(self, slot: str) -> str | None:
         """How a weight's letters stand in the program's array: as the op has them, "turned", or otherwise (None)."""
-        if not self.is_of_its_rank(slot) or self.factors(slot) != (1.0, None) or self.as_halves(slot):
+        if slot not in TURNED or not self.is_of_its_rank(slot) or self.change(slot) is not None:
             return None
         groups, have = self.site.leaves[slot].groups, all_letters(self.axes[slot])
         wanted = tuple(a for a in all_letters(groups) if a in have)
@@ -265,26 +234,31 @@ class _Planner:
     def is_of_its_rank(self, slot: str) -> bool:
         """Whether a weight has as many axes, none of 1, as the op may take as they lie."""
         shape = self.region.leaves[slot].shape
-        ranks = {2}
-        if slot == "qkv" and self.layer.columns == "interleaved":
-            ranks = {2, 4}
-        elif slot in ("q", "k", "v", "out"):
-            ranks = {2, 3}
-        return 1 not in shape and len(shape) in ranks
+        ranks = {"qkv": (2, 4) if self.layer.columns == "interleaved" else (2,), **dict.fromkeys(_OF_HEADS, (2, 3))}
+        return 1 not in shape and len(shape) in ranks.get(slot, (2,))
 
-    def as_it_lies(self, slot: str) -> Maker | None:
-        """The weight or bias itself, where the op takes it as it lies."""
-        at = self.where[self.region.leaves[slot].id]
-        if slot in TURNED and self.lies(slot) is not None:
-            return lambda inputs: inputs[at]
-        value = self.region.leaves[slot]
-        if self.as_halves(slot):
-            return None
-        return (lambda inputs: inputs[at]) if slot.endswith("_bias") and len(value.shape) == 1 else None
+    def table(self, table: RotaryTable) -> Maker:
+        """Cosines or sines as wide as a head, of each position: of the whole batch, or of each of it."""
+        axes, rotary = raw_axes(self.view, table.value, table.side.shown), self.layer.rotary
+        batch = {a for axis in axes for a in axis if a.startswith("b")}
+        if batch and batch != set(self.layer.batch):
+            why = "the tables of its rotary embedding differ along some of its batch axes"
+            raise Unread(why, self.layer.attention, "rotary")
+        at = [self.where[f"table:{v.id}"] for v in table.inputs]
+        program = table.program(self.region.block, self.region.known)
+        width = rotary.width if rotary else "c"
+        arrange = arranged(axes, (self.layer.batch, ("t",), (width,)), self.sizes, table.side.nid)
+
+        def make(inputs: Sequence[Any]) -> Any:
+            whole = arrange(program(*(inputs[i] for i in at)))
+            whole = in_halves(whole) if rotary is not None and rotary.neighbours else whole
+            return jnp.concatenate([whole] * (2 if width == "w" else 1), axis=-1)
+
+        return make
 
     def step(self, inputs: Sequence[Any]) -> Any:
         """Where the program writes its cache: clamped, as an update of a slice is."""
-        step, length = inputs[self.where[self.region.leaves["step"].id]], self.sizes["s"]
+        step, length = inputs[self.where["step"]], self.sizes["s"]
         step = step.astype(jnp.int32) if step.dtype.itemsize < 4 else step  # of 8 bits, it may not count to the length
         if self.layer.key_cache is not None and self.layer.key_cache.from_the_end:
             step = jnp.where(step < 0, step + length, step)
@@ -292,46 +266,42 @@ class _Planner:
 
     def masked(self) -> Iterator[tuple[str, Maker]]:
         """The mask or bias, made as the attention's own site makes it."""
-        attention, own = self.site.attention, self.site.attention.region
+        attention, own, keys = self.site.attention, self.site.attention.region, self.sizes.get("s", 1)
         assert own is not None
-        of_mask = {
-            own.leaves[theirs].id: self.where[self.region.leaves[mine].id] for mine, theirs in self.site.masks.items()
-        }
+        of_mask = {own.leaves[theirs].id: self.where[mine] for mine, theirs in self.site.masks.items()}
 
-        def both(inputs: Sequence[Any]) -> tuple[Any, ...]:
+        def both(*inputs: Any) -> tuple[Any, ...]:
             given = [inputs[of_mask[v.id]] if v.id in of_mask else jnp.zeros(v.shape, v.dtype) for v in own.inputs]
             return attention.plan.operands(*given)
 
-        shapes = jax.eval_shape(lambda *xs: both(xs), *(v.aval for v in self.region.inputs))
+        shapes = jax.eval_shape(both, *(v.aval for v in self.region.inputs))
         found = [number for number in (3, 4) if shapes[number] is not None]
         if len(found) > 1:
             raise Unread("its attention has a mask and a bias", self.layer.attention, "mask")
         if any(len(shapes[number].shape) > 4 for number in found):
             raise Unread("its mask has several batch axes", self.layer.attention, "axes")
         if found:
-            keys = self.sizes.get("s", 1)
-            yield "mask", lambda inputs: _over_keys(both(inputs)[found[0]], keys)
+            yield "mask", lambda inputs: _over_keys(both(*inputs)[found[0]], keys)
 
-    def results(self, attrs: Mapping[str, Any]) -> list[Maker]:
+    def windowed(self) -> Iterator[tuple[str, Maker]]:
+        """The mask of a local window."""
+        attrs = self.site.attention.attrs
+        if (window := attrs.get("window")) is not None:
+            is_causal = bool(attrs.get("is_causal", False))
+            yield "mask", lambda _: _in_window(self.sizes.get("t", 1), self.sizes.get("s", 1), window, is_causal)
+
+    def results(self) -> Iterator[Maker]:
         """The region's roots, of the op's results."""
-        batch, sizes = self.site.letters("b"), self.sizes
-        root = self.region.root
-        want = raw_axes(self.view, root, self.layer.root.shown)
-        check_groups(want, (batch, ("t",), ("e",)), self.layer.root.nid)
-        makers = [lambda outs: restored(outs[0], (batch, ("t",), ("e",)), want, root.shape, sizes)]
-        key = "g" if "g" in sizes else "h"
+        layer, length = self.layer, "t" if self.layer.key_cache is None else "s"
+        yield self.result(0, self.region.root, layer.root, (layer.batch, ("t",), ("e",)))
         for other in self.site.others:
-            length = "t" if self.layer.key_cache is None else "s"
-            middle = ((key,), (length,)) if attrs["cache_layout"] == "BHSD" else ((length,), (key,))
-            groups = (batch, *middle, ("d" if other.of_values else "c",))
-            axes = raw_axes(self.view, other.value, other.side.shown)
-            check_groups(axes, groups, other.side.nid)
-            makers.append(
-                lambda outs, g=groups, w=axes, o=other: restored(
-                    outs[2 if o.of_values else 1], g, w, o.value.shape, sizes
-                )
-            )
-        return makers
+            groups = self.site.stored(length, "d" if other.of_values else "c")
+            yield self.result(2 if other.of_values else 1, other.value, other.side, groups)
+
+    def result(self, number: int, value: Value, side: Side, groups: Groups) -> Maker:
+        """A raw value that is the op's result of this number, which has an axis per group."""
+        restore = restored(groups, raw_axes(self.view, value, side.shown), value.shape, self.sizes, side.nid)
+        return lambda outs: restore(outs[number])
 
 
 def _turned(slot: str, groups: Sequence[Sequence[str]], letters: Sequence[str]) -> tuple[str, ...]:

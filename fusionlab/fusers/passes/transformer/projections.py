@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ....graph.canonical.fused_nodes import Labelled, node_labels
 from ....graph.canonical.nodes import CNode
-from ....graph.canonical.view import CanonicalView
-from .axes import Atoms, AxisPart, Side, Unread, all_letters, letters_in, slot_of, slot_reading
+from .axes import Atoms, AxisPart, Side, Unread, all_letters, letters_in, side_of, slots_of
 from .rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
@@ -20,7 +19,6 @@ REJECTION_CODES = {
     "custom_jvp_call": "custom_rule",
     "custom_vjp_call": "custom_rule",
 }
-_MULTIPLIED = "a product is multiplied by a number"
 HELD = {
     "name": "it names a value inside the layer, which a remat policy may ask for",
     "stop_gradient": "it stops a gradient inside the layer",
@@ -61,70 +59,49 @@ class Slots:
         return all(node.operands[i].coef == 1 for i in (self.x, self.w, self.bias) if i is not None)
 
 
-def _slots_of_gemm(node: CNode) -> Slots | None:
-    """Those of a product that is folded with what follows it, as the op names them; None of any other node."""
+def product_slots(node: CNode, weight: int | None) -> Slots | None:
+    """Those of a product, a bare one of which has this operand as its weight; None of any other node."""
+    if node.op == "dot":
+        return None if weight is None else Slots(1 - weight, weight)
     if node.op != "gemm_epilogue" or not isinstance(node.params, Labelled):
         return None
-    x, w = slot_of(node, "x"), slot_of(node, "w")
-    assert x is not None
-    assert w is not None
-    return Slots(x, w, slot_of(node, "bias"), str(dict(node.params.traits)["activation"]))
-
-
-def slots_reading(node: CNode, nid: int) -> Slots | None:
-    """Those of a product whose input is the node `nid`, none of them multiplied by a number; None of any other node."""
-    slots = _slots_of_gemm(node)
-    if node.op == "dot":
-        x = slot_reading(node, nid)
-        slots = Slots(x, 1 - x)
-    return slots if slots is not None and node.operands[slots.x].nid == nid and slots.are_plain(node) else None
+    slots = slots_of(node)
+    return Slots(slots["x"], slots["w"], slots.get("bias"), str(dict(node.params.traits)["activation"]))
 
 
 class ProjectionWalk(RotaryWalk):
-    """The part of a reading that is about the projections.
+    """The part of a reading that is about the projections. `rotary` is how queries and keys are turned."""
 
-    Attributes: `attention` (canonical node), `steps` (done so far), `decoder`, `is_fused` (as far as known), `held` (a node inside that a
-    fused layer may not have, found on the way), `rotary` (how queries and keys are turned).
-    """
+    rotary: Rotary | None = None
 
-    def __init__(self, view: CanonicalView, attention: int) -> None:
-        super().__init__(view)
-        self.attention = attention
-        self.steps = 0
-        self.decoder = self.is_fused = False
-        self.held: int | None = None
-        self.rotary: Rotary | None = None
-
-    def product(self, side: Side, feature: str, base: str = "e") -> Projection:
+    def product(self, side: Side, feature: str) -> Projection:
         """The product that makes a value with the axis `feature` from its weight, through views."""
         out = self.through(self.up(side))
         node = self.node(out.nid)
         known = dict(zip(node_labels(node) or (), out.shown, strict=False))
-        slots = _slots_of_gemm(node) or self.slots_of_dot(node, known, feature)
-        if slots is None:
+        slots = product_slots(node, _having(node, known, feature))
+        if node.op not in PRODUCTS:
             raise Unread(f"{node.op} stands where the op has a projection", node.id)
-        if not slots.are_plain(node):
-            raise Unread(_MULTIPLIED, node.id, "scalar")
+        if slots is None or not slots.are_plain(node):
+            raise Unread("a product is multiplied by a number", node.id, "scalar")
         self.met.append(node.id)
         summed = {*node.operands[slots.x].axes, *node.operands[slots.w].axes} - known.keys()
-        new = {x: base if n == 0 else f"{base}{n}" for n, x in enumerate(sorted(summed))}
-        x, w = (self.operand(node, out.shown, i, new) for i in (slots.x, slots.w))
-        bias = None if slots.bias is None else self.operand(node, out.shown, slots.bias, new)
-        weight, bias = self.up(w, parts=False), bias and self.up(bias, parts=False)
-        return Projection(node.id, out, x, weight, bias, slots.activation)
+        self.name_new(node, slots, known, {x: f"e{n or ''}" for n, x in enumerate(sorted(summed))})
+        return self.projection(node, slots, known)
 
-    def slots_of_dot(self, node: CNode, known: dict[int, Atoms], feature: str) -> Slots | None:
-        """Those of a bare product, whose weight has the axis `feature`; None of any other node.
+    def name_new(self, node: CNode, slots: Slots, known: dict[int, Atoms], names: Mapping[int, str]) -> None:
+        """Adds letters of labels to the `known`, and their lengths."""
+        for edge in (node.operands[slots.x], node.operands[slots.w]):
+            for label, size in zip(edge.axes, self.node(edge.nid).shape, strict=True):
+                if label in names:
+                    known[label] = (names[label],)
+                    self.sizes.setdefault(names[label], size)
 
-        Raises:
-          Unread: neither operand has it.
-        """
-        if node.op != "dot":
-            return None
-        w = next((i for i, o in enumerate(node.operands) if self._has(o, known, feature)), None)
-        if w is None:
-            raise Unread(_MULTIPLIED, node.id, "scalar")
-        return Slots(1 - w, w)
+    def projection(self, node: CNode, slots: Slots, known: Mapping[int, Atoms]) -> Projection:
+        """A product, the letters of whose labels are `known`."""
+        out, x, w = self.result(node, known), side_of(node, slots.x, known), side_of(node, slots.w, known)
+        bias = None if slots.bias is None else self.up(side_of(node, slots.bias, known), parts=False)
+        return Projection(node.id, out, x, self.up(w, parts=False), bias, slots.activation)
 
     def through(self, side: Side) -> Side:
         """Past what a layer may not have, so that it is told at the end that it is a layer but for that."""
@@ -136,39 +113,30 @@ class ProjectionWalk(RotaryWalk):
             side = self.up(Side(edge.nid, side.shown))
         return side
 
-    def _has(self, edge: Any, known: dict[int, Atoms], feature: str) -> bool:
-        return any(_holds(atom, feature) for x in edge.axes for atom in known.get(x, ()))
-
     def projections(self, query: Side, keys: Side, values: Side) -> tuple[Projection, Projection, Projection, str]:
-        if self.sizes.get("s") is not None and not self.decoder and self.sizes["s"] != self.sizes.get("t", 1):
-            raise Unread(
-                f"{self.sizes.get('t', 1)} queries see {self.sizes['s']} keys of another value, as in a cross attention",
-                self.attention,
-            )
+        t = self.sizes.get("t", 1)
+        s = self.sizes.get("s", t)
+        if s != t and not self.decoder:
+            raise Unread(f"{t} queries see {s} keys of another value, as in a cross attention", self.attention)
         query, keys = self.turned_alike(query, keys)
         found: list[Projection] = []
         for side, feature, name in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
             self.positioned(side, name)
             projection = self.product(side, feature)
             if projection.activation != "none":
-                raise Unread(
-                    f"the {name} are activated: {projection.activation} stands behind their product",
-                    projection.nid,
-                    "activation",
-                )
+                why = f"the {name} are activated: {projection.activation} stands behind their product"
+                raise Unread(why, projection.nid, "activation")
             found.append(projection)
             if projection.x.nid != found[0].x.nid:
                 raise Unread(f"queries and {name} are made of different values", projection.nid)
             self.steps += 1
         q, k, v = found
-        together = len({q.nid, k.nid, v.nid})
-        self.is_fused = together == 1
+        products = len({q.nid, k.nid, v.nid})
+        self.is_fused = products == 1
         self.check_heads(q)
-        if together == 3:
-            return q, k, v, "separate"
-        if together == 2:
+        if products == 2:
             raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
-        return q, k, v, self.columns(q, k, v)
+        return q, k, v, self.columns(q, k, v) if self.is_fused else "separate"
 
     def check_heads(self, queries: Projection) -> None:
         """The columns of the queries' weight are heads and their features.
@@ -176,7 +144,7 @@ class ProjectionWalk(RotaryWalk):
         Raises:
           Unread: they are rows of the attention too: of one token a text, it has the heads that share a head of keys for rows.
         """
-        if "t" not in {a for atom in self.features(queries) for a in letters_in(atom)}:
+        if "t" not in letters_in(self.features(queries)):
             return
         each = self.sizes["t"]
         raise Unread(
@@ -212,20 +180,14 @@ class ProjectionWalk(RotaryWalk):
         node = self.node(self.up(side).nid)
         products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in PRODUCTS}
         if node.op == "prod" and len(products) == 1:
-            raise Unread(
-                f"the {name} are multiplied by a value that is no number known when tracing, as by a scale of each head",
-                node.id,
-                "scalar",
+            why = (
+                f"the {name} are multiplied by a value that is no number known when tracing, as by a scale of each head"
             )
-        if node.op in ("sum", "concatenate", "prod"):
-            below = {self.node(o.nid).op for o in node.operands}
-            turned = node.op == "concatenate" or "prod" in below or "concatenate" in below
-            if turned:
-                raise Unread(
-                    f"the {name} are changed between their product and the attention, as by a rotary embedding in another form",
-                    node.id,
-                    "rotary",
-                )
+            raise Unread(why, node.id, "scalar")
+        below = {self.node(o.nid).op for o in node.operands} & {"prod", "concatenate"}
+        if node.op == "concatenate" or (node.op in ("sum", "prod") and below):
+            why = f"the {name} are changed between their product and the attention, as by a rotary embedding in another form"
+            raise Unread(why, node.id, "rotary")
 
     def up_of(self, edge: Any) -> int:
         """What an operand is made of, through reshapes."""
@@ -238,51 +200,47 @@ class ProjectionWalk(RotaryWalk):
         """How one product holds the columns of queries, keys and values."""
         read = [self.strides(self.features(p)) for p in (q, k, v)]
         heads, few, c = self.sizes.get("h", 1), self.heads_of(k), self.sizes.get("c", 1)
-        starts = [start for _, start, _ in read]
-        by_head = {strides.get("h", strides.get("g")) for *_, strides in read} - {None}  # of one head none is told
-        if self.are_dense(read, heads + 2 * few):
+        starts = [start for start, _ in read]
+        by_head = {strides.get("h", strides.get("g")) for _, strides in read} - {None}  # of one head none is told
+        if self.are_dense(read, q, heads + 2 * few):
             if by_head <= {c} and starts == [0, heads * c, (heads + few) * c]:
                 return "concatenated"
             if few == heads and by_head <= {3 * c} and starts == [0, c, 2 * c]:
                 return "interleaved"
-        raise Unread(
-            "the columns of its one projection are in another order than queries, keys, values, as a whole or by head",
-            q.nid,
-            "axes",
-        )
+        why = "the columns of its one projection are in another order than queries, keys, values, as a whole or by head"
+        raise Unread(why, q.nid, "axes")
+
+    def are_dense(self, read: list[tuple[int, dict[str, int]]], product: Projection, heads: int) -> bool:
+        """Whether columns are those of so many heads and nothing else, the features of each side by side, of values as many as of keys."""
+        c, d = self.sizes.get("c", 1), self.sizes.get("d", 1)
+        each = {strides.get("c", strides.get("d", 1)) for _, strides in read}
+        return c == d and each == {1} and self.length(self.features(product)) == heads * c
 
     def heads_of(self, keys: Projection) -> int:
         """How many heads keys have: fewer than the queries, as many, or one that they have no axis of."""
-        of_keys = any(_holds(a, "h") for a in self.features(keys))
+        of_keys = "h" in letters_in(self.features(keys))
         return self.sizes.get("g", self.sizes.get("h", 1) if of_keys else 1)
-
-    def are_dense(self, read: Sequence[tuple[int, int, dict[str, int]]], heads: int) -> bool:
-        """Whether columns are those of so many heads and nothing else, the features of each side by side, of values as many as of keys."""
-        c, d = self.sizes.get("c", 1), self.sizes.get("d", 1)
-        return c == d and all(s.get("c", s.get("d", 1)) == 1 for *_, s in read) and read[0][0] == heads * c
 
     def features(self, product: Projection) -> Atoms:
         """The columns of a product's weight, outer first, as the product's axes have them."""
         rows = product.x.atoms
         return tuple(a for a in all_letters(product.out.shown) if a not in rows)
 
-    def strides(self, atoms: Atoms) -> tuple[int, int, dict[str, int]]:
-        """(number of entries, where the first is, stride of each letter) of merged letters and cuts."""
+    def strides(self, atoms: Atoms) -> tuple[int, dict[str, int]]:
+        """(where the first entry is, stride of each letter) of merged letters and cuts."""
         stride, start, found = 1, 0, {}
         for atom in reversed(atoms):
             if isinstance(atom, AxisPart):
-                _inside, first, theirs = self.strides(atom.inner)
+                first, theirs = self.strides(atom.inner)
                 found.update({a: s * stride for a, s in theirs.items()})
                 start += (atom.start + first) * stride
             else:
                 found[atom] = stride
             stride *= self.size(atom)
-        return stride, start, found
+        return start, found
 
     def common_source(self, q: Projection, k: Projection, v: Projection) -> Side:
         """What all three are made of."""
-        if not q.x.nid == k.x.nid == v.x.nid:
-            raise Unread("queries and keys are made of different values, as in a cross attention", self.attention)
         if not q.x.shown == k.x.shown == v.x.shown:
             raise Unread("queries, keys and values read one value along different axes", self.attention, "axes")
         if any(a not in ("t", "e") and str(a)[0] != "b" for a in q.x.atoms):
@@ -290,5 +248,7 @@ class ProjectionWalk(RotaryWalk):
         return q.x
 
 
-def _holds(atom: Any, letter: str) -> bool:
-    return letter in letters_in(atom)
+def _having(node: CNode, known: Mapping[int, Atoms], letter: str) -> int | None:
+    """The first operand of a node that has an axis of this letter, if one has."""
+    letters = (letters_in(all_letters([known.get(x, ()) for x in o.axes])) for o in node.operands)
+    return next((i for i, theirs in enumerate(letters) if letter in theirs), None)

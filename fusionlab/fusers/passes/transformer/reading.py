@@ -12,14 +12,12 @@ from typing import Any
 
 from ....graph.canonical.fused_nodes import node_labels
 from ....graph.canonical.nodes import CNode
-from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ...engine.declining import attempted
-from .axes import Side, Unread, is_plain, is_product_of, read_by, side_of, slot_of, slot_reading
+from .axes import Side, Unread, is_plain, is_product_of, read_by, slot_reading, slots_of
 from .caches import CacheJoin
 from .norms import NormRead, NormWalk
-from .projections import HELD, PRODUCTS, REJECTION_CODES, Projection, slots_reading
-from .residuals import ResidualWalk
+from .projections import HELD, PRODUCTS, REJECTION_CODES, Projection, product_slots
 from .rotary import Rotary
 
 READING_STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
@@ -42,14 +40,6 @@ class LayerRead:
 
     root: Side
     x: Side
-    attention: int
-    q: Projection
-    k: Projection
-    v: Projection
-    keys: Side
-    values: Side
-    key_cache: CacheJoin | None
-    value_cache: CacheJoin | None
     out: Projection
     norm1: NormRead
     norm2: NormRead
@@ -57,12 +47,20 @@ class LayerRead:
     gate: Projection | None
     down: Projection
     pre_norm: bool
-    columns: str
+    attention: int
     factor: float
     rotary: Rotary | None
     axes: tuple[str, ...]
     sizes: dict[str, int]
     halves: dict[str, tuple[str, ...]]
+    q: Projection
+    k: Projection
+    v: Projection
+    columns: str
+    keys: Side
+    values: Side
+    key_cache: CacheJoin | None
+    value_cache: CacheJoin | None
 
     @property
     def fused(self) -> bool:
@@ -72,16 +70,20 @@ class LayerRead:
     def decoder(self) -> bool:
         return self.key_cache is not None
 
-    def parts(self, letter: str) -> tuple[str, ...]:
-        """A letter, or those of its two axes."""
-        return self.halves.get(letter, (letter,))
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """The letters of the batch's axes."""
+        return tuple(a for a in self.sizes if a.startswith("b"))
+
+    @property
+    def key_letter(self) -> str:
+        """Of the heads of keys and values."""
+        return "g" if "g" in self.sizes else "h"
 
     @property
     def key_heads(self) -> int:
         """Of keys and values: as many as of queries, fewer, or one that they have no axis of."""
-        if "g" in self.sizes:
-            return self.sizes["g"]
-        return self.sizes.get("h", 1) if "h" in self.keys.atoms else 1
+        return self.sizes.get("g", self.sizes.get("h", 1) if "h" in self.keys.atoms else 1)
 
 
 @dataclass(frozen=True)
@@ -96,13 +98,8 @@ class Partial:
     axes: tuple[str, ...]
 
 
-class LayerReader(NormWalk, ResidualWalk):
+class LayerReader(NormWalk):
     """Reads the layer around one attention of a view."""
-
-    def __init__(self, view: CanonicalView, attention: int) -> None:
-        super().__init__(view, attention)
-        self.met.append(attention)
-        self.factor = 1.0
 
     def read(self) -> LayerRead | Partial:
         """The layer; how far it got where it is none."""
@@ -118,30 +115,27 @@ class LayerReader(NormWalk, ResidualWalk):
     def _read(self) -> LayerRead:
         node = self.node(self.attention)
         names = self.letters(node)
-        sides = {slot: self.of_attention(node, names, slot) for slot in ("query", "key", "value")}
-        self.decoder = any(self.joins_cache(sides[slot]) for slot in ("key", "value"))
-        key_cache, keys = self.cached(sides["key"])
-        value_cache, values = self.cached(sides["value"])
+        query, key, value = (self.of_attention(node, names, slot) for slot in ("query", "key", "value"))
+        self.decoder = self.joins_cache(key) or self.joins_cache(value)
+        key_cache, keys = self.cached(key)
+        value_cache, values = self.cached(value)
         if (key_cache is None) != (value_cache is None):
             raise Unread("keys and values do not both join a cache", self.attention)
-        q, k, v, columns = self.projections(sides["query"], keys, values)
+        q, k, v, columns = self.projections(query, keys, values)
         self.same_cache(key_cache, value_cache)
         source = self.common_source(q, k, v)
         out = self.output(node, names)
-        layer = self.around(source, (q, k, v, columns), (keys, values), (key_cache, value_cache), out)
-        if self.held is not None:
-            raise Unread(f"{self.node(self.held).op} stands inside", self.held)
-        return layer
+        caches = {"key_cache": key_cache, "value_cache": value_cache}
+        return self.around(source, out, q=q, k=k, v=v, columns=columns, keys=keys, values=values, **caches)
 
     # -- the attention --------------------------------------------------------------------------------------------
 
     def letters(self, node: CNode) -> dict[int, str]:
         """Label of the attention's -> its letter here."""
-        if slot_of(node, "sink") is not None:
+        if "sink" in slots_of(node):
             raise Unread("its attention has a sink", node.id)
-        count, names = itertools.count(), {}
-        for label, name in enumerate(node.params.names):
-            names[label] = f"b{next(count)}" if name == "b" else name
+        count = itertools.count()
+        names = {x: f"b{next(count)}" if name == "b" else name for x, name in enumerate(node.params.names)}
         if len(set(names.values())) != len(names):
             raise Unread("its attention has rows or heads along several axes", node.id, "axes")
         for operand in node.operands:
@@ -150,9 +144,7 @@ class LayerReader(NormWalk, ResidualWalk):
         return names
 
     def of_attention(self, node: CNode, names: dict[int, str], slot: str) -> Side:
-        number = slot_of(node, slot)
-        assert number is not None
-        edge = node.operands[number]
+        edge = node.operands[slots_of(node)[slot]]
         if slot != "value" and edge.coef != 0:
             self.factor *= edge.coef  # of one number times the other, whichever of the two has it
         elif edge.coef != 1:
@@ -182,51 +174,42 @@ class LayerReader(NormWalk, ResidualWalk):
 
     def consumed(self, node: CNode, side: Side, feature: str) -> Projection | None:
         """A product that reads `side`, whose weight has the axis `feature`; None where the node is none."""
-        slots = slots_reading(node, side.nid)
-        if slots is None:
+        slots = product_slots(node, 1 - slot_reading(node, side.nid))
+        if slots is None or node.operands[slots.x].nid != side.nid or not slots.are_plain(node):
             return None
         known = self.slots(node, slots.x, side.shown)
         rows, weight = known.keys() & (node_labels(node) or ()), node.operands[slots.w]
         fresh = [x for x in weight.axes if x not in known]
         if len(fresh) > 1 or not rows.isdisjoint(weight.axes):
             raise Unread("a weight has rows, or columns along several axes", node.id, "axes")
-        for x in fresh:
-            self.sizes.setdefault(feature, self.node(weight.nid).shape[weight.axes.index(x)])
-            known[x] = (feature,)
+        self.name_new(node, slots, known, dict.fromkeys(fresh, feature))
         self.met.append(node.id)
-        x, w = side_of(node, slots.x, known), self.up(side_of(node, slots.w, known), parts=False)
-        bias = None if slots.bias is None else self.up(side_of(node, slots.bias, known), parts=False)
-        return Projection(node.id, self.result(node, known), x, w, bias, slots.activation)
+        return self.projection(node, slots, known)
 
-    def around(self, source: Side, projected: Any, own: Any, caches: Any, out: Projection) -> LayerRead:
+    def around(self, source: Side, out: Projection, **attended: Any) -> LayerRead:
+        """The layer, of which everything before the attention is known: its queries, keys and values are made of `source`."""
         norm = self.normed(source)
         of = {source.nid, *(o.nid for o in self.node(source.nid if norm is None else norm.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
-        q, k, v, columns = projected
         pre = self.is_norm_first(source, total, rest)
         self.steps += 1
-        if pre:
-            norm1, norm2, x = self.norms_before(source, total, rest)
-            fed = norm2.out
-        else:
-            norm1, norm2, x = self.norm_after(total), None, source
-            fed = norm1.out
+        norm1, norm2, x = self.norms_before(source, total, rest) if pre else (self.norm_after(total), None, source)
+        fed = norm1.out if norm2 is None else norm2.out
         self.steps += 1
         up, gate, down = self.feed_forward(self.towards(fed, PRODUCTS))
         self.steps += 1
-        down, end, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
-        again = total if pre else fed
-        if not self.same_value(rest, again):
-            raise Unread("the feed-forward's result is added to another value than what it was made of", end.nid)
+        down, root, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
+        if not self.same_value(rest, total if pre else fed):
+            raise Unread("the feed-forward's result is added to another value than what it was made of", root.nid)
         self.steps += 1
-        root = end
         if norm2 is None:
-            norm2 = self.norm_after(end)
+            norm2 = self.norm_after(root)
             root = norm2.out
-        root = self.parted_again(root, x)
+        if self.held is not None:
+            raise Unread(f"{self.node(self.held).op} stands inside", self.held)
         return LayerRead(
-            root, x, self.attention, q, k, v, own[0], own[1], caches[0], caches[1], out, norm1, norm2, up, gate, down,
-            pre, columns, self.factor, self.rotary, self.axes, self.sizes, self.halves,
+            self.parted_again(root, x), x, out, norm1, norm2, up, gate, down, pre, self.attention,
+            self.factor, self.rotary, self.axes, self.sizes, self.halves, **attended,
         )  # fmt: skip
 
     def is_norm_first(self, source: Side, total: Side, rest: Side) -> bool:
@@ -240,16 +223,11 @@ class LayerReader(NormWalk, ResidualWalk):
         """
         norm, pre = self.normed(source), not self.same_value(rest, source)
         if pre and norm is None:
-            raise Unread(
-                "queries, keys and values read no norm, nor what is added to the attention's result",
-                source.nid,
-                about="norm before",
-            )
+            why = "queries, keys and values read no norm, nor what is added to the attention's result"
+            raise Unread(why, source.nid, about="norm before")
         if not pre and norm is not None and any(n.op == "sum" for n in self.users(total.nid)):
-            raise Unread(
-                "what is added to the attention's result is its norm's result, needed what that norm was taken of",
-                total.nid,
-            )
+            why = "what is added to the attention's result is its norm's result, needed what that norm was taken of"
+            raise Unread(why, total.nid)
         return pre
 
     def norms_before(self, source: Side, total: Side, rest: Side) -> tuple[NormRead, NormRead, Side]:
@@ -261,9 +239,8 @@ class LayerReader(NormWalk, ResidualWalk):
         total = self.towards(total, ("layer_norm",))
         found = [n.id for n in self.users(total.nid) if n.op == "layer_norm"]
         if len(found) != 1:
-            raise Unread(
-                f"{len(found)} norms read the sum after the attention, needed one", total.nid, about="norm after"
-            )
+            why = f"{len(found)} norms read the sum after the attention, needed one"
+            raise Unread(why, total.nid, about="norm after")
         return norm1, self.norm(self.norm_from(Side(found[0], total.shown))), norm1.x
 
     def norm_after(self, total: Side) -> NormRead:
@@ -278,9 +255,8 @@ class LayerReader(NormWalk, ResidualWalk):
         if len(products) == 2:
             return self.gated(products)
         if len(products) != 1:
-            raise Unread(
-                f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate", fed.nid
-            )
+            why = f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate"
+            raise Unread(why, fed.nid)
         (up,) = products
         if (quick := self.quick(up)) is not None:
             return quick, None, replace(self.last(quick.out), stretch=1.0 / quick.stretch)
@@ -306,19 +282,15 @@ class LayerReader(NormWalk, ResidualWalk):
         """Up, gate and down products, where two read what a norm gave."""
         up, gate = sorted(products, key=lambda p: p.activation != "none")
         if up.activation != "none" or gate.activation == "none":
-            raise Unread(
-                "two products read the feed-forward's norm, and not one of them is activated",
-                products[0].nid,
-                "activation",
-            )
+            why = "two products read the feed-forward's norm, and not one of them is activated"
+            raise Unread(why, products[0].nid, "activation")
         node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")
         if not is_product_of(node, 2) or read_by(node) != {gate.nid, up.nid}:
             raise Unread("the gate is not multiplied with the other product", node.id)
         if not is_plain(node):
             raise Unread("the gate is multiplied by a number", node.id, "scalar")
-        mine = slot_reading(node, gate.nid)
-        known = self.slots(node, mine, gate.out.shown)
-        if self.slots(node, 1 - mine, up.out.shown) != known:
+        known, other = self.beside(node, gate.out)
+        if other != up.out:
             raise Unread("the gate is multiplied along other axes", node.id, "axes")
         self.met.append(node.id)
         return up, gate, self.last(self.result(node, known))

@@ -1,31 +1,92 @@
-"""The residual sums of a layer, and the sums over devices before them where its products are spread over several."""
+"""The stream of a layer, which its sums and norms read: where it is a number times another value, where its rows are joined, its residual
+sums, and the sums over devices before them where its products are spread over several.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ....graph.canonical.nodes import CNode
+from ....graph.canonical.nodes import ONE, CNode, FoldedNodes
 from ....graph.canonical.view import CanonicalView
+from ....graph.dtypes import is_float
 from ....graph.primitives import SUMS_OVER_DEVICES
-from .axes import Side, Unread, is_plain, side_of, slot_reading
+from ....graph.program.ir import Node, Value
+from ...engine.declining import attempted
+from .axes import Side, Unread, is_plain
 from .factors import FactorWalk
 from .projections import Projection
-from .streams import StreamWalk
+
+_SUMS = frozenset({"add", "add_any"})
 
 
-class ResidualWalk(StreamWalk, FactorWalk):
-    """The part of a reading that is about residual sums.
-
-    Attributes: `axes` (the mesh axes along which products are summed over devices), `alone` (the output projection, where no sum over
-    devices reads it).
+def multiples(view: CanonicalView, sites: Iterable[FoldedNodes]) -> frozenset[int]:
+    """The values that are a number times another and are a stream of their own: a sum that is in no site reads them, and something else
+    too. An embedding times the root of its width is one: the layer reads the multiple, and the number is none of its own.
     """
+    inside = frozenset[int]().union(*(tile.node_ids for tile in sites))
+    found: set[int] = set()
+    for alike in _times_a_number(view):
+        readers = list(_readers(view, alike))
+        sums = [n for n in readers if n.primitive in _SUMS and n.id not in inside]
+        if sums and len(readers) > len(sums):
+            found.update(v.id for v in alike)
+    return frozenset(found)
 
-    def __init__(self, view: CanonicalView, attention: int) -> None:
-        super().__init__(view, attention)
-        self.axes: tuple[str, ...] = ()
-        self.alone: int | None = None
+
+def _times_a_number(view: CanonicalView) -> Iterator[list[Value]]:
+    """The values that are one number, other than 0 and 1, times one canonical node."""
+    for nid, values in view.values_of.items():
+        by_number: dict[object, list[Value]] = {}
+        for value in values if nid != ONE else ():
+            coef = view.ref[value.id].coef
+            if coef not in (0, 1) and is_float(value.dtype):
+                by_number.setdefault(coef, []).append(value)
+        yield from by_number.values()
+
+
+def _readers(view: CanonicalView, alike: list[Value]) -> Iterator[Node]:
+    """What reads any of some values, and is not what makes one of them of another."""
+    ids = {v.id for v in alike}
+    for value in alike:
+        yield from (n for n in view.block.users.get(value.id, ()) if ids.isdisjoint(v.id for v in n.outputs))
+
+
+class ResidualWalk(FactorWalk):
+    """The part of a reading that is about rows, of each text apart or joined for one part of the layer, and about residual sums."""
+
+    def readers(self, nid: int) -> list[CNode]:
+        """The nodes that read a value; but not a reshape that nothing reads, as one that the next undoes."""
+        return [n for n in self.users(nid) if n.op != "reshape" or self.view.users.get(n.id) or self._is_returned(n.id)]
+
+    def _is_returned(self, nid: int) -> bool:
+        return any(v.id in self.view.block.returned for v in self.view.values_of.get(nid, ()))
+
+    def towards(self, side: Side, wanted: Collection[str]) -> Side:
+        """A value in the form in which one of the `wanted` ops reads it: itself, or what a reshape makes of it that is its only one."""
+        while True:
+            users = self.readers(side.nid)
+            reshapes = [n for n in users if n.op == "reshape"]
+            if len(reshapes) != 1 or any(n.op in wanted for n in users):
+                return side
+            side = self.after_reshape(reshapes[0], side.shown)
+
+    def parted_again(self, end: Side, x: Side) -> Side:
+        """What a layer ends in, its rows as those of the value `x` that it reads, where nothing but a reshape to that form reads it."""
+        users = self.readers(end.nid)
+        if end.shown == x.shown or [n.op for n in users] != ["reshape"] or self._is_returned(end.nid):
+            return end
+        parted = attempted(lambda: self.after_reshape(users[0], end.shown), lambda why: end)
+        return parted if parted.shown == x.shown else end
+
+    def same_value(self, first: Side, second: Side) -> bool:
+        """Whether two values are one, whatever their rows."""
+        return first == second or self.in_rows(first) == self.in_rows(second)
+
+    def in_rows(self, side: Side) -> Side:
+        """What a value is made of by reshapes; itself where one of them deals out rows in another way."""
+        return attempted(lambda: self.up(side, parts=False), lambda why: side)
 
     def reader(self, side: Side, name: str, wanted: Collection[str], needed: str, about: str = "") -> CNode:
         """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out.
@@ -56,11 +117,10 @@ class ResidualWalk(StreamWalk, FactorWalk):
         node = self.sum_of(side, name, of)
         if len(node.operands) != 2 or not is_plain(node):
             raise Unread(f"{name} is added with a factor, or to more than one value", node.id, "scalar")
-        mine = slot_reading(node, side.nid)
-        known = self.slots(node, mine, side.shown)
+        known, other = self.beside(node, side)
         total = self.result(node, known)
         self.met.append(node.id)
-        return total, side_of(node, 1 - mine, known)
+        return total, other
 
     def residual(self, product: Projection, name: str, of: Collection[int]) -> tuple[Projection, Side, Side]:
         """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
@@ -71,26 +131,22 @@ class ResidualWalk(StreamWalk, FactorWalk):
         total, rest = self.added(summed, name, of)
         if summed is product.out:
             if self.axes:
-                raise Unread(
-                    f"{name} is not summed over {', '.join(self.axes)}, as the output projection's is",
-                    summed.nid,
-                    "region",
-                )
+                over = ", ".join(self.axes)
+                why = f"{name} is not summed over {over}, as the output projection's is"
+                raise Unread(why, summed.nid, "region")
             self.alone = product.nid
             return product, total, rest
         if product.factor is not None:
-            raise Unread(
-                f"{name} is multiplied by a vector before it is summed over devices", product.out.nid, "region"
-            )
+            why = f"{name} is multiplied by a vector before it is summed over devices"
+            raise Unread(why, product.out.nid, "region")
         bias = None
         if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
             bias = rest
             total, rest = self.added(total, name, of)
         elif [n.op for n in self.users(total.nid)] == ["sum"]:
-            end, bias = self.added(total, name, ())
+            total, bias = self.added(total, name, ())
             if bias.atoms != {"e"}:
-                raise Unread(f"{name} is added to more than one value", end.nid)
-            total = end
+                raise Unread(f"{name} is added to more than one value", total.nid)
         return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
 
     def over_devices(self, product: Projection) -> Side:
@@ -125,7 +181,7 @@ class ResidualWalk(StreamWalk, FactorWalk):
         self.met.append(node.id)
         if sorted(node.operands[0].axes) != list(range(len(product.out.shown))):
             raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
-        return Side(node.id, self.cut_shown(node, product.out))
+        return self.part_side(node, product.out)
 
 
 def _check_sum_over_devices(node: CNode, params: Mapping[str, Any], axes: Collection[Any]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....graph.canonical.nodes import CNode, Operand
-from .axes import AxisPart, Side, Unread, axis_parts, is_plain, read_by, renamed
+from .axes import AxisPart, Side, Unread, is_plain, raw_params, read_by, renamed, taken_by
 from .caches import CacheWalk, joins
 
 _FEATURE, _HALF = "c", "w"
@@ -72,7 +72,7 @@ class RotaryWalk(CacheWalk):
             raise Unread(NEIGHBOURS, merged.id, "rotary", "take halves for pairs, and the features in that order")
         side = self.up(side)
         node = self.node(side.nid)
-        found = self.by_width(node, side) if node.op == "sum" else None
+        found = self.by_width(side) if node.op == "sum" else None
         if node.op == "concatenate":
             found = self.by_halves(node, side)
         if found is None:
@@ -85,9 +85,9 @@ class RotaryWalk(CacheWalk):
         products = frozenset(n for n in nids if self.node(n).op == "prod")
         return Rotary(cos, sin, products, any(self.node(n).op == "reshape" for n in nids)), self.up(source)
 
-    def by_width(self, node: CNode, side: Side) -> Any:
+    def by_width(self, side: Side) -> Any:
         """x * cos + concatenate([-r, l]) * sin."""
-        terms = self.terms(node, side, (1, 1))
+        terms = self.terms(side, (1, 1))
         if terms is None:
             return None
         size = self.sizes[_FEATURE] // 2 if _FEATURE in self.sizes else 0
@@ -96,7 +96,7 @@ class RotaryWalk(CacheWalk):
                 of = self.halves_turned(self.node(turned.nid), size) or self.neighbours_turned(self.node(turned.nid))
                 for source, cos in itertools.permutations(self.factors(plain)):
                     if source.nid == of:
-                        return cos, sin, source, [node.id, plain.nid, across.nid, turned.nid]
+                        return cos, sin, source, [side.nid, plain.nid, across.nid, turned.nid]
         return None
 
     def halves_turned(self, joined: CNode, size: int) -> int | None:
@@ -118,25 +118,25 @@ class RotaryWalk(CacheWalk):
 
     def pairs_up(self, stacked: CNode) -> bool:
         """Whether a node is stack([-odd, even], -1), whatever those are."""
-        if stacked.op != "stack" or [o.coef for o in stacked.operands] != [-1, 1] or stacked.params[0][0] != "params":
+        known = raw_params(stacked) if stacked.op == "stack" else None
+        if known is None or [o.coef for o in stacked.operands] != [-1, 1]:
             return False
-        _, shapes, items = stacked.params[0]
-        last = int(dict(items)["axis"]) in (-1, len(shapes[0]))
+        last = int(known[1]["axis"]) in (-1, len(known[0][0]))
         return last and stacked.shape[-1] == 2 and all(map(_is_in_order, stacked.operands))
 
     def every_second(self, nid: int, first: int) -> int | None:
         """What a node is every second entry of along the last axis, from this one on."""
         node = self.node(nid)
-        if node.op != "slice" or node.params[0][0] != "params":
+        taken = taken_by(node)
+        if taken is None:
             return None
-        _, (shape, *_), items = node.params[0]
-        params = dict(items)
-        *outer, last = (int(n) for n in shape)
-        starts, lengths = axis_parts("slice", params, shape, 0)
-        fits = starts == [*[0] * len(outer), first] and [*lengths[:-1], 2 * lengths[-1]] == [*outer, last]
-        strides = params.get("strides") or (1,)
+        *outer, last = taken.shape
+        fits = taken.starts == [*[0] * len(outer), first] and [*taken.lengths[:-1], 2 * taken.lengths[-1]] == [
+            *outer,
+            last,
+        ]
         source = node.operands[0]
-        return source.nid if fits and strides[-1] == 2 and source.coef == 1 and _is_in_order(source) else None
+        return source.nid if fits and taken.strides[-1] == 2 and source.coef == 1 and _is_in_order(source) else None
 
     def by_halves(self, node: CNode, side: Side) -> Any:
         """concatenate([l * cos - r * sin, r * cos + l * sin])."""
@@ -144,12 +144,10 @@ class RotaryWalk(CacheWalk):
         if halves is None:
             return None
         size = self.sizes.setdefault(_HALF, self.sizes[_FEATURE] // 2)
-        difference, total = (
-            self.terms(self.node(h.nid), h, signs) for h, signs in zip(halves, ((1, -1), (1, 1)), strict=True)
-        )
+        difference, total = self.terms(halves[0], (1, -1)), self.terms(halves[1], (1, 1))
         if difference is None or total is None:
             return None
-        read = self.pairs(*difference, [read_by(self.node(term.nid)) for term in total], size)
+        read = self.pairs(difference, [read_by(self.node(term.nid)) for term in total], size)
         if read is None:
             return None
         left, cos, sin = read
@@ -158,11 +156,9 @@ class RotaryWalk(CacheWalk):
 
     def halves_joined(self, node: CNode, side: Side) -> list[Side] | None:
         """The two that a concatenation along the features puts together, as they are; None where it is another."""
-        shapes, axis = joins(node)
-        if len(node.operands) != 2 or not is_plain(node) or len(shapes) != 2:
+        if not is_plain(node) or not len(node.operands) == len(joins(node)[0]) == 2:
             return None
-        joined = (self._joined(node, side, o, s, axis) for o, s in zip(node.operands, shapes, strict=True))
-        halves = [renamed(half, {_FEATURE: _HALF}) for half in joined]
+        halves = [renamed(half, {_FEATURE: _HALF}) for half in self.joined(node, side)]
         return halves if all((_HALF,) in half.shown for half in halves) else None
 
     def whole_of(self, half: Side) -> Side:
@@ -172,14 +168,14 @@ class RotaryWalk(CacheWalk):
             source.nid, tuple(tuple(_FEATURE if isinstance(a, AxisPart) else a for a in x) for x in source.shown)
         )
 
-    def pairs(self, plus: Side, minus: Side, again: list[set[int]], size: int) -> tuple[Side, Side, Side] | None:
+    def pairs(self, terms: list[Side], again: list[set[int]], size: int) -> tuple[Side, Side, Side] | None:
         """(l, cos, sin) of l * cos - r * sin, where l and r are the halves of one value, and r * cos and l * sin are added elsewhere."""
-        for left, cos in itertools.permutations(self.factors(plus)):
-            for right, sin in itertools.permutations(self.factors(minus)):
-                wanted = [{right.nid, cos.nid}, {left.nid, sin.nid}]
-                parts = [self.half_of(left.nid, 0, size), self.half_of(right.nid, size, size)]
-                if again in (wanted, wanted[::-1]) and parts[0] is not None and parts[0] == parts[1]:
-                    return left, cos, sin
+        plus, minus = (itertools.permutations(self.factors(term)) for term in terms)
+        for (left, cos), (right, sin) in itertools.product(plus, minus):
+            wanted = [{right.nid, cos.nid}, {left.nid, sin.nid}]
+            parts = [self.half_of(left.nid, 0, size), self.half_of(right.nid, size, size)]
+            if again in (wanted, wanted[::-1]) and parts[0] is not None and parts[0] == parts[1]:
+                return left, cos, sin
         return None
 
     def half_of(self, nid: int, start: int, length: int) -> int | None:
@@ -189,29 +185,21 @@ class RotaryWalk(CacheWalk):
 
     def part_of(self, node: CNode) -> tuple[int, int] | None:
         """(start, length) of what a split's result or a slice takes of one axis; None of several, of every second entry, of other nodes."""
-        if node.op not in ("split", "slice"):
+        taken = taken_by(node)
+        if taken is None:
             return None
-        known, index = node.params
-        if known[0] != "params":
-            return None
-        params, (shape, *_) = dict(known[2]), known[1]
-        starts, lengths = axis_parts(node.op, params, shape, index)
-        cut = [(start, n) for start, n, size in zip(starts, lengths, shape, strict=True) if n != size]
-        return cut[0] if len(cut) == 1 and set(params.get("strides") or (1,)) == {1} else None
+        cut = [(a, n) for a, n, size in zip(taken.starts, taken.lengths, taken.shape, strict=True) if n != size]
+        return cut[0] if len(cut) == 1 and set(taken.strides) == {1} else None
 
-    def terms(self, node: CNode, side: Side, signs: tuple[int, int]) -> tuple[Side, Side] | None:
+    def terms(self, side: Side, signs: tuple[int, int]) -> list[Side] | None:
         """What a sum adds with these signs, the higher first, where it is of two products of two."""
-        terms = sorted(node.operands if node.op == "sum" else (), key=lambda o: -o.coef)
-        if tuple(o.coef for o in terms) != signs:
+        node = self.node(side.nid)
+        if node.op != "sum" or sorted((o.coef for o in node.operands), reverse=True) != list(signs):
             return None
-        known = dict(enumerate(side.shown))
-        first, second = (Side(o.nid, tuple(known.get(x, ()) for x in o.axes)) for o in terms)
-        factors = self.node(first.nid), self.node(second.nid)
-        return (first, second) if all(n.op == "prod" and len(n.operands) == 2 for n in factors) else None
+        terms = self.operands(side) if node.operands[0].coef == signs[0] else self.operands(side)[::-1]
+        made_by = [self.node(term.nid) for term in terms]
+        return terms if all(n.op == "prod" and len(n.operands) == 2 for n in made_by) else None
 
     def factors(self, term: Side) -> list[Side]:
         """The two operands of a product, where neither has a factor."""
-        node = self.node(term.nid)
-        known = dict(enumerate(term.shown))
-        sides = [Side(o.nid, tuple(known.get(x, ()) for x in o.axes)) for o in node.operands]
-        return sides if all(o.coef == 1 for o in node.operands) else []
+        return self.operands(term) if is_plain(self.node(term.nid)) else []

@@ -49,9 +49,7 @@ def tables_of(view: CanonicalView, base: CanonicalView, rotary: Rotary) -> dict[
     Raises:
       Unread: the program makes one several times over, not all alike.
     """
-    return {
-        slot: _table(view, base, rotary.products, side) for slot, side in (("cos", rotary.cos), ("sin", rotary.sin))
-    }
+    return {slot: _table(view, base, rotary.products, getattr(rotary, slot)) for slot in ("cos", "sin")}
 
 
 def _table(view: CanonicalView, base: CanonicalView, products: frozenset[int], side: Side) -> RotaryTable:
@@ -137,9 +135,6 @@ def _inputs_of(makers: Sequence[Node]) -> Iterator[list[Value]]:
 
 
 def _alike(first: Node, second: Node) -> bool:
-    if first.primitive != second.primitive or len(first.inputs) != len(second.inputs):
-        return False
-    literals = [
-        isinstance(a, Literal) == isinstance(b, Literal) for a, b in zip(first.inputs, second.inputs, strict=True)
-    ]
-    return all(literals) and jax.tree.structure(first.params) == jax.tree.structure(second.params)
+    ours, theirs = ([isinstance(a, Literal) for a in node.inputs] for node in (first, second))
+    alike = first.primitive == second.primitive and ours == theirs
+    return alike and jax.tree.structure(first.params) == jax.tree.structure(second.params)

@@ -8,15 +8,7 @@ import jax
 import jax.numpy as jnp
 
 _E, _H, _D, _F, _T = 16, 2, 8, 32, 8
-_SHAPES = {
-    "qkv": (_E, 3 * _E),
-    "q": (_E, _E),
-    "k": (_E, _E),
-    "v": (_E, _E),
-    "out": (_E, _E),
-    "up": (_E, _F),
-    "down": (_F, _E),
-}
+_SHAPES = dict.fromkeys(("q", "k", "v", "out"), (_E, _E)) | {"qkv": (_E, 3 * _E), "up": (_E, _F), "down": (_F, _E)}
 
 
 def _norm(x: Any) -> Any:

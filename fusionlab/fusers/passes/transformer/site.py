@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,8 +20,9 @@ from ....graph.program.ir import Value
 from ...engine.base import Search, all_nodes, escape_text
 from ...engine.declining import attempted
 from ...engine.outcomes import Candidate
-from .axes import Atoms, Side, Unread, all_letters
+from .axes import Side, Unread, all_letters
 from .factors import BOTH, FACTOR
+from .projections import Projection
 from .reading import LayerRead
 from .rotary_tables import RotaryTable, tables_of
 
@@ -27,12 +30,18 @@ _HEADS = {"h", "g"}
 _STRUCTURAL = ("query", "key", "value", "q", "k", "v")
 
 
+Groups = tuple[tuple[str, ...], ...]
+
+
 @dataclass(frozen=True)
 class LayerOperand:
-    """An operand of the op: what it is in the view, and the op's axes, a group of letters for each."""
+    """An operand of the op: what it is in the view, the op's axes, a group of letters for each, and the product that it is a weight or a
+    bias of (None: of none).
+    """
 
     side: Side
-    groups: tuple[tuple[str, ...], ...]
+    groups: Groups
+    product: Projection | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class FurtherResult:
 class LayerSite:
     """A layer cut out of its block.
 
-    Attributes: `layer`, `region`, `leaves` (slot -> Leaf), `others` (further values it makes), `attention` (the attention's site),
+    Attributes: `layer`, `region`, `leaves` (slot -> operand), `others` (further values it makes), `attention` (the attention's site),
     `masks` (leaf of the region -> leaf of the attention's), `tables` (of its rotary embedding),
     `factor` (of its scores, besides the attention's scale),
     `precisions` (of its products, and of the attention's), `sums` (the dtypes in which devices sum its two parts, if they do).
@@ -65,9 +74,6 @@ class LayerSite:
     precisions: tuple[Any, Any]
     sums: tuple[Any, ...]
 
-    def letters(self, kind: str) -> tuple[str, ...]:
-        return tuple(a for a in self.layer.sizes if a.startswith(kind))
-
     @property
     def heads_before_length(self) -> bool:
         """Whether the caches, or the keys that are given, have heads before positions."""
@@ -78,95 +84,64 @@ class LayerSite:
         length = [i for i, a in enumerate(order) if a in ("s", "t", "p")]
         return bool(heads and length) and heads[0] < length[0]
 
+    def stored(self, length: str, feature: str) -> Groups:
+        """The op's axes of a cache, or of the keys or values that are given, with this letter of their positions."""
+        middle = ((length,), (self.layer.key_letter,))
+        return (self.layer.batch, *(middle[::-1] if self.heads_before_length else middle), (feature,))
+
 
 def operands_of(layer: LayerRead) -> dict[str, LayerOperand]:
-    """Slot -> leaf, of one layer."""
-    found: dict[str, LayerOperand | None] = {"x": LayerOperand(layer.x, (_batch(layer), ("t",), ("e",)))}
+    """Slot -> operand, of one layer."""
+    found = {"x": LayerOperand(layer.x, (layer.batch, ("t",), ("e",)))}
+    several = layer.halves | {"n": tuple(f"n{i}" for i in range(8))}
+
+    def parted(axes: Iterable[Any]) -> Groups:
+        return tuple(several.get(a, (a,)) for a in axes)
+
+    def add(slot: str, side: Side | None, axes: str, product: Projection | None = None) -> None:
+        if side is not None:
+            shown = tuple(all_letters(parted(axis)) for axis in side.shown)
+            found[slot] = LayerOperand(Side(side.nid, shown), parted(axes), product)
+
     for name, norm in (("norm1", layer.norm1), ("norm2", layer.norm2)):
-        found[f"{name}_scale"] = norm.scale and LayerOperand(norm.scale, (("e",),))
-        found[f"{name}_bias"] = norm.bias and LayerOperand(norm.bias, (("e",),))
-    found |= _of_joint_projection(layer) if layer.fused else _of_projections(layer)
-    found["out"] = LayerOperand(_in_parts(layer.out.w, layer), (layer.parts("h"), ("d",), ("e",)))
-    found["out_bias"] = layer.out.bias and LayerOperand(layer.out.bias, (("e",),))
-    for slot, product in (("out", layer.out), ("down", layer.down)):
-        found[f"{slot}{FACTOR}"] = product.factor and LayerOperand(product.factor, (("e",),))
-    found |= _of_feed_forward(layer) | _of_caches(layer)
-    return {slot: leaf for slot, leaf in found.items() if leaf is not None}
-
-
-def _batch(layer: LayerRead) -> tuple[str, ...]:
-    return tuple(a for a in layer.sizes if a.startswith("b"))
-
-
-def _key(layer: LayerRead) -> str:
-    """The letter of the heads of keys and values."""
-    return "g" if "g" in layer.sizes else "h"
-
-
-def _of_joint_projection(layer: LayerRead) -> dict[str, LayerOperand | None]:
-    """The weight and the bias of queries, keys and values together."""
-    columns = tuple(f"n{i}" for i in range(8))
-    weight = LayerOperand(_as_columns(layer.q.w, layer), (("e",), columns))
-    return {"qkv": weight, "qkv_bias": layer.q.bias and LayerOperand(_as_columns(layer.q.bias, layer), (columns,))}
-
-
-def _of_projections(layer: LayerRead) -> dict[str, LayerOperand | None]:
-    """The weights and biases of queries, keys and values, each its own."""
-    found: dict[str, LayerOperand | None] = {}
-    key = _key(layer)
-    for slot, product, axes in (("q", layer.q, "hc"), ("k", layer.k, key + "c"), ("v", layer.v, key + "d")):
-        groups = tuple(layer.parts(a) for a in axes)
-        found[slot] = LayerOperand(_in_parts(product.w, layer), (("e",), *groups))
-        found[f"{slot}_bias"] = product.bias and LayerOperand(_in_parts(product.bias, layer), groups)
+        add(f"{name}_scale", norm.scale, "e")
+        add(f"{name}_bias", norm.bias, "e")
+    for slot, product, rows, columns in _products(layer):
+        add(slot, product.w, rows + columns, product)
+        add(f"{slot}_bias", product.bias, columns, product)
+        add(f"{slot}{FACTOR}", product.factor, "e")
+    for slot, cache in (("cache_k", layer.key_cache), ("cache_v", layer.value_cache)):
+        if cache is not None:
+            found[slot] = LayerOperand(cache.before, ())  # grouped as they are stored
+    if layer.key_cache is not None and layer.key_cache.step is not None:
+        found["step"] = LayerOperand(Side(layer.key_cache.step, ()), ())
     return found
 
 
-def _of_feed_forward(layer: LayerRead) -> dict[str, LayerOperand | None]:
-    """The weights and biases of its two or three products."""
-    found: dict[str, LayerOperand | None] = {}
-    for slot, product in (("up", layer.up), ("gate", layer.gate), ("down", layer.down)):
+def _products(layer: LayerRead) -> Iterator[tuple[str, Projection, str, str]]:
+    """(slot, product, the letters of its weight's rows, of its columns)."""
+    if layer.fused:
+        bias = layer.q.bias and _as_columns(layer.q.bias, layer)
+        yield "qkv", replace(layer.q, w=_as_columns(layer.q.w, layer), bias=bias), "e", "n"
+    else:
+        yield "q", layer.q, "e", "hc"
+        yield "k", layer.k, "e", f"{layer.key_letter}c"
+        yield "v", layer.v, "e", f"{layer.key_letter}d"
+    yield "out", layer.out, "hd", "e"
+    for slot, product in (("up", layer.up), ("gate", layer.gate)):
         if product is not None:
-            ends = ("f", "e") if slot == "down" else ("e", "f" if product.part is None else BOTH)
-            found[slot] = LayerOperand(product.w, tuple((a,) for a in ends))
-            found[f"{slot}_bias"] = product.bias and LayerOperand(product.bias, ((ends[1],),))
-    return found
-
-
-def _of_caches(layer: LayerRead) -> dict[str, LayerOperand | None]:
-    """The keys and values of the tokens before, and where this call's are written, if there are any."""
-    if layer.key_cache is None or layer.value_cache is None:
-        return {}
-    batch, key, length = _batch(layer), _key(layer), "s" if layer.key_cache.kind == "write" else "p"
-    return {
-        "cache_k": LayerOperand(layer.key_cache.before, (batch, (length,), (key,), ("c",))),
-        "cache_v": LayerOperand(layer.value_cache.before, (batch, (length,), (key,), ("d",))),
-        "step": None if layer.key_cache.step is None else LayerOperand(Side(layer.key_cache.step, ()), ()),
-    }
-
-
-def _in_parts(side: Side, layer: LayerRead) -> Side:
-    return Side(side.nid, tuple(tuple(p for a in axis for p in layer.parts(a)) for axis in side.shown))
+            yield slot, product, "e", "f" if product.part is None else BOTH
+    yield "down", layer.down, "f", "e"
 
 
 def _as_columns(side: Side, layer: LayerRead) -> Side:
-    """The one weight of queries, keys and values, with letters of its own for its columns."""
-    shown, count = [], 0
+    """The one weight of queries, keys and values, or its bias, with letters of its own for its columns."""
+    count, shown = itertools.count(), []
     for axis in side.shown:
-        if axis == ("e",):
-            shown.append(axis)
-            continue
-        name = f"n{count}"
-        count += 1
-        layer.sizes.setdefault(name, _length(axis, layer.sizes))
-        shown.append((name,))
+        own = axis if axis == ("e",) else (f"n{next(count)}",)
+        layer.sizes.setdefault(own[0], math.prod(layer.sizes[a] if isinstance(a, str) else a.total for a in axis))
+        shown.append(own)
     return Side(side.nid, tuple(shown))
-
-
-def _length(atoms: Atoms, sizes: Mapping[str, int]) -> int:
-    length = 1
-    for a in atoms:
-        length *= sizes[a] if isinstance(a, str) else a.total
-    return length
 
 
 # -- the region -------------------------------------------------------------------------------------------------------
@@ -184,13 +159,13 @@ def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Ca
     """
     assert attention.region is not None
     leaves = operands_of(layer)
-    masks = _mask_leaves(attention)
+    masks = _mask_leaves(attention.region)
     base = search.view
     tables = {} if layer.rotary is None else tables_of(view, base, layer.rotary)
-    given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
     read = _read_by_tables(tables)
+    given = {slot: _base_id(view, base, leaf.side.nid) for slot, leaf in leaves.items()}
     given |= {name: base.ref[value.id].nid for name, value in (masks | read).items()}
-    root = _raw(view, layer.root.nid, None)
+    root = _raw(view, layer.root.nid)
     wide = frozenset({"x", *read, *(n for n in leaves if n.startswith("norm"))})
     region = _cut(base, root, given, wide, masks, ())
     others = _others(view, layer, region)
@@ -205,20 +180,20 @@ def site_of(search: Search, view: CanonicalView, layer: LayerRead, attention: Ca
     return LayerSite(layer, region, leaves, others, attention, names, tables, factor, precisions, sums)
 
 
+def _mask_leaves(attention: Region) -> dict[str, Value]:
+    return {f"mask:{n}": v for n, v in attention.leaves.items() if n not in _STRUCTURAL}
+
+
 def _read_by_tables(tables: Mapping[str, RotaryTable]) -> dict[str, Value]:
     """Leaf -> what tables are made of."""
     return {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
 
 
 def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
-    """Whether the region reads what its tables are made of as they do.
-
-    Raises:
-      Declined: it does not.
-    """
-    other = next((v for name, v in read.items() if region.leaves[name].id != v.id), None)
-    if other is not None:
-        raise Declined(f"{other!r}, which its rotary embedding is made of, is read in another form beside it")
+    """Raises Declined where the region does not read what its tables are made of as they do."""
+    for name, value in read.items():
+        if region.leaves[name].id != value.id:
+            raise Declined(f"{value!r}, which its rotary embedding is made of, is read in another form beside it")
 
 
 def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) -> None:
@@ -248,9 +223,8 @@ def _factor(base: CanonicalView, region: Region, layer: LayerRead) -> float:
     if layer.factor == 1 and layer.fused:
         return 1.0
     if layer.fused and weights != [1]:
-        raise Unread(
-            f"queries and keys have the factor {layer.factor:g}, and their weight one too", layer.q.nid, "scalar"
-        )
+        why = f"queries and keys have the factor {layer.factor:g}, and their weight one too"
+        raise Unread(why, layer.q.nid, "scalar")
     return layer.factor / math.prod(weights)
 
 
@@ -285,48 +259,33 @@ def _cut(
     masks: Mapping[str, Value],
     others: tuple[Value, ...],
 ) -> Region:
-    """The region, with masks bound to the values that the attention's own site has them bound to: as they are read, or without views."""
+    """The region, with masks bound to the values that the attention's own site has them bound to: as they are read, or without views.
+
+    It takes x as it gives its result where x is read so throughout, as the layers after it do: what makes a token's embedding is none of
+    the layer's own.
+    """
     for as_read in (frozenset[str](), frozenset(masks)):
         region = cut(base, root, given, through_casts=wide, as_read=as_read, others=others)
-        if all(region.leaves[name].id == value.id for name, value in masks.items()):
-            if region.leaves["x"].shape == root.shape:
-                return region
-            return _shaped_alike(base, root, given, wide, as_read, others) or region
+        if any(region.leaves[name].id != value.id for name, value in masks.items()):
+            continue
+        if region.leaves["x"].shape == root.shape:
+            return region
+        shaped = functools.partial(cut, base, root, given, frozenset(), as_read, wide, others, {"x": root.shape})
+        alike = attempted(shaped, lambda why, region=region: region)
+        x = alike.leaves["x"]
+        return alike if (x.shape, x.dtype) == (root.shape, root.dtype) else region
     raise Declined(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
 
 
-def _shaped_alike(
-    base: CanonicalView,
-    root: Value,
-    given: Mapping[str, int],
-    wide: frozenset[str],
-    as_read: frozenset[str],
-    others: tuple[Value, ...],
-) -> Region | None:
-    """The region that takes x as it gives its result, as the layers after it do: what makes a token's embedding that is none of the layer's
-    own. None where x is not read so throughout.
-    """
-    shapes = {"x": root.shape}
-    region = attempted(lambda: cut(base, root, given, frozenset(), as_read, wide, others, shapes), lambda why: None)
-    x = None if region is None else region.leaves["x"]
-    return region if x is not None and (x.shape, x.dtype) == (root.shape, root.dtype) else None
-
-
-def _mask_leaves(attention: Candidate) -> dict[str, Value]:
-    assert attention.region is not None
-    return {f"mask:{n}": v for n, v in attention.region.leaves.items() if n not in _STRUCTURAL}
-
-
-def _raw(view: CanonicalView, nid: int, dtype: Any) -> Value:
+def _raw(view: CanonicalView, nid: int) -> Value:
     """The raw value in the block that first shows a node."""
     for value in view.values_of.get(nid, ()):
-        if dtype is None or value.dtype == dtype:
-            return value
+        return value
     raise Declined("one of its operands is no value of the program's own")
 
 
 def _base_id(view: CanonicalView, base: CanonicalView, nid: int) -> int:
-    return base.ref[_raw(view, nid, None).id].nid
+    return base.ref[_raw(view, nid).id].nid
 
 
 def _others(view: CanonicalView, layer: LayerRead, region: Region) -> tuple[FurtherResult, ...]:
@@ -337,8 +296,8 @@ def _others(view: CanonicalView, layer: LayerRead, region: Region) -> tuple[Furt
     """
     known: dict[int, tuple[Side, bool]] = {}
     for of_values, cache, own in ((False, layer.key_cache, layer.keys), (True, layer.value_cache, layer.values)):
-        sides = [own] if cache is None else [Side(cache.node, cache.shown)]
-        known.update({side.nid: (side, of_values) for side in sides})
+        side = own if cache is None else Side(cache.node, cache.shown)
+        known[side.nid] = side, of_values
     found: dict[int, FurtherResult] = {}
     for leak in escapes(region):
         ref = view.ref.get(leak.value.id)
