@@ -48,6 +48,7 @@ class Candidate:
       plan: how the region becomes a call of the op (opaque to readers).
       backward: its backward pass, in a program that is differentiated already.
       plain: the site without what the op does beside it (the sum a norm is taken of), where there is such a part.
+      alone: whether its gradients, where the program has them, are sites of their own.
       takes_the_rest: whether any other that it overlaps wins, unless that would run XLA's own code.
       alternatives: what else may stand here, from best to least, if it cannot be fused with its backward pass, which reads its inner values
         (during a search only). The first site among them that can stand does, the last one in any case; what is declined before it is told.
@@ -79,6 +80,7 @@ class Candidate:
     alternatives: tuple[Candidate | Rejection, ...] = dataclasses.field(default=(), repr=False)
     others: tuple[Value, ...] = ()
     plain: Candidate | None = dataclasses.field(default=None, repr=False)
+    alone: bool = False
     takes_the_rest: bool = False
 
     @property

@@ -68,6 +68,11 @@ def _place(item: Candidate | Rejection) -> tuple[int, int]:
     return (region.nodes[-1].id, len(region.nodes)) if region is not None else (-1, 0)
 
 
+def _is_alone(item: Candidate | Rejection) -> bool:
+    """Whether the gradients of a site are sites of their own."""
+    return isinstance(item, Candidate) and item.alone
+
+
 class _BackwardSearch:
     """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
 
@@ -91,7 +96,7 @@ class _BackwardSearch:
         if region is not None and region.others:
             yield from self.without(item, "it has several results")
             return
-        found = None if region is None else self.backward(region)
+        found = None if region is None or _is_alone(item) else self.backward(region)
         if region is None or found is None:
             yield from self.without(item, "no backward pass of it was found")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -97,5 +98,8 @@ def _param_key(value: Any) -> Any:
         return tuple(_param_key(v) for v in value)
     if isinstance(value, int | float | bool | np.integer | np.floating):
         return float(value)
+    if isinstance(value, type):  # a dtype may be named by its class
+        with contextlib.suppress(TypeError):
+            value = np.dtype(value)
     text = str(value)
     return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text
