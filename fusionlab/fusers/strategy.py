@@ -11,13 +11,17 @@ from typing import Any
 from ..errors import ArgumentError, unknown_name
 from .engine.base import BY_DEFAULT, GRADIENT, Pass
 
+_DETERMINISTIC = "deterministic"  # what a Strategy says of all passes at once
+
 
 class Strategy(Mapping[str, Any]):
     """A frozen choice of passes: `Strategy(gemm_epilogue=True, dot_product_attention=False)`.
 
     A value is True, False, or a dict of the pass's options. Passes not named are off. A pass brings its gradient, `<pass>_grad`,
     with it: `Strategy(gemm_epilogue=True, gemm_epilogue_grad=False)` fuses forward alone, and differentiates as JAX does; a
-    `_grad` alone is refused. Round-trips through JSON.
+    `_grad` alone is refused. `Strategy(deterministic=True)` sets the option of that name of every pass that has it: forward and backward
+    give the same bits every time, and an implementation that does not is not taken; with no pass named it is of all by default.
+    Round-trips through JSON.
     """
 
     def __init__(self, **passes: bool | Mapping[str, Any]) -> None:
@@ -92,13 +96,20 @@ def select(
         return [(p, {BY_DEFAULT: True}) for p in registry.values() if not p.named_only]
     if isinstance(passes, str):
         passes = [passes]
-    chosen = _as_named_now(passes) if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
+    chosen = dict(_as_named_now(passes)) if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
+    deterministic = chosen.pop(_DETERMINISTIC, False)
+    if not isinstance(deterministic, bool):
+        raise ArgumentError(f"passes: {_DETERMINISTIC}={deterministic!r}, needed True or False")
+    if deterministic and not chosen:
+        chosen = {name: {BY_DEFAULT: True} for name, p in registry.items() if not p.named_only}
     _check_names(registry, chosen)
     result = []
     for name, pass_ in registry.items():
         value = chosen.get(name, False)
         options = dict(value) if isinstance(value, Mapping) else {}
-        pass_.check_names(options)
+        pass_.check_names(options.keys() - {BY_DEFAULT})
+        if deterministic and _DETERMINISTIC in pass_.options:
+            options.setdefault(_DETERMINISTIC, True)
         if chosen.get(f"{name}_grad", True) is False:
             options[GRADIENT] = False
         if value is not False:

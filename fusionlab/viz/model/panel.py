@@ -119,8 +119,8 @@ def options_of(name: str, strategy: Strategy | None) -> list[dict[str, Any]]:
 
 
 def with_option(strategy: Strategy | None, asked: Collection[str], name: str, option: str, value: Any) -> Strategy:
-    """The strategy with one option of one pass changed; `asked` are the passes it stands for where it is None."""
-    passes: dict[str, Any] = dict(strategy) if strategy is not None else dict.fromkeys(asked, True)
+    """The strategy with one option of one pass changed; `asked` are the passes it stands for where it names none."""
+    passes: dict[str, Any] = dict.fromkeys(asked, True) | dict(strategy or {})
     before = passes.get(name, {})
     passes[name] = (dict(before) if isinstance(before, Mapping) else {}) | {option: value}
     return Strategy(**passes)
