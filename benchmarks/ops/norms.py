@@ -1,11 +1,12 @@
 """Norms with what is added up before them, on a CUDA device: the op's kernels and jax.jit of plain code, in one run.
 
-    python -m benchmarks norms [--json] [-o FILE] [--quick] [--only TEXT]
+    python -m benchmarks norms [--each] [--json] [-o FILE] [--quick] [--only TEXT]
 
 Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). `jax.jit` is norm(x + shift + residual) as
 models write it, statistics in float32; `fast variance` the same by E[x^2] - E[x]^2, as flax.linen does. Each case is run forward (with and
 without the sum as a second result) and forward and backward, with the gradients of everything (of x and the residual once: they
-are one array). Without a CUDA device `--quick` runs tiny
+are one array). With `--each` it is every implementation of the op that takes the call, of a norm of x alone, forward with what a backward
+pass needs of it; `xla` is the op's own jnp code. Without a CUDA device `--quick` runs tiny
 sizes by the host's clock, to show that it works.
 """
 
@@ -67,6 +68,24 @@ CASES = (
     Case(512, 1024),
     Case(128, 1024),
     Case(16, 4096),
+)
+# Of a norm of x alone, by each implementation.
+_SIZES = (
+    (64, 4096),
+    (512, 768),
+    (4096, 768),
+    (16384, 768),
+    (2048, 1024),
+    (8192, 1024),
+    (8192, 1000),
+    (8192, 2048),
+    (16384, 4096),
+)
+ALONE = tuple(
+    Case(*size, dtype, kind)
+    for kind in ("layer", "rms")
+    for dtype in ("bfloat16", "float32")
+    for size in (*_SIZES, (8192, 8192), (4096, 16384))
 )
 TINY = (Case(16, 64), Case(8, 33, "float32", "rms"))
 
@@ -149,10 +168,28 @@ def one(case: Case, samples: int, implementation: str | None = "cuda") -> Iterat
         yield way, found
 
 
+def each(case: Case, samples: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(way, what was measured) of a norm of x alone by every implementation that takes it."""
+    from fusionlab.kernels.ops.layer_norm.op import LAYER_NORM
+
+    given = case.arguments()
+    operands = tuple(given.get(slot) for slot in ("x", "scale", "bias"))
+
+    def program(name: str) -> Callable[..., Any]:
+        return lambda *xs: LAYER_NORM.call_with_residuals(*xs, kind=case.kind, epsilon=EPSILON, implementation=name)
+
+    able = [b.name for b in LAYER_NORM.backends(*operands, kind=case.kind) if b.verdict != "unavailable"]
+    programs = compiled_at_once({name: (program(name), operands) for name in able})
+    found = measured(programs, "xla", samples)
+    found["difference"] = max(differences(programs["xla"](), programs[name]()) for name in able)
+    yield "alone", found
+
+
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("norms", __doc__)
     parser.add_argument("--only", default="", help="only the cases whose name has this text")
+    parser.add_argument("--each", action="store_true", help="a norm of x alone, by each implementation of the op")
     options = parser.parse_args(argv)
 
     from fusionlab.device import Device
@@ -163,11 +200,14 @@ def main(argv: list[str]) -> int:
         return 2
     samples = 30 if not options.quick else 6 if on_cuda else 2
     record: dict[str, Any] = new_record("norms", options) | {"cases": {}}
-    for case in CASES if on_cuda else TINY:
+    if options.each:
+        record["command"] += " --each"
+    for case in (ALONE if options.each else CASES) if on_cuda else TINY:
         if options.only not in case.name:
             continue
         record["cases"][case.name] = {}
-        for way, found in one(case, samples, "cuda" if on_cuda else None):
+        ways = each(case, samples) if options.each else one(case, samples, "cuda" if on_cuda else None)
+        for way, found in ways:
             record["cases"][case.name][way] = found
             if not options.json:
                 print(line(f"{case.name}, {way}", found), flush=True)
