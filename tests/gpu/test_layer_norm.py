@@ -29,6 +29,43 @@ class TestCuda(NormSuite):
         self.same_bits(LARGE[name], dtype)
 
 
+class TestPallas(NormSuite):
+    """Its forward; the gradients of a call that names it are the reference's."""
+
+    implementation = "pallas"
+    turns = turns(["plain", "rms", "scale and bias", "rms, scale"], every=("scale and bias",))
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("kind", ["layer", "rms"])
+    @pytest.mark.parametrize("shape", [(3001, 1023), (4, 257, 4096), (41, 16384), (7, 1), (128, 768)], ids=str)
+    def test_rows_of_all_lengths(self, shape, kind, dtype):
+        rng = np.random.default_rng(0)
+        x, scale, bias = (jnp.asarray(rng.normal(size=s) + 0.5, dtype) for s in (shape, shape[-1:], shape[-1:]))
+        bias = bias if kind == "layer" else None
+        step = jax.jit(
+            lambda *a, implementation: jax.vjp(
+                functools.partial(layer_norm, kind=kind, implementation=implementation), *a
+            )[0],
+            static_argnames="implementation",
+        )
+        got = step(x, scale, bias, implementation="pallas")
+        given = [None if a is None else a.astype(jnp.float32) for a in (x, scale, bias)]
+        want = np.asarray(step(*given, implementation="xla"))
+        tolerance = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}[dtype] * max(1.0, np.abs(want).max())
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=tolerance)
+
+    def test_it_is_taken_for_narrow_rows_of_an_rms_norm(self):
+        x, scale = jnp.ones((4096, 768), jnp.bfloat16), jnp.ones(768, jnp.bfloat16)
+
+        def norm(x, scale):
+            wide = x.astype(jnp.float32)
+            return (wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype) * scale
+
+        (site,) = fl.find(norm, x, scale).candidates
+        assert site.backend.name == "pallas"
+        np.testing.assert_array_equal(jax.jit(fl.fuse(norm))(x, scale), jax.jit(norm)(x, scale))
+
+
 class TestXla(NormSuite):
     implementation = "xla"
     turns = turns(["plain", "everything", "everything and the sum", "float32 vectors", "1023", "no rows"])

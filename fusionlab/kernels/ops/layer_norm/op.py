@@ -17,7 +17,7 @@ from ...op.implementation import Call, ChoiceKind, Implementation, Implementatio
 from ...op.labels import result_rank
 from ..norm_checks import check_norm_dtypes, checked_epsilon
 from ..norms import NormOp
-from . import choosing, cuda, reference
+from . import choosing, cuda, pallas, reference
 from .plan import MOST_ADDENDS
 
 Array = Any
@@ -47,6 +47,12 @@ class LayerNorm(NormOp):
             "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
             cuda,
             adds=True,
+        ),
+        "pallas": XLA.by_kernels(
+            "pallas",
+            "one kernel in Pallas, compiled by Triton: one pass over memory, forward",
+            pallas,
+            roles=("call",),
         ),
     }
 
@@ -89,6 +95,12 @@ class LayerNorm(NormOp):
         place = sum(present.count(s) for s in self.slots[: self.slots.index("shift")])
         more = {"present": "shift", "live": True, "dtypes": dtype, "shardings": None}
         return {**params, **{k: (*params[k][:place], v, *params[k][place:]) for k, v in more.items()}}, "shift"
+
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
+        """The kernel in Pallas, where it was measured faster than the other, or that cannot run."""
+        found = super().rule(call, unable)
+        why = "" if call.role != "call" or self.refusal("pallas", call) else pallas.why_taken(call, found)
+        return ImplementationChoice("pallas", ChoiceKind.CHOSEN, why) if why else found
 
     def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
         return choosing.why_xla(call)
