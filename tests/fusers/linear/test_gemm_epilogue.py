@@ -150,6 +150,7 @@ ACTIVATIONS = {
     "sigmoid_exp": lambda h: 1 / (1 + jnp.exp(-h)),
     "gelu_tanh": jax.nn.gelu,
     "gelu_erf": lambda h: jax.nn.gelu(h, approximate=False),
+    "quick_gelu": lambda h: h * jax.nn.sigmoid(1.702 * h),
     "silu": jax.nn.silu,
     "sigmoid": jax.nn.sigmoid,
     "tanh": jnp.tanh,

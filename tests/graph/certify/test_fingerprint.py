@@ -130,7 +130,7 @@ TRAPS = {
     "a large upper limit": (lambda h: jnp.clip(h, 0, 60.0), "activation"),
     "gelu with 0.8": (gelu_tanh(k=0.8), "activation"),
     "gelu with 0.05": (gelu_tanh(c=0.05), "activation"),
-    "quick gelu": (lambda h: h * jax.nn.sigmoid(1.702 * h), "activation"),
+    "quick gelu with 1.6": (lambda h: h * jax.nn.sigmoid(1.6 * h), "activation"),
     "hard tanh": (jax.nn.hard_tanh, "activation"),
     "hard swish": (jax.nn.hard_silu, "activation"),
     "sine": (jnp.sin, "activation"),

@@ -29,6 +29,7 @@ USER_CODE = {
     "sigmoid_exp": lambda h: 1 / (1 + jnp.exp(-h)),
     "gelu_tanh": lambda h: 0.5 * h * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (h + 0.044715 * h**3))),
     "gelu_erf": lambda h: h * (1 + jax.lax.erf(h / np.sqrt(2))) / 2,
+    "quick_gelu": lambda h: h * jax.lax.logistic(1.702 * h),
     "silu": lambda h: h / (1 + jnp.exp(-h)),
     "sigmoid": lambda h: 1 / (1 + jnp.exp(-h)),
     "tanh": jnp.tanh,

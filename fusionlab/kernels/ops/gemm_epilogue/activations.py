@@ -178,6 +178,13 @@ ACTIVATIONS: dict[str, Activation] = {
             lambda h: jax.nn.gelu(h, approximate=False),
             "jax.nn.gelu(approximate=False); Hendrycks and Gimpel 2016, arXiv:1606.08415",
         ),
+        _from_preactivation(
+            "quick_gelu",
+            "h / (1 + exp(-1.702 h))",
+            (-0.027, -0.15, 0.74, 2.673),
+            lambda h: h * jax.nn.sigmoid(1.702 * h),
+            "h * jax.nn.sigmoid(1.702 * h), as CLIP has it; Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2",
+        ),
         _from_preactivation("silu", "h / (1 + exp(-h))", _SILU, jax.nn.silu, "jax.nn.silu", _in_float32(jax.nn.silu)),
         _from_preactivation(
             "sigmoid", "1 / (1 + exp(-h))", _SIGMOID, jax.nn.sigmoid, "jax.nn.sigmoid", _in_float32(jax.nn.sigmoid)
