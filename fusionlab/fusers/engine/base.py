@@ -137,7 +137,7 @@ class Pass(abc.ABC):
         """An option's value: as given, or the default."""
         return search.options.get(key, self.declared[key].default)
 
-    def check_names(self, options: Mapping[str, Any]) -> None:
+    def check_names(self, options: Iterable[str]) -> None:
         """Raises UnknownNameError for an option the pass does not have."""
         for key in options:
             if key not in self.options:
