@@ -8,6 +8,7 @@ from .kernels.ops.dot_product_attention import dot_product_attention
 from .kernels.ops.gated_matmul import gated_matmul
 from .kernels.ops.gemm_epilogue import gemm_epilogue
 from .kernels.ops.group_norm import group_norm
+from .kernels.ops.grouped_matmul import grouped_matmul
 from .kernels.ops.layer_norm import layer_norm, layer_norm_and_sum
 from .kernels.ops.lerp import lerp
 from .kernels.ops.matmul import matmul
@@ -29,6 +30,7 @@ __all__ = [
     "gated_matmul",
     "gemm_epilogue",
     "group_norm",
+    "grouped_matmul",
     "layer_norm",
     "layer_norm_and_sum",
     "lerp",
