@@ -199,7 +199,7 @@ def layer_norm(
       epsilon: added to the mean square, inside the root; a number, 0 or more.
       axis: the axis that is normalised over.
       implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own (the last axis, up to 65,536 features, no
-        float64).
+        float64), "pallas" one that Triton compiles (x alone, up to 16,384 features; forward).
 
     Returns:
       As x, in x's shape and dtype (float32, bfloat16, float16 or float64). Statistics and arithmetic are float32 (float64 for
