@@ -1,4 +1,4 @@
-"""The glossary, docs/concepts.md: its words, the modules and names that it points to, its examples."""
+"""The glossary, docs/concepts.md: its words, the modules and names that it points to, its examples; the links of all pages."""
 
 import doctest
 import functools
@@ -35,9 +35,10 @@ def test_a_definition_is_short():
     assert max(lengths.values()) <= 80, lengths
 
 
-def test_what_the_page_links_to_exists():
-    links = re.findall(r"\]\(([^)#]+)\)", TEXT)
-    assert [link for link in links if not (PAGE.parent / link).exists()] == []
+def test_what_the_pages_link_to_exists():
+    for page in PAGE.parent.glob("*.md"):
+        links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))
+        assert [link for link in links if not (page.parent / link).exists()] == []
 
 
 def test_a_link_is_called_what_it_leads_to():
