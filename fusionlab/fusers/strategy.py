@@ -102,6 +102,10 @@ def select(
         raise ArgumentError(f"passes: {_DETERMINISTIC}={deterministic!r}, needed True or False")
     if deterministic and not chosen:
         chosen = {name: {BY_DEFAULT: True} for name, p in registry.items() if not p.named_only}
+    if isinstance(passes, Mapping) and chosen.get("matmul_schedule"):  # gated pairs were part of it when they were no pass
+        chosen.setdefault("gated_matmul", True)
+        if "matmul_schedule_grad" in chosen and chosen["gated_matmul"]:
+            chosen.setdefault("gated_matmul_grad", chosen["matmul_schedule_grad"])
     _check_names(registry, chosen)
     result = []
     for name, pass_ in registry.items():

@@ -275,6 +275,11 @@ def test_a_gradient_may_stay_jax_s_own():
         strategy = fl.Strategy(matmul_schedule={"gated": "concatenated", "library": False}, matmul_schedule_grad=False)
     now = {"gated_matmul": {"prefer": "concatenated"}, "matmul_schedule": {"library": False}}
     assert dict(strategy) == now | {"gated_matmul_grad": False, "matmul_schedule_grad": False}
+    saved = fl.Strategy.from_json('{"matmul_schedule": true}')  # of before, when gated pairs were part of it
+    assert dict(saved) == {"matmul_schedule": True}
+    assert fl.find(lambda x: x, 1.0, passes=saved).passes == ("gated_matmul", "matmul_schedule")
+    alone = fl.Strategy(matmul_schedule=True, gated_matmul=False)
+    assert fl.find(lambda x: x, 1.0, passes=alone).passes == ("matmul_schedule",)
     with pytest.warns(FutureWarning, match="gated_matmul=dict"):  # by both names
         both = fl.Strategy(matmul_schedule={"gated": "concatenated"}, gated_matmul=True)
     assert both["gated_matmul"] == {"prefer": "concatenated"}
