@@ -125,7 +125,7 @@ class ProductSite(Site):
         found = None
         if user is not None and user.primitive in SCALINGS:
             found = self.scaled(call, user)
-        elif user is not None and user.primitive in ("add", "sub") and call.bias is None:
+        elif user is not None and user.primitive in ("add", "sub"):
             found = self.biased(call, user)
         return found or self.activated(call)
 
@@ -166,7 +166,9 @@ class ProductSite(Site):
         first, second = user.inputs
         other = second if first is call.value else first
         result = user.outputs[0]
-        if not isinstance(other, Value) or result.shape != call.value.shape or is_explicitly_sharded(result.aval):
+        if call.bias is not None or not isinstance(other, Value) or result.shape != call.value.shape:
+            return None
+        if is_explicitly_sharded(result.aval):
             return None
         found = self.bias(call, other)
         if found is None:
@@ -218,9 +220,10 @@ class ProductSite(Site):
         return any(real and not alike for real, alike in zip(few, same, strict=True)) or not any(few)
 
     def activated(self, call: ProductCall) -> ProductCall | None:
-        end, name, _ = Epilogue(self, call.value, call.bias is not None).activation()
-        if end is None or name is None:
+        found, problem = Epilogue(self, call.value, call.bias is not None).activation()
+        if found is None or problem is not None:
             return None
+        end, name = found
         nodes = between(self.view, call.value, end)
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
 

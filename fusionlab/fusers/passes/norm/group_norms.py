@@ -56,8 +56,8 @@ class GroupSite(NormSite):
             if vectors is None:
                 continue
             joined = self.joined(value)
-            end, name, _ = Epilogue(self, joined, biased=True).last()
-            activated = [(end, name)] if end is not None and name == "silu" else []
+            found, _ = Epilogue(self, joined, biased=True).last()
+            activated = [found] if found is not None and found[1] == "silu" else []
             for root, activation in (*activated, (joined, "none")):
                 outcome = self.attempt(self.outcome, root, activation, vectors)
                 if outcome is not None:
@@ -74,8 +74,8 @@ class GroupSite(NormSite):
         found: dict[str, Value] = {}
         stack, seen = [root], set[int]()
         while stack:
-            node = self.around.maker(stack.pop())
-            if node is None or node.id in seen:
+            node = self.search.block.producer[stack.pop().id]
+            if node.id in seen:
                 continue
             seen.add(node.id)
             if not self.is_smooth(node):

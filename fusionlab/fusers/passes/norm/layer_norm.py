@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -252,7 +252,7 @@ class _NormSite(NormSite):
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
         """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
         # Where the norm is XLA's own code, XLA fuses additions with it by itself.
-        if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None:
+        if not _has_kernel(plain):
             return plain
         summands = self.summands(found, region)
         if summands is None:
@@ -264,7 +264,7 @@ class _NormSite(NormSite):
         if gives_sum and not _stands_alone(wide):
             return plain
         outcome = self.proposed(found, wide, summands)
-        if not isinstance(outcome, Candidate) or outcome.same_code:
+        if not _has_kernel(outcome):
             return plain
         return replace(outcome, plain=plain, alternatives=in_turn([plain]) if leaks and not gives_sum else ())
 
@@ -352,6 +352,11 @@ class _NormSite(NormSite):
 
 def _concepts(example: Example) -> tuple[str]:
     return (f"{example.name.partition('_')[0]}_norm",)
+
+
+def _has_kernel(outcome: Candidate | Rejection) -> TypeGuard[Candidate]:
+    """Whether what runs is no code of XLA's own."""
+    return isinstance(outcome, Candidate) and outcome.backend is not None and not outcome.same_code
 
 
 def _stands_alone(region: Region) -> bool:
