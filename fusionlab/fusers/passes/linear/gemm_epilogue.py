@@ -171,10 +171,9 @@ class _ProductSite(LinearSite):
             yield replace(problem, region=self.whole(linear, leaking))
         summed = None if linear.bias else summed_over_devices(self, self.product)
         notes = (f"linear part only: {problem.sentence}",) if problem else ()
-        if linear.bias:
-            yield self.attempt(self.candidate, linear, linear.value, "none", notes)
-        elif summed is not None:
+        if summed is not None:
             notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
+        if linear.bias or summed is not None:
             yield self.attempt(self.candidate, linear, linear.value, "none", notes)
 
     def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:

@@ -184,9 +184,9 @@ class GatedSite(Site):
         result = self.anchor.outputs[0]
         if not is_half(gate.inputs[0].dtype) or np.dtype(result.dtype) != np.float32:
             return result  # a cast behind it stays behind it
-        users = self.users(result)
-        alone = len(users) == 1 and result.id not in self.search.block.returned and users[0].primitive in CASTS
-        return users[0].outputs[0] if alone and is_half(users[0].outputs[0].dtype) else result
+        user = self.only_reader(result)
+        rounds = user is not None and user.primitive in CASTS and is_half(user.outputs[0].dtype)
+        return user.outputs[0] if user is not None and rounds else result
 
     def common(self, gate: Node, up: Node) -> tuple[Value, list[Any], list[Node]]:
         """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do.

@@ -115,7 +115,7 @@ class ProductSite(Site):
 
     def further(self, call: ProductCall) -> ProductCall | None:
         """The call with the next step behind it; None where there is none that it could take."""
-        user = self.only_reader(call.value)
+        user = self.reader_once(call.value)
         if call.out != call.product:  # a cast is the last
             return None
         if user is not None and user.primitive in CASTS:
@@ -129,11 +129,11 @@ class ProductSite(Site):
             found = self.biased(call, user)
         return found or self.activated(call)
 
-    def only_reader(self, value: Value) -> Node | None:
-        users = self.users(value)
-        if value.id in self.search.block.returned or len(users) != 1 or users[0].blocks:
-            return None
-        return users[0] if sum(a is value for a in users[0].inputs) == 1 else None
+    def reader_once(self, value: Value) -> Node | None:
+        """The node without a body that alone reads a value, by one operand."""
+        user = self.only_reader(value)
+        once = user is not None and not user.blocks and sum(a is value for a in user.inputs) == 1
+        return user if once else None
 
     def cast(self, call: ProductCall, user: Node) -> ProductCall | None:
         """To fewer bits: one that widens leaves a rounding point of the program's before it."""

@@ -65,9 +65,8 @@ class GroupSite(NormSite):
 
     def joined(self, value: Value) -> Value:
         """Past the reshape that joins the channels again, where that alone reads a result."""
-        users = self.users(value)
-        alone = len(users) == 1 and value.id not in self.search.block.returned and users[0].primitive == "reshape"
-        return users[0].outputs[0] if alone else value
+        user = self.only_reader(value)
+        return user.outputs[0] if user is not None and user.primitive == "reshape" else value
 
     def vectors(self, root: Value) -> dict[str, Value] | None:
         """The scale and bias of the channels between x and a result; None where it is made of anything else."""

@@ -196,19 +196,16 @@ class _NormSite(NormSite):
 
     def nearest(self, values: Sequence[Value]) -> Miss:
         """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
-        best: Miss | None = None
-        for value, example in itertools.product(values, EXAMPLES):
-            ref = self.view.ref[value.id]
-            if close(ref.coef, 1.0) and example.ends_in(self.view, ref.nid):
-                found = match(pattern_of(example), self.view, ref.nid, self.x)
-                if isinstance(found, Miss) and (best is None or found.matched > best.matched):
-                    best = found
-        if best is None:
-            value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
-            found = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
-            assert isinstance(found, Miss)
-            return found
-        return best
+        pairs = ((e, self.view.ref[v.id]) for v, e in itertools.product(values, EXAMPLES))
+        ending = (e for e in pairs if close(e[1].coef, 1.0) and e[0].ends_in(self.view, e[1].nid))
+        found = (match(pattern_of(example), self.view, ref.nid, self.x) for example, ref in ending)
+        misses = [miss for miss in found if isinstance(miss, Miss)]
+        if misses:
+            return max(misses, key=lambda miss: miss.matched)
+        value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
+        plainest = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
+        assert isinstance(plainest, Miss)
+        return plainest
 
     def check_near(self) -> None:
         """Declines for a function known to be nearly a norm."""
