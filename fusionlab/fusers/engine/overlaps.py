@@ -38,14 +38,13 @@ class _Claims:
         # a node, a value that only exists inside a site, a value that one reads -> those sites, by their ids
         self.sites: dict[tuple[str, int], dict[int, Candidate]] = defaultdict(dict)
 
-    def add(self, c: Candidate, form: Candidate) -> None:
-        """A site, in a form it may have."""
+    def add(self, c: Candidate, form: Candidate, instead_of: Sequence[Candidate] = ()) -> None:
+        """A site, in a form it may have, for others that no longer stand."""
+        for other in instead_of:
+            for key in _keys(other, "inner", "read"):
+                self.sites[key].pop(id(other), None)
         for key in _keys(form, "inner", "read"):
             self.sites[key][id(c)] = c
-
-    def remove(self, c: Candidate) -> None:
-        for key in _keys(c, "inner", "read"):
-            self.sites[key].pop(id(c), None)
 
     def beside(self, c: Candidate, form: Candidate) -> dict[int, Candidate]:
         """The other sites that one, in this form, cannot stand beside, by their ids: first those it shares nodes with."""
@@ -98,14 +97,17 @@ def _settled(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[
         others = list(taken.beside(c, c).values())
         if _gives_way(c, others):
             lost[id(c)] = others[0]
-            continue
-        for other in others:
-            taken.remove(other)
-            lost[id(other)] = c
-        taken.add(c, c)
+        else:
+            lost |= dict.fromkeys(map(id, others), c)
+            taken.add(c, c, instead_of=others)
     rejections = [r for r in found if isinstance(r, Rejection) and not all(map(taken.holds, r.site_ids))]
-    kept = [c for c in candidates if id(c) not in lost]
-    return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
+    kept: list[Candidate] = []
+    for c in candidates:
+        if id(c) in lost:
+            rejections.append(_lost(c, lost[id(c)]))
+        else:
+            kept.append(c)
+    return kept, rejections
 
 
 def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:

@@ -78,9 +78,8 @@ def narrow(site: Site, value: Any) -> Any:
 
 
 def _only_reader(site: Site, value: Value) -> Node | None:
-    users = site.users(value)
-    alone = len(users) == 1 and value.id not in site.search.block.returned
-    return users[0] if alone and not users[0].blocks else None
+    user = site.only_reader(value)
+    return user if user is not None and not user.blocks else None
 
 
 def _keeps_entries(node: Node) -> bool:

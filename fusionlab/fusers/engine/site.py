@@ -87,6 +87,11 @@ class Site:
         """The raw nodes of the block that read a value."""
         return self.search.block.users.get(value.id, ())
 
+    def only_reader(self, value: Value) -> Node | None:
+        """The node that alone reads a value which the block does not return; None where there is none."""
+        users = self.users(value)
+        return users[0] if len(users) == 1 and value.id not in self.search.block.returned else None
+
     def near_miss(self, miss: Miss) -> Rejection:
         """The rejection for the nearest miss."""
         node = self.raw_of(miss.target)
@@ -160,19 +165,17 @@ class Site:
 
         Not where another site looks through them itself: the two would overlap.
         """
-        block, start = self.search.block, value
-        while value.id not in block.returned:
-            users = self.users(value)
-            if len(users) != 1 or users[0].primitive not in VIEWS:
+        end = self.behind_views(value)
+        return value if self.looked_through(end) else end
+
+    def behind_views(self, value: Value) -> Value:
+        """The last of the transposes and unit reshapes that alone read a value, one behind the other."""
+        while (user := self.only_reader(value)) is not None and user.primitive in VIEWS:
+            ref = self.view.ref[user.outputs[0].id]
+            if ref.nid != self.nid(value) or min(ref.dims, default=0) < 0:
                 break
-            after = users[0].outputs[0]
-            if (
-                self.view.ref[after.id].nid != self.view.ref[value.id].nid
-                or min(self.view.ref[after.id].dims, default=0) < 0
-            ):
-                break
-            value = after
-        return start if self.looked_through(value) else value
+            value = user.outputs[0]
+        return value
 
     def looked_through(self, value: Value) -> bool:
         """Whether a site further on may bind a value that `value` is only a view, a cast or a multiple of."""

@@ -24,7 +24,7 @@ from ....graph.declined import Declined
 from ....graph.dtypes import arithmetic_dtype, narrows
 from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import pattern_of
-from ....graph.matching.region import CASTS, VIEWS, Region, cut, shared_casts
+from ....graph.matching.region import CASTS, Region, cut, shared_casts
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
 from ...engine.base import Option, Pass, Search, anchor_text
@@ -296,19 +296,11 @@ class _SoftmaxSite(AttentionProposals):
         stay in float32 until then, as where a library is asked for a softmax in float32.
         """
         dtypes = _dtypes(region)
-        value, block = region.root, self.search.block
-        if len(dtypes) != 1 or not narrows(next(iter(dtypes)), value.dtype):
+        if len(dtypes) != 1 or not narrows(next(iter(dtypes)), region.root.dtype):
             return None
-        while value.id not in block.returned and len(users := self.users(value)) == 1:
-            after = users[0].outputs[0]
-            if users[0].primitive in CASTS:
-                return after if {after.dtype} == dtypes else None
-            if users[0].primitive not in VIEWS or self.view.ref[after.id].nid != self.view.ref[value.id].nid:
-                return None
-            if min(self.view.ref[after.id].dims, default=0) < 0:
-                return None
-            value = after
-        return None
+        user = self.only_reader(self.behind_views(region.root))
+        cast = user is not None and user.primitive in CASTS and {user.outputs[0].dtype} == dtypes
+        return user.outputs[0] if user is not None and cast else None
 
     def can_be_blind(self, read: Reading, region: Region, masks: Masking) -> bool:
         """Whether data may leave a query row no key, with NaN for its result in the program."""

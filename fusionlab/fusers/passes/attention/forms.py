@@ -164,16 +164,16 @@ def tail_example(tail: Tail) -> Example:
 @functools.cache
 def whole_example(tail: Tail, steps: Steps) -> Example:
     """Attention from queries, keys and values on: the scores made by `steps`, then `tail`."""
-    beside = {s.leaf: "bts" if s.kind not in ("times", "over") else "bt" for s in steps if s.leaf} | tail.leaves
+    beside = {s.leaf: "bt" if s.scales else "bts" for s in steps if s.leaf} | tail.leaves
     numbers = [name for s in steps for name in (s.scalar, s.gain) if name]
     scalars = ("scale", *numbers, *tail.scalars)
-    bools = frozenset(s.leaf for s in steps if s.leaf and s.masks) | tail.bools
+    bools = frozenset(s.leaf for s in steps if s.masks) | tail.bools
 
     def fn(*args: Any) -> Any:
         given = dict(zip((*LEAVES, *beside, *scalars), args, strict=True))
         z = jnp.einsum("btc,bsc->bts", given["q"], given["k"]) * given["scale"]
         for step in reversed(steps):
-            leaf = given[step.leaf][..., None] if step.kind in ("times", "over") else given.get(step.leaf)
+            leaf = given[step.leaf][..., None] if step.scales else given.get(step.leaf)
             z = step(z, leaf, given.get(step.scalar or ""))
             z = z * given[step.gain] if step.gain else z
         return tail(z, given["v"], given)

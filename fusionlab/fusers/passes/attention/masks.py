@@ -108,17 +108,16 @@ class MaskReader:
         Raises:
           Declined: the op has no such order.
         """
-        steps = [s for s in self.steps if s.masks or s.kind == "added"]
-        constants, gates = {s: self.constant(s) for s in steps}, [s for s in self.steps if s.kind == "gated"]
-        self.check_gates(gates)
+        constants = {s: self.constant(s) for s in self.steps if s.masks or s.kind == "added"}
+        self.check_gates()
         fixed, band = self.band(constants)
         # data, and bands that the op does not do itself
         operands = [s for s, c in constants.items() if c is None or (c.row is not None and s not in fixed)]
         self.check_order(operands, fixed)
-        return self.of_operands(operands, [s for s in (*steps, *gates) if s not in operands], band)
+        return self.of_operands(operands, band)
 
-    def of_operands(self, operands: Sequence[Step], needless: Sequence[Step], band: Constant) -> Masking:
-        """What the op is given: some steps as operands, and a band."""
+    def of_operands(self, operands: Sequence[Step], band: Constant) -> Masking:
+        """What the op is given: some steps as operands, and a band. It needs not those that are neither."""
         left, right = band.band
         return Masking(
             row=band.row,
@@ -127,7 +126,7 @@ class MaskReader:
             masks={s.leaf: s.kind == "hidden" for s in operands if s.masks},
             mask_value=self.fill(operands),
             biases=tuple(s.leaf for s in operands if s.kind == "added"),
-            dropped=frozenset(s.leaf for s in needless),
+            dropped=frozenset(s.leaf for s in self.steps if s.leaf and not s.scales and s not in operands),
             causal_outside=self.is_causal_outside(operands),
         )
 
@@ -156,9 +155,9 @@ class MaskReader:
         outside = [self.constant(s, outside=True) for s in operands]
         return all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)}
 
-    def check_gates(self, gates: Sequence[Step]) -> None:
+    def check_gates(self) -> None:
         """Declines for a factor on the scores that is more than a mask written twice."""
-        gate = next((g for g in gates if not self.is_filled(g)), None)
+        gate = next((s for s in self.steps if s.kind == "gated" and not self.is_filled(s)), None)
         if gate is not None:
             self.decline(
                 f"the scores are multiplied by {self.leaves[gate.leaf]!r}, which has an entry for each key: needed is a constant of "

@@ -44,8 +44,6 @@ from .masks import Masking, bias_factor
 from .repeated_heads import Repeated
 from .sinks import factor_of
 
-NOT_REPEATED: Mapping[str, Repeated] = {}
-
 
 def attention_attributes(read: Reading, region: Region, scale: float, masks: Masking, factor: float) -> dict[str, Any]:
     """The op's attributes; those of operands that are absent keep their defaults."""
@@ -63,27 +61,6 @@ def attention_attributes(read: Reading, region: Region, scale: float, masks: Mas
     return attrs
 
 
-def attention_plan(
-    search: Search,
-    read: Reading,
-    region: Region,
-    masks: Masking,
-    attrs: dict[str, Any],
-    repeated: Mapping[str, Repeated] = NOT_REPEATED,
-) -> Substitution:
-    """The op's operands from the region's inputs, and the region's root from its result. `repeated`: of the inputs k and v, those whose
-    heads the site repeats."""
-    layout = _Layout.nearest(search.view, read.match, region, masks, repeated)
-    return _plan(search, read, region, masks, attrs, layout)
-
-
-def moved_by(
-    view: CanonicalView, read: Reading, region: Region, masks: Masking, repeated: Mapping[str, Repeated] = NOT_REPEATED
-) -> int:
-    """How many of q, k, v and the result the op needs permuted."""
-    return _Layout.nearest(view, read.match, region, masks, repeated).permutations
-
-
 def keyed_plan(
     search: Search,
     read: Reading,
@@ -91,14 +68,13 @@ def keyed_plan(
     masks: Masking,
     attrs: dict[str, Any],
     drawn: tuple[str, DrawnFactors],
-    repeated: Mapping[str, Repeated] = NOT_REPEATED,
+    layout: Layout,
 ) -> tuple[Region, Substitution]:
     """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
 
     Raises:
       Declined: the op would draw another mask.
     """
-    layout = _Layout.nearest(search.view, read.match, region, masks, repeated)
     name, draw = drawn
     axes = None if name in layout.regrouped else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
@@ -110,12 +86,13 @@ def keyed_plan(
         "dropout_shape": None if shape == layout.scores else shape,
     }
     whole = keyed(region, name, draw)
-    return whole, _plan(search, read, whole, masks, attrs, replace(layout, where=input_positions(whole)))
+    return whole, attention_plan(search, read, whole, masks, attrs, replace(layout, where=input_positions(whole)))
 
 
-def _plan(
-    search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], layout: _Layout
+def attention_plan(
+    search: Search, read: Reading, region: Region, masks: Masking, attrs: dict[str, Any], layout: Layout
 ) -> Substitution:
+    """The op's operands from the region's inputs, and the region's root from its result."""
     found, is_keyed = read.match, "dropout_key" in region.leaves
     signs = {n: bias_factor(search.view, found, n, region.leaves[n]) for n in masks.biases}
     sink_factor = factor_of(search.view, found, region) if "sink" in region.leaves else 1.0
@@ -145,7 +122,7 @@ def _plan(
     return Substitution(op, attrs | {"implementation": search.implementation}, operands, finish, formula)
 
 
-def _scaled(q: Any, read: Reading, layout: _Layout, inputs: Any) -> Any:
+def _scaled(q: Any, read: Reading, layout: Layout, inputs: Any) -> Any:
     """The queries times, or over, what the scores are by data."""
     for step in read.steps:
         if step.kind in ("times", "over"):
@@ -185,7 +162,7 @@ def _times(x: Any, factor: float) -> Any:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class Layout:
     """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
 
     Query heads that share keys are heads, of which the keys have fewer; or more rows to the keys, where that moves less about, and neither
@@ -213,7 +190,7 @@ class _Layout:
     @classmethod
     def nearest(
         cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
-    ) -> _Layout:
+    ) -> Layout:
         """Of those there are the one that permutes the fewest of q, k, v and the result; on a tie the first.
 
         The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
@@ -224,7 +201,7 @@ class _Layout:
     @classmethod
     def _possible(
         cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
-    ) -> Iterator[_Layout]:
+    ) -> Iterator[Layout]:
         """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
         root, where = axes_of(found, view, found.pattern.root, region.root), input_positions(region)
         axes, how = _axes_of_leaves(view, found, region, repeated), _regrouped(view, found, region)
@@ -239,6 +216,7 @@ class _Layout:
 
     @property
     def permutations(self) -> int:
+        """How many of q, k, v and the result the op needs permuted."""
         operands = sum(permutes(self.axes[n], self._of_operand(n)) for n in "qkv")
         return operands + permutes(self.root, self.result)
 

@@ -18,7 +18,7 @@ from .conditions import AttentionConditions
 from .dropout import draw_of, kept_as_data
 from .forms import Reading
 from .masks import Masking
-from .plan import NOT_REPEATED, attention_attributes, attention_plan, keyed_plan, moved_by, present_changes
+from .plan import Layout, attention_attributes, attention_plan, keyed_plan, present_changes
 from .regions import without
 from .repeated_heads import Repeated, without_repeats
 from .scores import NEGATED
@@ -36,7 +36,7 @@ class AttentionProposals(AttentionConditions):
         """
         few = self.of_fewer_heads(read, region, known[0])
 
-        def outcome(region: Region, repeated: Mapping[str, Repeated] = NOT_REPEATED) -> Candidate | Rejection:
+        def outcome(region: Region, repeated: Mapping[str, Repeated]) -> Candidate | Rejection:
             rest = without(region, dropped), *known
             leaks = escapes(region)
             if not leaks:
@@ -49,8 +49,8 @@ class AttentionProposals(AttentionConditions):
 
         first = None if few is None else outcome(*few)
         if not isinstance(first, Candidate):
-            return outcome(region)
-        return or_else(first, outcome(region)) if first.alternatives else first
+            return outcome(region, {})
+        return or_else(first, outcome(region, {})) if first.alternatives else first
 
     def of_fewer_heads(
         self, read: Reading, region: Region, masks: Masking
@@ -59,8 +59,10 @@ class AttentionProposals(AttentionConditions):
         be heads as well, but more would be permuted then than repeated.
         """
         few = without_repeats(self.view, read.match, region)
-        plain = moved_by(self.view, read, region, masks)
-        return few if few is not None and moved_by(self.view, read, few[0], masks, few[1]) <= plain else None
+        if few is None:
+            return None
+        plain, own = (Layout.nearest(self.view, read.match, r, masks, of) for r, of in ((region, {}), few))
+        return few if own.permutations <= plain.permutations else None
 
     def proposed(
         self,
@@ -80,16 +82,17 @@ class AttentionProposals(AttentionConditions):
         attrs["precision"] = self.precision(region)
         if self.pass_.option(self.search, "deterministic"):
             attrs["deterministic"] = True
+        layout = Layout.nearest(self.view, read.match, region, masks, repeated)
 
         def as_data(*more: str, instead: Candidate | Rejection | None = problem) -> Candidate | Rejection:
-            plan = attention_plan(self.search, read, region, masks, attrs, repeated)
+            plan = attention_plan(self.search, read, region, masks, attrs, layout)
             outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, (*notes, *more))
             if not isinstance(outcome, Candidate):
                 return reason_to_tell(problem, outcome)
             return outcome if instead is None else replace(outcome, alternatives=(instead,))
 
         again = attempted(
-            lambda: self.drawn_again(read, region, masks, attrs, notes, repeated), lambda reason: reason.sentence
+            lambda: self.drawn_again(read, region, masks, attrs, notes, layout), lambda reason: reason.sentence
         )
         if isinstance(again, str):
             factors = [region.leaves[c.leaf] for c in present_changes(read, region)]
@@ -105,7 +108,7 @@ class AttentionProposals(AttentionConditions):
         masks: Masking,
         attrs: dict[str, Any],
         notes: tuple[str, ...],
-        repeated: Mapping[str, Repeated],
+        layout: Layout,
     ) -> Candidate:
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises Declined where it has no such mask."""
         factors = present_changes(read, region)
@@ -114,7 +117,7 @@ class AttentionProposals(AttentionConditions):
         draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
         if factors[0].kind == "hidden":
             raise Declined("it is True where an entry is dropped, and the op draws what it keeps")
-        whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), repeated)
+        whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), layout)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
             raise Declined(outcome.sentence)

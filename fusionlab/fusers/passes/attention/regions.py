@@ -6,21 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ....graph.matching.region import Region, dead_with
+from ....graph.matching.walks import upstream
 from ....graph.program.ir import Block, Node, Value
 
 
 def ancestors(block: Block, values: Iterable[Value], until: Value | None = None) -> list[Node]:
     """The equations of a block that values are made by; not those that `until` is made by."""
-    found: dict[int, Node] = {}
-    stack = [*values]
-    while stack:
-        at = stack.pop()
-        node = block.producer.get(at.id)
-        if node is None or node.id in found or (until is not None and at.id == until.id):
-            continue
-        found[node.id] = node
-        stack += [a for a in node.inputs if isinstance(a, Value)]
-    return list(found.values())
+    made = upstream(
+        block, (v for v in values if v is not until), lambda node: (a for a in node.values if a is not until)
+    )
+    return list({node.id: node for _, node in made}.values())
 
 
 def grown(region: Region, leaves: Mapping[str, Value], makers: Iterable[Node]) -> Region:

@@ -59,6 +59,11 @@ class Step:
         return _LEAVES.get(self.kind) == "mask"
 
     @property
+    def scales(self) -> bool:
+        """Whether its operand is a factor, of queries and heads."""
+        return _LEAVES.get(self.kind) == "factor"
+
+    @property
     def scalar(self) -> str | None:
         return "cap" if self.kind == "capped" else f"fill{self.number}" if self.masks else None
 

@@ -17,7 +17,8 @@ from ....graph.dtypes import is_float
 from ....graph.matching.match import Match, match
 from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS
-from ....graph.program.ir import Node, Value
+from ....graph.matching.walks import maker_of
+from ....graph.program.ir import Node
 from ....graph.program.scopes import is_backward
 from ...engine.grouping import Form
 from .examples import LERP
@@ -99,17 +100,22 @@ def _moves_to(view: CanonicalView, root: Node, differences: Sequence[Node]) -> b
 
 def _sources(view: CanonicalView, nodes: Sequence[Node]) -> set[int | None]:
     """The values under the views and casts of what some nodes read; None among them for numbers."""
-    return {_source(view, a) for n in nodes for a in n.inputs}
+    return {getattr(_under(view, a)[0], "id", None) for n in nodes for a in n.inputs}
 
 
-def _source(view: CanonicalView, atom: Any) -> int | None:
-    """The value under the views and casts of an operand; None for a number."""
-    while isinstance(atom, Value):
-        maker = view.block.producer.get(atom.id)
-        if maker is None or maker.primitive not in _TRANSPARENT or maker.id in view.covered:
-            return atom.id
+def _under(view: CanonicalView, atom: Any) -> tuple[Any, tuple[Node, ...]]:
+    """What stands under the views and casts of an operand, and these."""
+    crossed: list[Node] = []
+    while (maker := _maker(view, atom)) is not None and maker.primitive in _TRANSPARENT:
+        crossed.append(maker)
         (atom,) = maker.inputs
-    return None
+    return atom, tuple(crossed)
+
+
+def _maker(view: CanonicalView, atom: Any) -> Node | None:
+    """What makes an operand; None for what is made elsewhere, or in a folded site."""
+    maker = maker_of(view.block, atom)
+    return None if maker is None or maker.id in view.covered else maker
 
 
 def _expanded(view: CanonicalView, roots: list[Node], into: dict[str, set[str]]) -> tuple[Node, ...]:
@@ -130,15 +136,10 @@ def _expanded(view: CanonicalView, roots: list[Node], into: dict[str, set[str]])
 
 
 def _makers(view: CanonicalView, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
-    """What makes each operand of a node, and the views and casts between; None for what is made elsewhere, or in a folded site."""
+    """What makes each operand of a node, as of `_maker`, and the views and casts between."""
     for value in node.values:
-        crossed: list[Node] = []
-        maker = view.block.producer.get(value.id)
-        while maker is not None and maker.primitive in _TRANSPARENT and maker.id not in view.covered:
-            crossed.append(maker)
-            (source,) = maker.inputs
-            maker = view.block.producer.get(source.id) if isinstance(source, Value) else None
-        yield None if maker is None or maker.id in view.covered else maker, tuple(crossed)
+        source, crossed = _under(view, value)
+        yield _maker(view, source), crossed
 
 
 def _used(part: CanonicalView, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]:

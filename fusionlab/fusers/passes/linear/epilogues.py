@@ -6,6 +6,7 @@ where nothing stands between that means something of its own: a derivative of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ....graph.certify.activations import NONLINEAR, KnownActivation, Recognised, between, cone, recognise, value_name
@@ -48,45 +49,45 @@ class Epilogue:
     def __init__(self, site: Site, start: Value, biased: bool) -> None:
         self.site, self.start, self.biased = site, start, biased
         self.view, self.certifier = site.view, site.search.certifier
-        # The end and the name of the activation that was declined for who else reads its inner values.
-        self.leaking: tuple[Value, str] | None = None
 
-    def activation(self) -> tuple[Value | None, str | None, Rejection | None]:
-        """The last recognised function of the start that nothing escapes from, or why there is none."""
+    def activation(self) -> tuple[tuple[Value, str] | None, Rejection | None]:
+        """Where the last recognised function of the start ends, and its name; and why it is not fused, or why there is none.
+
+        With both, something else reads its inner values.
+        """
         nodes = cone(self.view, self.start)
-        if not any(n.primitive in NONLINEAR for n in nodes):
-            return None, None, self.custom_rule()
-        problem: Rejection | None = None
-        first_unknown: tuple[Node, Recognised] | None = None
-        for node in reversed(nodes):
+        leaking: list[tuple[Value, str, Escape]] = []
+        unknown: list[tuple[Node, Recognised]] = []
+        for node, known in self.recognised(self.start, nodes):
             value = node.outputs[0]
-            if (value.shape, value.dtype) != (self.start.shape, self.start.dtype):
-                continue
-            known = recognise(self.view, self.start, value, KNOWN, self.certifier)
+            leak = None if known.name is None else self.leak(value)
             if known.name is None:
-                if first_unknown is None and self.is_applied(node, nodes):
-                    first_unknown = node, known
-                continue
-            leak = self.leak(value)
-            if leak is None:
-                return value, known.name, None
-            if first_unknown is not None and _goes_on_in(leak, nodes):
-                continue  # a part of a larger function, which is the one to speak of
-            problem = problem or self.leaks(leak, value, known.name, nodes)
-        if problem is None and first_unknown is not None:
-            problem = self.unknown(nodes, *first_unknown)
-        return None, None, problem or self.custom_rule()
+                unknown += [(node, known)] if self.is_applied(node, nodes) else []
+            elif leak is None:
+                return (value, known.name), None
+            # One in a part of a larger function is not the one to speak of.
+            elif not unknown or not _goes_on_in(leak, nodes):
+                leaking.append((value, known.name, leak))
+        if leaking:
+            end, name, leak = leaking[0]
+            return (end, name), self.leaks(leak, name, nodes)
+        return None, self.unknown(nodes, *unknown[0]) if unknown else self.custom_rule()
 
-    def last(self) -> tuple[Value | None, str | None, Rejection | None]:
-        """`activation`; in a differentiated program also one whose inner values are read elsewhere: by the backward pass, maybe."""
-        end, name, problem = self.activation()
-        if end is None and self.leaking is not None and self.site.search.differentiated:
-            end, name = self.leaking
-        return end, name, problem
+    def recognised(self, start: Value, nodes: Sequence[Node]) -> Iterator[tuple[Node, Recognised]]:
+        """What the nodes that make something of a value, entry by entry, make of it, the last first; none where all of them are linear."""
+        for node in reversed(nodes) if any(n.primitive in NONLINEAR for n in nodes) else ():
+            value = node.outputs[0]
+            if (value.shape, value.dtype) == (start.shape, start.dtype):
+                yield node, recognise(self.view, start, value, KNOWN, self.certifier)
 
-    def leaks(self, leak: Escape, end: Value, name: str, nodes: list[Node]) -> Rejection:
-        """For a known activation whose inner values are read elsewhere, which is kept as `leaking`."""
-        self.leaking = end, name
+    def last(self) -> tuple[tuple[Value, str] | None, Rejection | None]:
+        """`activation`, one of the two: in a differentiated program it may be the backward pass that reads its inner values."""
+        found, problem = self.activation()
+        fused = problem is None or self.site.search.differentiated
+        return (found, None) if found is not None and fused else (None, problem)
+
+    def leaks(self, leak: Escape, name: str, nodes: list[Node]) -> Rejection:
+        """For a known activation whose inner values are read elsewhere."""
         edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
         return self.site.escaping(leak, edit, nodes, activation_name(name), concepts_of(False, name))
 
@@ -103,9 +104,9 @@ class Epilogue:
         block = self.site.search.block
         if value.id in block.returned and not (block.path and in_differentiated(node)):
             return True
-        readers = [u for u in self.site.users(value) if u not in nodes and not in_backward(u)]
         measured = primitives & NONLINEAR <= _MEASURES
-        return any(u.primitive != "reduce_sum" or not (measured or u.outputs[0].shape == ()) for u in readers)
+        users = self.site.users(value)
+        return any(not (u in nodes or in_backward(u) or _sums_up(u, measured)) for u in users)
 
     def leak(self, end: Value) -> Escape | None:
         """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
@@ -115,9 +116,9 @@ class Epilogue:
             if value.id == end.id or self.view.is_literal(self.view.ref[value.id]):
                 continue
             outside = [u for u in self.site.users(value) if u not in nodes]
-            if outside or value.id in block.returned:
-                user = None if value.id in block.returned else outside[0]
-                return Escape(value, block.producer[value.id], user)
+            readers = [None] if value.id in block.returned else outside
+            if readers:
+                return Escape(value, block.producer[value.id], readers[0])
         return None
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
@@ -198,9 +199,8 @@ class Epilogue:
 
     def known_after(self, value: Value) -> str | None:
         """The last known activation of a value."""
-        nodes = cone(self.view, value)
-        names = (recognise(self.view, value, n.outputs[0], KNOWN, self.certifier).name for n in reversed(nodes))
-        return next((n for n in names if n), None)
+        found = self.recognised(value, cone(self.view, value))
+        return next((known.name for _, known in found if known.name), None)
 
     def behind(self, value: Value) -> str | None:
         """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
@@ -210,6 +210,11 @@ class Epilogue:
             if user.primitive in _APART:
                 return self.known_after(user.outputs[0]) or self.behind(user.outputs[0])
         return None
+
+
+def _sums_up(user: Node, measured: bool) -> bool:
+    """Whether a reader only sums up what a norm or a loss makes (`measured`), or anything to the one number of a loss."""
+    return user.primitive == "reduce_sum" and (measured or user.outputs[0].shape == ())
 
 
 def _goes_on_in(leak: Escape, nodes: list[Node]) -> bool:

@@ -123,7 +123,7 @@ class _ProductSite(LinearSite):
     def check_convolution(self) -> None:
         """Declines for a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
         added = self.addition()
-        total = added[1] if added is not None else self.product
+        total = added[0].outputs[0] if added is not None else self.product
         nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
         if not nodes:
             return
@@ -142,20 +142,18 @@ class _ProductSite(LinearSite):
 
     def with_activation(self, linear: Linear) -> Iterator[Candidate | Rejection]:
         way = passage(self, linear.value)
-        behind = Epilogue(self, way.end, linear.bias)
-        end, name, problem = behind.activation()
-        if name is None and way.end is not linear.value and behind.leaking is None and problem is None:
+        found, problem = Epilogue(self, way.end, linear.bias).activation()
+        if found is None and problem is None:  # nothing behind the views; and before them?
             way = Passage(linear.value)
-            behind = Epilogue(self, linear.value, linear.bias)
-            end, name, problem = behind.activation()
-        if end is not None and name is not None:
-            yield self.attempt(self.candidate, linear, end, name, (), way.views)
+            found, problem = Epilogue(self, linear.value, linear.bias).activation()
+        if found is not None and problem is None:
+            yield self.attempt(self.candidate, linear, *found, (), way.views)
             return
-        if behind.leaking is not None and self.search.differentiated:
-            end, name = behind.leaking
+        if found is not None and self.search.differentiated:
+            end, name = found
             outcome = self.attempt(self.candidate, linear, end, name, (), way.views)
             if isinstance(outcome, Candidate):
-                others = in_turn(self.linear_part(linear, problem, behind.leaking))
+                others = in_turn(self.linear_part(linear, problem, found))
                 # A maximum that the backward pass differentiates by JAX's rule for relu, to be fused with that or not at all.
                 if name == "relu_tie":
                     by_rule = self.attempt(self.candidate, linear, end, "relu", (_BY_RULE,), way.views, True)
@@ -163,7 +161,7 @@ class _ProductSite(LinearSite):
                 yield replace(outcome, alternatives=others)
                 return
             problem = reason_to_tell(problem, outcome)
-        yield from self.linear_part(linear, problem, behind.leaking)
+        yield from self.linear_part(linear, problem, found)
 
     def linear_part(
         self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
@@ -173,10 +171,9 @@ class _ProductSite(LinearSite):
             yield replace(problem, region=self.whole(linear, leaking))
         summed = None if linear.bias else summed_over_devices(self, self.product)
         notes = (f"linear part only: {problem.sentence}",) if problem else ()
-        if linear.bias:
-            yield self.attempt(self.candidate, linear, linear.value, "none", notes)
-        elif summed is not None:
+        if summed is not None:
             notes = (*notes, f"the product alone: {anchor_text(summed)} sums it over devices before anything is added")
+        if linear.bias or summed is not None:
             yield self.attempt(self.candidate, linear, linear.value, "none", notes)
 
     def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:

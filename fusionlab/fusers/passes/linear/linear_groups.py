@@ -58,9 +58,7 @@ def _is_linear(c: Candidate) -> bool:
     Not one whose derivative is computed in float32 of 16 bits: behind another layer's product it would be rounded.
     """
     part = c.site.backward if c.site is not None else None
-    if c.op != "gemm_epilogue" or part is None or c.attrs.get("gradient") is not None:
-        return False
-    if c.attrs.get("wide") is not None:
+    if c.op != "gemm_epilogue" or part is None or any(c.attrs.get(key) is not None for key in ("gradient", "wide")):
         return False
     act = ACTIVATIONS[c.attrs.get("activation", "none")]
     return len(part.split.residuals) == (act.residual != "none")

@@ -93,7 +93,8 @@ class LinearSite(Site):
         added = self.addition()
         if added is None:
             return self.biased_behind() or self.bare()
-        node, total, other = added
+        node, other = added
+        total = node.outputs[0]
         if self.computed_from(self.view.read(other).nid, self.nid(self.product), 6):
             # It subtracts its maximum; else h + 0.044715 h^3, and the like.
             return None if feeds_softmax(self, self.product) else self.bare()
@@ -182,7 +183,7 @@ class LinearSite(Site):
         behind = Epilogue(self, start, total is not None)
         name, nodes = behind.known(), behind.following(start)
         activated = name or any(activates(self.search, n) for n in nodes)  # a loss's square is no activation
-        if total is None and (not activated or feeds_softmax(self, start)):
+        if feeds_softmax(self, start) or (total is None and not activated):
             return
         rank = len(self.anchor.inputs[1].shape)
         sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
@@ -194,8 +195,8 @@ class LinearSite(Site):
         dot = self.view.nodes[self.nid(self.product)]
         return [x for x in dot.params if all(x in o.axes for o in dot.operands)]
 
-    def addition(self) -> tuple[Node, Value, Any] | None:
-        """The add that reads the product (through views and scalings): (node, its result, the other operand)."""
+    def addition(self) -> tuple[Node, Any] | None:
+        """The add that reads the product (through views and scalings), and its other operand."""
         nid = self.nid(self.product)
         value = self.product
         while True:
@@ -203,27 +204,29 @@ class LinearSite(Site):
             node = next(filter(self.is_sum, users), None)
             if node is not None:
                 # A number is a literal operand of the equation, and no value. Of h + h nothing is left.
-                others = [a for a in node.inputs if not (isinstance(a, Value) and self.nid(a) == nid)]
-                return (node, node.outputs[0], others[0]) if len(others) == 1 else None
+                others = [a for a in node.inputs if self.view.read(a).nid != nid]
+                return (node, others[0]) if len(others) == 1 else None
             # A callback, as of jax.debug.print, is kept for its effect and may have no outputs.
-            same = [u for u in users if u.outputs and self.nid(u.outputs[0]) == nid]
-            if len(users) != 1 or not same:
+            if len(users) != 1 or not users[0].outputs or self.nid(users[0].outputs[0]) != nid:
                 return None
-            value = same[0].outputs[0]
+            value = users[0].outputs[0]
 
     def is_sum(self, node: Node) -> bool:
         """Whether a node is an addition or a subtraction in the program, and a sum of two in the view."""
         return node.primitive in ("add", "sub") and self.view.nodes[self.nid(node.outputs[0])].op == "sum"
 
-    def given_broadcast(self, atom: Any) -> bool:
-        """Whether an operand is an input of the block that is broadcast where the block's own node reads it (a hoisted bias)."""
-        view, index = self.view, None
-        if view.outer is not None and isinstance(atom, Value):
-            index = input_index(view.block, atom)
-        if view.outer is None or index is None or index >= passed_whole(view.outer[1]):
-            return False
-        outer, node = view.outer
-        return min(outer.read(node.inputs[index]).dims, default=0) < 0
+    def check_hoisted(self, node: Node, bias: Value) -> None:
+        """Declines for an input of the block that is broadcast in the block around.
+
+        What a scan's body reads and does not change is a constant of the scan, and may be broadcast before it.
+        """
+        index = input_index(self.view.block, bias)
+        if self.view.outer is None or index is None or index >= passed_whole(self.view.outer[1]):
+            return
+        outer, loop = self.view.outer
+        if min(outer.read(loop.inputs[index]).dims, default=0) < 0:
+            problem = "adds a bias that the loop around is given broadcast to every row"
+            self.refuse_bias(node, problem, "broadcast the bias inside the loop", concepts=concepts_of(True, None))
 
     def check_rows(self, found: Match, total: Value, node: Node) -> None:
         """Declines for a vector added down the rows of a 2-D product, x @ w + b with x and w swapped: true algebra, but no bias."""
@@ -249,17 +252,14 @@ class LinearSite(Site):
         span = self.span(other)
         if self.batch():
             # Attention scores plus a mask or a bias, and the like, are no linear layer.
-            if span < rank and not feeds_softmax(self, node.outputs[0]):
+            if span < rank:
                 self.check_batch(node.outputs[0])
             return
         if span >= rank and not self.given(other):
             return  # a residual connection: what is added was computed elsewhere
-        edit, concepts = None, ()
-        # What a scan's body reads and does not change is a constant of the scan, and may be broadcast before it.
-        if span >= rank and self.given_broadcast(other):
-            addend, concepts = "a bias that the loop around is given broadcast to every row", concepts_of(True, None)
-            edit = "broadcast the bias inside the loop"
-        elif span >= rank:
+        edit = None
+        if span >= rank:
+            self.check_hoisted(node, other)
             addend = f"a full tensor {list(other.shape)}, {self.shown(other)}, not a bias along the output features"
             edit = "add the bias first, (x @ w + b) + y, if there is one"
         elif not span:
@@ -268,4 +268,4 @@ class LinearSite(Site):
             axes = real_axes(other.shape)
             of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
             addend = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
-        self.refuse_bias(node, f"adds {addend}", edit, concepts=concepts)
+        self.refuse_bias(node, f"adds {addend}", edit)

@@ -106,14 +106,14 @@ class GatedSite(Site):
     def pair(self, activated: Value, gate: Node, up: GateSide) -> Candidate | Rejection:
         self.check_bare(up)
         self.check_alike(gate, up.product)
-        end, name, problem = Epilogue(self, self.widened(gate.outputs[0]), False).last()
-        if end is None or name is None:
+        found, problem = Epilogue(self, self.widened(gate.outputs[0]), False).last()
+        if found is None:
             if problem is not None:
                 return problem
             self.check_biased(gate)
             sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
             self.refuse("activation", sentence, gate)
-        end = self.rounded(end, activated)
+        name, end = found[1], self.rounded(found[0], activated)
         if end is not activated:
             node = self.search.block.producer[activated.id]
             between = f"{name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
@@ -184,11 +184,11 @@ class GatedSite(Site):
         result = self.anchor.outputs[0]
         if not is_half(gate.inputs[0].dtype) or np.dtype(result.dtype) != np.float32:
             return result  # a cast behind it stays behind it
-        users = self.users(result)
-        alone = len(users) == 1 and result.id not in self.search.block.returned and users[0].primitive in CASTS
-        return users[0].outputs[0] if alone and is_half(users[0].outputs[0].dtype) else result
+        user = self.only_reader(result)
+        rounds = user is not None and user.primitive in CASTS and is_half(user.outputs[0].dtype)
+        return user.outputs[0] if user is not None and rounds else result
 
-    def common(self, gate: Node, up: Node) -> tuple[Value, tuple[Any, ...], tuple[Node, ...]]:
+    def common(self, gate: Node, up: Node) -> tuple[Value, list[Any], list[Node]]:
         """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do.
 
         Inside a `shard_map` x may also be marked as varying for each: the op does so itself.
@@ -198,17 +198,17 @@ class GatedSite(Site):
         """
         first, second = gate.inputs[0], up.inputs[0]
         dtypes: list[Any] = []
-        passed: dict[int, Node] = {}
+        passed: list[Node] = []
         while first is not second:
-            makers = [maker_of(self.search.block, a) for a in (first, second)]
-            kinds = {m.primitive for m in makers if m is not None}
-            if None in makers or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
+            makers = [m for a in (first, second) if (m := maker_of(self.search.block, a)) is not None]
+            kinds = {m.primitive for m in makers}
+            if len(makers) != 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
                 raise Declined("its products do not read the same x: one of it is cast or laid out in another way")
-            dtypes += [first.dtype] if kinds <= CASTS else []
-            passed.update((m.id, m) for m in makers if m is not None)
-            first, second = (m.inputs[0] for m in makers if m is not None)
+            dtypes.append(first.dtype)
+            passed += makers
+            first, second = (m.inputs[0] for m in makers)
         assert isinstance(first, Value)
-        return first, tuple(reversed(dtypes)), tuple(passed.values())
+        return first, dtypes[::-1], passed
 
     # -- the candidate -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class GatedSite(Site):
                 sentence = f"{anchor_text(self.anchor)}: {OP.formula(**attrs)} cannot run as {self.named!r}: {why}"
                 self.decline("implementation", sentence, site=[gate, up, self.anchor])
 
-    def region(self, gate: Node, side: GateSide, end: Value) -> tuple[Region, tuple[Any, ...]]:
+    def region(self, gate: Node, side: GateSide, end: Value) -> tuple[Region, list[Any]]:
         """The pair's nodes with x, w and v as leaves, and the dtypes that x is cast to."""
         block, view, root, up = self.search.block, self.view, self.root(gate), side.product
         x, dtypes, passed = self.common(gate, up)

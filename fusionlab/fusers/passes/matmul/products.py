@@ -115,7 +115,7 @@ class ProductSite(Site):
 
     def further(self, call: ProductCall) -> ProductCall | None:
         """The call with the next step behind it; None where there is none that it could take."""
-        user = self.only_reader(call.value)
+        user = self.reader_once(call.value)
         if call.out != call.product:  # a cast is the last
             return None
         if user is not None and user.primitive in CASTS:
@@ -125,15 +125,15 @@ class ProductSite(Site):
         found = None
         if user is not None and user.primitive in SCALINGS:
             found = self.scaled(call, user)
-        elif user is not None and user.primitive in ("add", "sub") and call.bias is None:
+        elif user is not None and user.primitive in ("add", "sub"):
             found = self.biased(call, user)
         return found or self.activated(call)
 
-    def only_reader(self, value: Value) -> Node | None:
-        users = self.users(value)
-        if value.id in self.search.block.returned or len(users) != 1 or users[0].blocks:
-            return None
-        return users[0] if sum(a is value for a in users[0].inputs) == 1 else None
+    def reader_once(self, value: Value) -> Node | None:
+        """The node without a body that alone reads a value, by one operand."""
+        user = self.only_reader(value)
+        once = user is not None and not user.blocks and sum(a is value for a in user.inputs) == 1
+        return user if once else None
 
     def cast(self, call: ProductCall, user: Node) -> ProductCall | None:
         """To fewer bits: one that widens leaves a rounding point of the program's before it."""
@@ -166,7 +166,9 @@ class ProductSite(Site):
         first, second = user.inputs
         other = second if first is call.value else first
         result = user.outputs[0]
-        if not isinstance(other, Value) or result.shape != call.value.shape or is_explicitly_sharded(result.aval):
+        if call.bias is not None or not isinstance(other, Value) or result.shape != call.value.shape:
+            return None
+        if is_explicitly_sharded(result.aval):
             return None
         found = self.bias(call, other)
         if found is None:
@@ -218,9 +220,10 @@ class ProductSite(Site):
         return any(real and not alike for real, alike in zip(few, same, strict=True)) or not any(few)
 
     def activated(self, call: ProductCall) -> ProductCall | None:
-        end, name, _ = Epilogue(self, call.value, call.bias is not None).activation()
-        if end is None or name is None:
+        found, problem = Epilogue(self, call.value, call.bias is not None).activation()
+        if found is None or problem is not None:
             return None
+        end, name = found
         nodes = between(self.view, call.value, end)
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
 

@@ -56,8 +56,8 @@ class GroupSite(NormSite):
             if vectors is None:
                 continue
             joined = self.joined(value)
-            end, name, _ = Epilogue(self, joined, biased=True).last()
-            activated = [(end, name)] if end is not None and name == "silu" else []
+            found, _ = Epilogue(self, joined, biased=True).last()
+            activated = [found] if found is not None and found[1] == "silu" else []
             for root, activation in (*activated, (joined, "none")):
                 outcome = self.attempt(self.outcome, root, activation, vectors)
                 if outcome is not None:
@@ -65,17 +65,16 @@ class GroupSite(NormSite):
 
     def joined(self, value: Value) -> Value:
         """Past the reshape that joins the channels again, where that alone reads a result."""
-        users = self.users(value)
-        alone = len(users) == 1 and value.id not in self.search.block.returned and users[0].primitive == "reshape"
-        return users[0].outputs[0] if alone else value
+        user = self.only_reader(value)
+        return user.outputs[0] if user is not None and user.primitive == "reshape" else value
 
     def vectors(self, root: Value) -> dict[str, Value] | None:
         """The scale and bias of the channels between x and a result; None where it is made of anything else."""
         found: dict[str, Value] = {}
         stack, seen = [root], set[int]()
         while stack:
-            node = self.around.maker(stack.pop())
-            if node is None or node.id in seen:
+            node = self.search.block.producer[stack.pop().id]
+            if node.id in seen:
                 continue
             seen.add(node.id)
             if not self.is_smooth(node):

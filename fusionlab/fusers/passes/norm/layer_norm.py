@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -196,19 +196,16 @@ class _NormSite(NormSite):
 
     def nearest(self, values: Sequence[Value]) -> Miss:
         """The miss that comes furthest, of any example at any of some values; if none ends so, that of the plainest at the furthest."""
-        best: Miss | None = None
-        for value, example in itertools.product(values, EXAMPLES):
-            ref = self.view.ref[value.id]
-            if close(ref.coef, 1.0) and example.ends_in(self.view, ref.nid):
-                found = match(pattern_of(example), self.view, ref.nid, self.x)
-                if isinstance(found, Miss) and (best is None or found.matched > best.matched):
-                    best = found
-        if best is None:
-            value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
-            found = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
-            assert isinstance(found, Miss)
-            return found
-        return best
+        pairs = ((e, self.view.ref[v.id]) for v, e in itertools.product(values, EXAMPLES))
+        ending = (e for e in pairs if close(e[1].coef, 1.0) and e[0].ends_in(self.view, e[1].nid))
+        found = (match(pattern_of(example), self.view, ref.nid, self.x) for example, ref in ending)
+        misses = [miss for miss in found if isinstance(miss, Miss)]
+        if misses:
+            return max(misses, key=lambda miss: miss.matched)
+        value = self.around.results[0] if self.around.results else self.anchor.outputs[0]
+        plainest = match(pattern_of(PLAIN_NORM), self.view, self.nid(value), self.x)
+        assert isinstance(plainest, Miss)
+        return plainest
 
     def check_near(self) -> None:
         """Declines for a function known to be nearly a norm."""
@@ -252,7 +249,7 @@ class _NormSite(NormSite):
     def with_summands(self, plain: Candidate | Rejection, found: Match, region: Region) -> Candidate | Rejection:
         """The site with what is added up right before it, where a kernel runs it; as it is where that cannot be."""
         # Where the norm is XLA's own code, XLA fuses additions with it by itself.
-        if not isinstance(plain, Candidate) or plain.same_code or plain.backend is None:
+        if not _has_kernel(plain):
             return plain
         summands = self.summands(found, region)
         if summands is None:
@@ -264,7 +261,7 @@ class _NormSite(NormSite):
         if gives_sum and not _stands_alone(wide):
             return plain
         outcome = self.proposed(found, wide, summands)
-        if not isinstance(outcome, Candidate) or outcome.same_code:
+        if not _has_kernel(outcome):
             return plain
         return replace(outcome, plain=plain, alternatives=in_turn([plain]) if leaks and not gives_sum else ())
 
@@ -352,6 +349,11 @@ class _NormSite(NormSite):
 
 def _concepts(example: Example) -> tuple[str]:
     return (f"{example.name.partition('_')[0]}_norm",)
+
+
+def _has_kernel(outcome: Candidate | Rejection) -> TypeGuard[Candidate]:
+    """Whether what runs is no code of XLA's own."""
+    return isinstance(outcome, Candidate) and outcome.backend is not None and not outcome.same_code
 
 
 def _stands_alone(region: Region) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ....graph.matching.region import CASTS, VIEWS, Region, widens
 from ....graph.matching.walks import maker_of, source_of
@@ -41,9 +41,7 @@ class Summands:
         )
 
 
-def summands_of(
-    block: Block, x: Value, feature: int | None, norm_results: Collection[int] = frozenset()
-) -> Summands | None:
+def summands_of(block: Block, x: Value, feature: int | None, norm_results: Collection[int]) -> Summands | None:
     """How x is added up right before the norm; None where it is not, or where folding that in would be no gain.
 
     Only additions in the dtype of x: one that widens its operands is XLA's to join with their casts. A vector added to a product stays with
@@ -59,45 +57,37 @@ def summands_of(
     shifted = _shifted(block, x, outer, feature)
     if shifted is not None:
         return shifted
-    left, right = outer.sides
+    left, right = outer.values
     if not (_fits(left, x) and _fits(right, x)):
         return None
     for side, other in ((left, right), (right, left)):
-        inner = _addition(block, side, norm_results) if side.id != other.id else None
-        if inner is None or side.id in block.returned or len(block.users.get(side.id, ())) != 1:
+        inner = _addition(block, side, norm_results)
+        if inner is None or block.users[side.id] != (outer,) or side.id in {other.id, *block.returned}:
             continue
         shifted = _shifted(block, x, inner, feature)
         if shifted is not None:
-            return replace(shifted, residual=other, nodes=(outer.node, *shifted.nodes))
-    return Summands(left, right, None, (outer.node,))
+            return replace(shifted, residual=other, nodes=(outer, *shifted.nodes))
+    return Summands(left, right, None, (outer,))
 
 
-class _Addition(NamedTuple):
-    node: Node
-    sides: tuple[Value, Value]
-
-
-def _shifted(block: Block, x: Value, added: _Addition, feature: int | None) -> Summands | None:
+def _shifted(block: Block, x: Value, added: Node, feature: int | None) -> Summands | None:
     """An addition of a vector of features; None where neither of its sides is one."""
-    for full, vector in (added.sides, added.sides[::-1]):
+    for full, vector in itertools.permutations(added.values):
         found = _vector(block, x, full, vector, feature)
         if found is not None:
-            return Summands(full, None, found[0], (added.node, *found[1]))
+            return Summands(full, None, found[0], (added, *found[1]))
     return None
 
 
-def _addition(block: Block, value: Value, norm_results: Collection[int]) -> _Addition | None:
+def _addition(block: Block, value: Value, norm_results: Collection[int]) -> Node | None:
     """The node that adds a value up of two others of its dtype; None for the result of another norm, whose own bias that is."""
-    if value.id in norm_results:
-        return None
     node = block.producer.get(value.id)
-    if node is None or node.primitive not in _ADDS or is_backward(node.eqn):
+    if node is None or node.primitive not in _ADDS or is_backward(node.eqn) or value.id in norm_results:
         return None
-    left, right = node.inputs
-    if not (isinstance(left, Value) and isinstance(right, Value)) or {left.dtype, right.dtype} != {value.dtype}:
+    if [a.dtype for a in node.values] != [value.dtype] * 2:
         return None
-    makers = (block.producer.get(a.id) for a in (left, right))
-    return None if any(n is not None and widens(n) for n in makers) else _Addition(node, (left, right))
+    makers = filter(None, (block.producer.get(a.id) for a in node.values))
+    return None if any(map(widens, makers)) else node
 
 
 def _fits(value: Value, x: Value) -> bool:

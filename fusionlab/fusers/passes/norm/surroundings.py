@@ -103,7 +103,7 @@ class Surroundings:
         self.x = self._normalised(self.sums[0])
         self.of_x = DerivedFrom(self, self.x)
         self._derived, self._nodes = self.of_x.known, self.of_x.nodes
-        self.results = self._results()
+        self.results = self._results() if self.of_x(anchor.outputs[0]) else []
         self.is_norm = bool(self.quotients) and (self.is_mean or self._of_x_alone())
         if self.is_norm:
             self.view = self._view()
@@ -215,8 +215,6 @@ class Surroundings:
 
     def _results(self) -> list[Value]:
         """Forward from the root, through factors and one added term: values as large as x."""
-        if not self.of_x(self.anchor.outputs[0]):
-            return []
         found: list[Value] = []
         stack = [(self.anchor.outputs[0], False)]
         seen = {self.anchor.id}
@@ -232,10 +230,9 @@ class Surroundings:
                 self._nodes[node.id] = node
                 result = node.outputs[0]
                 self._derived[result.id] = True
-                adds = self._join(node, others)
                 if self._may_be_result(node):
                     found.append(result)
-                stack.append((result, ended or adds))
+                stack.append((result, ended | self._join(node, others)))
         return sorted(found, key=lambda v: -v.id)
 
     def _others(self, node: Node, value: Value) -> list[Value]:
@@ -248,15 +245,14 @@ class Surroundings:
         Args:
           others: what it reads beside what is made of the root.
         """
-        shifted = bool(others) and all(map(self._after_root, others))
+        scales, shifted = node.primitive in ("mul", "div"), all(map(self._after_root, others))
         # Each of the others is looked at, for its nodes: x, or a mean that x is shifted by.
-        if node.primitive in ("mul", "div"):
-            met = [a for a in others if self.of_x(a)]
-            if self._is_whole(node.outputs[0]) and any(map(self._is_whole, met)):
-                self.quotients.append(node)
-        elif shifted and len([a for a in others if self.of_x(a)]) == len(others):
+        met = list(filter(self.of_x, others)) if scales or shifted else []
+        if scales and any(map(self._is_whole, met)):
+            self.quotients.append(node)
+        elif not scales and met and len(met) == len(others):
             self.shifts.append(node)
-        return node.primitive in ("add", "sub") and bool(others) and not shifted
+        return node.primitive in ("add", "sub") and not shifted
 
     def _is_whole(self, value: Value) -> bool:
         """Whether a value is as large as x."""
@@ -287,23 +283,14 @@ class Surroundings:
                 view.values_of.setdefault(product.nid, []).append(value)
 
     def _view(self) -> CanonicalView:
-        """Over the nodes between x and the results, and the views of whatever else those read."""
-        nodes, leaves = dict(self._nodes), [self.x]
-        inner = {v.id for n in self._nodes.values() for v in n.outputs} | {self.x.id}
-        stack, seen = [a for n in self._nodes.values() for a in n.values if a.id not in inner], set[int]()
-        while stack:
-            value = stack.pop()
-            if value.id in seen:
-                continue
-            seen.add(value.id)
-            node, is_literal = self.maker(value), self._literal(value)
-            if not is_literal and value.id == self.base(value).id:
-                leaves.append(value)
-            elif node is not None:
-                nodes[node.id] = node
-                # Of a view that is no literal only what it is a view of.
-                stack += node.values if is_literal else node.values[:1]
-        return self.search.view.over(leaves, [nodes[i] for i in sorted(nodes)])
+        """Over the nodes between x and the results, and those of whatever else these read that make numbers, or views."""
+
+        def made(node: Node) -> list[Value]:
+            return [a for a in node.values if a is not self.x and (self._literal(a) or self.base(a) is not a)]
+
+        read = [a for n in self._nodes.values() for a in made(n)]
+        nodes = self._nodes | {n.id: n for _, n in upstream(self.block, read, made)}
+        return self.search.view.over([self.x], [nodes[i] for i in sorted(nodes)])
 
 
 @dataclass(frozen=True)
