@@ -321,11 +321,17 @@ def why_missing() -> str | None:
 
 def refuses_device(device: Device) -> str | None:
     """Why no kernel of this package's own can run on a device, or None where one that asks for no more than the compiler does can."""
+    unable = refuses_older(device, int(ARCHS[0].removeprefix("sm_")), "the oldest that the CUDA compiler builds for")
+    return unable or (NOT_INSTALLED if "cupy" in device.missing else None)
+
+
+def refuses_older(device: Device, least: int, which: str) -> str | None:
+    """Why a device is no CUDA card of this compute capability (80) or a later one, or None; `which` says what that is "the oldest" of."""
     if device.platform != "cuda":
         return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < int(ARCHS[0].removeprefix("sm_")):
-        return f"{device.arch} is older than {ARCHS[0]}, the oldest that the CUDA compiler builds for"
-    return NOT_INSTALLED if "cupy" in device.missing else None
+    if device.arch and device.capability < least:
+        return f"{device.arch} is older than sm_{least}, {which}"
+    return None
 
 
 def _check_arch(source: CudaSource, arch: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -118,11 +119,10 @@ def is_explicitly_sharded(value: Any) -> bool:
     return is_split_in_type(jax.typeof(value) if isinstance(value, jax.Array) else value)
 
 
-def refuses_shardings(shapes: Mapping[str, Any]) -> str | None:
+def refuses_shardings(shapes: Mapping[str, Any], why: str = ": needed plain shardings or a shard_map") -> str | None:
     """Why an implementation that has no rule for explicit mesh axes cannot take these operands, or None."""
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes: needed plain shardings or a shard_map"
-    return None
+    sharded = any(is_explicitly_sharded(a) for a in shapes.values())
+    return f"operands sharded over explicit mesh axes{why}" if sharded else None
 
 
 def refuses_dtypes(shapes: Mapping[str, Any], taken: Sequence[str]) -> str | None:
@@ -142,6 +142,42 @@ def check_name(what: str, name: Any, known: Collection[str]) -> None:
     """Raises UnknownNameError unless a name is one of those known; `what` it names."""
     if not isinstance(name, str) or name not in known:
         raise unknown_name(what, name, known)
+
+
+def check_given(op: str, given: Mapping[str, Any], slots: Sequence[str]) -> None:
+    """Raises ArgumentError, which names the slot, unless each of the slots is given."""
+    for slot in slots:
+        if slot not in given:
+            raise ArgumentError(f"{op}: {slot} is missing, needed an array")
+
+
+def check_product_ranks(op: str, x: Any, **weights: Any) -> None:
+    """Raises ArgumentError, which names the operand, unless x has rank 2 or more and each of the weights is a matrix."""
+    if len(x.shape) < 2:
+        raise ArgumentError(
+            f"{op}: x has shape {tuple(x.shape)}, rank {len(x.shape)}; needed rank 2 or more: add a row axis, x[None]"
+        )
+    for slot, w in weights.items():
+        if len(w.shape) != 2:
+            raise ArgumentError(
+                f"{op}: {slot} has shape {tuple(w.shape)}, rank {len(w.shape)}; needed a matrix, rank 2: reshape it"
+            )
+
+
+def whole_number(op: str, name: str, value: Any, needed: str = "a whole number") -> int:
+    """As an int. Raises ArgumentError, which names the attribute, where it is none."""
+    try:
+        return operator.index(value)
+    except TypeError as e:
+        raise ArgumentError(f"{op}: {name} is {value!r}, needed {needed}") from e
+
+
+def axis_number(op: str, name: str, value: Any, rank: int, needed: str = "an axis number") -> int:
+    """As an int, counted from the front. Raises ArgumentError, which names the attribute, where an array of `rank` has no such axis."""
+    axis = whole_number(op, name, value, needed)
+    if not -rank <= axis < rank:
+        raise ArgumentError(f"{op}: {name} is {axis}, needed an axis between {-rank} and {rank - 1}")
+    return axis % rank
 
 
 def check_vectors(op: str, given: Mapping[str, Any], slots: Sequence[str], size: int, entries: str) -> None:

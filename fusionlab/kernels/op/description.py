@@ -70,8 +70,8 @@ class Description(Chooser):
         # Other gradients are sums over rows: each of the batch has its own, more rows would have one together.
         if role == "cotangent" and not set(wanted_of(params)) <= set(self.rows):
             return None
-        at = list(itertools.compress(range(len(names)), has_rows))
-        moved = dict(zip(at, batch_to_front([values[i] for i in at], [dims[i] for i in at]), strict=True))
+        at, batched, along = (list(itertools.compress(a, has_rows)) for a in (range(len(names)), values, dims))
+        moved = dict(zip(at, batch_to_front(batched, along), strict=True))
         axis = {} if self.behind_rows is None else {self.behind_rows: params[self.behind_rows] + 1}
         return [moved.get(i, v) for i, v in enumerate(values)], params | axis
 

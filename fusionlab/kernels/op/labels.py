@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -54,6 +55,10 @@ class LabelledAxis(NamedTuple):
 
     label: str
     per: int
+
+    def fits(self, size: int, length: int) -> bool:
+        """Whether an axis of this size has all entries along a label of this length; a packed one of size 1 broadcasts."""
+        return self.per * size == length and (self.per == 1 or size > 1)
 
 
 Tensor = tuple[LabelledAxis | None, ...]  # None: an axis nothing may split
@@ -182,20 +187,27 @@ def _normal(
 
     An axis of another length than its label's (1 where it broadcasts) is not split.
     """
-    found = {name: [_axis(x) for x in named.labels[name]] for name in shapes if name in named.labels}
-    pairs = [pair for name, axes in found.items() for pair in zip(axes, shapes[name], strict=True)]
-    sizes: dict[str, int] = {}
-    # A label is as long as its longest axis with an entry for each index; only where there is none does a packed axis tell.
-    for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
-        sizes[axis.label] = (
-            max(sizes.get(axis.label, 0), size) if axis.per == 1 else sizes.get(axis.label, axis.per * size)
-        )
-    fits = {(a, size): a.per * size == sizes[a.label] and (a.per == 1 or size > 1) for a, size in pairs}
+    found = {
+        name: list(zip(map(_axis, named.labels[name]), shape, strict=True))
+        for name, shape in shapes.items()
+        if name in named.labels
+    }
+    pairs = list(itertools.chain(*found.values()))
+    sizes = _lengths(pairs)
     # A factor of a sharding rule has one size on all arrays: an axis of another size is None, which `Labels.rule` lets nobody split.
     by_name: dict[str, Tensor] = {name: (None,) * len(shape) for name, shape in shapes.items()}
     for name, axes in found.items():
-        by_name[name] = tuple(a if fits[a, size] else None for a, size in zip(axes, shapes[name], strict=True))
-    return by_name, sizes, frozenset(a.label for a, size in pairs if a.per > 1 and not fits[a, size])
+        by_name[name] = tuple(a if a.fits(size, sizes[a.label]) else None for a, size in axes)
+    return by_name, sizes, frozenset(a.label for a, size in pairs if a.per > 1 and not a.fits(size, sizes[a.label]))
+
+
+def _lengths(pairs: Sequence[tuple[LabelledAxis, int]]) -> dict[str, int]:
+    """Each label is as long as its longest axis with an entry for each index; only where there is none does a packed axis tell."""
+    sizes: dict[str, int] = {}
+    for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
+        known = sizes.get(axis.label, 0 if axis.per == 1 else axis.per * size)
+        sizes[axis.label] = max(known, size) if axis.per == 1 else known
+    return sizes
 
 
 def _axis(text: str) -> LabelledAxis:

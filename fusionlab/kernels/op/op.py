@@ -27,14 +27,13 @@ from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 
 from ...device import Device
-from ...errors import unknown_name
 from ...graph.jax_compat import varies
 from ...graph.program.explicit_axes import mesh_of, sharding_in_type
 from ...graph.program.in_shard_map import same_varying_axes
 from ...graph.program.ir import dtype_text
 from ...graph.settings import WHERE_IT_RUNS, jax_defaults, types_of_operands
 from . import lowering as partition
-from .arrays import as_arrays, explicit_sharding, zero_tangent
+from .arrays import as_arrays, check_name, explicit_sharding, zero_tangent
 from .description import Description
 from .implementation import Residual
 from .primitive import FusedPrimitive, Meaning, attributes_in, give_types_and_eager_call, given_of, wanted_of
@@ -74,6 +73,11 @@ class Op(Description):
         Returns its result; a tuple of them, where it gives several.
         """
         return self._given(self._bind_call(operands, attrs, residuals=False))
+
+    def call_by_name(self, **arguments: Any) -> Any:
+        """`call` with the arguments of a public function: operands by their slots, the attributes among them."""
+        operands = [arguments.pop(slot, None) for slot in self.slots]
+        return self.call(*operands, **arguments)
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
         """`(*results, *residuals)`: what the differentiated forward returns."""
@@ -144,14 +148,12 @@ class Op(Description):
         """
         known = {**self.defaults, "implementation": None, "gradient": None}
         for name in attrs:
-            if name not in known:
-                raise unknown_name(f"{self.name} attribute", name, known)
+            check_name(f"{self.name} attribute", name, known)
         full = known | dict(attrs)
-        name = full["implementation"]
-        if name is not None and (not isinstance(name, str) or name not in self.implementations):
-            raise unknown_name(f"{self.name} implementation", name, self.implementations)
-        if full["gradient"] not in (None, "reference"):
-            raise unknown_name(f"{self.name} gradient", full["gradient"], ("reference",))
+        if full["implementation"] is not None:
+            check_name(f"{self.name} implementation", full["implementation"], self.implementations)
+        if full["gradient"] is not None:
+            check_name(f"{self.name} gradient", full["gradient"], ("reference",))
         return full
 
     def _register(self, primitive: FusedPrimitive) -> None:
@@ -243,7 +245,7 @@ class Op(Description):
             return [None] * len(operands)
         params = self.at_precision_set(params)
         split = len(operands) - _linear_count(primitive, params)
-        asked = [ad.is_undefined_primal(t) for t in operands[split:]]
+        asked = list(map(ad.is_undefined_primal, operands[split:]))
         if primitive.role == "tangent":
             other, keep, places = self._cotangent, asked, list(range(len(asked)))
             params = _of_results(params, moving)

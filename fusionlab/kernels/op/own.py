@@ -25,7 +25,7 @@ from ...graph.interpret.evaluate import CannotEvaluate, evaluate
 from ...graph.settings import matmul_precision
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
-from .arrays import check_dtypes
+from .arrays import check_dtypes, check_given
 from .implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from .op import Op
 
@@ -187,9 +187,7 @@ class PatternOp(Op):
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        missing = [slot for slot in self.slots if slot not in given]
-        if missing:
-            raise ArgumentError(f"{self.name}: {missing[0]} is missing, needed an array")
+        check_given(self.name, given, self.slots)
         check_dtypes(self.name, given)
         self.sizes({slot: given[slot].shape for slot in self.slots})
         for scalar in self.scalars:
@@ -217,13 +215,13 @@ class PatternOp(Op):
                 raise ArgumentError(f"{self.name}: got {got}; needed {needed}, equal letters being equal lengths")
         return sizes
 
-    def shortened(self, shapes: Mapping[str, Sequence[int]], most: int) -> dict[str, tuple[int, ...]]:
-        """The operands' shapes with the longest axes halved until operands and result have `most` elements together."""
-        sizes = self.sizes(shapes)
+    def shortened(self, sizes: Mapping[str, int], most: int) -> tuple[dict[str, int], dict[str, tuple[int, ...]]]:
+        """Axis lengths, the longest halved until operands and result have `most` elements together; and the operands' shapes then."""
+        sizes = dict(sizes)
         while sum(math.prod(sizes[x] for x in axes) for axes in (*self.letters.values(), self.result)) > most:
             longest = max(sizes, key=sizes.__getitem__)
             sizes[longest] = -(-sizes[longest] // 2)
-        return {slot: tuple(sizes[x] for x in axes) for slot, axes in self.letters.items()}
+        return sizes, {slot: tuple(sizes[x] for x in axes) for slot, axes in self.letters.items()}
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         for name, impl in self.implementations.items() if call.role == "call" else ():
@@ -298,10 +296,8 @@ class _Kernel:
 
     def _wrong(self, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any]) -> str | None:
         """What is wrong with the kernel's values at these axis lengths, on random numbers of several sizes; None where nothing is."""
-        op, letters = self.op, self.op.letters
-        numbers = {s: attrs[s] for s in op.scalars}
-        shapes = op.shortened({slot: [sizes[x] for x in axes] for slot, axes in letters.items()}, _TRIED)
-        lengths = op.sizes(shapes)
+        op, numbers = self.op, dict(zip(self.op.scalars, self.op.numbers(attrs), strict=True))
+        lengths, shapes = op.shortened(sizes, _TRIED)
         at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
         rng = np.random.default_rng(0)
         try:
@@ -311,8 +307,10 @@ class _Kernel:
                 plain = jax.jit(lambda given: op.reference(*given.values(), **numbers))
                 for size in _MAGNITUDES:
                     # float16 holds numbers up to 65504.
-                    drawn = {slot: np.clip(size * rng.normal(size=shape), -3e4, 3e4) for slot, shape in shapes.items()}
-                    operands = {slot: jnp.asarray(a, dtype) for slot, a in drawn.items()}
+                    operands = {
+                        slot: jnp.asarray(np.clip(size * rng.normal(size=shape), -3e4, 3e4), dtype)
+                        for slot, shape in shapes.items()
+                    }
                     known = {slot: np.array(a) for slot, a in operands.items()}
                     got = np.asarray(run(operands), np.float64)
                     # The kernel is given the operands' own buffers, which XLA takes to stay as they are.

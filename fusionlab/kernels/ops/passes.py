@@ -53,6 +53,11 @@ def those(there: Collection[str], *every: str) -> tuple[str, ...]:
     return tuple(name for name in every if name in there)
 
 
+def integers(*numbers: int) -> tuple[tuple[str, int], ...]:
+    """Parameters of type long long."""
+    return tuple(("i64", n) for n in numbers)
+
+
 def float_param(number: float) -> tuple[str, int]:
     """A parameter of type float."""
     return "i32", struct.unpack("=i", struct.pack("=f", number))[0]

@@ -33,11 +33,8 @@ def described(dtype="bfloat16", t=70, s=90, d=64, dv=None, n=2, group=1, **more)
 
 
 def plans(call, saves="logsumexp"):
-    keys = [
-        tiles.keys_plan(call, saves, key="key" in some, value="value" in some)
-        for some in tiles.together(call, ("key", "value"))
-    ]
-    return [tiles.forward_plan(call, saves), tiles.query_plan(call, saves), *keys]
+    backward = tiles.together(call, ("query", "key", "value"))
+    return [tiles.forward_plan(call, saves), *(tiles.backward_plan(call, saves, some) for some in backward)]
 
 
 SCORES = ("bool", (0, 0, 90, 1))

@@ -282,7 +282,7 @@ class OwnSite(Site):
         At shorter ones, if these are long; there a function that does not take them is not asked.
         """
         op, certifier = self.pattern_pass.fused_op, self.search.certifier
-        shapes, numbers = op.shortened({n: a.shape for n, a in given.items()}, _WHOLE), op.numbers(attrs)
+        shapes, numbers = op.shortened(op.sizes({n: a.shape for n, a in given.items()}), _WHOLE)[1], op.numbers(attrs)
         avals = [jax.ShapeDtypeStruct(shapes[n], given[n].dtype) for n in op.slots]
         pattern = self.pattern_pass.gauged[0].fn
 

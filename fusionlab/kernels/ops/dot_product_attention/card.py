@@ -42,10 +42,8 @@ def _of(dtype: str, features: int, kind: str) -> Variants:
     saves += ROUNDED_OFF if dtype != "float32" else ""
     name = f"attention {dtype} {features} {kind}"
     yield f"{name}: forward", tiles.forward_plan(call, saves)
-    yield f"{name}: query", tiles.query_plan(call, saves)
-    for some in tiles.together(call, ("key", "value")):
-        plan = tiles.keys_plan(call, saves, key="key" in some, value="value" in some)
-        yield f"{name}: {' and '.join(some)}", plan
+    for some in tiles.together(call, ("query", "key", "value")):
+        yield f"{name}: {' and '.join(some)}", tiles.backward_plan(call, saves, some)
 
 
 CARD = Card(

@@ -19,8 +19,10 @@ import numpy as np
 
 from ....device import Device
 from ...choose.choices import case_text
-from ...op.arrays import is_explicitly_sharded
+from ...op.arrays import refuses_shardings
 from ...op.implementation import ChoiceKind, ImplementationChoice
+from ...op.primitive import wanted_of
+from ..passes import those
 from .cudnn import backend as cudnn
 from .layouts import AttentionSizes, lengths
 from .own import backend as cuda
@@ -36,13 +38,7 @@ FEW_ON_CPU = 512 * 512
 
 def refuses_blockwise(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
     """Why the blockwise form cannot run, or None."""
-    if any(is_explicitly_sharded(a) for a in shapes.values()):
-        return "operands sharded over explicit mesh axes cannot be looped over in blocks"
-    return None
-
-
-# In the order in which the rule tries them.
-FUSED = {"cudnn": cudnn.refuses, "cuda": cuda.refuses}
+    return refuses_shardings(shapes, " cannot be looped over in blocks")
 
 
 def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], name: str) -> str:
@@ -77,50 +73,62 @@ def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[st
 def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
     t, s = lengths(shapes, attrs["layout"])
     size = f"{t} x {s} scores a head"
-    forward = role == "call"
-    refused = {name: refuses(shapes, device, role=role, **attrs) for name, refuses in FUSED.items()}
+    verdicts = {name: _verdict(name, role, shapes, device, attrs) for name in FUSED}
+    kinds = frozenset(kind for kind, _ in verdicts.values()) - {None}
     # Where nothing can run it, the refusals say more than its size.
-    if forward and t * s < FEW_ON_CUDA and not all(refused.values()):
+    if role == "call" and t * s < FEW_ON_CUDA and kinds:
         why = f"fewer than 128 x 128 scores a head ({size}) were not measured"
         return ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
-    refusals, kinds = [], set()
-    for name, refusal in refused.items():
-        kind, slow = _not_faster(name, shapes, device, attrs) if forward and not refusal else (ChoiceKind.CHOSEN, "")
-        if not refusal and not slow:
-            less = [cudnn.PRECISION] if name == "cudnn" else []
+    refusals: list[str] = []
+    for name, (kind, why) in verdicts.items():
+        if kind == ChoiceKind.CHOSEN:
+            less = [cudnn.PRECISION] * (name == "cudnn")
             why = "; ".join([f"{size}: never written to memory", *refusals, *less])
             return ImplementationChoice(name, ChoiceKind.CHOSEN, why)
-        if not refusal:
-            kinds.add(kind)
-        refusals.append(f"not {name}: {refusal or slow}")
+        refusals.append(f"not {name}: {why}")
     text = "; ".join(refusals)
-    if not forward and not refuses_blockwise(shapes, device):
+    if role != "call" and not refuses_blockwise(shapes, device):
         return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, f"the statistics are what is kept; {text}")
-    kind = ChoiceKind.SLOWER if kinds == {ChoiceKind.SLOWER} else ChoiceKind.UNMEASURED
-    return ImplementationChoice("xla", kind if kinds else ChoiceKind.DEVICE, text)
+    all_alike = {frozenset(): ChoiceKind.DEVICE, frozenset({ChoiceKind.SLOWER}): ChoiceKind.SLOWER}
+    return ImplementationChoice("xla", all_alike.get(kinds, ChoiceKind.UNMEASURED), text)
 
 
-def _not_faster(
-    name: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]
-) -> tuple[ChoiceKind, str]:
-    """Why an implementation that could run is not taken: it was measured slower than XLA's code on that architecture, or it was not
-    measured there. (CHOSEN, "") where it is taken.
-    """
-    if name == "cudnn" and "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape):
-        t, s = lengths(shapes, attrs["layout"])
+def _verdict(
+    name: str, role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]
+) -> tuple[ChoiceKind | None, str]:
+    """(CHOSEN, "") where an implementation is taken; else the kind of reason and why not: None where it cannot run, or it was measured
+    slower than XLA's code on that architecture, or it was not measured there."""
+    refuses, not_faster = FUSED[name]
+    if refusal := refuses(shapes, device, role=role, **attrs):
+        return None, refusal
+    return not_faster(shapes, device, attrs) if role == "call" else _TAKEN
+
+
+def _of_cudnn(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[ChoiceKind, str]:
+    t, s = lengths(shapes, attrs["layout"])
+    if "mask" in attrs["present"] and not cudnn.is_of_keys(shapes["mask"].shape) and t * s < FEW_MASKED_ON_CUDA:
         few = "a mask of fewer than 1024 x 1024 scores as its bias was not measured (implementation='cudnn' takes it)"
-        return (ChoiceKind.UNMEASURED, few) if t * s < FEW_MASKED_ON_CUDA else (ChoiceKind.CHOSEN, "")
-    read = [slot for slot in ("bias", "mask", "factors", "dropout_key") if slot in attrs["present"]]
+        return ChoiceKind.UNMEASURED, few
+    return _TAKEN
+
+
+def _of_cuda(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> tuple[ChoiceKind, str]:
+    read, dtype = those(attrs["present"], "bias", "mask", "factors", "dropout_key"), np.dtype(shapes["query"].dtype)
     # cuDNN's fused attention takes no operands wider than 16 bits: those are left to our kernels, or to XLA.
-    wide = np.dtype(shapes["query"].dtype).itemsize > 2
-    if name != "cuda" or not (wide or read):
-        return ChoiceKind.CHOSEN, ""
-    subject = np.dtype(shapes["query"].dtype).name if wide else f"a {read[0].replace('_', ' ')}"
+    wide = dtype.itemsize > 2
+    if not (wide or read):
+        return _TAKEN
+    slower = device.arch in MEASURED and (wide or "mask" in read)
+    subject = dtype.name if wide else f"a {'mask' if slower else read[0].replace('_', ' ')}"
     takes = "(implementation='cuda' takes it)"
-    if device.arch in MEASURED and (wide or "mask" in read):
-        slow = subject if wide else "a mask"
-        return ChoiceKind.SLOWER, f"with {slow} it was measured slower than XLA's code {takes}"
+    if slower:
+        return ChoiceKind.SLOWER, f"with {subject} it was measured slower than XLA's code {takes}"
     return ChoiceKind.UNMEASURED, f"with {subject} it was not measured on {device.arch} {takes}"
+
+
+_TAKEN = ChoiceKind.CHOSEN, ""
+# In the order in which the rule tries them: whether each can run a call, and whether it is then taken.
+FUSED = {"cudnn": (cudnn.refuses, _of_cudnn), "cuda": (cuda.refuses, _of_cuda)}
 
 
 def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
@@ -137,8 +145,8 @@ def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
     """The call as text: all that its speed hangs on."""
-    query, key = shapes["query"], shapes["key"]
-    q, k = (AttentionSizes.of(a.shape, attrs["layout"]) for a in (query, key))
+    query, key, drawn = shapes["query"], shapes["key"], attrs["dropout_shape"]
+    q, k = AttentionSizes.of(query.shape, attrs["layout"]), AttentionSizes.of(key.shape, attrs["layout"])
     # A backward need not read the value: its cotangent has as many features.
     value = shapes.get("value", shapes.get("ct", key))
     content: dict[str, Any] = {
@@ -153,25 +161,24 @@ def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
         "queries": q.length,
         "keys": k.length,
     }
-    if attrs.get("window") is not None:
-        content["window"] = list(attrs["window"])
-    if k.heads != q.heads:
-        content["key heads"] = k.heads
-    for slot in ("bias", "mask", "factors"):
-        if slot in attrs["present"]:
-            whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all
-            content[slot] = "scores" if whole else "keys"
-    if "sink" in attrs["present"]:
-        content["sink"] = True
+    for slot in those(attrs["present"], "bias", "mask", "factors"):
+        whole = slot in shapes and shapes[slot].shape[-2] > 1  # else one row of it for all
+        content[slot] = "scores" if whole else "keys"
     if "dropout_key" in attrs["present"]:
-        shared = attrs["dropout_shape"][-3] != q.heads or math.prod(attrs["dropout_shape"][:-3]) != math.prod(q.batch)
-        content["factors"] = "shared key" if shared else "key"
+        own = (math.prod(drawn[:-3]), drawn[-3]) == (math.prod(q.batch), q.heads)
+        content["factors"] = "key" if own else "shared key"
+    # Named only where they are there.
+    rare: dict[str, Any] = {
+        "window": attrs["window"],
+        "key heads": k.heads if k.heads != q.heads else None,
+        "sink": "sink" in attrs["present"],
+    }
     if role == "call":
         # Forward alone writes no statistics.
         content["residuals"] = bool(attrs.get("residuals"))
     else:
         # cuDNN's backward adds to the gradient of the query by atomics: it does not give the same bits every time.
-        if attrs["deterministic"]:
-            content["deterministic"] = True
-        content["wanted"] = [slot for slot, moves in zip(attrs["present"], attrs["live"], strict=True) if moves]
+        rare["deterministic"] = attrs["deterministic"]
+        content["wanted"] = wanted_of(attrs)
+    content |= {name: value for name, value in rare.items() if value not in (None, False)}
     return case_text("dot_product_attention", role, **content)

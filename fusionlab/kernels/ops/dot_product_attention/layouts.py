@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from ....errors import unknown_name
 from ...op.implementation import Implementation
 from . import reference
 from .dropout import kept
@@ -46,12 +45,6 @@ def lengths(shapes: Mapping[str, Any], layout: str) -> tuple[int, int]:
     """Of queries and keys, 0 where a backward does not read them."""
     t, s = (AttentionSizes.of(shapes[n].shape, layout).length if n in shapes else 0 for n in ("query", "key"))
     return t, s
-
-
-def check_layout(layout: Any) -> None:
-    """Raises UnknownNameError unless it is one of `LAYOUTS`."""
-    if layout not in LAYOUTS:
-        raise unknown_name("layout", layout, LAYOUTS)
 
 
 def implementation(

@@ -13,7 +13,7 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
-from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, with_rank
+from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, check_name, with_rank
 from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import Axes, result_rank
 from ...op.op import Op
@@ -31,7 +31,7 @@ from .checks import (
     seen_pairs,
 )
 from .cudnn import backend as cudnn
-from .layouts import check_layout, implementation
+from .layouts import LAYOUTS, implementation
 from .own import backend as cuda
 from .settings import DEFAULTS, Settings
 
@@ -86,7 +86,7 @@ class DotProductAttention(Op):
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        check_layout(full["layout"])
+        check_name("layout", full["layout"], LAYOUTS)
         check_shapes(given.get("query"), given.get("key"), given.get("value"), full["layout"])
         check_dtypes(self.name, {slot: given[slot] for slot in self.slots[:3]})
         scores = scores_shape(given["query"], given["key"], full["layout"])
@@ -216,11 +216,12 @@ class DotProductAttention(Op):
             scores = f"{form.softcap:.6g} * tanh({scores} / {form.softcap:.6g})"
         local = "" if form.window is None else f", local window of {sum(form.window) + 1} keys"
         seen = f"{' + bias' * there['bias']}{', mask' * there['mask']}{', causal' * form.is_causal}{local}"
+        heads = f", {form.group} query heads a key head" * (form.group != 1)
         text = f"softmax({scores}{seen}{', sink' * there['sink']})"
         if there["factors"] or there["dropout_key"]:
             drawn = f"bernoulli(key, {form.keep:.6g})" if there["dropout_key"] else "factors"
             text = f"({text} * {drawn}{'' if form.factors_scale == 1.0 else f' * {form.factors_scale:.6g}'})"
-        return f"{text} @ v" if form.group == 1 else f"{text} @ v, {form.group} query heads a key head"
+        return f"{text} @ v{heads}"
 
 
 def _with_gradients(present: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, ...], str], ...]:
@@ -343,6 +344,4 @@ def dot_product_attention(
     >>> dot_product_attention(q, k, v, mask=jnp.array([False, True, True, False]))[0, :, 0, 0].tolist()
     [1.5, 1.5, 1.5, 1.5]
     """
-    given = locals()
-    operands = [given.pop(slot) for slot in DOT_PRODUCT_ATTENTION.slots]
-    return DOT_PRODUCT_ATTENTION.call(*operands, **given)
+    return DOT_PRODUCT_ATTENTION.call_by_name(**locals())

@@ -80,19 +80,18 @@ def _product(a: Array, b: Array, axes: str, precision: Any, dtype: Any) -> Array
     """
     sides, result = axes.replace(".", "").split("->")
     mine, theirs = sides.split(",")
+    (summed,) = set(mine) & set(theirs) - {"n"}
+    own = str.maketrans("", "", "n" + summed)
     # Where the operands change places, the result needs no transpose.
-    if result != "n" + "".join(x for x in mine + theirs if x != "n" and x in result):
+    if result != "n" + (mine + theirs).translate(own):
         a, b, mine, theirs = b, a, theirs, mine
     free = a.ndim - len(mine)
-    (summed,) = set(mine) & set(theirs) - {"n"}
     at, heads = ([free + side.index(x) for side in (mine, theirs)] for x in (summed, "n"))
     batch = [(*range(free), n) for n in heads]
     numbers = ((at[:1], at[1:]), (batch[0], batch[1]))
     out = lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=dtype)
     # `dot_general` puts the batch first, then what is left of its first operand, then of its second.
-    found = "n" + "".join(x for x in mine + theirs if x not in ("n", summed))
-    if found == result:
-        return out
+    found = "n" + (mine + theirs).translate(own)
     return lax.transpose(out, (*range(free), *(free + found.index(x) for x in result)))
 
 
@@ -160,7 +159,8 @@ def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
     if not form.residuals:
         return [out]
     if form.saves == "probabilities":
-        return [out, probabilities, *(a for a in (tanh, weight) if a is not None)]
+        known: dict[str, Any] = {"probabilities": probabilities, "tanh": tanh, "sink_weight": weight}
+        return [out, *(known[name] for name in form.saved_names)]
     # `jax.nn.softmax` does not give the sum that it divides by.
     if total is None:
         total = jnp.sum(jnp.exp(scores - top[..., None]), axis=-1)
@@ -313,6 +313,8 @@ def cotangent(
             if "key" in wanted:
                 queries = saved["query"].astype(dtype)
                 grads["key"] = _dot(ds, queries, "...nts,...tnh->...skh", form, dtype, shardings.get("key"))
-    found = {slot: (shape, own) for slot, shape, own in form.broadcast if slot in wanted}
-    grads |= {slot: summed_to(grads[slot], shape, shardings.get(slot)) for slot, (shape, _) in found.items()}
-    return [grads[slot].astype(found[slot][1] if slot in found else ct.dtype) for slot in wanted]
+    dtypes = dict.fromkeys(wanted, ct.dtype)
+    for slot, shape, own in form.broadcast:
+        if slot in wanted:
+            grads[slot], dtypes[slot] = summed_to(grads[slot], shape, shardings.get(slot)), own
+    return [grads[slot].astype(dtypes[slot]) for slot in wanted]

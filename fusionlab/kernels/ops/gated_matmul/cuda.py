@@ -14,6 +14,7 @@ import numpy as np
 
 from ....device import Device
 from ...launch.compile import refuses_device as refuses_compiled
+from ...launch.compile import refuses_older
 from ...launch.ffi_call import launch
 from ...op.arrays import names_algorithm
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
@@ -43,11 +44,8 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, activation: str, preci
 
 def refuses_device(device: Device) -> str | None:
     """Why the kernel cannot run on a device, or None."""
-    if unable := refuses_compiled(device):
-        return unable
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest with the tensor-core instructions the kernel uses"
-    return None
+    which = "the oldest with the tensor-core instructions the kernel uses"
+    return refuses_compiled(device) or refuses_older(device, MIN_CAPABILITY, which)
 
 
 def forward(

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....device import Device
-from ....errors import ArgumentError, unknown_name
+from ....errors import ArgumentError
 from ...choose.choices import NEAR_GAIN, case_text
-from ...op.arrays import canonical_precision, check_dtypes, check_name, wide
+from ...op.arrays import canonical_precision, check_dtypes, check_given, check_name, check_product_ranks, wide
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import SummedCall, result_rank
 from ...op.op import Op
@@ -62,8 +62,8 @@ class GatedMatmul(Op):
         check_name("activation", full["activation"], ACTIVATIONS)
         if full["w_contract"] not in (0, 1) or isinstance(full["w_contract"], bool):
             raise ArgumentError(f"gated_matmul: w_contract is {full['w_contract']!r}, needed 0 (K x N) or 1 (N x K)")
-        if full["prefer"] is not None and full["prefer"] not in self.implementations:
-            raise unknown_name("gated_matmul implementation", full["prefer"], self.implementations)
+        if full["prefer"] is not None:
+            check_name("gated_matmul implementation", full["prefer"], self.implementations)
         full["w_contract"] = int(full["w_contract"])
         _check(given, full["w_contract"])
         full["precision"] = canonical_precision(full["precision"])
@@ -134,19 +134,9 @@ class GatedMatmul(Op):
 
 
 def _check(given: Mapping[str, Any], w_contract: int) -> None:
-    for slot in GatedMatmul.slots:
-        if slot not in given:
-            raise ArgumentError(f"gated_matmul: {slot} is missing, needed an array")
+    check_given("gated_matmul", given, GatedMatmul.slots)
+    check_product_ranks("gated_matmul", **given)
     x, w, v = (tuple(given[slot].shape) for slot in GatedMatmul.slots)
-    if len(x) < 2:
-        raise ArgumentError(
-            f"gated_matmul: x has shape {x}, rank {len(x)}; needed rank 2 or more: add a row axis, x[None]"
-        )
-    for slot, shape in (("w", w), ("v", v)):
-        if len(shape) != 2:
-            raise ArgumentError(
-                f"gated_matmul: {slot} has shape {shape}, rank {len(shape)}; needed a matrix, rank 2: reshape it"
-            )
     if w != v:
         raise ArgumentError(f"gated_matmul: w has shape {w} and v {v}; needed the same")
     if x[-1] != w[w_contract]:
@@ -197,6 +187,4 @@ def gated_matmul(
     >>> gated_matmul(jnp.ones((1, 3)), jnp.ones((3, 2)), jnp.ones((3, 2)), activation="relu").tolist()
     [[9.0, 9.0]]
     """
-    return GATED_MATMUL.call(
-        x, w, v, activation=activation, w_contract=w_contract, precision=precision, implementation=implementation
-    )
+    return GATED_MATMUL.call_by_name(**locals())

@@ -6,7 +6,7 @@ from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..geometry import ceil_div
-from ..passes import options
+from ..passes import integers, options
 
 SOURCE = CudaSource(
     "gated_matmul/gated.cu", ("gated_forward",), ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -45,8 +45,7 @@ def forward_plan(
     }
     shared = 2 * _BYTES * (tile * _INNER + 2 * _COLUMNS * _INNER)  # two stages of x, w and v
     kept = (("result", 1), ("result", 2)) if saves else (("null", 0), ("null", 0))
-    sizes = (("i64", size) for size in (rows, columns, inner))
-    params = (*(("operand", i) for i in range(3)), ("result", 0), *kept, *sizes)
+    params = (*(("operand", i) for i in range(3)), ("result", 0), *kept, *integers(rows, columns, inner))
     grid = (ceil_div(rows, tile), ceil_div(columns, _COLUMNS), 1)
     launch = Launch("gated_forward", grid, (64 * warps, 1, 1), shared, params, early=True)
     return KernelPlan(SOURCE.path, options(values), (launch,))

@@ -8,7 +8,7 @@ them all, and each is fused as itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,17 +210,18 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def call_of_activation(op: Op, operands: Sequence[Any], attrs: Mapping[str, Any], return_residual: bool) -> Any:
-    """A call of an op with an activation; where it is asked for, also what backward saves of it.
+def call_of_activation(op: Op, /, *, return_residual: bool, **arguments: Any) -> Any:
+    """A call of an op with an activation, with the arguments of its public function; where it is asked for, also what backward saves.
 
     Raises:
       ArgumentError: it is asked for, and the activation saves nothing.
     """
     if not return_residual:
-        return op.call(*operands, **attrs)
-    if attrs["activation"] == "none":
+        return op.call_by_name(**arguments)
+    operands = [arguments.pop(slot, None) for slot in op.slots]
+    if arguments["activation"] == "none":
         raise ArgumentError(
             f"{op.name}: return_residual=True with activation 'none', which saves nothing; needed another activation, or "
             f"return_residual=False"
         )
-    return op.call_with_residuals(*operands, **attrs)
+    return op.call_with_residuals(*operands, **arguments)

@@ -20,7 +20,7 @@ from jax import lax
 from ....device import Device
 from ...choose.choices import CHOICES
 from ...launch import cublaslt as lt
-from ...launch.compile import NOT_INSTALLED
+from ...launch.compile import NOT_INSTALLED, refuses_older
 from ...launch.ffi_call import launch
 from ...launch.plans import plan_name
 from ...op.arrays import Named, names_algorithm, precisions
@@ -35,10 +35,8 @@ MIN_CAPABILITY = 75
 
 def refuses_device(device: Device) -> str | None:
     """Why this backend cannot run on a device, or None."""
-    if device.platform != "cuda":
-        return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest that CUDA 13 supports"
+    if unable := refuses_older(device, MIN_CAPABILITY, "the oldest that CUDA 13 supports"):
+        return unable
     if device.missing:
         return lt.NOT_INSTALLED if "nvmath" in device.missing else NOT_INSTALLED
     return None
@@ -53,7 +51,7 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
     # cuBLASLt's activations are RELU and GELU (cuBLAS documentation, cublasLtEpilogue_t); GELU is the tanh form.
     if role == "call" and activation not in EPILOGUES:
         return NO_EPILOGUE.format(activation)
-    if role == "cotangent" and activation != "none" and activation not in cuda.KERNEL_ACTIVATIONS:
+    if role == "cotangent" and activation not in cuda.KERNEL_ACTIVATIONS:
         return f"neither an epilogue nor a kernel for the derivative of {activation}"
     if attrs.get("out") is not None:
         return "it writes its results in the dtype of its operands"

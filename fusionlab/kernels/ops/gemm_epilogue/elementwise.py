@@ -6,11 +6,12 @@ to keep every multiprocessor busy to the end.
 
 from __future__ import annotations
 
-from ....errors import ArgumentError, unknown_name
+from ....errors import ArgumentError
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
+from ...op.arrays import check_name
 from ..geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, accumulator, ceil_div, power_of_2, round_up
-from ..passes import CODES, options
+from ..passes import CODES, integers, options, places
 from .reference import mask_pitch
 
 SOURCE = CudaSource("gemm_epilogue/epilogue.cu", ("epilogue_forward", "epilogue_backward", "epilogue_sum"))
@@ -51,8 +52,7 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
       ArgumentError, UnknownNameError: what is asked for does not exist.
     """
     _check(rows, columns, dtype, activation)
-    if saves != "none" and saves not in saves_for_backward(activation):
-        raise ArgumentError(_refusal("saves", saves, activation, ("none", *saves_for_backward(activation))))
+    _check_saves(saves, activation, ("none", *saves_for_backward(activation)))
     vec = _vector(columns, dtype)
     # The threads of a padded row of bits write its padding too. Of fewer than 8 columns each, they pass bits to their neighbours in the
     # warp, which must therefore lie in one row.
@@ -62,13 +62,9 @@ def forward_plan(rows: int, columns: int, dtype: str, activation: str, *, bias: 
     # One tile of rows a block: thousands of blocks for anything large, and 4 rows share the bias that a thread holds.
     grid = (ceil_div(covered, vec * width), min(ceil_div(rows, height * _ROWS_IN_FLIGHT), GRID_Y), 1)
     params = (
-        ("operand", 0),
-        ("operand", 1) if bias else ("null", 0),
-        ("result", 0),
-        ("result", 1) if saves != "none" else ("null", 0),
-        ("i64", rows),
-        ("i64", columns),
-        ("i64", mask_pitch(columns)),
+        *places("operand", ("h", "bias"), ("h", "bias") if bias else ("h",)),
+        *places("result", ("out", "saved"), ("out",) if saves == "none" else ("out", "saved")),
+        *integers(rows, columns, mask_pitch(columns)),
     )
     launch = Launch("epilogue_forward", grid, (width, height, 1), 0, params, early=True)
     told = _options(dtype, activation, vec, bias=bias, saves=saves, dbias=False)
@@ -96,8 +92,7 @@ def backward_plan(
       ArgumentError, UnknownNameError: what is asked for does not exist.
     """
     _check(rows, columns, dtype, activation)
-    if saves not in saves_for_backward(activation):
-        raise ArgumentError(_refusal("saves", saves, activation, saves_for_backward(activation)))
+    _check_saves(saves, activation, saves_for_backward(activation))
     if saves == "none" and not dbias:
         raise ArgumentError(
             "backward_plan: activation 'none' without dbias; needed dbias=True: dh is ct, without a kernel"
@@ -113,27 +108,23 @@ def backward_plan(
     per_block = max(per_block, round_up(ceil_div(rows, GRID_Y), tile))
     blocks = max(1, ceil_div(rows, per_block))
     # Without an activation dh is ct: nothing is read beside it, and only the sum is written.
-    results = 0 if saves == "none" else 1
+    reads, makes = (("ct",), ()) if saves == "none" else (("ct", "saved"), ("dh",))
+    makes += ("dbias", "partial") if dbias else ()
     params = (
-        ("operand", 0),
-        ("operand", 1) if results else ("null", 0),
-        ("result", 0) if results else ("null", 0),
-        ("result", results + 1) if dbias else ("null", 0),
-        ("i64", rows),
-        ("i64", columns),
-        ("i64", mask_pitch(columns)),
-        ("i64", per_block),
+        *places("operand", ("ct", "saved"), reads),
+        *places("result", ("dh", "partial"), makes),
+        *integers(rows, columns, mask_pitch(columns), per_block),
     )
     launches = [Launch("epilogue_backward", (across, blocks, 1), (width, height, 1), 0, params, early=True)]
     # A second kernel adds the partial sums, in order: the bits are the same every time, which atomics do not promise.
     if dbias:
-        summed = (("result", results + 1), ("result", results), ("i64", blocks), ("i64", columns))
+        summed = (*places("result", ("partial", "dbias"), makes), *integers(blocks, columns))
         grid = (ceil_div(columns, _SUM_BLOCK[0]), 1, 1)
         launches.append(Launch("epilogue_sum", grid, _SUM_BLOCK, 0, summed, early=True))
-    # CUDA refuses a grid of no blocks.
-    empty = not columns or not (rows or dbias)  # a sum over no rows is still written: 0
+    # CUDA refuses a grid of no blocks; a sum over no rows is still written: 0.
+    there_is_work = columns * (rows + dbias)
     told = _options(dtype, activation, vec, bias=False, saves=saves, dbias=dbias)
-    return KernelPlan(SOURCE.path, told, () if empty else tuple(launches)), (blocks, columns) if dbias else None
+    return KernelPlan(SOURCE.path, told, tuple(launches) if there_is_work else ()), (blocks, columns) if dbias else None
 
 
 def _rows_per_block(rows: int, across: int, tile: int, traffic: int, sms: int) -> int:
@@ -173,11 +164,10 @@ def _width(columns: int, vec: int, least: int, most: int) -> int:
 def _check(rows: int, columns: int, dtype: str, activation: str) -> None:
     if rows < 0 or columns < 0:
         raise ArgumentError(f"rows, columns: got {rows} and {columns}, needed sizes of 0 or more")
-    if dtype not in CODES:
-        raise unknown_name("dtype", dtype, CODES)
-    if activation not in KERNEL_ACTIVATIONS:
-        raise unknown_name("activation", activation, KERNEL_ACTIVATIONS)
+    check_name("dtype", dtype, CODES)
+    check_name("activation", activation, KERNEL_ACTIVATIONS)
 
 
-def _refusal(name: str, got: str, activation: str, valid: tuple[str, ...]) -> str:
-    return f"{name}: got {got!r} for activation {activation!r}, needed one of {', '.join(valid)}"
+def _check_saves(saves: str, activation: str, valid: tuple[str, ...]) -> None:
+    if saves not in valid:
+        raise ArgumentError(f"saves: got {saves!r} for activation {activation!r}, needed one of {', '.join(valid)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,8 +9,8 @@ import jax
 import numpy as np
 
 from ....device import Device
-from ....errors import ArgumentError, unknown_name
-from ...op.arrays import canonical_precision, check_dtypes, check_name
+from ....errors import ArgumentError
+from ...op.arrays import axis_number, canonical_precision, check_dtypes, check_given, check_name, check_product_ranks
 from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import SummedCall, result_rank
 from ...op.op import Op
@@ -63,12 +62,14 @@ class GemmEpilogue(Op):
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        x, w, bias = _check_ranks(**{slot: a for slot, a in given.items() if slot != "x_saved"})
+        check_given(self.name, given, ("x", "w"))
+        x, w, bias = given["x"], given["w"], given.get("bias")
+        _check_ranks(x, w, bias)
         full = self.with_defaults(attrs)
         _check_saved(x, given.get("x_saved"), full["x_activation"])
         check_name("activation", full["activation"], ACTIVATIONS)
-        full["x_contract"] = _axis("x_contract", full["x_contract"], len(x.shape))
-        full["w_contract"] = _axis("w_contract", full["w_contract"], 2)
+        full["x_contract"] = axis_number(self.name, "x_contract", full["x_contract"], len(x.shape))
+        full["w_contract"] = axis_number(self.name, "w_contract", full["w_contract"], 2)
         _check_sizes(x, w, bias, full["x_contract"], full["w_contract"])
         check_dtypes(self.name, {slot: a for slot, a in given.items() if slot != "x_saved"})
         _check_wide(x, full["wide"], full["out"])
@@ -172,8 +173,7 @@ def _check_saved(x: Any, saved: Any, activation: Any) -> None:
         )
     if activation is None:
         return
-    if not isinstance(activation, str) or activation not in ACTIVATIONS or activation == "none":
-        raise unknown_name("x_activation", activation, [a for a in ACTIVATIONS if a != "none"])
+    check_name("x_activation", activation, [a for a in ACTIVATIONS if a != "none"])
     needed = tuple(x.shape)
     # relu's mask packed, one bit a column.
     if saved.dtype == np.uint8:
@@ -196,35 +196,13 @@ def _check_wide(x: Any, wide: Any, out: Any) -> None:
         )
 
 
-def _axis(name: str, value: Any, rank: int) -> int:
-    try:
-        axis = operator.index(value)
-    except TypeError as e:
-        raise ArgumentError(f"gemm_epilogue: {name} is {value!r}, needed an axis number") from e
-    if not -rank <= axis < rank:
-        raise ArgumentError(f"gemm_epilogue: {name} is {axis}, needed an axis between {-rank} and {rank - 1}")
-    return axis % rank
-
-
-def _check_ranks(x: Any = None, w: Any = None, bias: Any = None) -> tuple[Any, Any, Any]:
-    for slot, value in (("x", x), ("w", w)):
-        if value is None:
-            raise ArgumentError(f"gemm_epilogue: {slot} is missing, needed an array")
-    x_shape, w_shape = tuple(x.shape), tuple(w.shape)
-    if len(x_shape) < 2:
-        raise ArgumentError(
-            f"gemm_epilogue: x has shape {x_shape}, rank {len(x_shape)}; needed rank 2 or more: add a row axis, x[None]"
-        )
-    if len(w_shape) != 2:
-        raise ArgumentError(
-            f"gemm_epilogue: w has shape {w_shape}, rank {len(w_shape)}; needed a matrix, rank 2: reshape it"
-        )
+def _check_ranks(x: Any, w: Any, bias: Any) -> None:
+    check_product_ranks("gemm_epilogue", x, w=w)
     if bias is not None and len(bias.shape) != 1:
         raise ArgumentError(
             f"gemm_epilogue: bias has shape {tuple(bias.shape)}, rank {len(bias.shape)}; needed rank 1, one entry for "
             f"each output feature"
         )
-    return x, w, bias
 
 
 def _check_sizes(x: Any, w: Any, bias: Any, x_contract: int, w_contract: int) -> None:
@@ -282,11 +260,4 @@ def gemm_epilogue(
     >>> gemm_epilogue(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.full(4, -2.5), activation="relu")[0, 0].item()
     0.5
     """
-    attrs: dict[str, Any] = {
-        "activation": activation,
-        "x_contract": x_contract,
-        "w_contract": w_contract,
-        "precision": precision,
-        "implementation": implementation,
-    }
-    return call_of_activation(GEMM_EPILOGUE, (x, w, bias), attrs, return_residual)
+    return call_of_activation(GEMM_EPILOGUE, **locals())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ....errors import ArgumentError
-from ...op.arrays import check_name, check_vectors
+from ...op.arrays import check_given, check_name, check_vectors, whole_number
 from ...op.implementation import Call, ChoiceKind, Implementation
 from ...op.labels import result_rank
 from ..norm_checks import check_norm_dtypes, checked_epsilon
@@ -45,8 +44,8 @@ class GroupNorm(NormOp):
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
         check_name("group_norm activation", full["activation"], reference.GROUP_ACTIVATIONS)
-        full["batch_axes"] = _whole_number("batch_axes", full["batch_axes"])
-        full["groups"] = _whole_number("groups", full["groups"])
+        full["batch_axes"] = whole_number(self.name, "batch_axes", full["batch_axes"])
+        full["groups"] = whole_number(self.name, "groups", full["groups"])
         full["epsilon"] = checked_epsilon(self.name, full["epsilon"])
         _check_shapes(given, full["groups"], full["batch_axes"])
         check_norm_dtypes(self.name, given)
@@ -87,18 +86,9 @@ class GroupNorm(NormOp):
         return norm if activation == "none" else f"{activation}({norm})"
 
 
-def _whole_number(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError as e:
-        raise ArgumentError(f"group_norm: {name} is {value!r}, needed a whole number") from e
-
-
 def _check_shapes(given: Mapping[str, Any], groups: int, batch_axes: int) -> None:
-    x = given.get("x")
-    if x is None:
-        raise ArgumentError("group_norm: x is missing, needed an array")
-    shape = tuple(x.shape)
+    check_given("group_norm", given, ("x",))
+    shape = tuple(given["x"].shape)
     if not shape:
         raise ArgumentError("group_norm: x is a scalar, needed channels along its last axis")
     if not 0 <= batch_axes < len(shape):
@@ -161,5 +151,4 @@ def group_norm(
     >>> group_norm(x, bias=jnp.ones(2), groups=2, epsilon=1e-12).tolist()
     [[[0.0, 1.0], [2.0, 1.0]]]
     """
-    attrs = {"groups": groups, "epsilon": epsilon, "activation": activation, "batch_axes": batch_axes}
-    return GROUP_NORM.call(x, scale, bias, **attrs, implementation=implementation)
+    return GROUP_NORM.call_by_name(**locals())

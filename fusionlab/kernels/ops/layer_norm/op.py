@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import numpy as np
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import FLOATS, check_name, check_vectors
+from ...op.arrays import FLOATS, axis_number, check_given, check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
 from ..norm_checks import check_norm_dtypes, checked_epsilon
@@ -144,29 +143,20 @@ class LayerNorm(NormOp):
 
 def _check_shapes(given: Mapping[str, Any], axis: Any) -> int:
     """The axis, counted from the front."""
-    x = given.get("x")
-    if x is None:
-        raise ArgumentError("layer_norm: x is missing, needed an array")
-    shape = tuple(x.shape)
+    check_given("layer_norm", given, ("x",))
+    shape = tuple(given["x"].shape)
     if not shape:
         raise ArgumentError("layer_norm: x is a scalar, needed rank 1 or more: features to normalise over")
-    try:
-        number = operator.index(axis)
-    except TypeError as e:
-        raise ArgumentError(f"layer_norm: axis is {axis!r}, needed one axis number: merge several by a reshape") from e
-    if not -len(shape) <= number < len(shape):
-        raise ArgumentError(f"layer_norm: axis is {number}, needed an axis between {-len(shape)} and {len(shape) - 1}")
+    number = axis_number("layer_norm", "axis", axis, len(shape), "one axis number: merge several by a reshape")
     features = shape[number]
     if features < 1:
-        raise ArgumentError(
-            f"layer_norm: x has shape {shape}, nothing along axis {number}; needed at least one feature"
-        )
-    check_vectors("layer_norm", given, _VECTORS, features, f"each feature of x {shape} along axis {number}")
+        raise ArgumentError(f"layer_norm: x has shape {shape}, nothing along axis {axis}; needed at least one feature")
+    check_vectors("layer_norm", given, _VECTORS, features, f"each feature of x {shape} along axis {axis}")
     if "residual" in given and (found := tuple(given["residual"].shape)) != shape:
         raise ArgumentError(
             f"layer_norm: residual has shape {found}, needed {shape}, that of x; broadcast it, or add it outside"
         )
-    return number % len(shape)
+    return number
 
 
 LAYER_NORM = LayerNorm()
@@ -218,8 +208,7 @@ def layer_norm(
     >>> layer_norm(jnp.asarray([1.0, 3.0]), bias=jnp.ones(2), epsilon=0.0).tolist()
     [0.0, 2.0]
     """
-    attrs = {"kind": kind, "epsilon": epsilon, "axis": axis, "implementation": implementation}
-    return LAYER_NORM.call(x, scale, bias, shift, residual, **attrs)
+    return LAYER_NORM.call_by_name(**locals())
 
 
 def layer_norm_and_sum(
@@ -251,5 +240,4 @@ def layer_norm_and_sum(
     >>> out.tolist(), total.tolist()
     ([-1.0, 1.0], [1.0, 3.0])
     """
-    attrs = {"kind": kind, "epsilon": epsilon, "axis": axis, "implementation": implementation}
-    return LAYER_NORM.call(x, scale, bias, shift, residual, gives_sum=True, **attrs)
+    return LAYER_NORM.call_by_name(gives_sum=True, **locals())

@@ -10,7 +10,7 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ...choose.choices import case_text
-from ...op.arrays import batch_size, check_dtypes, with_rank
+from ...op.arrays import batch_size, check_dtypes, check_given, with_rank
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
 from ...op.op import Op
@@ -48,9 +48,7 @@ class Lerp(Op):
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         full = self.with_defaults(attrs)
-        missing = [slot for slot in self.slots if slot not in given]
-        if missing:
-            raise ArgumentError(f"lerp: {missing[0]} is missing, needed an array")
+        check_given(self.name, given, self.slots)
         check_dtypes(self.name, given)
         rank = len(_broadcast_shape(given))
         present = {slot: with_rank(given[slot], rank) for slot in self.slots}

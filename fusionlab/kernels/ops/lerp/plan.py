@@ -12,9 +12,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ....errors import ArgumentError, unknown_name
+from ....errors import ArgumentError
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
+from ...op.arrays import check_name
 from ..geometry import GRID_X, ITEM_BYTES, ceil_div, power_of_2, vector
 from ..passes import CODES, KernelPass, options, places
 from . import tiling
@@ -43,7 +44,7 @@ def forward_plan(shapes: Mapping[str, Sequence[int]], dtype: str) -> KernelPlan:
     Raises:
       ArgumentError, UnknownNameError: what is asked for does not exist.
     """
-    _check(dtype)
+    check_name("dtype", dtype, CODES)
     params = (("operand", 0), ("operand", 1), ("operand", 2), ("result", 0))
     return _flat(0, "lerp_forward", collapse(shapes, SLOTS), SLOTS, dtype, params, math.prod(result_shape(shapes)))
 
@@ -63,7 +64,7 @@ def backward_passes(shapes: Mapping[str, Sequence[int]], wanted: tuple[str, ...]
     Raises:
       ArgumentError, UnknownNameError: what is asked for does not exist.
     """
-    _check(dtype)
+    check_name("dtype", dtype, CODES)
     if not math.prod(result_shape(shapes)):
         raise ArgumentError(f"lerp: got shapes {dict(shapes)} of an empty result, needed one with elements")
     given = tuple((slot, tuple(shapes[slot])) for slot in SLOTS)
@@ -267,8 +268,3 @@ def _common(
 
 def _axis(size: int, steps: Mapping[str, int]) -> str:
     return f"{{{size},{{{','.join(str(steps.get(place, 0)) for place in _PLACES)}}}}}"
-
-
-def _check(dtype: str) -> None:
-    if dtype not in CODES:
-        raise unknown_name("dtype", dtype, CODES)

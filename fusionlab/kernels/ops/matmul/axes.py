@@ -95,18 +95,15 @@ def stored(
     """How a row-major array holds its matrices, `outer` being its free axes; None where it does not hold them as strided matrices:
     axes that belong together stand apart, or one matrix lies between the entries of another.
     """
-    groups = {"free": outer, "contracted": contracted, "batch": batch}
     step: dict[str, int] = {}
-    for name, axes in groups.items():
+    count: dict[str, int] = {}
+    for name, axes in (("free", outer), ("contracted", contracted), ("batch", batch)):
         found = _step(shape, axes)
         if found is None:
             return None
-        step[name] = found
-    count = {name: math.prod(shape[i] for i in axes) for name, axes in groups.items()}
-    real = [name for name in ("free", "contracted") if count[name] > 1]
-    if not real:
-        return Stored(False, 1, step["batch"] if count["batch"] > 1 else 0)
-    inner = min(real, key=step.__getitem__)
+        step[name], count[name] = found, math.prod(shape[i] for i in axes)
+    real = (name for name in ("free", "contracted") if count[name] > 1)
+    inner = min(real, key=step.__getitem__, default="contracted")
     # A layout of cuBLASLt has a leading dimension, and no step within a row (cuBLAS documentation, cublasLtMatrixLayoutAttribute_t).
     if step[inner] != 1:
         return None  # entries of one row stand apart

@@ -13,7 +13,7 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError
 from ...choose.choices import NEAR_GAIN
-from ...op.arrays import batch_size, canonical_precision, check_name, with_rank
+from ...op.arrays import batch_size, canonical_precision, check_given, check_name, with_rank
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import SummedCall
 from ...op.op import Op
@@ -151,12 +151,10 @@ class Matmul(Op):
         if not ranks:
             return {}
         # Where one operand is not there, its rank follows from that of the result.
-        for slot, other in (("a", "b"), ("b", "a")):
-            if slot not in ranks:
-                ranks[slot] = len(shapes["out"]) + len(lb) + 2 * len(lc) - ranks[other]
-        a, b = _labels(ranks["a"], lc, lb, "m"), _labels(ranks["b"], rc, rb, "n")
-        batch = tuple(f"b{i}" for i in range(len(lb)))
-        result = (*batch, *(x for x in a if x.startswith("m")), *(x for x in b if x.startswith("n")))
+        both = len(shapes.get("out", ())) + len(lb) + 2 * len(lc)
+        a = _labels(ranks.get("a", both - ranks.get("b", 0)), lc, lb, "m")
+        b = _labels(ranks.get("b", both - ranks.get("a", 0)), rc, rb, "n")
+        result = (*(f"b{i}" for i in range(len(lb))), *(x for x in a + b if x[0] in "mn"))
         return {"a": a, "b": b, **dict.fromkeys(("bias", "out", "mask", "preactivation"), result)}
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
@@ -210,9 +208,8 @@ def _labels(rank: int, contracted: tuple[int, ...], batch: tuple[int, ...], own:
 
 
 def _operands(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    check_given("matmul", given, ("a", "b"))
     for slot in ("a", "b"):
-        if slot not in given:
-            raise ArgumentError(f"matmul: {slot} is missing, needed an array")
         if not jnp.issubdtype(given[slot].dtype, jnp.floating):
             raise ArgumentError(f"matmul: {slot} has dtype {given[slot].dtype}, needed a float")
     a, b = given["a"], given["b"]
@@ -352,15 +349,4 @@ def matmul(
     >>> matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.asarray([[0.0], [1.0]]), alpha=2.0)[:, 0].tolist()
     [6.0, 7.0]
     """
-    attrs: dict[str, Any] = {
-        "alpha": alpha,
-        "beta": beta,
-        "activation": activation,
-        "product": product,
-        "out": out,
-        "dimensions": dimensions,
-        "precision": precision,
-        "library": library,
-        "implementation": implementation,
-    }
-    return call_of_activation(MATMUL, (a, b, bias), attrs, return_residual)
+    return call_of_activation(MATMUL, **locals())

@@ -80,9 +80,9 @@ def _of_operand(slot: str, saved: Named, dh: Array, sharding: Any, **attrs: Any)
 
     Written out: `jax.linear_transpose` takes no shape that varies along mesh axes, as all do inside a shard_map.
     """
-    other = saved["b" if slot == "a" else "a"].astype(dh.dtype)
     mine, yours = (0, 1) if slot == "a" else (1, 0)
-    contracted, batch = ([pair[i] for i in (mine, yours)] for pair in attrs["dimensions"])
+    other = saved["ab"[yours]].astype(dh.dtype)
+    contracted, batch = ((pair[mine], pair[yours]) for pair in attrs["dimensions"])
     count, theirs = len(batch[1]), free(other.ndim, contracted[1], batch[1])
     own = dh.ndim - count - len(theirs)
     at = count + own if slot == "a" else count  # where the other's axes stand in the result
@@ -97,5 +97,4 @@ def _of_operand(slot: str, saved: Named, dh: Array, sharding: Any, **attrs: Any)
     found = lax.dot_general(
         dh, other, numbers, precision=attrs["precision"], preferred_element_type=dh.dtype, out_sharding=sharding
     )
-    places = tuple(order.index(i) for i in range(rank))
-    return (found if places == tuple(range(rank)) else found.transpose(places)).astype(dict(attrs["dtypes"])[slot])
+    return lax.transpose(found, [order.index(i) for i in range(rank)]).astype(dict(attrs["dtypes"])[slot])

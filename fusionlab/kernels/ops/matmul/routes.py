@@ -94,7 +94,7 @@ def _answer(
     attrs: Mapping[str, Any],
 ) -> Answer:
     named = attrs.get("implementation")
-    if named is not None and route.implementation != named:
+    if named not in (None, route.implementation):
         return Answer(route, False, "switch", f"another implementation was named: {named!r}")
     if route.name == "library" and library is False and named is None:
         return Answer(route, False, "switch", "the switch is off: matmul_schedule=dict(library=False)")

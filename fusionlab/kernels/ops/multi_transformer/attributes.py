@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from typing import Any
 
-from ....errors import ArgumentError, unknown_name
+from ....errors import ArgumentError
+from ...op.arrays import check_name, whole_number
 from ..gemm_epilogue.activations import ACTIVATIONS
 from ..layer_norm.op import KINDS
 
@@ -23,14 +23,10 @@ def refused(reason: str) -> ArgumentError:
 
 
 def _check_choices(full: Mapping[str, Any]) -> None:
-    for name, valid in (
-        ("qkv", LAYOUTS),
-        ("norm", KINDS),
-        ("activation", ACTIVATIONS),
-        ("cache_layout", CACHE_LAYOUTS),
-    ):
-        if not isinstance(full[name], str) or full[name] not in valid:
-            raise unknown_name(f"multi_transformer {name}", full[name], valid)
+    named = {"qkv": LAYOUTS, "norm": KINDS, "activation": ACTIVATIONS, "cache_layout": CACHE_LAYOUTS}
+    named |= {name: valid for name, valid in (("cache", CACHES), ("part", LAYER_PARTS)) if full[name] is not None}
+    for name, valid in named.items():
+        check_name(f"multi_transformer {name}", full[name], valid)
 
 
 def _turned(slots: Any) -> tuple[str, ...]:
@@ -48,8 +44,6 @@ def checked_attributes(full: dict[str, Any]) -> dict[str, Any]:
       UnknownNameError: there is no layout, norm, activation, cache or part of that name.
     """
     _check_choices(full)
-    if full["cache"] is not None and full["cache"] not in CACHES:
-        raise unknown_name("multi_transformer cache", full["cache"], CACHES)
     _check_part(full)
     for name in ("pre_norm", "gated", "is_causal", "gives_keys"):
         if not isinstance(full[name], bool):
@@ -67,8 +61,6 @@ def _check_part(full: Mapping[str, Any]) -> None:
     part = full["part"]
     if part is None:
         return
-    if part not in LAYER_PARTS:
-        raise unknown_name("multi_transformer part", part, LAYER_PARTS)
     if full["layers"] != 1:
         raise refused(
             f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"
@@ -82,10 +74,7 @@ def _check_part(full: Mapping[str, Any]) -> None:
 
 
 def _count(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError as e:
-        raise refused(f"{name} is {value!r}, needed a whole number from 1 on") from e
+    number = whole_number("multi_transformer", name, value, "a whole number from 1 on")
     if number < 1:
         raise refused(f"{name} is {number}, needed a whole number from 1 on")
     return number

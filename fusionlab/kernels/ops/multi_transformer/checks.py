@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ....errors import unknown_name
-from ...op.arrays import FLOATS
+from ...op.arrays import FLOATS, check_name
 from .attributes import checked_attributes, refused, scale_of
 
 SHARED = ("x", "mask", "step", "lengths", "cos", "sin")
@@ -85,18 +83,13 @@ def _by_letters(name: str, a: Any, full: Mapping[str, Any]) -> Any:
 def _apart(slot: str, shape: tuple[int, ...], heads: int, qkv: str) -> tuple[int, ...]:
     """A shape in which heads and their entries have an axis each, where they are merged."""
     bias, fused = slot.endswith("_bias"), slot.startswith("qkv")
-    if len(shape) != (1 if bias else 2) or (fused and qkv not in ("interleaved", "packed")):
-        return shape
-    merged = shape[0] if bias or slot == "out" else shape[1]
-    parts = heads * (3 if fused else 1)
     # Packed weights are [3 H D, E], and interleaved ones [E, H 3 D]: the three of a head are side by side.
-    if fused and qkv == "packed":
-        rows = shape[0]
-        return (3, heads, rows // parts, *shape[1:]) if rows % parts == 0 else shape
-    if merged % parts:
+    parts = {"packed": (3, heads), "interleaved": (heads, 3)}.get(qkv) if fused else (heads,)
+    if parts is None or len(shape) != (1 if bias else 2):
         return shape
-    apart = (heads, 3, merged // parts) if fused else (heads, merged // heads)
-    return (*apart, *shape[1:]) if bias or slot == "out" else (shape[0], *apart)
+    at = 0 if bias or slot == "out" or (fused and qkv == "packed") else 1
+    entries, left = divmod(shape[at], math.prod(parts))
+    return shape if left else (*shape[:at], *parts, entries, *shape[at + 1 :])
 
 
 # Which operands there are.
@@ -144,8 +137,7 @@ def _groups(full: Mapping[str, Any]) -> tuple[_Group, ...]:
 def _check_present(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
     valid = {*SHARED, *(f"{slot}.{i}" for slot in PER_LAYER for i in range(full["layers"]))}
     for name in given:
-        if name not in valid:
-            raise unknown_name("multi_transformer operand", name, valid)
+        check_name("multi_transformer operand", name, valid)
     groups, part = _groups(full), full["part"]
     for name, what_for in _needed(groups, part, full["layers"]).items():
         if name not in given:
@@ -178,11 +170,11 @@ def _unread_in_part(slot: str, part: str | None) -> str | None:
 
 def _needed(groups: Sequence[_Group], part: str | None, layers: int) -> dict[str, str]:
     """The names of the operands that have to be there, shared ones first, and what each is needed for."""
-    slots = {slot: group.what_for for group in groups if group.are_read for slot in group.needed}
-    slots = {slot: what_for for slot, what_for in slots.items() if not _unread_in_part(slot, part)}
-    shared = {slot: what_for for slot, what_for in slots.items() if slot in SHARED}
-    own = ((slot, what_for) for slot, what_for in slots.items() if slot not in SHARED)
-    return shared | {f"{slot}.{i}": what_for for i, (slot, what_for) in itertools.product(range(layers), own)}
+    read = [(s, g.what_for) for g in groups if g.are_read for s in g.needed if not _unread_in_part(s, part)]
+    # A shared one has its own name, and no number of a layer.
+    return {slot: what_for for slot, what_for in read if slot in SHARED} | {
+        f"{slot}.{i}": what_for for i in range(layers) for slot, what_for in read if slot not in SHARED
+    }
 
 
 def _unread(slot: str, groups: Sequence[_Group], part: str | None) -> str | None:
@@ -304,7 +296,7 @@ _CACHE_AXES = {"BSHD": "BPGD", "BHSD": "BGPD"}
 
 
 def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: LayerSizes, i: int) -> None:
-    up = given[f"up.{i}"].shape if full["part"] != "attention" else ()
+    up = tuple(getattr(given.get(f"up.{i}"), "shape", ()))
     lengths = {"B": sizes.b, "E": sizes.e, "H": sizes.h, "G": sizes.g, "D": sizes.d, "W": sizes.wide, "3": 3}
     lengths |= {"P": sizes.past, "F": up[-1] if len(up) == 2 else 0}
     cache = dict.fromkeys(("cache_k", "cache_v"), _CACHE_AXES[full["cache_layout"]])
@@ -313,7 +305,7 @@ def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Layer
         a, needed = given.get(f"{slot}.{i}"), tuple(lengths[x] for x in axes)
         if a is None or tuple(a.shape) == needed:
             continue
-        letters = f", [{', '.join('(H + 2 G) D' if x == 'W' else x for x in axes)}]" if axes not in "EF" else ""
+        letters = f", [{', '.join(axes).replace('W', '(H + 2 G) D')}]" if axes not in "EF" else ""
         if slot in cache:
             letters = f", {full['cache_layout']} with the tokens along S"
         raise refused(f"{slot}.{i} has shape {tuple(a.shape)}, needed {needed}{letters}")

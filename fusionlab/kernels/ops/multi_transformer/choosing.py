@@ -18,8 +18,8 @@ WIDTHS = 1024, 4096
 FASTER = "a few texts of one token each: measured faster than XLA's code for such layers"
 
 
-def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str:
-    """Why the pieces are preferred for a call; "" where the kernels are."""
+def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str | None:
+    """Why the pieces are preferred for a call; None where the kernels are."""
     if device.arch not in MEASURED:
         where = device.arch or "this architecture"
         return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
@@ -36,7 +36,7 @@ def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool =
     # To XLA the kernels are one custom call, and the op names no axes along which it could be split (`Op.labels`).
     if not device.simulated and jax.device_count() > 1:
         return "with several devices each would compute the whole layer"
-    return cuda.refuses(shapes, device, **attrs) or ""
+    return cuda.refuses(shapes, device, **attrs)
 
 
 def _why_not_several(width: int, device: Device, attrs: Mapping[str, Any]) -> str:

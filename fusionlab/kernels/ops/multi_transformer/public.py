@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from ....errors import unknown_name
+from ...op.arrays import check_name
 from .attributes import CACHE_LAYOUTS, refused
 from .op import MULTI_TRANSFORMER
 from .weights import TransformerLayer
@@ -100,8 +100,7 @@ def multi_transformer(
     if rotary is not None:
         given |= dict(zip(("cos", "sin"), _pair("rotary", rotary), strict=True))
         attrs["rotary"] = rotary_dims
-    if cache_layout not in CACHE_LAYOUTS:
-        raise unknown_name("multi_transformer cache_layout", cache_layout, CACHE_LAYOUTS)
+    check_name("multi_transformer cache_layout", cache_layout, CACHE_LAYOUTS)
     kept = None if cache is None else _caches("cache", cache, len(row))
     own = _with_caches(x, kept, step, prefix, len(row), cache_layout)
     given |= own.pop("operands")

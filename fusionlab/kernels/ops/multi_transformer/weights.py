@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....errors import unknown_name
+from ...op.arrays import check_name
 from .attributes import LAYOUTS, refused
 
 Array = Any
@@ -81,9 +81,9 @@ class TransformerLayer:
         shape, width = tuple(self.qkv.shape), self.out.shape[-1]
         if len(shape) == 2:
             return "concatenated"
-        if len(shape) == 4 and shape[0] == width and shape[2] == 3:
+        if len(shape) == 4 and (shape[0], shape[2]) == (width, 3):
             return "interleaved"
-        if len(shape) == 4 and shape[0] == 3 and shape[3] == width:
+        if len(shape) == 4 and (shape[0], shape[3]) == (3, width):
             return "packed"
         raise refused(f"qkv has shape {shape}, needed [E, (H + 2 G) D], [E, H, 3, D] or [3, H, D, E] with E = {width}")
 
@@ -159,7 +159,7 @@ def _by_head(q: Array, k: Array, v: Array, heads: int | None, rank: int) -> tupl
 
 
 def _packed(by_head: tuple[Array, Array, Array], layout: str) -> Array:
-    _check_layout(layout)
+    check_name("multi_transformer qkv", layout, ONE_ARRAY)
     q, k, v = by_head
     if layout == "concatenated":
         return jnp.concatenate([a.reshape(*a.shape[:-2], -1) for a in by_head], axis=-1)
@@ -174,7 +174,7 @@ def _unpacked(
     qkv: Array, layout: str, heads: int | None, kv_heads: int | None, lead: int
 ) -> tuple[Array, Array, Array]:
     """`lead`: how many axes there are beside heads, the three and D."""
-    _check_layout(layout)
+    check_name("multi_transformer qkv", layout, ONE_ARRAY)
     qkv = jnp.asarray(qkv)
     three = {"concatenated": None, "interleaved": lead + 1, "packed": 0}[layout]
     if three is None:
@@ -197,11 +197,6 @@ def _split(qkv: Array, heads: int | None, kv_heads: int | None, lead: int) -> tu
     return tuple(a.reshape(*a.shape[:-1], -1, size) for a in (q, k, v))  # pyright: ignore[reportReturnType]
 
 
-def _check_layout(layout: Any) -> None:
-    if layout not in ONE_ARRAY:
-        raise unknown_name("multi_transformer qkv", layout, ONE_ARRAY)
-
-
 def pack_keys(keys: Array) -> Array:
     """Cached keys [B, Smax, H, D] as [B, H, D / x, Smax, x], with x the entries in 16 bytes (4 of float32, 8 of float16 and bfloat16).
 
@@ -209,10 +204,9 @@ def pack_keys(keys: Array) -> Array:
       ArgumentError: another rank, or a D that x does not divide.
     """
     keys = jnp.asarray(keys)
-    if keys.ndim != 4 or keys.shape[3] % (x := _per_16_bytes(keys)):
-        raise refused(
-            f"keys have shape {keys.shape}, needed [B, Smax, H, D] with D a multiple of {_per_16_bytes(keys)}"
-        )
+    x = _per_16_bytes(keys)
+    if keys.ndim != 4 or keys.shape[3] % x:
+        raise refused(f"keys have shape {keys.shape}, needed [B, Smax, H, D] with D a multiple of {x}")
     b, s, h, d = keys.shape
     return keys.reshape(b, s, h, d // x, x).transpose(0, 2, 3, 1, 4)
 

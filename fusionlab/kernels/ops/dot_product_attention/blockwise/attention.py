@@ -85,13 +85,13 @@ def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
     t, s = query.shape[-3], key.shape[-3]
     wide = arithmetic_dtype(query.dtype)
     q, form = _scaled(query, form)
-    kinds, wholes = _broadcasts(query, given)
-    size, rows = _block_of(query, kinds, s, _FORWARD_SCORES, form)
+    whole = _broadcasts(query, given)
+    size, rows = _block_of(query, whole.kinds, s, _FORWARD_SCORES, form)
     can_be_blind = form.may_be_blind(t, s)
 
     def some_heads(carry: Any, operands: tuple) -> tuple[Any, tuple[Array, ...]]:
         (q, k, v), entries = operands
-        cut = GroupOperands(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
+        cut = whole.of_group(entries)
         # The results are carried from block to block: that also keeps the groups in order, so their scratch is shared.
         kept = (jnp.zeros_like(q, shape=q.shape[:2]) for _ in form.statistics)
         results = jnp.zeros_like(q, shape=(*q.shape[:2], v.shape[-1])), *kept
@@ -108,13 +108,12 @@ def forward(given: Mapping[str, Array], form: Settings) -> list[Array]:
                 if factors is not None and factors.dtype == jnp.bool_:  # 0 also where what is left out is NaN
                     out = jnp.where(sums == 0, sums, out)
                 found = out, *(a[..., 0] for a in statistics_of(top, total, form))
-                return tuple(put_rows(whole, a, first) for whole, a in zip(results, found, strict=True))
+                return tuple(put_rows(into, a, first) for into, a in zip(results, found, strict=True))
 
             results = scan_rows(step, start, rows, q[:, start:stop], results)
         return carry, results
 
-    entries = {slot: kind.entry for slot, kind in kinds.items()}
-    arrays = (q, heads(key, wide), heads(value, wide)), entries
+    arrays = (q, heads(key, wide), heads(value, wide)), whole.entry
     _, (out, *kept) = scan_heads(some_heads, size, arrays, ())
     out, off = rounded(unheads(out, query), value.dtype, form.residuals and form.keeps_rounded_off)
     return [out, *(a.reshape(*_leading(query), t) for a in kept), *off] if form.residuals else [out]
@@ -134,14 +133,13 @@ def cotangent(
     # The gradient of the value is of the probabilities and the cotangent alone.
     if wanted != ("value",):
         by_key["v"] = heads(saved["value"], wide)
-    kinds, wholes = _broadcasts(query, saved)
     summed = {slot: Broadcast.of(shape, _leading(query)) for slot, shape, _ in form.broadcast if slot in wanted}
-    kinds = {**kinds, **{"d_" + slot: kind for slot, kind in summed.items()}}
-    size, rows = _block_of(query, kinds, s, _BACKWARD_SCORES, form)
+    whole = _broadcasts(query, saved, summed)
+    size, rows = _block_of(query, whole.kinds, s, _BACKWARD_SCORES, form)
 
     def some_heads(shared: dict[str, Array], operands: tuple) -> tuple[dict[str, Array], dict[str, Array]]:
         rows_of, all_keys, entries = operands
-        cut = GroupOperands(kinds, wholes, {slot: entry[0] for slot, entry in entries.items()})
+        cut = whole.of_group(entries)
         sums = _zero_sums(wanted, rows_of, s, form.group) | shared
         for start, stop, keys in _groups(t, s, rows, form.is_causal and form.window is None):
             part = {n: a[:, start:stop] for n, a in rows_of.items()}
@@ -152,9 +150,8 @@ def cotangent(
         sums = {n: a * last.get(n, 1.0) for n, a in sums.items()}
         return shared, {n: a if n == "query" else _t(a) for n, a in sums.items()}
 
-    entries = {slot: kind.entry for slot, kind in kinds.items()}
     shared = {slot: jnp.zeros_like(by_row["q"], shape=kind.shape) for slot, kind in summed.items()}
-    shared, grads = scan_heads(some_heads, size, (by_row, by_key, entries), shared)
+    shared, grads = scan_heads(some_heads, size, (by_row, by_key, whole.entry), shared)
     found = {slot: shared[slot].reshape(shape).astype(own) for slot, shape, own in form.broadcast if slot in wanted}
     like = {"query": query, "key": key, "value": key}
     return [found[n] if n in found else unheads(grads[n], like[n]).astype(ct.dtype) for n in wanted]
@@ -211,11 +208,15 @@ def _scaled(query: Array, form: Settings) -> tuple[Array, Settings]:
     return q, form
 
 
-def _broadcasts(query: Array, given: Mapping[str, Array]) -> tuple[dict[str, Broadcast], dict[str, Array]]:
-    """How those that are given are cut, and each as (entries, T or 1, S or 1)."""
+def _broadcasts(
+    query: Array, given: Mapping[str, Array], gradients: Mapping[str, Broadcast] | None = None
+) -> GroupOperands:
+    """Those that are given, each as (entries, T or 1, S or 1), and how their gradients are cut."""
     found = {slot: given[slot] for slot in ("bias", "mask", "factors", "sink") if slot in given}
     kinds = {slot: Broadcast.of(a.shape, _leading(query)) for slot, a in found.items()}
-    return kinds, {slot: a.reshape(kinds[slot].shape) for slot, a in found.items()}
+    wholes = {slot: a.reshape(kinds[slot].shape) for slot, a in found.items()}
+    kinds |= {"d_" + slot: kind for slot, kind in (gradients or {}).items()}
+    return GroupOperands(kinds, wholes, {slot: kind.entry for slot, kind in kinds.items()})
 
 
 def _leading(query: Array) -> tuple[int, ...]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from ....op.arrays import summed_to
 
 Array = Any
 
@@ -56,14 +58,13 @@ class Broadcast:
     def add(self, whole: Array, block: Array, entry: Array, corner: Corner) -> Array:
         """Adds a block of the scores' cotangent, summed over the axes that broadcast, to the gradient."""
         starts, sizes = self.part(entry, corner, block.shape)
-        axes = tuple(i for i, (n, m) in enumerate(zip(block.shape, sizes, strict=True)) if n != m)
-        part = jnp.sum(block, axis=axes, keepdims=True) if axes else block
-        return lax.dynamic_update_slice(whole, lax.dynamic_slice(whole, starts, sizes) + part, starts)
+        part = lax.dynamic_slice(whole, starts, sizes) + summed_to(block, tuple(sizes))
+        return lax.dynamic_update_slice(whole, part, starts)
 
 
 @dataclass(frozen=True)
 class GroupOperands:
-    """Those operands of a call that broadcast, seen from one group of heads; `entry` is that of the group's first head.
+    """Those operands of a call that broadcast; `entry` is that of each head, or, seen from one group of heads, that of its first.
 
     The gradient of one is "d_<slot>": where a batch shares the operand, it has entries for each of the batch.
     """
@@ -71,6 +72,10 @@ class GroupOperands:
     kinds: Mapping[str, Broadcast]
     wholes: Mapping[str, Array]
     entry: Mapping[str, Array]
+
+    def of_group(self, entry: Mapping[str, Array]) -> GroupOperands:
+        """Seen from a group whose heads have these entries."""
+        return replace(self, entry={slot: own[0] for slot, own in entry.items()})
 
     def __call__(self, slot: str, corner: Corner, scores: tuple[int, ...]) -> Array | None:
         """The part that a block of scores of this shape sees; None for an absent operand."""

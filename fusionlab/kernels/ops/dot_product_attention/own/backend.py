@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from .....device import Device
-from ....launch.compile import why_missing
+from ....launch.compile import refuses_older, why_missing
 from ....launch.ffi_call import launch
-from ....launch.kernel_plan import KernelPlan
 from ....op.arrays import refuses_shardings
+from ...passes import those
 from ..layouts import AttentionSizes, lengths
 from ..settings import Settings
 from . import tiles
@@ -41,25 +41,21 @@ def refuses_call(shapes: Mapping[str, Any], device: Device, form: Settings) -> s
 
 
 def refuses_device(device: Device) -> str | None:
-    if device.platform != "cuda":
-        return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < MIN_CAPABILITY:
-        return f"{device.arch} is older than sm_{MIN_CAPABILITY}, the oldest with the tensor-core instructions the kernels use"
-    return None if device.simulated else why_missing()
+    which = "the oldest with the tensor-core instructions the kernels use"
+    return refuses_older(device, MIN_CAPABILITY, which) or (None if device.simulated else why_missing())
 
 
 def _refuses_operands(shapes: Mapping[str, Any], form: Settings) -> str | None:
     if reason := refuses_shardings(shapes):
         return reason
-    for slot in ("query", "key", "value", "ct"):
-        if slot in shapes and (reason := _refuses_heads(slot, shapes[slot], form.layout)):
+    for slot in those(shapes, "query", "key", "value", "ct"):
+        if reason := _refuses_heads(slot, shapes[slot], form.layout):
             return reason
-    for slot in ("bias", "factors"):
-        if slot in shapes and np.dtype(shapes[slot].dtype).name not in tiles.OPERANDS:
+    for slot in those(shapes, "bias", "factors"):
+        if np.dtype(shapes[slot].dtype).name not in tiles.OPERANDS:
             return f"{slot} has dtype {np.dtype(shapes[slot].dtype).name}, needed one of {', '.join(tiles.OPERANDS)}"
-    if reason := _refuses_dropout(shapes, form):
-        return reason
-    return None if _terms(form.precision) else f"no kernel for the precision {form.precision}"
+    unmade = None if _terms(form.precision) else f"no kernel for the precision {form.precision}"
+    return _refuses_dropout(shapes, form) or unmade
 
 
 def _refuses_heads(slot: str, a: Any, layout: str) -> str | None:
@@ -96,10 +92,8 @@ def _refuses_role(form: Settings) -> str | None:
         return "the probabilities are what is kept for the backward, which these kernels never write"
     if "sink" in form.present:
         return "a sink beside the scores, which these kernels do not sum"
-    for slot in ("bias", "factors"):
-        if form.role == "cotangent" and slot in form.wanted:
-            return f"the gradient of the {slot}, which no kernel sums"
-    return None
+    unsummed = those(form.wanted, "bias", "factors") if form.role == "cotangent" else ()
+    return f"the gradient of the {unsummed[0]}, which no kernel sums" if unsummed else None
 
 
 def _terms(precision: Any) -> int:
@@ -130,20 +124,15 @@ def cotangent(
     """The gradients wanted, of query, key and value."""
     # The gradient of the value alone reads none: no kernel looks at it then.
     given = {"value": ct, **saved}
-    shapes = {n: saved[n].shape for n in ("query", "key")}
-    shapes["value"] = (*shapes["key"][:-1], ct.shape[-1])
+    q, k = saved["query"].shape, saved["key"].shape
+    shapes = {"query": q, "key": k, "value": (*k[:-1], ct.shape[-1])}
     call, operands = _described(given, form, shapes["value"])
     kept = [saved[n] for n in form.statistics]
     operands += [*kept, _delta(saved, ct, form.layout, call.terms) if "out" in saved else kept[0], ct]
-    plans: list[tuple[tuple[str, ...], KernelPlan]] = []
-    if "query" in wanted:
-        plans.append((("query",), tiles.query_plan(call, form.saves)))
-    for some in tiles.together(call, tuple(n for n in ("key", "value") if n in wanted)):
-        plans.append((some, tiles.keys_plan(call, form.saves, key="key" in some, value="value" in some)))
     found = {}
-    for some, plan in plans:
+    for some in tiles.together(call, wanted):
         results = [jax.ShapeDtypeStruct(shapes[n], ct.dtype) for n in some]
-        found |= dict(zip(some, launch(plan, operands, results), strict=True))
+        found |= dict(zip(some, launch(tiles.backward_plan(call, form.saves, some), operands, results), strict=True))
     return [found[n] for n in wanted]
 
 
@@ -176,10 +165,9 @@ def _described(
     q, k = (AttentionSizes.of(a.shape, layout) for a in arrays[:2])
     v = AttentionSizes.of(value_shape, layout)
     scores: dict[str, Any] = {}
-    for slot in ("bias", "mask", "factors"):
-        if slot in given:
-            arrays.append(_with_whole_batch(given[slot], q.batch))
-            scores[slot] = np.dtype(arrays[-1].dtype).name, _score_strides(arrays[-1].shape)
+    for slot in those(given, "bias", "mask", "factors"):
+        arrays.append(_with_whole_batch(given[slot], q.batch))
+        scores[slot] = np.dtype(arrays[-1].dtype).name, _score_strides(arrays[-1].shape)
     if "dropout_key" in given and form.dropout_shape is not None:
         arrays.append(given["dropout_key"])
         scores |= {"dropout": _score_strides(form.dropout_shape), "keep": form.keep}

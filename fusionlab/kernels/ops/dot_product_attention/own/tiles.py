@@ -14,6 +14,7 @@ from typing import Any
 from ....launch.compile import ARCHS, CudaSource
 from ....launch.kernel_plan import KernelPlan, Launch
 from ...geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, ceil_div, round_up
+from ...passes import integers, options, places, those
 from ..settings import ROUNDED_OFF, statistics
 
 SOURCE = CudaSource(
@@ -26,6 +27,8 @@ OPERANDS = {"bool": 1, "float32": 2, "bfloat16": 3, "float16": 4}  # FL_FACTORS;
 MOST_FEATURES = 128
 MOST_BLOCKS = GRID_Y  # along y and z, which are heads and batch: CUDA's limit of both
 SHARED = 99 << 10
+
+_READ = ("query", "key", "value", "bias", "mask", "factors")
 
 Strides = tuple[int, ...]
 
@@ -70,6 +73,18 @@ class TiledAttention:
     terms: int = 3
     dropout: Strides | None = None
     keep: float = 1.0
+
+    @property
+    def scores(self) -> dict[str, Strides]:
+        """The strides of what is read for each score; of a dropout's key those of the factors that are made of it."""
+        given = (("bias", self.bias), ("mask", self.mask), ("factors", self.factors))
+        found = {slot: operand[1] for slot, operand in given if operand}
+        return found | {"factors": self.dropout} if self.dropout else found
+
+    @property
+    def read(self) -> tuple[str, ...]:
+        """The operands of the forward, in order."""
+        return those((*_READ[:3], *self.scores), *_READ)
 
     @property
     def plain(self) -> bool:
@@ -122,93 +137,78 @@ def keys_tiles(dtype: str, features: int, reads_scores: bool) -> Tiles:
 def forward_plan(call: TiledAttention, saves: str | None) -> KernelPlan:
     """Operands query, key, value[, bias][, mask][, factors]; results out and what `saves` names ("logsumexp": one float32 array, batch x
     heads x queries; "max_and_log_sum": two of them; None: none; with what out was rounded by: an array like it)."""
-    stats = _statistics(saves)
-    rounded = saves is not None and saves.endswith(ROUNDED_OFF)
+    stats = () if saves is None else statistics(saves)
+    rounded = ("rounded_off",) if saves is not None and saves.endswith(ROUNDED_OFF) else ()
     tiles = forward_tiles(*_kind(call))
-    results = [("result", i) if i <= stats else ("null", 0) for i in range(3)]
-    results.append(("result", stats + 1) if rounded else ("null", 0))
-    params = (*(("operand", i) for i in range(3)), *_optional(call, 3), *results, *_geometry(call))
-    shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns) + _bytes(
-        call, call.value_features, 2 * tiles.columns
-    )
-    grid = (ceil_div(call.queries, tiles.rows), call.heads, call.batch)
-    launch = Launch("attention_forward", grid, (32 * tiles.warps, 1, 1), shared, params)
-    return KernelPlan(SOURCE.path, _options(call, tiles, FORWARD=1, STATS=stats, ROUNDED=int(rounded)), (launch,))
-
-
-def query_plan(call: TiledAttention, saves: str) -> KernelPlan:
-    """The gradient of the query, laid out as it is.
-
-    Operands query, key, value[, bias][, mask][, factors], the statistics that `saves` names, delta (float32, batch x heads x queries: the
-    sum over a row of ct * out) and ct, laid out as out; result dquery.
-    """
-    tiles = query_tiles(*_kind(call))
+    results = places("result", ("out", *_two(stats), "rounded_off"), ("out", *stats, *rounded))
     shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
-    shared += _bytes(call, call.value_features, tiles.rows + 2 * tiles.columns)
-    params = (*_saved(call, saves), ("result", 0), *_geometry(call))
-    grid = (ceil_div(call.queries, tiles.rows), call.heads, call.batch)
-    launch = Launch("attention_query", grid, (32 * tiles.warps, 1, 1), shared, params)
-    options = _options(call, tiles, BACKWARD_QUERY=1, STATS=_statistics(saves))
-    return KernelPlan(SOURCE.path, options, (launch,))
+    shared += _bytes(call, call.value_features, 2 * tiles.columns)
+    params = (*places("operand", _READ, call.read), *results)
+    told = {"FORWARD": 1, "STATS": len(stats), "ROUNDED": len(rounded)}
+    return _plan("attention_forward", call, tiles, (call.queries, call.heads), shared, params, told)
 
 
 def together(call: TiledAttention, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The gradients of key and value that one launch makes: for float32 of many features the sums of both would not fit in registers."""
-    if call.dtype == "float32" and max(call.features, call.value_features) > 64:
-        return [(slot,) for slot in wanted]
-    return [wanted] if wanted else []
+    """The gradients wanted by the launches that make them: the query's, and those of key and value, of which for float32 of many features
+    the sums of both would not fit in registers."""
+    sums = those(wanted, "key", "value")
+    apart = call.dtype == "float32" and max(call.features, call.value_features) > 64
+    return [some for some in (those(wanted, "query"), *(zip(sums) if apart else [sums])) if some]
 
 
-def keys_plan(call: TiledAttention, saves: str, *, key: bool = True, value: bool = True) -> KernelPlan:
-    """The gradients of key and value, those wanted, laid out as they are. Operands as for `query_plan`."""
-    tiles = keys_tiles(*_kind(call))
-    shared = _bytes(call, call.features, tiles.rows + 2 * tiles.columns)
-    shared += _bytes(call, call.value_features, tiles.rows + 2 * tiles.columns) + 2 * 3 * 4 * tiles.columns
-    results = (("result", 0) if key else ("null", 0), ("result", int(key)) if value else ("null", 0))
-    params = (*_saved(call, saves), *results, *_geometry(call))
-    grid = (ceil_div(call.keys, tiles.rows), call.heads // call.group, call.batch)
-    launch = Launch("attention_keys", grid, (32 * tiles.warps, 1, 1), shared, params)
-    options = _options(call, tiles, BACKWARD_KEYS=1, STATS=_statistics(saves), GRADS=int(key) + 2 * int(value))
-    return KernelPlan(SOURCE.path, options, (launch,))
+def backward_plan(call: TiledAttention, saves: str, grads: tuple[str, ...]) -> KernelPlan:
+    """The gradients that one launch makes (`together`), laid out as what they are of.
+
+    Operands query, key, value[, bias][, mask][, factors], the statistics that `saves` names, delta (float32, batch x heads x queries: the
+    sum over a row of ct * out) and ct, laid out as out; results the gradients.
+    """
+    of_query, stats = grads == ("query",), statistics(saves)
+    tiles = (query_tiles if of_query else keys_tiles)(*_kind(call))
+    shared = sum(_bytes(call, n, tiles.rows + 2 * tiles.columns) for n in (call.features, call.value_features))
+    behind = ("delta", "ct")
+    params = places("operand", (*_READ, *_two(stats), *behind), (*call.read, *stats, *behind))
+    if of_query:
+        told = {"BACKWARD_QUERY": 1, "STATS": len(stats)}
+        return _plan("attention_query", call, tiles, (call.queries, call.heads), shared, (*params, ("result", 0)), told)
+    told = {"BACKWARD_KEYS": 1, "STATS": len(stats), "GRADS": ("key" in grads) + 2 * ("value" in grads)}
+    params += places("result", ("key", "value"), grads)
+    shared += 2 * 3 * 4 * tiles.columns
+    return _plan("attention_keys", call, tiles, (call.keys, call.heads // call.group), shared, params, told)
 
 
-def _saved(call: TiledAttention, saves: str) -> tuple[tuple[str, int], ...]:
-    first = 3 + sum(map(bool, (call.bias, call.mask, call.dropout or call.factors)))
-    stats = _statistics(saves)
-    saved = [("operand", first), ("operand", first + 1) if stats == 2 else ("null", 0)]
-    saved += [("operand", first + stats), ("operand", first + stats + 1)]
-    return (*(("operand", i) for i in range(3)), *_optional(call, 3), *saved)
+def _plan(
+    entry: str,
+    call: TiledAttention,
+    tiles: Tiles,
+    size: tuple[int, int],
+    shared: int,
+    params: tuple[tuple[str, int], ...],
+    told: dict[str, int],
+) -> KernelPlan:
+    """One launch over so many rows and heads."""
+    grid = (ceil_div(size[0], tiles.rows), size[1], call.batch)
+    launch = Launch(entry, grid, (32 * tiles.warps, 1, 1), shared, (*params, *_geometry(call)))
+    return KernelPlan(SOURCE.path, _options(call, tiles) + options(told), (launch,))
+
+
+def _two(stats: tuple[str, ...]) -> tuple[str, ...]:
+    """The statistics for which a kernel has parameters; one that is not there has no name."""
+    return (*stats, "", "")[:2]
 
 
 def _kind(call: TiledAttention) -> tuple[str, int, bool]:
     """What tiles hang on."""
-    reads = call.bias or call.mask or call.factors or call.dropout or call.softcap is not None
-    return call.dtype, max(call.features, call.value_features), bool(reads)
-
-
-def _statistics(saves: str | None) -> int:
-    return 0 if saves is None else len(statistics(saves))
-
-
-def _optional(call: TiledAttention, first: int) -> tuple[tuple[str, int], ...]:
-    """Addresses of bias, mask and factors: operands from number `first` on, those that there are."""
-    params = []
-    for form in (call.bias, call.mask, call.dropout or call.factors):
-        params.append(("operand", first) if form else ("null", 0))
-        first += bool(form)
-    return tuple(params)
+    return call.dtype, max(call.features, call.value_features), len(call.read) > 3 or call.softcap is not None
 
 
 def _geometry(call: TiledAttention) -> tuple[tuple[str, int], ...]:
     # Every call has these parameters: a kernel is compiled without the reads of what is not there (FL_BIAS, FL_MASK, FL_FACTORS).
-    none = ("", (0, 0, 0, 0))
     sizes = (call.queries, call.keys, call.heads, call.group, *(call.window or (0, 0)))
-    rows = (*call.query, *call.key, *call.value, *call.out)
-    drawn = ("", call.dropout) if call.dropout else None
-    scores = [n for form in (call.bias, call.mask, call.factors or drawn) for n in (form or none)[1]]
+    strides = [*call.query, *call.key, *call.value, *call.out]
+    for slot in _READ[3:]:
+        strides += call.scores.get(slot, (0, 0, 0, 0))
     numbers = (call.scale, call.softcap or 0.0, call.mask_value, call.factors_scale, call.keep)
-    strides = (("i64", n) for n in (*rows, *scores))
-    return (*(("i32", n) for n in sizes), *strides, *(("i32", _bits(x)) for x in numbers))
+    return (*(("i32", n) for n in sizes), *integers(*strides), *(("i32", _bits(x)) for x in numbers))
 
 
 def _bits(x: float) -> int:
@@ -226,7 +226,7 @@ def _bytes(call: TiledAttention, features: int, rows: int) -> int:
     return rows * (words if swizzled else words + 1) * 16
 
 
-def _options(call: TiledAttention, tiles: Tiles, **more: int) -> tuple[str, ...]:
+def _options(call: TiledAttention, tiles: Tiles) -> tuple[str, ...]:
     values: dict[str, Any] = {
         "T": CODES[call.dtype],
         "D": call.features,
@@ -242,6 +242,5 @@ def _options(call: TiledAttention, tiles: Tiles, **more: int) -> tuple[str, ...]
         "FACTORS": 5 if call.dropout else OPERANDS[call.factors[0]] if call.factors else 0,
         "PLAIN": int(call.plain),
         "TERMS": call.terms,
-        **more,
     }
-    return tuple(f"-DFL_{name}={value}" for name, value in values.items())
+    return options(values)

@@ -6,7 +6,7 @@ The caches are updated where they are. Texts of several tokens are for `composed
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -65,24 +65,22 @@ def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | 
     form = LayerForm.of(attrs)
     if form.cache != "write" or form.part is not None or shapes["x"].shape[1] != 1:
         return f"its kernels decode: one token a text, cache='write', whole layers; {OTHERS}"
-    if reason := refuses_shardings(shapes):
-        return reason
-    dtype = np.dtype(shapes["x"].dtype).name
-    # Products are mma.sync of 16-bit operands (project.cuh).
-    if dtype not in CODES:
-        return f"tokens of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
-    if reason := _refuses_other_dtypes(shapes, dtype):
+    if reason := refuses_shardings(shapes) or _refuses_dtypes(shapes):
         return reason
     if form.activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {form.activation}, only for {', '.join(KERNEL_ACTIVATIONS)}; {OTHERS}"
     # An algorithm says what a product is accumulated in; the kernels accumulate in float32 alone.
     if names_algorithm(form.precision) or names_algorithm(form.attention_precision):
         return f"a precision names an algorithm; {OTHERS}"
+    return _refuses_turned(shapes, form.turned) or _refuses_mask(shapes.get("mask"), form)
+
+
+def _refuses_turned(shapes: Mapping[str, Any], turned: tuple[str, ...]) -> str | None:
     # A product takes matrices side by side that all lie one way (`Shape::kTurned` of project.cuh).
     for some in (("q", "k", "v"), ("gate", "up")):
-        if len({slot in form.turned for slot in some if f"{slot}.0" in shapes}) > 1:
+        if len({slot in turned for slot in some if f"{slot}.0" in shapes}) > 1:
             return f"some of {', '.join(some)} are [in, out] and some [out, in]; {OTHERS}"
-    return _refuses_mask(shapes.get("mask"), form)
+    return None
 
 
 def _refuses_mask(mask: Any, form: LayerForm) -> str | None:
@@ -113,7 +111,11 @@ def _refuses_sizes(shapes: Mapping[str, Any], form: LayerForm) -> str | None:
     return _refuses_uneven_layers(shapes, form.layers)
 
 
-def _refuses_other_dtypes(shapes: Mapping[str, Any], dtype: str) -> str | None:
+def _refuses_dtypes(shapes: Mapping[str, Any]) -> str | None:
+    dtype = np.dtype(shapes["x"].dtype).name
+    # Products are mma.sync of 16-bit operands (project.cuh).
+    if dtype not in CODES:
+        return f"tokens of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
     for name, a in shapes.items():
         if name.partition(".")[0] in (*_WEIGHTS, *_CACHES) and np.dtype(a.dtype).name != dtype:
             return f"{name} is {np.dtype(a.dtype).name}, tokens are {dtype}: it reads weights and caches as they lie; {OTHERS}"
@@ -146,14 +148,17 @@ def forward(*, present: tuple[str, ...], **everything: Any) -> list[Array]:
     whole = is_persistent(row)
     own = _made(row, form.layers, dtype, whole)
     made = {"y": own.pop("y")} | {name: jax.ShapeDtypeStruct(given[name].shape, dtype) for name in caches} | own
-    operands: dict[str, Param] = {name: ("operand", i) for i, name in enumerate(given)}
-    results: dict[str, Param] = {name: ("result", i) for i, name in enumerate(made)}
+    operands, results = _numbered("operand", given), _numbered("result", made)
     places = _places(operands, results, form.layers)
     plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
     # XLA gives a result the memory of its operand, and copies the operand first where it is read later.
     aliases = {operands[name][1]: results[name][1] for name in caches}
     outs = launch(plan, list(given.values()), list(made.values()), aliases)
     return [outs[0].reshape(rows, 1, width), *outs[1 : 1 + len(caches)]]
+
+
+def _numbered(kind: str, names: Iterable[str]) -> dict[str, Param]:
+    return {name: (kind, i) for i, name in enumerate(names)}
 
 
 def _as_read(slot: str, a: Array, dtype: Any, parameters: bool) -> Array:
@@ -211,21 +216,20 @@ def row_of(shapes: Mapping[str, Any], form: LayerForm, parameters: bool) -> Row:
         # Packed weights, [3, H, D, E], are [out, in] as they lie.
         columns, turned = (between + 2 * form.kv_heads * size,), form.qkv == "packed" or "qkv" in form.turned
     first, second = (None if e is None else form.norm for e in form.epsilons)
-    fused = form.pre_norm and fuses_norm(rows, width)
+    ahead, none = (first, second) if form.pre_norm else (None, None), (None, None)
     # A norm kernel of its own leaves x in strips, for the product that reads it (project.cuh).
-    own_first, own_second = (form.pre_norm and norm is not None and not fused for norm in (first, second))
-    before, ahead = (norm if fused else None for norm in (first, second))
+    fused, own = (ahead, none) if fuses_norm(rows, width) else (none, ahead)
     return Row(
         dtype=np.dtype(shapes["x"].dtype).name,
         parameters=parameters,
         pre_norm=form.pre_norm,
         norms=(first, second),
-        epsilons=(form.epsilons[0] or 0.0, form.epsilons[1] or 0.0),
+        epsilons=form.epsilons,
         activation=form.activation,
-        qkv=ProductPhase(rows, width, columns, turned, norm=before, strips=own_first),
+        qkv=ProductPhase(rows, width, columns, turned, norm=fused[0], strips=own[0] is not None),
         attention=_attention_of(shapes, form),
         out=ProductPhase(rows, between, (width,), "out" in form.turned, strips=True),
-        up=ProductPhase(rows, width, (hidden,), "up" in form.turned, form.gated, ahead, own_second),
+        up=ProductPhase(rows, width, (hidden,), "up" in form.turned, form.gated, fused[1], own[1] is not None),
         down=ProductPhase(rows, hidden, (width,), "down" in form.turned, strips=True),
     )
 

@@ -12,6 +12,7 @@ from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
 from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ....passes import options
 from ..phased.plan import CODES, NORMS, NOTHING, Places, ProductPhase, Row, float_literal
 
 SOURCE = CudaSource("multi_transformer/decode/persistent/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
@@ -178,7 +179,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
     count = next(n for n in range(1, len(layers) + 1) if len(layers) % n == 0 and len(layers) // n <= MOST_LAYERS)
     most = len(layers) // count
     chunks = [layers[i : i + most] for i in range(0, len(layers), most)]
-    options: dict[str, object] = {
+    told: dict[str, object] = {
         "T": CODES[row.dtype],
         "P": int(row.parameters),
         "ROWS": row.qkv.rows,
@@ -190,13 +191,13 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         "DEPTH": depth_of(row),
         "FLIGHT": (_LARGE_FLIGHT if slice_of(row) == _LARGE_SLICE else _FLIGHT) // slice_of(row),
     }
-    options |= {f"EPSILON{i}": float_literal(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
+    told |= {f"EPSILON{i}": float_literal(epsilon) for i, epsilon in enumerate(row.epsilons, 1)}
     norms = {"QKV": row.norms[0], "UP": row.norms[1]}
     for name, product in _products(row).items():
         columns = (*product.columns, 0, 0)[:3]
-        flags = int(product.turned), int(product.gated), NORMS.get(norms.get(name) or "", 0)
-        options[name] = ",".join(map(str, (product.inner, *columns, tile_of(product), *flags)))
-    options |= row.attention.options() | {"PARTS": blocks_of_a_head(row)}
+        flags = int(product.turned), int(product.gated), NORMS[norms.get(name)]
+        told[name] = ",".join(map(str, (product.inner, *columns, tile_of(product), *flags)))
+    told |= row.attention.options() | {"PARTS": blocks_of_a_head(row)}
     shared = _WARPS * depth_of(row) * slice_of(row) + _beside(row)
     launches = []
     for chunk in chunks:
@@ -207,7 +208,7 @@ def persistent_plan(row: Row, layers: Sequence[Places], scratch: Mapping[str, Pa
         launches.append(
             Launch("decode_layers", (blocks_of(row), 1, 1), (_THREADS, 1, 1), shared, params, cooperative=True)
         )
-    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
+    return KernelPlan(SOURCE.path, options(told), tuple(launches))
 
 
 def _params(row: Row, layers: Sequence[Places], scratch: Sequence[Param]) -> tuple[Param, ...]:

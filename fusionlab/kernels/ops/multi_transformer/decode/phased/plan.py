@@ -13,6 +13,7 @@ from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
 from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
+from ....passes import options
 
 SOURCE = CudaSource(
     "multi_transformer/decode/phased/decode.cu",
@@ -23,7 +24,7 @@ CODES = {"bfloat16": 1, "float16": 2}  # FL_T
 MOST_ROWS = 16
 WORD = 8  # entries of 16 bytes: rows of matrices and caches begin at multiples of that
 STRIP = 16  # entries of a row that stand together in a scratch result in strips
-NORMS = {"layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
+NORMS = {None: 0, "layer": 1, "rms": 2}  # FL_NORM1, FL_NORM2
 _THREADS, _WARPS = 256, 8
 _UNITS = 132  # multiprocessors that a launch is cut for; any number can run it
 # Bytes of shared memory of a block, at most: the one that runs and the one that waits share a multiprocessor.
@@ -91,13 +92,7 @@ class ProductPhase:
         """The template arguments of `Shape`."""
         columns = (*self.columns, 0, 0)[:3]
         cut = (tile.columns, tile.split, tile.step, tile.depth)
-        flags = (
-            int(self.turned),
-            int(self.gated),
-            NORMS.get(self.norm or "", 0),
-            int(self.is_resident(tile)),
-            int(self.strips),
-        )
+        flags = int(self.turned), int(self.gated), NORMS[self.norm], int(self.is_resident(tile)), int(self.strips)
         return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
 
     def cut(self) -> ProductTile:
@@ -196,14 +191,14 @@ class Row:
     Attributes:
       dtype: of x, weights and caches.
       parameters: whether the norms' parameters are of that dtype; else they are float32.
-      norms: of the attention and of the feed-forward, a key of `NORMS` or None.
+      norms: of the attention and of the feed-forward, a key of `NORMS`, None where there is none; `epsilons`: theirs.
     """
 
     dtype: str
     parameters: bool
     pre_norm: bool
     norms: tuple[str | None, str | None]
-    epsilons: tuple[float, float]
+    epsilons: tuple[float | None, float | None]
     activation: str
     qkv: ProductPhase
     attention: AttentionPhase
@@ -237,9 +232,9 @@ class Places:
         return self.at(f"norm{number}_scale"), self.at(f"norm{number}_bias")
 
 
-def float_literal(value: float) -> str:
-    """A float in C++."""
-    return f"{value!r}f" if math.isfinite(value) else "0.0f"
+def float_literal(value: float | None) -> str:
+    """A float in C++; 0 for one that is not there."""
+    return "0.0f" if value is None or not math.isfinite(value) else f"{value!r}f"
 
 
 def fuses_norm(rows: int, width: int) -> bool:
@@ -255,7 +250,7 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
     """
     products = {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}
     tiles = {name: product.cut() for name, product in products.items()}
-    options: dict[str, object] = {
+    told: dict[str, object] = {
         "T": CODES[row.dtype],
         "P": int(row.parameters),
         "ROWS": row.qkv.rows,
@@ -263,14 +258,14 @@ def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
         "ACT": KERNEL_ACTIVATIONS.index(row.activation),
     }
     for i, (norm, epsilon) in enumerate(zip(row.norms, row.epsilons, strict=True), 1):
-        options |= {f"NORM{i}": NORMS.get(norm or "", 0), f"EPSILON{i}": float_literal(epsilon)}
+        told |= {f"NORM{i}": NORMS[norm], f"EPSILON{i}": float_literal(epsilon)}
     for name, product in products.items():
-        options |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
-    options |= row.attention.options()
+        told |= {name: product.arguments(tiles[name]), f"{name}_CLUSTER": tiles[name].split}
+    told |= row.attention.options()
     launches = [launch for at in layers for launch in _layer(row, tiles, at)]
     # The first starts when all before it has ended: then nothing that the others read before they wait is still being written.
     launches[0] = replace(launches[0], early=False)
-    return KernelPlan(SOURCE.path, tuple(f"-DFL_{name}={value}" for name, value in options.items()), tuple(launches))
+    return KernelPlan(SOURCE.path, options(told), tuple(launches))
 
 
 def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launch]:
@@ -292,26 +287,31 @@ def _layer(row: Row, tiles: Mapping[str, ProductTile], at: Places) -> list[Launc
             f"decode_{name}", (phase.blocks(tile), 1, 1), (_THREADS, 1, 1), phase.shared(tile), params, early=True
         )
 
-    def norm(number: int, x: Param, out: Param) -> list[Launch]:
+    # A product that norms its x itself has the norm in its phase (`fuses_norm`); other norms are kernels of their own.
+    phases = zip(row.norms, (row.qkv.norm, row.up.norm), strict=True)
+    own = [number for number, (norm, fused) in enumerate(phases, 1) if norm != fused]
+
+    def norm(number: int, is_here: bool, x: Param, out: Param) -> tuple[Param, list[Launch]]:
+        """What is read behind a place where a norm may be, and the kernel that makes it there, if one does."""
+        if not is_here or number not in own:
+            return x, []
         grid, params = (row.qkv.rows, 1, 1), (x, *at.norm(number), out)
-        return [Launch(f"decode_norm{number}", grid, (_THREADS, 1, 1), _SCRATCH, params, early=True)]
+        return out, [Launch(f"decode_norm{number}", grid, (_THREADS, 1, 1), _SCRATCH, params, early=True)]
 
     shared = ("cos", "sin", "step", "lengths", "mask", "cache_k", "cache_v")
     attend = (at.qkv, *(at.at(s) for s in shared), at.attended)
-    attention = row.attention
-    first, second = (norm is not None for norm in row.norms)
-    # A product that norms its x itself has the norm in its phase (`fuses_norm`); other norms are kernels of their own.
-    before, between = row.pre_norm and first and not row.qkv.norm, row.pre_norm and second and not row.up.norm
-    behind_first, behind_second = not row.pre_norm and first, not row.pre_norm and second
-    summed = at.normed if behind_first else at.between
+    x, ahead_of_qkv = norm(1, row.pre_norm, at.x, at.normed)
+    summed, behind_out = norm(1, not row.pre_norm, at.between, at.normed)
+    h, ahead_of_up = norm(2, row.pre_norm, summed, at.normed)
+    _, behind_down = norm(2, not row.pre_norm, at.between, at.y)
     return [
-        *(norm(1, at.x, at.normed) if before else ()),
-        product("qkv", at.normed if before else at.x, 1, threes, none, at.qkv),
-        Launch("decode_attend", (attention.grid, 1, 1), (_THREADS, 1, 1), attention.shared, attend, early=True),
+        *ahead_of_qkv,
+        product("qkv", x, 1, threes, none, at.qkv),
+        Launch("decode_attend", (row.attention.grid, 1, 1), (_THREADS, 1, 1), row.attention.shared, attend, early=True),
         product("out", at.attended, 1, ("out",), at.x, at.between),
-        *(norm(1, at.between, at.normed) if behind_first else ()),
-        *(norm(2, at.between, at.normed) if between else ()),
-        product("up", at.normed if between else summed, 2, gated, none, at.hidden),
-        product("down", at.hidden, 2, ("down",), summed, at.between if behind_second else at.y),
-        *(norm(2, at.between, at.y) if behind_second else ()),
+        *behind_out,
+        *ahead_of_up,
+        product("up", h, 2, gated, none, at.hidden),
+        product("down", at.hidden, 2, ("down",), summed, at.between if behind_down else at.y),
+        *behind_down,
     ]
