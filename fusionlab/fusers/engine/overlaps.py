@@ -77,23 +77,27 @@ def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Re
     Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other. One
     that can do with one result (`Candidate.plain`) does.
     """
-    stuck: dict[int, Rejection] = {}
+    candidates = [c for c in found if isinstance(c, Candidate)]
+    declined_before = [r for r in found if isinstance(r, Rejection)]
+    stuck: list[Rejection] = []
     while True:
-        candidates, rejections = _settled([f for f in found if id(f) not in stuck])
-        waiting = _waiting(candidates)
+        taken, kept, lost = _claimed(candidates)
+        waiting = _waiting(kept)
         if waiting is None:
-            return candidates, [*rejections, *stuck.values()]
+            outside = [r for r in declined_before if not all(map(taken.holds, r.site_ids))]
+            return kept, [*outside, *lost, *stuck]
         given_up, others = waiting
         if given_up.plain is not None:
-            found = [given_up.plain if f is given_up else f for f in found]
+            candidates[candidates.index(given_up)] = given_up.plain
         else:
-            stuck[id(given_up)] = _stuck(given_up, others)
+            candidates.remove(given_up)
+            stuck.append(_stuck(given_up, others))
 
 
-def _settled(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
-    """`settle`, but for what waits."""
-    taken, lost = _Claims(), {}
-    candidates = [c for c in found if isinstance(c, Candidate)]
+def _claimed(candidates: Sequence[Candidate]) -> tuple[_Claims, list[Candidate], list[Rejection]]:
+    """What candidates claim, those that stand, and the others, each declined for the one that it lost to."""
+    taken = _Claims()
+    lost: dict[int, Candidate] = {}
     for c in sorted(candidates, key=lambda c: (bool(c.idle), c.takes_the_rest, -c.nodes_before)):
         others = list(taken.beside(c, c).values())
         if _gives_way(c, others):
@@ -103,9 +107,8 @@ def _settled(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[
             taken.remove(other)
             lost[id(other)] = c
         taken.add(c, c)
-    rejections = [r for r in found if isinstance(r, Rejection) and not all(map(taken.holds, r.site_ids))]
     kept = [c for c in candidates if id(c) not in lost]
-    return kept, rejections + [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
+    return taken, kept, [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
 
 
 def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 ARGUMENT = "{} is an argument of the program: close over it ({})"
 CLOSE_OVER = "close over {} where the function is defined, or make it a static argument"
 # Rejection codes of what stands where a pattern has something else, by canonical op.
-_CODES = {
+CODES_OF_OPS = {
     "stop_gradient": "stop_gradient",
     "name": "named_residual",
     "custom_jvp_call": "custom_rule",
@@ -96,7 +96,7 @@ class Site:
         if code == "structure" and target.op == "select":
             code = "mask"
         if code == "structure":
-            code = _CODES.get(target.op, code)
+            code = CODES_OF_OPS.get(target.op, code)
         if code in ("structure", "mask") and self.is_random(miss.target):
             code = "dropout"
         sentence = sentence_of(self.view, miss, self.anchor, self.words)

@@ -4,11 +4,11 @@ projections of pairs (Jumper et al., "Highly accurate protein structure predicti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ...graph.canonical.fused_nodes import Labelled, node_labels
-from ...graph.canonical.nodes import CNode
+from ...graph.canonical.nodes import CNode, Operand
 from ...graph.canonical.view import CanonicalView
 from ..passes.attention.scores import clip_of
 from ..passes.attention.weights import exponentials
@@ -50,7 +50,7 @@ def triangles(view: CanonicalView) -> Iterator[GatedStructure]:
         if first is None or second is None or first[1] != second[1]:
             continue
         x = first[1]
-        pairs = (_are_pairs(view, o.nid, [o.axes.index(i) for i in r], x) for o, r in zip(operands, rows, strict=True))
+        pairs = (_are_pairs(view, o, r, x) for o, r in zip(operands, rows, strict=True))
         if len(view.nodes[x].shape) > 2 and all(pairs):
             text = "sum over k of a[i, k] * b[j, k], a and b gated projections of one value: a triangle multiplication"
             yield GatedStructure("triangle_multiplication", text, tuple(sorted({*first[0], *second[0], nid})))
@@ -136,15 +136,13 @@ def _factors(view: CanonicalView, nid: int) -> set[int]:
     return seen
 
 
-def _are_pairs(view: CanonicalView, nid: int, axes: list[int], x: int) -> bool:
-    """Whether axes of a projection are axes of what it is one of, and none that a weight gives it, as far as that is told."""
-    node = view.nodes[nid]
+def _are_pairs(view: CanonicalView, edge: Operand, labels: Iterable[int], x: int) -> bool:
+    """Whether axes of a projection, which its reader has under these labels, are axes of what it is one of, and none that a weight gives
+    it, as far as that is told.
+    """
+    node, axes = view.nodes[edge.nid], list(map(edge.axes.index, labels))
     if node.op in ("dot", "gemm_epilogue"):
         own = node_labels(node) or ()
-        mine = next((o for o in node.operands[:2] if o.nid == x), None)
-        return mine is None or all(own[a] in mine.axes for a in axes)
-    if node.op != "prod":
-        return True
-    return all(
-        _are_pairs(view, o.nid, [o.axes.index(a) for a in axes], x) for o in node.operands if set(axes) <= set(o.axes)
-    )
+        mine = [o for o in node.operands[:2] if o.nid == x]
+        return all(own[a] in o.axes for o in mine[:1] for a in axes)
+    return node.op != "prod" or all(_are_pairs(view, o, axes, x) for o in node.operands if set(axes) <= set(o.axes))
