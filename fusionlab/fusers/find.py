@@ -25,8 +25,7 @@ from .engine.base import GRADIENT, Pass, Search, faulty, found_at, reject
 from .engine.outcomes import Candidate, Rejection, declined
 from .engine.overlaps import settle, with_shares_left
 from .engine.pairing import failed_on, has_backward_pass, with_backward
-from .passes.linear.linear_groups import grouped
-from .passes.matmul.matmul_schedule import routes_of
+from .registry import BUILT_IN
 from .report.findings import Findings
 
 _YOUNG_ONLY = (50_000, 10, 1_000_000)  # thresholds of `gc`: the last is of full collections
@@ -48,16 +47,15 @@ def find_in(
       implementation: as in `fuse`.
       certifier: remembers proofs; a new one by default.
     """
-    certifier = certifier or Certifier(plain_meaning_of)
+    asked, numbered = (list(passes), device, implementation, certifier or Certifier(plain_meaning_of)), graph.numbered
     with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _no_full_collections(), asked_about(device):
-        if graph.numbered is not None and graph.numbered.graph is None:
-            names = ", ".join(graph.numbered.symbols)
-            note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
-            return Findings(graph, tuple(p.name for p, _ in passes), (), (), device=str(device), notes=(note,))
-        if graph.numbered is not None:
-            found = _find_in(graph.numbered.graph, list(passes), device, implementation, certifier)
-            return _declined_for(graph, found)
-        return _find_in(graph, list(passes), device, implementation, certifier)
+        if numbered is None:
+            return _find_in(graph, *asked)
+        if numbered.graph is not None:
+            return _declined_for(graph, _find_in(numbered.graph, *asked))
+        names = ", ".join(numbered.symbols)
+        note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
+        return Findings(graph, tuple(p.name for p, _ in asked[0]), (), (), device=str(device), notes=(note,))
 
 
 def _declined_for(graph: Graph, found: Findings) -> Findings:
@@ -128,7 +126,8 @@ def _find_in(
             lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
             lambda fault: ([], [failed_on(item, fault) for item in found]),
         )
-    routed = _options(passes, "matmul_schedule")
+    asked = {p.name: options for p, options in passes}
+    router, routed = next((p.routes, asked.get(p.name, {})) for p in BUILT_IN.values() if p.routes is not None)
     searched = [(Search(graph, view, device, certifier, routed, implementation), owner) for view, owner in found_views]
     return Findings(
         graph,
@@ -138,7 +137,7 @@ def _find_in(
         str(device),
         gradients=_gradients(passes),
         differentiated=differentiated,
-        router=functools.partial(routes_of, searched),
+        router=functools.partial(router, searched),
     )
 
 
@@ -153,11 +152,6 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 def _gradients(passes: Iterable[tuple[Pass, Mapping[str, Any]]]) -> tuple[str, ...]:
     """The names of the `_grad` passes that are on."""
     return tuple(f"{p.name}_grad" for p, options in passes if not p.forward_only and options.get(GRADIENT, True))
-
-
-def _options(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str) -> Mapping[str, Any]:
-    """The options of a pass as they were given; none where it was not asked."""
-    return next((options for p, options in passes if p.name == pass_name), {})
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
@@ -201,7 +195,8 @@ def _settled(
     found = with_shares_left(found)
     if derivatives is not None:
         found = with_backward(graph, [view for view, _ in found_views], found, certifier, derivatives)
-        found = grouped(found, _options(passes, "gemm_epilogue").get("grouping"))
+        for pass_, options in passes:
+            found = pass_.together(found, options)
     return settle(found)
 
 

@@ -107,6 +107,8 @@ class Pass(abc.ABC):
       named_only: it is asked only by name.
       forward_only: its op dissolves under `jax.grad`: it has no `_grad`.
       sample_for: the device and the options at which its sample has a site.
+      routes: of the one pass that has a route for every product: from its searches of all blocks, each with the user's rule for
+        derivatives that the block is of, and from the findings, to a table.
     """
 
     name: str
@@ -154,6 +156,12 @@ class Pass(abc.ABC):
                 raise unknown_name(key, value, choices)
             *needed, last = sorted(map(repr, choices), key=lambda text: text == "None")
             raise ArgumentError(f"{self.name}: {key} is {value!r}, needed {', '.join(needed)} or {last}")
+
+    routes: Callable[[Sequence[tuple[Search, Node | None]], Any], Any] | None = None
+
+    def together(self, found: list[Candidate | Rejection], options: Mapping[str, Any]) -> list[Candidate | Rejection]:
+        """The sites of all passes, in a program with its backward pass in it, with what this one makes of several of its own."""
+        return found
 
     @abc.abstractmethod
     def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

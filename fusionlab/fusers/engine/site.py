@@ -89,8 +89,8 @@ class Site:
 
     def near_miss(self, miss: Miss) -> Rejection:
         """The rejection for the nearest miss."""
-        node = self.raw_of(miss.target)
-        site = [n for t in miss.bound.values() if (n := self.raw_of(t)) is not None]
+        node = self.view.maker(miss.target)
+        site = [n for t in miss.bound.values() if (n := self.view.maker(t)) is not None]
         code = miss.kind if miss.kind in ("axes", "scalar") else "structure"
         target = self.view.nodes[miss.target]
         if code == "structure" and target.op == "select":
@@ -140,11 +140,6 @@ class Site:
             view, node = view.outer
             value = node.inputs[index] if index < passed_whole(node) else None
         return None
-
-    def raw_of(self, nid: int) -> Node | None:
-        """A raw node that makes a canonical node's value."""
-        values = self.view.values_of.get(nid, ())
-        return next((n for v in values if (n := self.search.block.producer.get(v.id)) is not None), None)
 
     def root_value(self, found: Match) -> Value:
         """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""

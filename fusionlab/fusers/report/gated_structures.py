@@ -4,7 +4,7 @@ projections of pairs (Jumper et al., "Highly accurate protein structure predicti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ...graph.canonical.fused_nodes import Labelled, node_labels
@@ -14,6 +14,7 @@ from ..passes.attention.scores import clip_of
 from ..passes.attention.weights import exponentials
 
 _PASSED = frozenset("reshape split slice squeeze transpose cast".split())
+PRODUCTS = ("dot", "gemm_epilogue")
 _STEPS = 8
 
 
@@ -82,7 +83,7 @@ def _biased(view: CanonicalView, attention: int) -> str:
     if isinstance(node.params, Labelled):
         named = dict(zip(node.params.slots, node.operands, strict=True))
         bias = named.get("bias")
-        words = ", a product among its biases" if bias is not None and _products(view, bias.nid) else ""
+        words = ", a product among its biases" if bias is not None and products_below(view, bias.nid) else ""
     elif clip_of(view, attention) is not None:
         words = ", its scores clipped"
     return words
@@ -100,12 +101,12 @@ def _source(view: CanonicalView, nid: int) -> int:
     return nid
 
 
-def _products(view: CanonicalView, start: int) -> set[int]:
-    """The products that a value is made of, as far as the first on each way."""
+def products_below(view: CanonicalView, start: int, ops: Collection[str] = PRODUCTS) -> set[int]:
+    """The products, or other nodes of some `ops`, that a value is made of, as far as the first on each way."""
     found, seen, stack = set[int](), {start}, [start]
     while stack:
         node = view.nodes[stack.pop()]
-        if node.op in ("dot", "gemm_epilogue"):
+        if node.op in ops:
             found.add(node.id)
             continue
         fresh = [o.nid for o in node.operands if o.nid not in seen]
@@ -118,7 +119,7 @@ def _gated(view: CanonicalView, nid: int) -> tuple[set[int], int] | None:
     """The nodes of a gated projection, and what it is one of: a multiple of a sigmoid whose products all read one value."""
     factors = _factors(view, nid)
     gates = any(_is_sigmoid(view.nodes[n]) for n in factors - {nid})
-    products = _products(view, nid)
+    products = products_below(view, nid)
     read = [{o.nid for o in view.nodes[p].operands[:2]} for p in products]
     shared = set.intersection(*read) if read else set()
     if not gates or len(products) < 2 or len(shared) != 1:
@@ -141,7 +142,7 @@ def _are_pairs(view: CanonicalView, edge: Operand, labels: Iterable[int], x: int
     it, as far as that is told.
     """
     node, axes = view.nodes[edge.nid], list(map(edge.axes.index, labels))
-    if node.op in ("dot", "gemm_epilogue"):
+    if node.op in PRODUCTS:
         own = node_labels(node) or ()
         mine = [o for o in node.operands[:2] if o.nid == x]
         return all(own[a] in o.axes for o in mine[:1] for a in axes)

@@ -135,7 +135,7 @@ class _SoftmaxSite(AttentionProposals):
         """Declines for exponentials, or a whole softmax, with a derivative of the user's own."""
         if self.view.nodes[exponentials].op == "exp":
             return
-        maker = self.raw_of(exponentials) or self.anchor
+        maker = self.view.maker(exponentials) or self.anchor
         sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
         edit = "use jax.nn.softmax, if its derivative is the one that is meant"
         self.decline("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])

@@ -123,7 +123,7 @@ class NormSite(Site):
     def check_transposed(self) -> None:
         """Declines for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
         crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
-        node = None if crossed is None else self.raw_of(crossed)
+        node = None if crossed is None else self.view.maker(crossed)
         if node is None:
             return
         sentence = f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of"
