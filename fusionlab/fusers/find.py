@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from ..graph.program.graph import Graph
 from ..graph.program.ir import Block, Node
 from ..graph.settings import jax_defaults, wide_types
 from ..kernels import plain_meaning_of
-from .engine.base import GRADIENT, Pass, Search, faulty, found_at, reject
+from .engine.base import GRADIENT, Pass, Search, found_at
+from .engine.declining import faulty, reject
 from .engine.outcomes import Candidate, Rejection, declined
 from .engine.overlaps import settle, with_shares_left
 from .engine.pairing import failed_on, has_backward_pass, with_backward
@@ -114,21 +116,19 @@ def _find_in(
     differentiated = has_backward_pass(graph)
     derivatives = Derivatives() if differentiated else None
     shared: dict[Any, Any] = {}
+    search_of = functools.partial(Search, graph, device=device, certifier=certifier, implementation=implementation)
     for pass_, options in sorted(passes, key=lambda asked: asked[0].whole):
         if implementation not in (None, *pass_.fused_op.implementations):
             continue
         with _timed(seconds, pass_.name):
             for view, owner in found_views:
-                search = Search(graph, view, device, certifier, options, implementation, derivatives, shared)
+                search = search_of(view, options=options, derivatives=derivatives, shared=shared)
                 found += _searched(pass_, search, owner)
     with _timed(seconds if differentiated else {}, "pairs"):
         candidates, rejections = guarded(
             lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
             lambda fault: ([], [failed_on(item, fault) for item in found]),
         )
-    asked = {p.name: options for p, options in passes}
-    router, routed = next((p.routes, asked.get(p.name, {})) for p in BUILT_IN.values() if p.routes is not None)
-    searched = [(Search(graph, view, device, certifier, routed, implementation), owner) for view, owner in found_views]
     return Findings(
         graph,
         tuple(p.name for p, _ in passes),
@@ -137,7 +137,7 @@ def _find_in(
         str(device),
         gradients=_gradients(passes),
         differentiated=differentiated,
-        router=functools.partial(router, searched),
+        router=_router(passes, found_views, search_of),
     )
 
 
@@ -152,6 +152,17 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 def _gradients(passes: Iterable[tuple[Pass, Mapping[str, Any]]]) -> tuple[str, ...]:
     """The names of the `_grad` passes that are on."""
     return tuple(f"{p.name}_grad" for p, options in passes if not p.forward_only and options.get(GRADIENT, True))
+
+
+def _router(
+    passes: Iterable[tuple[Pass, Mapping[str, Any]]],
+    found_views: Iterable[tuple[CanonicalView, Node | None]],
+    search_of: Callable[..., Search],
+) -> Callable[[Findings], Any]:
+    """What tells the route of every product: of the pass that has routes, which need not be asked for."""
+    asked = {p.name: options for p, options in passes}
+    routes, options = next((p.routes, asked.get(p.name, {})) for p in BUILT_IN.values() if p.routes is not None)
+    return functools.partial(routes, [(search_of(view, options=options), owner) for view, owner in found_views])
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
@@ -171,16 +182,14 @@ def _unread(
     passes: Iterable[tuple[Pass, Mapping[str, Any]]], unread: Sequence[tuple[Block, Fault]]
 ) -> Iterator[Rejection]:
     """The rejections of blocks that no pass can look at: they have no canonical form."""
-    for pass_, _ in passes:
-        yield from (_unread_by(pass_, block, fault) for block, fault in unread if block.nodes)
-
-
-def _unread_by(pass_: Pass, block: Block, fault: Fault) -> Rejection:
-    nodes = block.nodes
-    where = f"the body {block.path}" if block.path else "the program"
-    sentence = f"{where} of {len(nodes)} nodes was not searched: {fault}"
-    rejection = reject(pass_.name, "uncertified", sentence, nodes[0], nodes, nodes, (0, len(nodes)))
-    return replace(rejection, origin=fault.origin, failed=True)
+    for (pass_, _), (block, fault) in itertools.product(passes, unread):
+        if not block.nodes:
+            continue
+        nodes = block.nodes
+        where = f"the body {block.path}" if block.path else "the program"
+        sentence = f"{where} of {len(nodes)} nodes was not searched: {fault}"
+        rejection = reject(pass_.name, "uncertified", sentence, nodes[0], nodes, nodes, (0, len(nodes)))
+        yield replace(rejection, origin=fault.origin, failed=True)
 
 
 def _settled(

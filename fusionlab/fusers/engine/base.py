@@ -17,17 +17,11 @@ from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier
 from ...graph.program.graph import Graph
 from ...graph.program.ir import Node
-from ...graph.program.ir import all_nodes as all_nodes
 from ...graph.program.scopes import is_backward
 from ...kernels import OPS
 from ...kernels.op.op import Op
-from .declining import examined as examined
-from .declining import faulty as faulty
-from .declining import reason_to_tell as reason_to_tell
-from .declining import reject as reject
+from .declining import examined
 from .outcomes import Candidate, Rejection
-from .wording import anchor_text as anchor_text
-from .wording import escape_text as escape_text
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by

@@ -15,12 +15,12 @@ from ...graph.matching.region import SCALINGS, VIEWS, Escape, Region, escapes
 from ...graph.matching.walks import downstream, given
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
-from .base import Pass, Search, Substitution, anchor_text, escape_text, reason_to_tell, reject
-from .declining import FUSE_FIRST as FUSE_FIRST
-from .declining import attempted, listed
+from .base import Pass, Search, Substitution
+from .declining import FUSE_FIRST, attempted, listed, reason_to_tell, reject
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
 from .proposing import propose
+from .wording import anchor_text, escape_text
 
 T = TypeVar("T")
 

@@ -124,12 +124,12 @@ class Findings:
         Raises:
           UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
         """
-        wanted, left = None if enabled is None else _names(enabled), _names(skip)
+        wanted, left = _names(enabled or ()), _names(skip)
         known = {*(item.id for item in (*self.candidates, *self.rejections)), *self.passes}
-        for name in (*(wanted or ()), *left):
+        for name in (*wanted, *left):
             if name not in known:
                 raise unknown_name("site or pass", name, known)
-        chosen = (c for c in self.candidates if (not c.idle if wanted is None else _is_named(c, wanted)))
+        chosen = (c for c in self.candidates if (not c.idle if enabled is None else _is_named(c, wanted)))
         return tuple(c for c in chosen if not _is_named(c, left))
 
     def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
@@ -265,20 +265,13 @@ class Findings:
         return "\n".join([node_text(found), *("  " + text for text in texts)])
 
     def _explained_site(self, site: str, origin: bool) -> str:
-        """A site or a structure, what it costs, and its backward pass."""
-        pairs = (f"  {p.text}" for p in self.pairs if p.site == site)
-        return "\n".join([_explained(self[site], origin), *self._site_cost(site), *pairs])
-
-    def _site_cost(self, site: str) -> list[str]:
-        """What the nodes of a candidate cost as they are, and as one kernel."""
+        """A site or a structure, what a candidate's nodes cost as they are and as one kernel, and its backward pass."""
         item = self[site]
-        if not isinstance(item, Candidate):
-            return []
-        costs = self.cost()
-        return [
-            f"  costs {costs.of(item.node_ids)}, node by node",
-            f"  costs {costs.fused(item.node_ids)}, as one kernel",
-        ]
+        lines = [_explained(item, origin)]
+        if isinstance(item, Candidate):
+            nodes, costs = item.node_ids, self.cost()
+            lines += [f"  costs {costs.of(nodes)}, node by node", f"  costs {costs.fused(nodes)}, as one kernel"]
+        return "\n".join([*lines, *(f"  {p.text}" for p in self.pairs if p.site == site)])
 
     def _given(self, name: Any) -> str | None:
         """What there is to say of a value that no node makes: an argument, what a body is given, a captured array."""

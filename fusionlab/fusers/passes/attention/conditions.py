@@ -17,10 +17,10 @@ from ....graph.matching.pattern import Pattern
 from ....graph.matching.region import Region
 from ....graph.program.ir import Value
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import anchor_text
 from ...engine.nearly import value_of
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
+from ...engine.wording import anchor_text
 from .forms import Reading
 from .masks import MASK_FILL
 from .scores import clip_of

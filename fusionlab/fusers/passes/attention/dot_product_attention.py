@@ -27,10 +27,11 @@ from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, VIEWS, Region, cut, shared_casts
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
-from ...engine.base import Option, Pass, Search, anchor_text
+from ...engine.base import Option, Pass, Search
 from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection, with_concepts
+from ...engine.wording import anchor_text
 from .forms import Reading, Tail, tail_example, whole_example
 from .masks import Masking, MaskReader
 from .proposals import AttentionProposals

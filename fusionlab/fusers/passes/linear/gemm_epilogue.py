@@ -25,10 +25,11 @@ from ....graph.program.scopes import is_backward
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ...engine.base import Option, Pass, Search, anchor_text, reason_to_tell
-from ...engine.declining import attempted
+from ...engine.base import Option, Pass, Search
+from ...engine.declining import attempted, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.passages import Passage, narrow, passage, rounding
+from ...engine.wording import anchor_text
 from .beyond import activations_beyond, is_pointwise_convolution
 from .epilogues import Epilogue, concepts_of, summed_over_devices
 from .linear_groups import GROUPINGS, grouped

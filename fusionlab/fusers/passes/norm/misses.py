@@ -15,10 +15,10 @@ from ....graph.matching.match import Miss
 from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Node
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import anchor_text
 from ...engine.nearly import canonical_text
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
+from ...engine.wording import anchor_text
 from .surroundings import ChannelGroups, Surroundings, crossing, reduced_axes
 
 _CANCELS = (

@@ -20,19 +20,20 @@ from ....graph.jax_compat import names_an_axis
 from ....graph.matching.region import Region
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, reject
-from ...engine.declining import attempted
+from ...engine.base import LEFT, Option, Pass, Search, Substitution, found_at
+from ...engine.declining import FUSE_FIRST, attempted, faulty, reject
 from ...engine.grouping import common_scope
 from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection, folded
 from ...engine.overlaps import settle, with_shares_left
 from ...engine.proposing import propose
-from ...engine.site import FUSE_FIRST, Site
+from ...engine.site import Site
+from ...engine.wording import anchor_text
 from ..attention.dot_product_attention import MADE_OUTSIDE, DotProductAttentionPass
 from ..linear.gemm_epilogue import GemmEpiloguePass
 from ..norm.layer_norm import LayerNormPass
 from .axes import Unread
 from .devices import plan_over_devices
-from .plan import Planned, check_fits
+from .plan import Planned, check_fits, plan_by
 from .reading import READING_STEPS, LayerRead, LayerReader, Partial
 from .residuals import multiples
 from .site import LayerSite, site_of
@@ -276,7 +277,9 @@ class _Place(Site):
 
 def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of one layer, on one device or over several."""
-    return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
+    if planned.site.layer.axes:
+        return plan_over_devices(planned, implementation)
+    return plan_by(planned.attrs, planned.makers, planned.results, implementation)
 
 
 def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:

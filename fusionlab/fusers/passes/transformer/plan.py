@@ -145,9 +145,6 @@ class Planned:
         self.takes = self.sized(self.axes["x"])
         self.makers, self.results = dict(self.operands()), tuple(self.roots())
 
-    def plan(self, implementation: str | None) -> Substitution:
-        return plan_by(self.attrs, self.makers, self.results, implementation)
-
     def sized(self, axes: Sequence[Atoms]) -> Any:
         return self.layer.batch, tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
 

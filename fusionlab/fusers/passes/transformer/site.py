@@ -16,10 +16,11 @@ from ....graph.declined import Declined
 from ....graph.dtypes import narrows
 from ....graph.matching.region import Region, cut, escapes, look_through
 from ....graph.primitives import SUMS_OVER_DEVICES
-from ....graph.program.ir import Value
-from ...engine.base import Search, all_nodes, escape_text
+from ....graph.program.ir import Value, all_nodes
+from ...engine.base import Search
 from ...engine.declining import attempted
 from ...engine.outcomes import Candidate
+from ...engine.wording import escape_text
 from .axes import Side, Unread, all_letters
 from .factors import BOTH, FACTOR
 from .projections import Projection
