@@ -11,12 +11,8 @@ from ...graph.program.ir import Node, Value
 
 _RESULTS = 3  # results of one node that a sentence names
 
-_KEYS = {
-    "pass_name": "pass",
-    "node_ids": "nodes",
-    "site_ids": "site",
-    "is_fused": "fused",
-}  # where a key is not the attribute's name
+# Keys that are not the attribute's name.
+_KEYS = {"pass_name": "pass", "node_ids": "nodes", "site_ids": "site", "is_fused": "fused"}
 
 
 def anchor_text(node: Node) -> str:
