@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,12 +22,12 @@ from ..graph.program.graph import Graph
 from ..graph.program.ir import Block, Node
 from ..graph.settings import jax_defaults, wide_types
 from ..kernels import plain_meaning_of
-from .engine.base import GRADIENT, Pass, Search, faulty, found_at, reject
+from .engine.base import GRADIENT, Pass, Search, found_at
+from .engine.declining import faulty, reject
 from .engine.outcomes import Candidate, Rejection, declined
 from .engine.overlaps import settle, with_shares_left
 from .engine.pairing import failed_on, has_backward_pass, with_backward
-from .passes.linear.linear_groups import grouped
-from .passes.matmul.matmul_schedule import routes_of
+from .registry import BUILT_IN
 from .report.findings import Findings
 
 _YOUNG_ONLY = (50_000, 10, 1_000_000)  # thresholds of `gc`: the last is of full collections
@@ -48,16 +49,15 @@ def find_in(
       implementation: as in `fuse`.
       certifier: remembers proofs; a new one by default.
     """
-    certifier = certifier or Certifier(plain_meaning_of)
+    asked, numbered = (list(passes), device, implementation, certifier or Certifier(plain_meaning_of)), graph.numbered
     with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _no_full_collections(), asked_about(device):
-        if graph.numbered is not None and graph.numbered.graph is None:
-            names = ", ".join(graph.numbered.symbols)
-            note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
-            return Findings(graph, tuple(p.name for p, _ in passes), (), (), device=str(device), notes=(note,))
-        if graph.numbered is not None:
-            found = _find_in(graph.numbered.graph, list(passes), device, implementation, certifier)
-            return _declined_for(graph, found)
-        return _find_in(graph, list(passes), device, implementation, certifier)
+        if numbered is None:
+            return _find_in(graph, *asked)
+        if numbered.graph is not None:
+            return _declined_for(graph, _find_in(numbered.graph, *asked))
+        names = ", ".join(numbered.symbols)
+        note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
+        return Findings(graph, tuple(p.name for p, _ in asked[0]), (), (), device=str(device), notes=(note,))
 
 
 def _declined_for(graph: Graph, found: Findings) -> Findings:
@@ -116,20 +116,19 @@ def _find_in(
     differentiated = has_backward_pass(graph)
     derivatives = Derivatives() if differentiated else None
     shared: dict[Any, Any] = {}
+    search_of = functools.partial(Search, graph, device=device, certifier=certifier, implementation=implementation)
     for pass_, options in sorted(passes, key=lambda asked: asked[0].whole):
         if implementation not in (None, *pass_.fused_op.implementations):
             continue
         with _timed(seconds, pass_.name):
             for view, owner in found_views:
-                search = Search(graph, view, device, certifier, options, implementation, derivatives, shared)
+                search = search_of(view, options=options, derivatives=derivatives, shared=shared)
                 found += _searched(pass_, search, owner)
     with _timed(seconds if differentiated else {}, "pairs"):
         candidates, rejections = guarded(
             lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
             lambda fault: ([], [failed_on(item, fault) for item in found]),
         )
-    routed = _options(passes, "matmul_schedule")
-    searched = [(Search(graph, view, device, certifier, routed, implementation), owner) for view, owner in found_views]
     return Findings(
         graph,
         tuple(p.name for p, _ in passes),
@@ -138,7 +137,7 @@ def _find_in(
         str(device),
         gradients=_gradients(passes),
         differentiated=differentiated,
-        router=functools.partial(routes_of, searched),
+        router=_router(passes, found_views, search_of),
     )
 
 
@@ -155,9 +154,15 @@ def _gradients(passes: Iterable[tuple[Pass, Mapping[str, Any]]]) -> tuple[str, .
     return tuple(f"{p.name}_grad" for p, options in passes if not p.forward_only and options.get(GRADIENT, True))
 
 
-def _options(passes: Iterable[tuple[Pass, Mapping[str, Any]]], pass_name: str) -> Mapping[str, Any]:
-    """The options of a pass as they were given; none where it was not asked."""
-    return next((options for p, options in passes if p.name == pass_name), {})
+def _router(
+    passes: Iterable[tuple[Pass, Mapping[str, Any]]],
+    found_views: Iterable[tuple[CanonicalView, Node | None]],
+    search_of: Callable[..., Search],
+) -> Callable[[Findings], Any]:
+    """What tells the route of every product: of the pass that has routes, which need not be asked for."""
+    asked = {p.name: options for p, options in passes}
+    routes, options = next((p.routes, asked.get(p.name, {})) for p in BUILT_IN.values() if p.routes is not None)
+    return functools.partial(routes, [(search_of(view, options=options), owner) for view, owner in found_views])
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
@@ -177,16 +182,14 @@ def _unread(
     passes: Iterable[tuple[Pass, Mapping[str, Any]]], unread: Sequence[tuple[Block, Fault]]
 ) -> Iterator[Rejection]:
     """The rejections of blocks that no pass can look at: they have no canonical form."""
-    for pass_, _ in passes:
-        yield from (_unread_by(pass_, block, fault) for block, fault in unread if block.nodes)
-
-
-def _unread_by(pass_: Pass, block: Block, fault: Fault) -> Rejection:
-    nodes = block.nodes
-    where = f"the body {block.path}" if block.path else "the program"
-    sentence = f"{where} of {len(nodes)} nodes was not searched: {fault}"
-    rejection = reject(pass_.name, "uncertified", sentence, nodes[0], nodes, nodes, (0, len(nodes)))
-    return replace(rejection, origin=fault.origin, failed=True)
+    for (pass_, _), (block, fault) in itertools.product(passes, unread):
+        if not block.nodes:
+            continue
+        nodes = block.nodes
+        where = f"the body {block.path}" if block.path else "the program"
+        sentence = f"{where} of {len(nodes)} nodes was not searched: {fault}"
+        rejection = reject(pass_.name, "uncertified", sentence, nodes[0], nodes, nodes, (0, len(nodes)))
+        yield replace(rejection, origin=fault.origin, failed=True)
 
 
 def _settled(
@@ -201,7 +204,8 @@ def _settled(
     found = with_shares_left(found)
     if derivatives is not None:
         found = with_backward(graph, [view for view, _ in found_views], found, certifier, derivatives)
-        found = grouped(found, _options(passes, "gemm_epilogue").get("grouping"))
+        for pass_, options in passes:
+            found = pass_.together(found, options)
     return settle(found)
 
 

@@ -96,13 +96,16 @@ def select(
         return [(p, {BY_DEFAULT: True}) for p in registry.values() if not p.named_only]
     if isinstance(passes, str):
         passes = [passes]
-    chosen = dict(_as_named_now(passes)) if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
+    chosen: dict[str, Any] = {}
+    chosen |= _as_named_now(passes) if isinstance(passes, Mapping) else dict.fromkeys(passes, True)
     deterministic = chosen.pop(_DETERMINISTIC, False)
     if not isinstance(deterministic, bool):
         raise ArgumentError(f"passes: {_DETERMINISTIC}={deterministic!r}, needed True or False")
     if deterministic and not chosen:
         chosen = {name: {BY_DEFAULT: True} for name, p in registry.items() if not p.named_only}
-    if isinstance(passes, Mapping) and chosen.get("matmul_schedule"):  # gated pairs were part of it when they were no pass
+    if isinstance(passes, Mapping) and chosen.get(
+        "matmul_schedule"
+    ):  # gated pairs were part of it when they were no pass
         chosen.setdefault("gated_matmul", True)
         if "matmul_schedule_grad" in chosen and chosen["gated_matmul"]:
             chosen.setdefault("gated_matmul_grad", chosen["matmul_schedule_grad"])

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from fusionlab.fusers.engine.base import Pass, Search, Substitution, reject
+from fusionlab.fusers.engine.base import Pass, Search, Substitution
+from fusionlab.fusers.engine.declining import reject
 from fusionlab.fusers.engine.proposing import propose
 from fusionlab.graph.declined import Declined
 from fusionlab.graph.matching.region import cut, escapes

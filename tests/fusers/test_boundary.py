@@ -76,7 +76,7 @@ PLACES = {
     "pairs": (pairing, "find_backward"),
     "pairs of a block": (pairing, "in_order"),
     "joined views": (pairing, "joined_views"),
-    "groups of linear layers": (find, "grouped"),
+    "groups of linear layers": (gemm_epilogue, "grouped"),
     "structures": (findings_module, "structures_of"),
 }
 

@@ -14,7 +14,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, TraceError, UnknownNameError
-from fusionlab.fusers.engine.base import Pass, reject
+from fusionlab.fusers.engine.base import Pass
+from fusionlab.fusers.engine.declining import reject
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.fusers.find import _number, find_in
 from fusionlab.fusers.registry import _built_in, registry

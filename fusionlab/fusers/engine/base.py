@@ -17,17 +17,11 @@ from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier
 from ...graph.program.graph import Graph
 from ...graph.program.ir import Node
-from ...graph.program.ir import all_nodes as all_nodes
 from ...graph.program.scopes import is_backward
 from ...kernels import OPS
 from ...kernels.op.op import Op
-from .declining import examined as examined
-from .declining import faulty as faulty
-from .declining import reason_to_tell as reason_to_tell
-from .declining import reject as reject
+from .declining import examined
 from .outcomes import Candidate, Rejection
-from .wording import anchor_text as anchor_text
-from .wording import escape_text as escape_text
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
@@ -107,6 +101,8 @@ class Pass(abc.ABC):
       named_only: it is asked only by name.
       forward_only: its op dissolves under `jax.grad`: it has no `_grad`.
       sample_for: the device and the options at which its sample has a site.
+      routes: of the one pass that has a route for every product: from its searches of all blocks, each with the user's rule for
+        derivatives that the block is of, and from the findings, to a table.
     """
 
     name: str
@@ -154,6 +150,12 @@ class Pass(abc.ABC):
                 raise unknown_name(key, value, choices)
             *needed, last = sorted(map(repr, choices), key=lambda text: text == "None")
             raise ArgumentError(f"{self.name}: {key} is {value!r}, needed {', '.join(needed)} or {last}")
+
+    routes: Callable[[Sequence[tuple[Search, Node | None]], Any], Any] | None = None
+
+    def together(self, found: list[Candidate | Rejection], options: Mapping[str, Any]) -> list[Candidate | Rejection]:
+        """The sites of all passes, in a program with its backward pass in it, with what this one makes of several of its own."""
+        return found
 
     @abc.abstractmethod
     def sample(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -10,7 +10,7 @@ from ...graph.declined import Declined
 from ...graph.program.boundary import Fault, guarded
 from ...graph.program.ir import Node
 from .outcomes import LEFT_TO_XLA, Candidate, Rejection
-from .wording import anchor_text as anchor_text
+from .wording import anchor_text
 
 T = TypeVar("T")
 U = TypeVar("U")

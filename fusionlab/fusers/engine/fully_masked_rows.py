@@ -108,7 +108,7 @@ def _among_users(view: CanonicalView, starts: list[int], before: float = math.in
             if user in seen or node.op.startswith("reduce_"):
                 continue
             seen.add(user)
-            raw = _raw_of(view, user)
+            raw = view.maker(user)
             if raw is not None and raw.id >= before:
                 continue
             stack.append(user)
@@ -120,11 +120,6 @@ def _among_users(view: CanonicalView, starts: list[int], before: float = math.in
             if inside is not None:
                 return inside
     return None
-
-
-def _raw_of(view: CanonicalView, nid: int) -> Node | None:
-    """A raw node that makes a canonical node's value."""
-    return next((n for v in view.values_of.get(nid, ()) if (n := view.block.producer.get(v.id))), None)
 
 
 def _asks_of_itself(node: CNode) -> bool:

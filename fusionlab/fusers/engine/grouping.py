@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ def grouped_by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return list(groups.values())
+
+
+def common_scope(scopes: Iterable[str]) -> str:
+    """The scope that all of some scopes stand in."""
+    parts = zip(*(scope.split("/") for scope in scopes), strict=False)
+    return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts))
 
 
 def nameless(sentence: str) -> str:

@@ -102,5 +102,4 @@ def canonical_text(view: CanonicalView, nid: int, anchor: Node) -> str:
 
 def maker_of(view: CanonicalView, nid: int) -> Node | None:
     """The operation of the program that makes a canonical node's value; none of an array that is given, nor of a number."""
-    values = () if nid == ONE else view.values_of.get(nid, ())
-    return next((m for v in values if (m := view.block.producer.get(v.id)) is not None), None)
+    return None if nid == ONE else view.maker(nid)

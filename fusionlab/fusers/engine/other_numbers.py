@@ -6,12 +6,13 @@ it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from ...graph.certify.certify import ProofOutcome
+from ...graph.declined import Declined
 from ...graph.matching.region import Region
 from .fully_masked_rows import NOTE, nan_test
 
@@ -36,25 +37,43 @@ def squares_note(dtype: Any) -> str:
     return f"where squares overflow {name} (beyond {root:.1e}) the gradient of the program may be NaN, and that of the fused op is 0"
 
 
-def _out_of_reach(op: str, dtype: Any) -> bool:
-    """Whether no score of a model comes near the largest number: scores that overflow in one order of factors and sums then do in many."""
-    return op in _ATTENDS and float(jnp.finfo(dtype).max) > _NO_SCORE
+def _is_in_reach(op: str, dtype: Any) -> bool:
+    """Whether numbers of a model come near the largest one: no score of an attention does, and scores that overflow in one order of
+    factors and sums then do in many.
+    """
+    return op not in _ATTENDS or float(jnp.finfo(dtype).max) <= _NO_SCORE
 
 
-def notes_of(view: Any, region: Region, op: str, verdict: ProofOutcome, notes: Sequence[str]) -> tuple[str, ...] | str:
-    """The notes with what the proof has shown beside them; a sentence where the site has to stay as it is."""
+# What a proof may show -> how a note begins or goes that says so already, the note, and whether it is one for an op on a dtype. In
+# float32, in which norms of 16 bits are computed too, squares overflow from 1.8e19 on.
+_SHOWN: dict[str, tuple[str, Callable[[Any], str], Callable[[str, Any], bool]]] = {
+    "edge": (_EDGE, edge_note, _is_in_reach),
+    "regained": ("overflows sooner", squares_note, lambda op, _: op == "layer_norm"),
+}
+
+
+def notes_of(
+    view: Any, region: Region, op: str, verdict: ProofOutcome, notes: Sequence[str], would: str
+) -> tuple[str, ...]:
+    """The notes with what the proof has shown beside them.
+
+    Args:
+      would: which site would become what, for the sentence.
+
+    Raises:
+      Declined: the site has to stay as it is.
+    """
     found, dtype = list(notes), region.root.dtype
     # The softmax of a row of minus infinities is NaN; an attention op gives 0 there.
     if verdict.lost and NOTE not in found:
         if op not in _ATTENDS:
-            return f"its {verdict.lost[0]} is NaN where a mask hides everything, which would become a number"
+            lost = f"its {verdict.lost[0]} is NaN where a mask hides everything, which would become a number"
+            raise Declined(f"{would}, but {lost}", "value")
         if asked := nan_test(view, region.root):
-            return f"{NOTE}, and {asked!r} asks where the NaN are"
+            raise Declined(f"{would}, but {NOTE}, and {asked!r} asks where the NaN are", "value")
         found.append(NOTE)
     text = "\n".join(found)
-    if verdict.edge and not _out_of_reach(op, dtype) and _EDGE not in text:
-        found.append(edge_note(dtype))
-    # In float32, in which norms of 16 bits are computed too, squares overflow from 1.8e19 on.
-    if verdict.regained and op == "layer_norm" and "overflows sooner" not in text:
-        found.append(squares_note(dtype))
+    for shown, (words, note, concerns) in _SHOWN.items():
+        if getattr(verdict, shown) and words not in text and concerns(op, dtype):
+            found.append(note(dtype))
     return tuple(found)

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ...graph.matching.region import Region
+from ...graph.canonical.nodes import FoldedNodes
+from ...graph.matching.region import Region, escapes
 from ...graph.program.ir import Block, Value
 from ...graph.program.scopes import Source
 from ...kernels.op.implementation import BackendVerdict as Backend
@@ -15,6 +16,7 @@ from ...kernels.op.implementation import ChoiceKind, ImplementationChoice
 from ...kernels.op.implementation import Residual as Residual
 from .origin import declined_at
 from .pairs import Pair
+from .wording import plain
 
 # Codes of sites that are whole, and are left to XLA's code.
 LEFT_TO_XLA = frozenset(kind.value for kind in ChoiceKind if kind.leaves_it_to_xla)
@@ -132,23 +134,10 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
-        return {
-            "id": self.id,
-            "pass": self.pass_name,
-            "op": self.op,
-            "formula": self.formula,
-            "arithmetic": self.arithmetic,
-            "attrs": {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in self.attrs.items()},
-            "nodes": sorted(self.node_ids),
-            "nodes_before": self.nodes_before,
-            "nodes_after": self.nodes_after,
-            "source": str(self.source) if self.source else None,
-            "residuals": [dataclasses.asdict(r) for r in self.residuals],
-            "idle": self.idle,
-            "backends": [dataclasses.asdict(b) for b in self.backends],
-            "notes": list(self.notes),
-            "concepts": list(self.concepts),
-        }
+        return plain(
+            self,
+            "id pass_name op formula arithmetic attrs node_ids nodes_before nodes_after source residuals idle backends notes concepts",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,21 +194,8 @@ class Rejection:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able; `nodes` are the guilty ones, `site` those matched so far."""
-        return {
-            "id": self.id,
-            "pass": self.pass_name,
-            "code": self.code,
-            "sentence": self.sentence,
-            "nodes": list(self.node_ids),
-            "site": sorted(self.site_ids),
-            "matched": self.matched,
-            "total": self.total,
-            "source": str(self.source) if self.source else None,
-            "edit": self.edit,
-            "winner": self.winner,
-            "origin": self.origin or None,
-            "concepts": list(self.concepts),
-        }
+        names = "id pass_name code sentence node_ids site_ids matched total source edit winner origin concepts"
+        return plain(self, names) | {"origin": self.origin or None}
 
 
 def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Rejection:
@@ -228,6 +204,16 @@ def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Reject
     nodes, size = site.node_ids, site.nodes_before
     whole = {"node_ids": tuple(nodes), "site_ids": nodes, "matched": size, "total": size}
     return Rejection(code=code, sentence=sentence, **{**kept, **whole, **fields})
+
+
+def folded(site: Candidate) -> FoldedNodes | None:
+    """A site folded into the op that it becomes, which has one root; None of one whose inner values are read outside, as by a backward
+    pass that is fused with it: they would not be in the view.
+    """
+    seen = site.seen
+    if seen.program is None or seen.region is None or seen.others or escapes(seen.region):
+        return None
+    return FoldedNodes(seen.root, seen.site.leaves, seen.node_ids, seen.program, site)
 
 
 OutcomeT = TypeVar("OutcomeT", Candidate, Rejection, Candidate | Rejection)

@@ -38,13 +38,14 @@ class _Claims:
         # a node, a value that only exists inside a site, a value that one reads -> those sites, by their ids
         self.sites: dict[tuple[str, int], dict[int, Candidate]] = defaultdict(dict)
 
-    def add(self, c: Candidate, form: Candidate, instead_of: Sequence[Candidate] = ()) -> None:
-        """A site, in a form it may have, for others that no longer stand."""
-        for other in instead_of:
-            for key in _keys(other, "inner", "read"):
-                self.sites[key].pop(id(other), None)
+    def add(self, c: Candidate, form: Candidate) -> None:
+        """A site, in a form it may have."""
         for key in _keys(form, "inner", "read"):
             self.sites[key][id(c)] = c
+
+    def remove(self, c: Candidate) -> None:
+        for key in _keys(c, "inner", "read"):
+            self.sites[key].pop(id(c), None)
 
     def beside(self, c: Candidate, form: Candidate) -> dict[int, Candidate]:
         """The other sites that one, in this form, cannot stand beside, by their ids: first those it shares nodes with."""
@@ -76,38 +77,38 @@ def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Re
     Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other. One
     that can do with one result (`Candidate.plain`) does.
     """
-    stuck: dict[int, Rejection] = {}
+    candidates = [c for c in found if isinstance(c, Candidate)]
+    declined_before = [r for r in found if isinstance(r, Rejection)]
+    stuck: list[Rejection] = []
     while True:
-        candidates, rejections = _settled([f for f in found if id(f) not in stuck])
-        waiting = _waiting(candidates)
+        taken, kept, lost = _claimed(candidates)
+        waiting = _waiting(kept)
         if waiting is None:
-            return candidates, [*rejections, *stuck.values()]
+            outside = [r for r in declined_before if not all(map(taken.holds, r.site_ids))]
+            return kept, [*outside, *lost, *stuck]
         given_up, others = waiting
         if given_up.plain is not None:
-            found = [given_up.plain if f is given_up else f for f in found]
+            candidates[candidates.index(given_up)] = given_up.plain
         else:
-            stuck[id(given_up)] = _stuck(given_up, others)
+            candidates.remove(given_up)
+            stuck.append(_stuck(given_up, others))
 
 
-def _settled(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
-    """`settle`, but for what waits."""
-    taken, lost = _Claims(), {}
-    candidates = [c for c in found if isinstance(c, Candidate)]
+def _claimed(candidates: Sequence[Candidate]) -> tuple[_Claims, list[Candidate], list[Rejection]]:
+    """What candidates claim, those that stand, and the others, each declined for the one that it lost to."""
+    taken = _Claims()
+    lost: dict[int, Candidate] = {}
     for c in sorted(candidates, key=lambda c: (bool(c.idle), c.takes_the_rest, -c.nodes_before)):
         others = list(taken.beside(c, c).values())
         if _gives_way(c, others):
             lost[id(c)] = others[0]
-        else:
-            lost |= dict.fromkeys(map(id, others), c)
-            taken.add(c, c, instead_of=others)
-    rejections = [r for r in found if isinstance(r, Rejection) and not all(map(taken.holds, r.site_ids))]
-    kept: list[Candidate] = []
-    for c in candidates:
-        if id(c) in lost:
-            rejections.append(_lost(c, lost[id(c)]))
-        else:
-            kept.append(c)
-    return kept, rejections
+            continue
+        for other in others:
+            taken.remove(other)
+            lost[id(other)] = c
+        taken.add(c, c)
+    kept = [c for c in candidates if id(c) not in lost]
+    return taken, kept, [_lost(c, lost[id(c)]) for c in candidates if id(c) in lost]
 
 
 def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:

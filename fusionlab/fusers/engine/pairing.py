@@ -21,11 +21,10 @@ from ...graph.program.graph import Graph
 from ...graph.program.ir import Block
 from ...graph.program.order import PairsWaitError, in_order
 from ...graph.program.scopes import in_backward
-from .declining import attempted
+from .declining import FUSE_FIRST, attempted
 from .outcomes import Candidate, Rejection, declined
 from .overlaps import part_in, parts_in
 from .pairs import Pair
-from .site import FUSE_FIRST
 
 
 def has_backward_pass(graph: Graph) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graph.program.ir import Value
+from .wording import plain
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +63,7 @@ class Pair:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able: values by name."""
-        return {
-            "site": self.site,
-            "cotangent": self.cotangent.name,
-            "gradients": {name: v.name for name, v in self.gradients.items()},
-            "absent": list(self.absent),
-            "nodes": sorted(self.node_ids),
-            "fused": self.is_fused,
-            "stays": self.stays,
-            "idle": self.idle,
-            "grouping": self.grouping,
-            "joins": self.joins,
-        }
+        return plain(self, "site cotangent gradients absent node_ids is_fused stays idle grouping joins")
 
 
 def pairs_line(alike: Sequence[Pair]) -> str:

@@ -83,14 +83,13 @@ def propose(
             code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
             return reject(name, code, sentence, anchor, nodes, nodes, edit=edit)
         where, left = anchor_text(anchor), facts.left
-        notes_or_reason = notes_of(search.view, region, plan.op.name, facts.verdict, notes)
-        if isinstance(notes_or_reason, str):
-            raise Declined(f"{where}: {plan.formula} would replace it, but {notes_or_reason}", "value")
+        would = f"{where}: {plan.formula} would replace it"
+        noted = notes_of(search.view, region, plan.op.name, facts.verdict, notes, would)
         if left is not None and plan.op.declines:
             edit = f"name one to have it all the same: {_named(facts.backends)}"
             raise Declined(f"{where}: {plan.formula} would do, but {left.reason}", left.kind.value, edit=edit)
         left = left if search.by_default else None
-        return _candidate(name, region, plan, anchor, facts, left, notes_or_reason, concepts)
+        return _candidate(name, region, plan, anchor, facts, left, noted, concepts)
 
     def declined(reason: Declined) -> Rejection:
         code, sentence, guilty = reason.code, reason.sentence, reason.nodes or nodes
@@ -208,9 +207,8 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
     except Misplaced as error:
         return _Facts(misplaced(error))
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
-    left = plan.op.left_to_xla(*operands, device=search.device, **attrs)
-    if left is not None and plan.op.declines and asked is not None:
-        left = None  # who names an implementation has it
+    named = plan.op.declines and asked is not None  # who names an implementation has it
+    left = None if named else plan.op.left_to_xla(*operands, device=search.device, **attrs)
     return _Facts(verdict, program, saved, backends(operands), left)
 
 

@@ -15,19 +15,19 @@ from ...graph.matching.region import SCALINGS, VIEWS, Escape, Region, escapes
 from ...graph.matching.walks import downstream, given
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.scopes import in_differentiated, is_backward
-from .base import Pass, Search, Substitution, anchor_text, escape_text, reason_to_tell, reject
-from .declining import FUSE_FIRST as FUSE_FIRST
-from .declining import attempted, listed
+from .base import Pass, Search, Substitution
+from .declining import FUSE_FIRST, attempted, listed, reason_to_tell, reject
 from .nearly import sentence_of
 from .outcomes import Candidate, Rejection
 from .proposing import propose
+from .wording import anchor_text, escape_text
 
 T = TypeVar("T")
 
 ARGUMENT = "{} is an argument of the program: close over it ({})"
 CLOSE_OVER = "close over {} where the function is defined, or make it a static argument"
 # Rejection codes of what stands where a pattern has something else, by canonical op.
-_CODES = {
+CODES_OF_OPS = {
     "stop_gradient": "stop_gradient",
     "name": "named_residual",
     "custom_jvp_call": "custom_rule",
@@ -94,14 +94,14 @@ class Site:
 
     def near_miss(self, miss: Miss) -> Rejection:
         """The rejection for the nearest miss."""
-        node = self.raw_of(miss.target)
-        site = [n for t in miss.bound.values() if (n := self.raw_of(t)) is not None]
+        node = self.view.maker(miss.target)
+        site = [n for t in miss.bound.values() if (n := self.view.maker(t)) is not None]
         code = miss.kind if miss.kind in ("axes", "scalar") else "structure"
         target = self.view.nodes[miss.target]
         if code == "structure" and target.op == "select":
             code = "mask"
         if code == "structure":
-            code = _CODES.get(target.op, code)
+            code = CODES_OF_OPS.get(target.op, code)
         if code in ("structure", "mask") and self.is_random(miss.target):
             code = "dropout"
         sentence = sentence_of(self.view, miss, self.anchor, self.words)
@@ -145,11 +145,6 @@ class Site:
             view, node = view.outer
             value = node.inputs[index] if index < passed_whole(node) else None
         return None
-
-    def raw_of(self, nid: int) -> Node | None:
-        """A raw node that makes a canonical node's value."""
-        values = self.view.values_of.get(nid, ())
-        return next((n for v in values if (n := self.search.block.producer.get(v.id)) is not None), None)
 
     def root_value(self, found: Match) -> Value:
         """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""

@@ -1,11 +1,18 @@
-"""How the sentences of rejections name nodes: by their results, their primitive and the user's line."""
+"""How what was found is written down: nodes in sentences, by their results, their primitive and the user's line; sites as plain data."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
 from ...graph.matching.region import Escape
-from ...graph.program.ir import Node
+from ...graph.program.ir import Node, Value
 
 _RESULTS = 3  # results of one node that a sentence names
+
+# Keys that are not the attribute's name.
+_KEYS = {"pass_name": "pass", "node_ids": "nodes", "site_ids": "site", "is_fused": "fused"}
 
 
 def anchor_text(node: Node) -> str:
@@ -19,3 +26,25 @@ def escape_text(escape: Escape) -> str:
     """ "%7 = add (model.py:41) is also read by %19 = mul (model.py:44)"."""
     reader = "is also returned" if escape.user is None else f"is also read by {anchor_text(escape.user)}"
     return f"{anchor_text(escape.node)} {reader}"
+
+
+def plain(item: Any, attributes: str) -> dict[str, Any]:
+    """Some attributes of a site, a pair or a structure as data for JSON: sets in order, values by name, lines as text."""
+    return {_KEYS.get(name, name): _plain_value(getattr(item, name)) for name in attributes.split()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, tuple):
+        return [v if isinstance(v, str | int) else dataclasses.asdict(v) for v in value]
+    if isinstance(value, Mapping):
+        return {key: _text(v) for key, v in value.items()}
+    return None if value is None else _text(value)
+
+
+def _text(value: Any) -> Any:
+    """A number, or a text, as it is; else the name of a value, or the text of anything else."""
+    if isinstance(value, int | float | str | bool):
+        return value
+    return value.name if isinstance(value, Value) else str(value)

@@ -20,10 +20,7 @@ from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
 from ..engine.grouping import code_counts, columns_of, grouped_by, nameless, which
-from ..engine.outcomes import Backend as Backend
-from ..engine.outcomes import Candidate as Candidate
-from ..engine.outcomes import Rejection as Rejection
-from ..engine.outcomes import Residual as Residual
+from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
 from ..passes.matmul.route_table import Routes
 from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
@@ -114,11 +111,10 @@ class Findings:
 
     def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
         """The candidate, rejection or structure with this id."""
-        for items in (self.candidates, self.rejections, self.structures):
-            for item in items:
-                if item.id == site_id:
-                    return item
-        raise unknown_name("site", site_id, (x.id for x in (*self.candidates, *self.rejections, *self.structures)))
+        items = {item.id: item for item in (*self.structures, *self.rejections, *self.candidates)}
+        if site_id not in items:
+            raise unknown_name("site", site_id, items)
+        return items[site_id]
 
     def select(
         self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()
@@ -128,17 +124,13 @@ class Findings:
         Raises:
           UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
         """
-        wanted, left = None if enabled is None else _names(enabled), _names(skip)
-        self._check_names((*(wanted or ()), *left))
-        chosen = (c for c in self.candidates if (not c.idle if wanted is None else _is_named(c, wanted)))
-        return tuple(c for c in chosen if not _is_named(c, left))
-
-    def _check_names(self, names: Iterable[str]) -> None:
-        """Raises UnknownNameError for what is neither a site of this graph nor a pass that was asked."""
-        known = {c.id for c in self.candidates} | {r.id for r in self.rejections} | set(self.passes)
-        for name in names:
+        wanted, left = _names(enabled or ()), _names(skip)
+        known = {*(item.id for item in (*self.candidates, *self.rejections)), *self.passes}
+        for name in (*wanted, *left):
             if name not in known:
                 raise unknown_name("site or pass", name, known)
+        chosen = (c for c in self.candidates if (not c.idle if enabled is None else _is_named(c, wanted)))
+        return tuple(c for c in chosen if not _is_named(c, left))
 
     def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
         """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
@@ -225,7 +217,7 @@ class Findings:
                 return ["declined:", *lines, f"  ... and {len(self.rejections) - listed} more: found.rejections"]
             lines += entry
             listed += len(alike)
-        return ["declined:", *lines] if lines else []
+        return _section("declined:", lines)
 
     def _chosen(self) -> list[str]:
         """The backend of each candidate, with the reason, sites alike together."""
@@ -235,7 +227,7 @@ class Findings:
             first, b = alike[0], alike[0].backend
             where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was judged"
             lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
-        return [f"backends on {self.device}:", *lines] if lines else []
+        return _section(f"backends on {self.device}:", lines)
 
     def _paired(self) -> list[str]:
         """The pairs, alike ones together."""
@@ -243,16 +235,14 @@ class Findings:
             self.pairs,
             lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.idle, p.grouping, p.joins),
         )
-        return ["backward passes in this program:", *(f"  {pairs_line(alike)}" for alike in groups)] if groups else []
+        return _section("backward passes in this program:", [f"  {pairs_line(alike)}" for alike in groups])
 
     def _structured(self) -> list[str]:
         """The structures, alike ones together."""
-        groups = grouped_by(self.structures, lambda s: (s.kind, s.text))
-        if why := self._structures_or_why[1]:
-            return [f"structures: {why}"]
-        return (
-            ["structures:", *(f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups)] if groups else []
-        )
+        structures, why = self._structures_or_why
+        groups = grouped_by(structures, lambda s: (s.kind, s.text))
+        lines = [f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups]
+        return [f"structures: {why}"] if why else _section("structures:", lines)
 
     def __repr__(self) -> str:
         return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
@@ -275,20 +265,13 @@ class Findings:
         return "\n".join([node_text(found), *("  " + text for text in texts)])
 
     def _explained_site(self, site: str, origin: bool) -> str:
-        """A site or a structure, what it costs, and its backward pass."""
-        pairs = (f"  {p.text}" for p in self.pairs if p.site == site)
-        return "\n".join([_explained(self[site], origin), *self._site_cost(site), *pairs])
-
-    def _site_cost(self, site: str) -> list[str]:
-        """What the nodes of a candidate cost as they are, and as one kernel."""
+        """A site or a structure, what a candidate's nodes cost as they are and as one kernel, and its backward pass."""
         item = self[site]
-        if not isinstance(item, Candidate):
-            return []
-        costs = self.cost()
-        return [
-            f"  costs {costs.of(item.node_ids)}, node by node",
-            f"  costs {costs.fused(item.node_ids)}, as one kernel",
-        ]
+        lines = [_explained(item, origin)]
+        if isinstance(item, Candidate):
+            nodes, costs = item.node_ids, self.cost()
+            lines += [f"  costs {costs.of(nodes)}, node by node", f"  costs {costs.fused(nodes)}, as one kernel"]
+        return "\n".join([*lines, *(f"  {p.text}" for p in self.pairs if p.site == site)])
 
     def _given(self, name: Any) -> str | None:
         """What there is to say of a value that no node makes: an argument, what a body is given, a captured array."""
@@ -359,6 +342,11 @@ class Findings:
             for row, k in zip(rows, self.kernels(), strict=False):  # the candidates' rows come first
                 row |= {"xla_fused_into": k.into, "xla_kernels": k.change}
         return pd.DataFrame(rows, columns=columns)
+
+
+def _section(head: str, lines: list[str]) -> list[str]:
+    """Lines of a report under their head; nothing where there are none."""
+    return [head, *lines] if lines else []
 
 
 def _explained(item: Candidate | Rejection | Structure, origin: bool) -> str:

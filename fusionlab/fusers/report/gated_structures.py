@@ -4,16 +4,17 @@ projections of pairs (Jumper et al., "Highly accurate protein structure predicti
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from ...graph.canonical.fused_nodes import Labelled, node_labels
-from ...graph.canonical.nodes import CNode
+from ...graph.canonical.nodes import CNode, Operand
 from ...graph.canonical.view import CanonicalView
 from ..passes.attention.scores import clip_of
 from ..passes.attention.weights import exponentials
 
 _PASSED = frozenset("reshape split slice squeeze transpose cast".split())
+PRODUCTS = ("dot", "gemm_epilogue")
 _STEPS = 8
 
 
@@ -50,7 +51,7 @@ def triangles(view: CanonicalView) -> Iterator[GatedStructure]:
         if first is None or second is None or first[1] != second[1]:
             continue
         x = first[1]
-        pairs = (_are_pairs(view, o.nid, [o.axes.index(i) for i in r], x) for o, r in zip(operands, rows, strict=True))
+        pairs = (_are_pairs(view, o, r, x) for o, r in zip(operands, rows, strict=True))
         if len(view.nodes[x].shape) > 2 and all(pairs):
             text = "sum over k of a[i, k] * b[j, k], a and b gated projections of one value: a triangle multiplication"
             yield GatedStructure("triangle_multiplication", text, tuple(sorted({*first[0], *second[0], nid})))
@@ -82,7 +83,7 @@ def _biased(view: CanonicalView, attention: int) -> str:
     if isinstance(node.params, Labelled):
         named = dict(zip(node.params.slots, node.operands, strict=True))
         bias = named.get("bias")
-        words = ", a product among its biases" if bias is not None and _products(view, bias.nid) else ""
+        words = ", a product among its biases" if bias is not None and products_below(view, bias.nid) else ""
     elif clip_of(view, attention) is not None:
         words = ", its scores clipped"
     return words
@@ -100,12 +101,12 @@ def _source(view: CanonicalView, nid: int) -> int:
     return nid
 
 
-def _products(view: CanonicalView, start: int) -> set[int]:
-    """The products that a value is made of, as far as the first on each way."""
+def products_below(view: CanonicalView, start: int, ops: Collection[str] = PRODUCTS) -> set[int]:
+    """The products, or other nodes of some `ops`, that a value is made of, as far as the first on each way."""
     found, seen, stack = set[int](), {start}, [start]
     while stack:
         node = view.nodes[stack.pop()]
-        if node.op in ("dot", "gemm_epilogue"):
+        if node.op in ops:
             found.add(node.id)
             continue
         fresh = [o.nid for o in node.operands if o.nid not in seen]
@@ -118,7 +119,7 @@ def _gated(view: CanonicalView, nid: int) -> tuple[set[int], int] | None:
     """The nodes of a gated projection, and what it is one of: a multiple of a sigmoid whose products all read one value."""
     factors = _factors(view, nid)
     gates = any(_is_sigmoid(view.nodes[n]) for n in factors - {nid})
-    products = _products(view, nid)
+    products = products_below(view, nid)
     read = [{o.nid for o in view.nodes[p].operands[:2]} for p in products]
     shared = set.intersection(*read) if read else set()
     if not gates or len(products) < 2 or len(shared) != 1:
@@ -136,15 +137,13 @@ def _factors(view: CanonicalView, nid: int) -> set[int]:
     return seen
 
 
-def _are_pairs(view: CanonicalView, nid: int, axes: list[int], x: int) -> bool:
-    """Whether axes of a projection are axes of what it is one of, and none that a weight gives it, as far as that is told."""
-    node = view.nodes[nid]
-    if node.op in ("dot", "gemm_epilogue"):
+def _are_pairs(view: CanonicalView, edge: Operand, labels: Iterable[int], x: int) -> bool:
+    """Whether axes of a projection, which its reader has under these labels, are axes of what it is one of, and none that a weight gives
+    it, as far as that is told.
+    """
+    node, axes = view.nodes[edge.nid], list(map(edge.axes.index, labels))
+    if node.op in PRODUCTS:
         own = node_labels(node) or ()
-        mine = next((o for o in node.operands[:2] if o.nid == x), None)
-        return mine is None or all(own[a] in mine.axes for a in axes)
-    if node.op != "prod":
-        return True
-    return all(
-        _are_pairs(view, o.nid, [o.axes.index(a) for a in axes], x) for o in node.operands if set(axes) <= set(o.axes)
-    )
+        mine = [o for o in node.operands[:2] if o.nid == x]
+        return all(own[a] in o.axes for o in mine[:1] for a in axes)
+    return node.op != "prod" or all(_are_pairs(view, o, axes, x) for o in node.operands if set(axes) <= set(o.axes))

@@ -16,17 +16,19 @@ from ...graph.canonical.nodes import ONE, CNode, FoldedNodes, Operand
 from ...graph.canonical.view import CanonicalView
 from ...graph.matching.match import Match, match
 from ...graph.matching.pattern import pattern_of
-from ...graph.matching.region import cut, escapes
+from ...graph.matching.region import cut
 from ...graph.primitives import SUMS_OVER_DEVICES
 from ...graph.program.graph import Graph
 from ...graph.program.ir import Node
 from ...graph.program.scopes import Source, in_backward, is_backward
 from ...graph.settings import jax_defaults
 from ..engine.declining import attempted
-from ..engine.grouping import Form
+from ..engine.grouping import Form, common_scope
+from ..engine.outcomes import folded
+from ..engine.wording import plain
 from ..passes.lerp.blends import blends
 from ..passes.matmul.gates import packed, sides_of
-from .gated_structures import gated_attentions, triangles
+from .gated_structures import PRODUCTS, gated_attentions, products_below, triangles
 from .layer_rows import rows_of
 from .structure_forms import FOLDED, GATED, PACKED, SOFTMAX
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from ..engine.outcomes import Candidate
     from .findings import Findings
 
+_MAKERS = (*PRODUCTS, "dot_product_attention")  # what makes queries, keys and values of a value
 STRUCTURE_KINDS = {
     "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
     "repeated_layers": "equal layers in a row, each of which reads the one before",
@@ -83,14 +86,7 @@ class Structure:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
-        return {
-            "id": self.id,
-            "kind": self.kind,
-            "text": self.text,
-            "nodes": sorted(self.node_ids),
-            "sites": list(self.sites),
-            "source": str(self.source) if self.source else None,
-        }
+        return plain(self, "id kind text node_ids sites source")
 
 
 @jax_defaults()
@@ -108,11 +104,7 @@ def folded_views(found: Findings) -> Iterator[tuple[CanonicalView, Node | None]]
     """Each block's canonical view, with the candidates of `found` folded into the ops they would become."""
     tiles: dict[str, list[FoldedNodes]] = {}
     for c in found.candidates:
-        # Inner values that a backward pass reads would not be in the view: those of a site that is fused with it.
-        # A tile has one root.
-        s = c.seen
-        if s.program is not None and s.region is not None and not s.others and not escapes(s.region):
-            tile = FoldedNodes(s.root, s.site.leaves, s.node_ids, s.program, c)
+        if (tile := folded(c)) is not None:
             tiles.setdefault(c.block_path, []).append(tile)
     return views(found.graph, tiles)
 
@@ -198,13 +190,8 @@ class _Searcher:
 
     def forward(self, nid: int) -> bool:
         """Whether a canonical node is a value of this block's, and not of a backward pass alone."""
-        node = self.raw(nid)
+        node = self.view.maker(nid)
         return nid in self.view.tiles_at or (node is not None and not is_backward(node.eqn))
-
-    def raw(self, nid: int) -> Node | None:
-        """The raw node that first makes a canonical node's value."""
-        producer = self.view.block.producer
-        return next((producer[v.id] for v in self.view.values_of.get(nid, ()) if v.id in producer), None)
 
     # -- records --------------------------------------------------------------------------------------------------
 
@@ -221,13 +208,13 @@ class _Searcher:
             for tile in self.view.tiles_at.get(nid, ())[:1]:
                 nodes.update((i, self.graph.node_by_id[i]) for i in tile.node_ids)
                 sites[tile.of.id] = max(tile.node_ids)
-            if nid not in self.view.tiles_at and (node := self.raw(nid)) is not None:
+            if nid not in self.view.tiles_at and (node := self.view.maker(nid)) is not None:
                 nodes[node.id] = node
         return self.of_nodes(kind, text, nodes, tuple(sorted(sites, key=sites.__getitem__)))
 
     def of_nodes(self, kind: str, text: str, nodes: Mapping[int, Node], sites: tuple[str, ...] = ()) -> Structure:
         """The structure over some raw nodes, of which the last says where it stands."""
-        scope = _common(n.scope for n in nodes.values())
+        scope = common_scope(n.scope for n in nodes.values())
         source = nodes[max(nodes)].source
         return Structure(f"{kind}@{scope}", kind, text, frozenset(nodes), sites, self.view.block.path, source)
 
@@ -237,7 +224,7 @@ class _Searcher:
         """Queries, keys and values made by a product each, of one value, with weights that could stand side by side."""
         if not isinstance(self.view.nodes[attention].params, Labelled):
             return  # a residual of the op's, in a program that is fused and differentiated
-        sources = [self.products_below(o.nid) for o in self.view.nodes[attention].operands[:3]]
+        sources = [products_below(self.view, o.nid, _MAKERS) for o in self.view.nodes[attention].operands[:3]]
         if any(len(m) != 1 for m in sources) or len(set().union(*sources)) != 3:
             return
         products = [next(iter(m)) for m in sources]
@@ -263,20 +250,6 @@ class _Searcher:
         node = self.view.nodes[product]
         own = node_labels(node) or ()
         return [(o.nid, frozenset(i for i, x in enumerate(o.axes) if x not in own)) for o in node.operands[:2]]
-
-    def products_below(self, start: int) -> set[int]:
-        """The products and attentions a value is made of, as far as the first on each way."""
-        found: set[int] = set()
-        seen, stack = {start}, [start]
-        while stack:
-            node = self.view.nodes[stack.pop()]
-            if node.op in ("dot", "gemm_epilogue", "dot_product_attention"):
-                found.add(node.id)
-                continue
-            fresh = [o.nid for o in node.operands if o.nid not in seen]
-            seen.update(fresh)
-            stack += fresh
-        return found
 
     def gated(self, known: Set[int]) -> Iterator[Structure]:
         """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
@@ -350,7 +323,7 @@ class _Searcher:
 def _row(row: Sequence[Structure]) -> Structure:
     """The structure of equal layers in a row."""
     return Structure(
-        f"repeated_layers@{_common(s.id.partition('@')[2] for s in row)}",
+        f"repeated_layers@{common_scope(s.id.partition('@')[2] for s in row)}",
         "repeated_layers",
         f"{len(row)} equal layers in a row: {row[0].text}",
         frozenset(i for s in row for i in s.node_ids),
@@ -358,14 +331,3 @@ def _row(row: Sequence[Structure]) -> Structure:
         row[0].block_path,
         row[-1].source,
     )
-
-
-def _common(scopes: Iterable[str]) -> str:
-    """The scope that all of some scopes stand in."""
-    parts = [s.split("/") for s in scopes]
-    shared = []
-    for names in zip(*parts, strict=False):
-        if len(set(names)) > 1:
-            break
-        shared.append(names[0])
-    return "/".join(shared)

@@ -205,6 +205,10 @@ class CanonicalView:
             table.setdefault(node.op, []).append(node.id)
         return {op: tuple(ids) for op, ids in table.items()}
 
+    def maker(self, nid: int) -> Node | None:
+        """The raw node of the block that first makes a canonical node's value; None of what is given."""
+        return next((n for v in self.values_of.get(nid, ()) if (n := self.block.producer.get(v.id)) is not None), None)
+
     def is_literal(self, ref: Ref) -> bool:
         return ref.nid == ONE
 

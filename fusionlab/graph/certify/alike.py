@@ -15,14 +15,14 @@ from typing import Any
 
 from ..canonical.rules import is_jax_rule
 from ..cost.rules import EXPANDED, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
-from ..interpret.evaluate import Inline
+from ..interpret.evaluate import Inline, traced_once
 from ..interpret.numpy_rules import KEPT_SIZES
 from ..jax_compat import varies
 from ..matching.region import Region, region_signature
 from ..primitives import having
 from ..program.explicit_axes import make_typed_jaxpr, sharding_in_type
-from ..program.ir import Block, Node, Value, values_in
-from ..program.signature import block_signature, params_signature
+from ..program.ir import Block, Node, values_in
+from ..program.signature import block_signature, node_signature
 from ..program.trace import FLATTENED, block_of_jaxpr
 
 _OF_ENTRIES = UNIT_COST_ELEMENTWISE | TRANSCENDENTAL | EXPANDED.keys() | {"integer_pow", "stop_gradient", "copy"}
@@ -156,22 +156,15 @@ def is_same_equation(region: Region, program: Block, inline: Inline) -> bool:
     """Whether a region is one equation, and a program one op whose plain meaning is that very equation of the same inputs: the same
     function, also where JAX has no derivative of it.
     """
-    if len(region.nodes) != 1 or region.support or len(program.nodes) != 1:
+    nodes, calls = [*region.nodes, *region.support], program.nodes
+    if len(nodes) != 1 or len(calls) != 1:
         return False
-    node, call = region.nodes[0], program.nodes[0]
-    meaning = inline(call.eqn)
+    (node,), (call,) = nodes, calls
+    meaning = traced_once(inline)(call.eqn)
     if not hasattr(meaning, "jaxpr"):
         return False
     meant = block_of_jaxpr(meaning)
-    if len(meant.nodes) != 1 or node.blocks or _node_key(meant.nodes[0]) != _node_key(node):
-        return False
-    operands = dict(zip((v.id for v in meant.inputs), call.values, strict=True))
     given, taken = ({v.id: i for i, v in enumerate(values)} for values in (region.inputs, program.inputs))
-    ours = [taken.get(operands[v.id].id) for v in meant.nodes[0].values]
-    return [given.get(v.id) for v in node.values] == ours
-
-
-def _node_key(node: Node) -> Any:
-    """A node without its operands' names: what it computes of them."""
-    kinds = [(a.shape, str(a.dtype), None if isinstance(a, Value) else str(a.val)) for a in node.inputs]
-    return node.primitive, params_signature(node), kinds
+    operands = {inner.id: taken.get(v.id) for inner, v in zip(meant.inputs, call.values, strict=True)}
+    alike = [node_signature(n, operands) for n in meant.nodes] == [node_signature(node, given)]
+    return alike and not node.blocks and not meant.consts

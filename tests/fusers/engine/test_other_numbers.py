@@ -294,7 +294,7 @@ def test_an_attention_says_so_only_where_scores_may_come_near_the_edge():
         ("float32", "lerp", 1),
     ):
         region = SimpleNamespace(root=SimpleNamespace(dtype=jnp.dtype(dtype)))
-        assert len(notes_of(None, region, op, ProofOutcome(None, edge=True), ())) == says
+        assert len(notes_of(None, region, op, ProofOutcome(None, edge=True), (), "")) == says
 
 
 def test_each_proof_looks_at_zeros_masks_and_the_edge(monkeypatch):

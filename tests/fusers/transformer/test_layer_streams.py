@@ -20,6 +20,7 @@ E, H, D, F = 32, 2, 16, 48
 SHAPES = {
     "q": (E, E), "k": (E, E), "v": (E, E), "qkv": (E, 3 * E), "o": (E, E), "ob": (E,),
     "up": (E, F), "ub": (F,), "gate": (E, F), "down": (F, E), "db": (E,), "g1": (E,), "b1": (E,), "g2": (E,), "b2": (E,),
+    "qkv_heads": (E, 3, H, D), "qkv_bias": (3 * E,),
 }  # fmt: skip
 P = {name: 0.2 * a for name, a in zip(SHAPES, normal(*SHAPES.values(), seed=5), strict=True)}
 X = normal((2, 6, E))[0]
@@ -42,8 +43,17 @@ def attention(p, h, queries=lambda q: q, keys=lambda k: k, scale=D**-0.5, values
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s, -1), v).reshape(h.shape)
 
 
-def packed(p, h, queries=lambda q: q):
-    q, k, v = (y.reshape(*h.shape[:2], H, D) for y in jnp.split(h @ p["qkv"], 3, -1))
+def split_product(p, h):
+    return jnp.split(h @ p["qkv"], 3, -1)
+
+
+def product_by_heads(p, h):
+    """The columns of the weight stand on three axes, and those of the bias on one."""
+    return jnp.moveaxis(jnp.einsum("bte,eknd->btknd", h, p["qkv_heads"]) + p["qkv_bias"].reshape(3, H, D), 2, 0)
+
+
+def packed(p, h, queries=lambda q: q, product=split_product):
+    q, k, v = (y.reshape(*h.shape[:2], H, D) for y in product(p, h))
     w = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", queries(q), k) / math.sqrt(D), -1)
     return jnp.einsum("bhts,bshd->bthd", w, v).reshape(h.shape)
 
@@ -218,7 +228,10 @@ LAYERS = {
     "positions of masks and tables": lambda p, x: before(p, x, attend=one_angle_for_each),
     "weight times a number": lambda p, x: before(p, x, weight=lambda w: w * 2.0),
 }
-FUSED = {"packed, queries times a number": lambda p, x: before(p, x, attend=packed, queries=lambda q: q * 1.5)}
+FUSED = {
+    "packed, queries times a number": lambda p, x: before(p, x, attend=packed, queries=lambda q: q * 1.5),
+    "packed, of a weight by heads": lambda p, x: before(p, x, attend=packed, product=product_by_heads),
+}
 
 
 def encoders(found):

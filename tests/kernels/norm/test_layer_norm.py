@@ -260,9 +260,9 @@ def test_shapes_and_other_objects_are_refused_where_arrays_are_needed():
 
 
 def test_backends_say_same_code_and_formulas_read_as_the_code_does():
-    verdict, kernels = OP.backends(*data(*ARGS, dtype="float32"), device="cpu")
+    verdict, *kernels = OP.backends(*data(*ARGS, dtype="float32"), device="cpu")
     assert (verdict.name, verdict.verdict) == ("xla", "same code")
-    assert (kernels.name, kernels.verdict) == ("cuda", "unavailable")
+    assert {kernel.verdict for kernel in kernels} == {"unavailable"}
     assert OP.formula() == "layer_norm(x) * scale + bias"
     assert OP.formula(kind="rms", bias=False) == "rms_norm(x) * scale"
     assert OP.formula(bias=False, residual=True) == "layer_norm(x + residual) * scale"

@@ -17,10 +17,10 @@ from ....graph.matching.pattern import Pattern
 from ....graph.matching.region import Region
 from ....graph.program.ir import Value
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import anchor_text
 from ...engine.nearly import value_of
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
+from ...engine.wording import anchor_text
 from .forms import Reading
 from .masks import MASK_FILL
 from .scores import clip_of
@@ -166,7 +166,7 @@ class AttentionConditions(Site):
     def check_clips(self) -> None:
         """Declines for scores that are clipped at numbers between the products."""
         node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
-        clip = None if node is None else self.raw_of(node)
+        clip = None if node is None else self.view.maker(node)
         if clip is not None:
             clips = "clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
             edit = "leave the scores as they are, or cap them: c * jnp.tanh(scores / c)"
@@ -201,7 +201,7 @@ class AttentionConditions(Site):
 
     def filled_with_data(self, found: Miss) -> dict[str, str]:
         """Code, sentence and edit for a mask that puts an array where a number is needed; nothing of another miss."""
-        node, target = self.raw_of(found.target), self.view.nodes[found.target]
+        node, target = self.view.maker(found.target), self.view.nodes[found.target]
         filled = node is not None and target.op == "select" and len(target.operands) == 3
         fill = (
             next((o.nid for o in target.operands[1:] if self.view.nodes[o.nid].op == "leaf"), None) if filled else None
@@ -219,7 +219,7 @@ class AttentionConditions(Site):
         """The rejection of other values, where what makes them others is a factor on scores that are masked already."""
         operands = (o for t in read.match.nodes.values() for o in self.view.nodes[t].operands)
         late = next((o for o in operands if self.view.nodes[o.nid].op == "select" and not close(o.coef, 1.0)), None)
-        masked = None if late is None else self.raw_of(late.nid)
+        masked = None if late is None else self.view.maker(late.nid)
         if late is None or masked is None or late.coef == 0:
             return outcome
         sentence = f"{anchor_text(masked)} masks the scores, which are multiplied by {float(late.coef):g} after that"

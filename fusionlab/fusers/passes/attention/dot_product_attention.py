@@ -27,10 +27,11 @@ from ....graph.matching.pattern import pattern_of
 from ....graph.matching.region import CASTS, Region, cut, shared_casts
 from ....graph.matching.wide import wider_in
 from ....graph.program.ir import Node, Value
-from ...engine.base import Option, Pass, Search, anchor_text
+from ...engine.base import Option, Pass, Search
 from ...engine.declining import attempted
 from ...engine.fully_masked_rows import NOTE, may_be_infinite, nan_test, nan_test_between
 from ...engine.outcomes import Candidate, Rejection, with_concepts
+from ...engine.wording import anchor_text
 from .forms import Reading, Tail, tail_example, whole_example
 from .masks import Masking, MaskReader
 from .proposals import AttentionProposals
@@ -135,7 +136,7 @@ class _SoftmaxSite(AttentionProposals):
         """Declines for exponentials, or a whole softmax, with a derivative of the user's own."""
         if self.view.nodes[exponentials].op == "exp":
             return
-        maker = self.raw_of(exponentials) or self.anchor
+        maker = self.view.maker(exponentials) or self.anchor
         sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
         edit = "use jax.nn.softmax, if its derivative is the one that is meant"
         self.decline("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])

@@ -16,9 +16,9 @@ from ....graph.matching.match import Match
 from ....graph.matching.region import Region, constant_array
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
-from ...engine.base import anchor_text
 from ...engine.layout import BROADCAST, constant_with_axes
 from ...engine.site import Site
+from ...engine.wording import anchor_text
 from .forms import Reading
 from .scores import Step
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from ....graph.declined import Declined
 from ....graph.matching.region import Region, escapes
-from ...engine.base import reason_to_tell
-from ...engine.declining import attempted
+from ...engine.declining import attempted, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection, in_turn, or_else
 from ...engine.proposing import propose
 from .conditions import AttentionConditions

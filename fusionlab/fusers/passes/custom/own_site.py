@@ -22,18 +22,19 @@ from ....graph.matching.match import Match, Miss, close, match
 from ....graph.matching.pattern import ScalarEdge, pattern_of
 from ....graph.matching.region import CASTS, SCALINGS, VIEWS, Region, cut
 from ....graph.matching.wide import wider_in
-from ....graph.program.ir import Node, Value
+from ....graph.program.ir import Node, Value, all_nodes
 from ....graph.program.scopes import is_backward
 from ....graph.program.trace import block_of_jaxpr
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import precisions
 from ....kernels.op.own import PRECISION, REFUSALS
-from ...engine.base import WIDER_EDIT, Search, Substitution, all_nodes, anchor_text
+from ...engine.base import WIDER_EDIT, Search, Substitution
 from ...engine.declining import attempted
 from ...engine.layout import arrange, axes_of, input_positions, ordered_classes, restore
 from ...engine.outcomes import Candidate, Rejection, with_concepts
 from ...engine.proposing import wider_text
 from ...engine.site import Site
+from ...engine.wording import anchor_text
 
 if TYPE_CHECKING:
     from .own_pass import PatternPass

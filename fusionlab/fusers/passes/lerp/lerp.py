@@ -16,12 +16,13 @@ from ....graph.matching.region import CASTS, VIEWS, Region, cut
 from ....graph.program.ir import Node
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import Option, Pass, Search, Substitution, anchor_text
+from ...engine.base import Option, Pass, Search, Substitution
 from ...engine.layout import arrange_thin, axes_of, input_positions, restore
 from ...engine.other_numbers import edge_note
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.proposing import propose
 from ...engine.site import Site
+from ...engine.wording import anchor_text
 from .blends import Blend, blends
 from .examples import AS_THE_OP_ROUNDS
 

@@ -19,8 +19,10 @@ from ....graph.matching.walks import downstream, maker_of, upstream
 from ....graph.primitives import SUMS_OVER_DEVICES, having
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import is_backward
-from ...engine.base import Pass, Search, anchor_text, examined, reject
+from ...engine.base import Pass, Search
+from ...engine.declining import examined, reject
 from ...engine.outcomes import Candidate, Rejection
+from ...engine.wording import anchor_text
 
 PARTS = having("part") | {"squeeze"}
 _ACTIVATES = having("sigmoid", "exponential") | {"log1p", "clamp"}

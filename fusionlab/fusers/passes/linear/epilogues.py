@@ -15,10 +15,10 @@ from ....graph.primitives import SUMS_OVER_DEVICES, having
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import in_backward, in_differentiated, is_in_derivative
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ...engine.base import anchor_text
 from ...engine.outcomes import Rejection
 from ...engine.passages import passage
 from ...engine.site import Site
+from ...engine.wording import anchor_text
 
 KNOWN = {name: KnownActivation(act.fn, act.looks) for name, act in ACTIVATIONS.items() if name != "none"}
 

@@ -7,7 +7,7 @@ nothing to fuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NoReturn
 
@@ -25,13 +25,14 @@ from ....graph.program.scopes import is_backward
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_default
 from ....kernels.ops.gemm_epilogue.activations import ACTIVATIONS
-from ...engine.base import Option, Pass, Search, anchor_text, reason_to_tell
-from ...engine.declining import attempted
+from ...engine.base import Option, Pass, Search
+from ...engine.declining import attempted, reason_to_tell
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.passages import Passage, narrow, passage, rounding
+from ...engine.wording import anchor_text
 from .beyond import activations_beyond, is_pointwise_convolution
 from .epilogues import Epilogue, concepts_of, summed_over_devices
-from .linear_groups import GROUPINGS
+from .linear_groups import GROUPINGS, grouped
 from .linear_parts import Linear, LinearSite
 from .plan import linear_plan
 
@@ -59,6 +60,9 @@ class GemmEpiloguePass(Pass):
             GROUPINGS,
         ),
     }
+
+    def together(self, found: list[Candidate | Rejection], options: Mapping[str, Any]) -> list[Candidate | Rejection]:
+        return grouped(found, options.get("grouping", GROUPINGS[0]))
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         def linear(x: Any, w: Any, b: Any) -> Any:

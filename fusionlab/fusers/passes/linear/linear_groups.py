@@ -25,14 +25,14 @@ from ...engine.pairs import Pair
 GROUPINGS = ("per_layer", "chained")
 
 
-def grouped(found: Sequence[Candidate | Rejection], grouping: str | None) -> list[Candidate | Rejection]:
-    """The sites, with the grouping of the linear ones that are fused with their backward passes; None means the default."""
+def grouped(found: Sequence[Candidate | Rejection], grouping: str) -> list[Candidate | Rejection]:
+    """The sites, with the grouping of the linear ones that are fused with their backward passes."""
     sites = [c for c in found if isinstance(c, Candidate) and _is_linear(c)]
     maker = {c.root.id: c for c in sites}
     paired: dict[int, Candidate] = {}
     for c in sites:
         assert c.backward is not None
-        pair = replace(c.backward, grouping=grouping or GROUPINGS[0])
+        pair = replace(c.backward, grouping=grouping)
         paired[id(c)] = _chained(c, pair, maker) if grouping == "chained" else replace(c, backward=pair)
     return [paired.get(id(item), item) for item in found]
 

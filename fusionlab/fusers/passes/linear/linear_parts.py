@@ -13,10 +13,11 @@ from ....graph.canonical.rules import passed_whole
 from ....graph.matching.match import Match, match
 from ....graph.matching.pattern import Example, pattern_of
 from ....graph.program.ir import Node, Value
-from ...engine.base import Pass, Search, anchor_text
+from ...engine.base import Pass, Search
 from ...engine.layout import BROADCAST, axes_of, present, real_axes
 from ...engine.passages import Passage, passage, shapes_before, thin_shape
 from ...engine.site import Site, input_index
+from ...engine.wording import anchor_text
 from .beyond import activates
 from .epilogues import Epilogue, concepts_of, feeds_softmax
 

@@ -24,10 +24,11 @@ from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
-from ...engine.base import AUTO_AXES, BY_DEFAULT, Option, Pass, Search, Substitution, anchor_text
+from ...engine.base import AUTO_AXES, BY_DEFAULT, Option, Pass, Search, Substitution
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import is_half, passage, rounding
 from ...engine.site import Site
+from ...engine.wording import anchor_text
 from ..linear.epilogues import Epilogue, concepts_of
 from .gates import BETWEEN, GateSide, sides_of
 from .products import region_with

@@ -63,6 +63,23 @@ class MatmulSchedulePass(Pass):
     def anchors(self, search: Search) -> Iterable[tuple[Node]]:
         return super().anchors(search) if search.device.platform == "cuda" else ()  # elsewhere all stay with XLA
 
+    @jax_defaults()
+    def routes(self, searched: Sequence[tuple[Search, Node | None]], findings: Any) -> Routes:
+        """The route of every product.
+
+        Args:
+          searched: a search of the pass over each block, with the custom rule that it belongs to, if it does.
+          findings: whose candidates claim products.
+        """
+        mine = [c for c in findings.candidates if c.pass_name == self.name]
+        claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
+        rows = []
+        for search, rule in searched:
+            for node in search.block.nodes:
+                if node.primitive == "dot_general":
+                    rows.append(_row(Routed(self, search, node), claims.get(node.id), own.get(node.id), rule))
+        return Routes(findings.device, tuple(sorted(rows, key=lambda row: row.node)))
+
 
 class Routed(ProductSite):
     """One product, what stands behind it, and what each route says of it."""
@@ -148,31 +165,9 @@ def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitut
     return Substitution(MATMUL, attrs, operands, lambda out: out, formula, arithmetic)
 
 
-@jax_defaults()
-def routes_of(searched: Sequence[tuple[Search, Node | None]], findings: Any) -> Routes:
-    """The route of every product.
-
-    Args:
-      searched: a search of the pass over each block, with the custom rule that it belongs to, if it does.
-      findings: whose candidates claim products.
-    """
-    mine = [c for c in findings.candidates if c.pass_name == _PASS.name]
-    claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
-    rows = []
-    for search, rule in searched:
-        for node in search.block.nodes:
-            if node.primitive == "dot_general":
-                routed = Routed(_PASS, search, node)
-                rows.append(_row(routed, claims.get(node.id), own.get(node.id), rule))
-    return Routes(findings.device, tuple(sorted(rows, key=lambda row: row.node)))
-
-
 def _by_node(candidates: Iterable[Candidate]) -> dict[int, Candidate]:
     """Node -> the candidate that it is fused with."""
     return {n: c for c in candidates for n in c.all_node_ids}
-
-
-_PASS = MatmulSchedulePass()
 
 
 def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: Node | None) -> ProductRoute:

@@ -28,10 +28,11 @@ from ....graph.program.ir import Node, Value
 from ....graph.program.order import waits_for_itself
 from ....graph.program.scopes import in_backward
 from ....kernels import OPS
-from ...engine.base import Pass, Search, Substitution, anchor_text
+from ...engine.base import Pass, Search, Substitution
 from ...engine.layout import AxisClasses, arrange, axes_of, input_positions, ordered_classes, present, restore
 from ...engine.outcomes import Candidate, Rejection, in_turn, or_else, with_concepts
 from ...engine.proposing import propose
+from ...engine.wording import anchor_text
 from .examples import EXAMPLES, NEAR, PLAIN_NORM
 from .group_norms import GroupSite
 from .misses import BY_COUNT, NormSite

@@ -15,10 +15,10 @@ from ....graph.matching.match import Miss
 from ....graph.matching.region import CASTS, Region
 from ....graph.program.ir import Node
 from ....kernels.op.arrays import FLOATS as DTYPES
-from ...engine.base import anchor_text
 from ...engine.nearly import canonical_text
 from ...engine.outcomes import Rejection
 from ...engine.site import ARGUMENT, CLOSE_OVER, Site
+from ...engine.wording import anchor_text
 from .surroundings import ChannelGroups, Surroundings, crossing, reduced_axes
 
 _CANCELS = (
@@ -123,7 +123,7 @@ class NormSite(Site):
     def check_transposed(self) -> None:
         """Declines for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
         crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
-        node = None if crossed is None else self.raw_of(crossed)
+        node = None if crossed is None else self.view.maker(crossed)
         if node is None:
             return
         sentence = f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of"

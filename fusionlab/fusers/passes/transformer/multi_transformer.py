@@ -13,26 +13,27 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from ....graph.canonical.nodes import FoldedNodes
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.certify import ProofOutcome
 from ....graph.declined import Declined
 from ....graph.jax_compat import names_an_axis
-from ....graph.matching.region import Region, escapes
+from ....graph.matching.region import Region
 from ....graph.program.boundary import guarded
 from ....graph.program.ir import Node
-from ...engine.base import LEFT, Option, Pass, Search, Substitution, anchor_text, faulty, found_at, reject
-from ...engine.declining import attempted
-from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection
+from ...engine.base import LEFT, Option, Pass, Search, Substitution, found_at
+from ...engine.declining import FUSE_FIRST, attempted, faulty, reject
+from ...engine.grouping import common_scope
+from ...engine.outcomes import LEFT_TO_XLA, Candidate, Rejection, folded
 from ...engine.overlaps import settle, with_shares_left
 from ...engine.proposing import propose
-from ...engine.site import FUSE_FIRST, Site
+from ...engine.site import Site
+from ...engine.wording import anchor_text
 from ..attention.dot_product_attention import MADE_OUTSIDE, DotProductAttentionPass
 from ..linear.gemm_epilogue import GemmEpiloguePass
 from ..norm.layer_norm import LayerNormPass
 from .axes import Unread
 from .devices import plan_over_devices
-from .plan import Planned, check_fits, planned
+from .plan import Planned, check_fits, plan_by
 from .reading import READING_STEPS, LayerRead, LayerReader, Partial
 from .residuals import multiples
 from .site import LayerSite, site_of
@@ -76,21 +77,13 @@ def _fold(search: Search) -> _Folded:
     alone = replace(search, options={}, implementation="xla")
     found = [item for p in _PIECES for item in _items(search, alone, p)]
     candidates, rejections = settle(with_shares_left(found))
-    tiles = [tile for c in candidates if (tile := _tile(c)) is not None]
+    tiles = [tile for c in candidates if (tile := folded(c)) is not None]
     view = CanonicalView(search.block, _known_numbers(search), search.view.outer, tiles, multiples(search.view, tiles))
     declined, norms = _of_pass(rejections, _ATTENTION), _of_pass(rejections, "layer_norm")
     closed = {id(tile.of) for tile in tiles}
     rest = tuple(c for c in _of_pass(candidates, _ATTENTION) if id(c) not in closed)
     collective = any(names_an_axis(n.eqn) for n in search.block.nodes)
     return _Folded(view, _attentions(view), declined, norms, rest, collective)
-
-
-def _tile(site: Candidate) -> FoldedNodes | None:
-    """A site folded into the op that it becomes; None of one whose inner values are read outside."""
-    seen = site.seen
-    if seen.program is None or seen.region is None or escapes(seen.region):
-        return None
-    return FoldedNodes(seen.root, seen.site.leaves, seen.node_ids, seen.program, site)
 
 
 def _attentions(view: CanonicalView) -> dict[int, Candidate]:
@@ -231,7 +224,7 @@ class _Place(Site):
         Raises:
           Declined: it cannot be cut out, or the op does not take it.
         """
-        plan = planned(self.view, site_of(self.search, self.view, layer, self.attention))
+        plan = Planned(self.view, site_of(self.search, self.view, layer, self.attention))
         check_fits(self.search, plan, layer_plan(plan, None))
         substitution = layer_plan(plan, self.search.implementation)
         outcome = self.proposed(plan.site.region, substitution, _notes(self.view, plan.site))
@@ -250,7 +243,7 @@ class _Place(Site):
         """What becomes of a layer or a row of them, named by the scope that all of its nodes stand in."""
         name, concepts = self.pass_.name, ("transformer_layer",)
         outcome = propose(self.search, name, region, plan, self.anchor, notes, concepts, proof, self.pass_.spread)
-        return replace(outcome, id=f"{name}@{_common_scope(region)}")
+        return replace(outcome, id=f"{name}@{common_scope(n.scope for n in region.nodes)}")
 
     def partial(self, why: Unread, nids: Sequence[int], steps: int) -> Rejection:
         """Why a layer that was read in part is none."""
@@ -284,7 +277,9 @@ class _Place(Site):
 
 def layer_plan(planned: Planned, implementation: str | None) -> Substitution:
     """The plan of one layer, on one device or over several."""
-    return plan_over_devices(planned, implementation) if planned.site.layer.axes else planned.plan(implementation)
+    if planned.site.layer.axes:
+        return plan_over_devices(planned, implementation)
+    return plan_by(planned.attrs, planned.makers, planned.results, implementation)
 
 
 def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
@@ -297,12 +292,6 @@ def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
         return max(before, key=lambda r: max(r.site_ids), default=None)
     after = (r for r in found.norms if max(r.site_ids) >= here)
     return min(after, key=lambda r: min(r.site_ids), default=None)
-
-
-def _common_scope(region: Region) -> str:
-    """The scope that all of a layer's nodes stand in."""
-    scopes = zip(*(node.scope.split("/") for node in region.nodes), strict=False)
-    return "/".join(parts[0] for parts in itertools.takewhile(lambda parts: len(set(parts)) == 1, scopes))
 
 
 def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:

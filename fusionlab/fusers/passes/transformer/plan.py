@@ -5,7 +5,6 @@ of its results the site makes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -107,24 +106,6 @@ def _check_masks(site: LayerSite, is_causal: bool) -> None:
 Maker = Callable[[Sequence[Any]], Any]
 
 
-@dataclass(frozen=True)
-class Planned:
-    """How a layer becomes a call: the op's attributes, each operand of the region's inputs, each root of the region of the results.
-
-    `takes` and `gives` are how x and the root lie in the program: the op's batch axes, and each raw axis as letters with their lengths.
-    """
-
-    site: LayerSite
-    attrs: Mapping[str, Any]
-    makers: Mapping[str, Maker]
-    results: tuple[Maker, ...]
-    takes: Any
-    gives: Any
-
-    def plan(self, implementation: str | None) -> Substitution:
-        return plan_by(self.attrs, self.makers, self.results, implementation)
-
-
 def plan_by(
     attrs: Mapping[str, Any], makers: Mapping[str, Maker], results: Sequence[Maker], implementation: str | None
 ) -> Substitution:
@@ -142,32 +123,32 @@ def plan_by(
     return Substitution(op, full, operands, finish, op.formula(**full))
 
 
-def planned(view: CanonicalView, site: LayerSite) -> Planned:
-    """The call that stands for a layer.
+class Planned:
+    """How a layer becomes a call.
 
-    Raises:
-      Unread: the op has no room for something in it.
+    Attributes: `site`, `attrs` (of the op), `makers` (slot -> the operand, of the region's inputs), `results` (each root of the region, of
+    the op's results), `takes` and `gives` (how x and the root lie in the program: the op's batch axes, and each raw axis as letters with
+    their lengths).
     """
-    planner = _Planner(view, site)
-    attrs = layer_attributes(site) | {"turned": planner.turned}
-    root = raw_axes(view, site.region.root, site.layer.root.shown)
-    makers, results = dict(planner.makers()), tuple(planner.results())
-    return Planned(site, attrs, makers, results, planner.sized(planner.axes["x"]), planner.sized(root))
 
-
-class _Planner:
     def __init__(self, view: CanonicalView, site: LayerSite) -> None:
+        """Raises Unread: the op has no room for something in it."""
         self.view, self.site = view, site
         self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
         self.where = input_positions(site.region)
         self.axes = {
             slot: raw_axes(view, self.region.leaves[slot], leaf.side.shown) for slot, leaf in site.leaves.items()
         }
+        turned = tuple(slot for slot in TURNED if slot in site.leaves and self.lies(slot) == "turned")
+        self.attrs: Mapping[str, Any] = layer_attributes(site) | {"turned": turned}
+        self.gives = self.sized(raw_axes(view, self.region.root, self.layer.root.shown))
+        self.takes = self.sized(self.axes["x"])
+        self.makers, self.results = dict(self.operands()), tuple(self.roots())
 
     def sized(self, axes: Sequence[Atoms]) -> Any:
         return self.layer.batch, tuple(tuple((a, self.sizes[a]) for a in axis) for axis in axes)
 
-    def makers(self) -> Iterator[tuple[str, Maker]]:
+    def operands(self) -> Iterator[tuple[str, Maker]]:
         """Slot -> the operand, of the region's inputs."""
         yield "x", self.arranged("x")
         yield from ((slot, self.table(table)) for slot, table in self.site.tables.items())
@@ -217,11 +198,6 @@ class _Planner:
             along = self.arranged(vector)
             return lambda x, inputs: x * (along(inputs) * number)
         return None if number == 1.0 else lambda x, _: x * number
-
-    @property
-    def turned(self) -> tuple[str, ...]:
-        """The weights that lie [out, in], as the op has them named."""
-        return tuple(slot for slot in TURNED if slot in self.site.leaves and self.lies(slot) == "turned")
 
     def lies(self, slot: str) -> str | None:
         """How a weight's letters stand in the program's array: as the op has them, "turned", or otherwise (None)."""
@@ -290,7 +266,7 @@ class _Planner:
             is_causal = bool(attrs.get("is_causal", False))
             yield "mask", lambda _: _in_window(self.sizes.get("t", 1), self.sizes.get("s", 1), window, is_causal)
 
-    def results(self) -> Iterator[Maker]:
+    def roots(self) -> Iterator[Maker]:
         """The region's roots, of the op's results."""
         layer, length = self.layer, "t" if self.layer.key_cache is None else "s"
         yield self.result(0, self.region.root, layer.root, (layer.batch, ("t",), ("e",)))

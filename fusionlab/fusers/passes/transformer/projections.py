@@ -12,13 +12,6 @@ from .axes import Atoms, AxisPart, Side, Unread, all_letters, letters_in, side_o
 from .rotary import Rotary, RotaryWalk
 
 PRODUCTS = ("gemm_epilogue", "dot")
-# Primitive -> rejection code, of what stands where the op has something else.
-REJECTION_CODES = {
-    "name": "named_residual",
-    "stop_gradient": "stop_gradient",
-    "custom_jvp_call": "custom_rule",
-    "custom_vjp_call": "custom_rule",
-}
 HELD = {
     "name": "it names a value inside the layer, which a remat policy may ask for",
     "stop_gradient": "it stops a gradient inside the layer",

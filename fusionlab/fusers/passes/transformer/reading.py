@@ -14,10 +14,11 @@ from ....graph.canonical.fused_nodes import node_labels
 from ....graph.canonical.nodes import CNode
 from ....graph.declined import Declined
 from ...engine.declining import attempted
+from ...engine.site import CODES_OF_OPS
 from .axes import Side, Unread, is_plain, is_product_of, read_by, slot_reading, slots_of
 from .caches import CacheJoin
 from .norms import NormRead, NormWalk
-from .projections import HELD, PRODUCTS, REJECTION_CODES, Projection, product_slots
+from .projections import HELD, PRODUCTS, Projection, product_slots
 from .rotary import Rotary
 
 READING_STEPS = 8  # of a reading, for the measure of progress: q, k, v, output, residual, norm, feed-forward, residual
@@ -108,8 +109,8 @@ class LayerReader(NormWalk):
     def _partial(self, why: Declined) -> Partial:
         assert isinstance(why, Unread)
         op = self.node(why.nid).op
-        if why.code == "structure" and op in REJECTION_CODES:
-            why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, REJECTION_CODES[op])
+        if why.code == "structure" and op in CODES_OF_OPS:
+            why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, CODES_OF_OPS[op])
         return Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes)
 
     def _read(self) -> LayerRead:
@@ -268,7 +269,7 @@ class LayerReader(NormWalk):
 
     def unactivated(self, user: int) -> Unread:
         """What is said where a node without an activation that the op knows reads the feed-forward's first product."""
-        if self.node(user).op in REJECTION_CODES:
+        if self.node(user).op in CODES_OF_OPS:
             return Unread("it stands behind the feed-forward's first product", user)
         if self.node(user).op in ("split", "slice"):
             return Unread(

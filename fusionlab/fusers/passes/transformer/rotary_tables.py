@@ -135,6 +135,9 @@ def _inputs_of(makers: Sequence[Node]) -> Iterator[list[Value]]:
 
 
 def _alike(first: Node, second: Node) -> bool:
+    """Whether two nodes are of one form. The values of their parameters and numbers need not be equal: copies are one canonical value, and
+    it is the first that is made again.
+    """
     ours, theirs = ([isinstance(a, Literal) for a in node.inputs] for node in (first, second))
     alike = first.primitive == second.primitive and ours == theirs
     return alike and jax.tree.structure(first.params) == jax.tree.structure(second.params)

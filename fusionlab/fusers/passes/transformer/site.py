@@ -16,10 +16,11 @@ from ....graph.declined import Declined
 from ....graph.dtypes import narrows
 from ....graph.matching.region import Region, cut, escapes, look_through
 from ....graph.primitives import SUMS_OVER_DEVICES
-from ....graph.program.ir import Value
-from ...engine.base import Search, all_nodes, escape_text
+from ....graph.program.ir import Value, all_nodes
+from ...engine.base import Search
 from ...engine.declining import attempted
 from ...engine.outcomes import Candidate
+from ...engine.wording import escape_text
 from .axes import Side, Unread, all_letters
 from .factors import BOTH, FACTOR
 from .projections import Projection
@@ -121,8 +122,9 @@ def operands_of(layer: LayerRead) -> dict[str, LayerOperand]:
 def _products(layer: LayerRead) -> Iterator[tuple[str, Projection, str, str]]:
     """(slot, product, the letters of its weight's rows, of its columns)."""
     if layer.fused:
-        bias = layer.q.bias and _as_columns(layer.q.bias, layer)
-        yield "qkv", replace(layer.q, w=_as_columns(layer.q.w, layer), bias=bias), "e", "n"
+        numbers = itertools.count()  # a bias may have its columns on other axes than the weight
+        w, bias = (side and _as_columns(side, layer.sizes, numbers) for side in (layer.q.w, layer.q.bias))
+        yield "qkv", replace(layer.q, w=w, bias=bias), "e", "n"
     else:
         yield "q", layer.q, "e", "hc"
         yield "k", layer.k, "e", f"{layer.key_letter}c"
@@ -134,12 +136,12 @@ def _products(layer: LayerRead) -> Iterator[tuple[str, Projection, str, str]]:
     yield "down", layer.down, "f", "e"
 
 
-def _as_columns(side: Side, layer: LayerRead) -> Side:
-    """The one weight of queries, keys and values, or its bias, with letters of its own for its columns."""
-    count, shown = itertools.count(), []
+def _as_columns(side: Side, sizes: dict[str, int], numbers: Iterator[int]) -> Side:
+    """The one weight of queries, keys and values, or its bias, with letters of its own for its columns, which join the `sizes`."""
+    shown = []
     for axis in side.shown:
-        own = axis if axis == ("e",) else (f"n{next(count)}",)
-        layer.sizes.setdefault(own[0], math.prod(layer.sizes[a] if isinstance(a, str) else a.total for a in axis))
+        own = axis if axis == ("e",) else (f"n{next(numbers)}",)
+        sizes.setdefault(own[0], math.prod(sizes[a] if isinstance(a, str) else a.total for a in axis))
         shown.append(own)
     return Side(side.nid, tuple(shown))
 
