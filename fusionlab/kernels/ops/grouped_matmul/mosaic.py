@@ -21,6 +21,7 @@ from jax import lax
 
 from ....device import Device
 from ...op.arrays import names_algorithm, refuses_dtypes
+from .reference import as_product
 
 Array = Any
 
@@ -131,18 +132,11 @@ def cotangent(
     **attrs: Any,
 ) -> list[Array]:
     """The gradients of x and w that are wanted, each one of the two products again."""
-    sizes = saved["group_sizes"]
-    return [_gradient(slot, saved, ct, sizes, kind, w_contract) for slot in wanted]
-
-
-def _gradient(slot: str, saved: Mapping[str, Array], ct: Array, sizes: Array, kind: str, w_contract: int) -> Array:
-    if kind == "weights":  # ct is a matrix for each group
-        other, contract = ("w", 1) if slot == "x" else ("x", 0)
-        return of_rows(saved[other], ct, sizes, contract)
-    if slot == "x":
-        return of_rows(ct, saved["w"], sizes, 1 - w_contract)
-    pair = (ct, saved["x"]) if w_contract else (saved["x"], ct)
-    return of_weights(*pair, sizes)
+    found = []
+    for slot in wanted:
+        kind_of_it, x, w, contract = as_product(slot, saved, ct, kind, w_contract)
+        found += forward(x, w, saved["group_sizes"], residuals=False, kind=kind_of_it, w_contract=contract)
+    return found
 
 
 def _ends(group_sizes: Array, rows: int) -> Array:

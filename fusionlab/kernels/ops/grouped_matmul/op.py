@@ -28,7 +28,7 @@ class GroupedMatmul(Op):
 
     Attributes beside those: `kind`, "rows", or "weights" for what the gradient of w is made of: w is then rows x N, and the result
     groups x K x N, for each group the product of its rows of x, turned, and of w. `out`, the dtype of the result; None for the
-    operands'. `extents`, the shapes of x and w, which their gradients have.
+    operands'.
     """
 
     name = "grouped_matmul"
@@ -38,7 +38,6 @@ class GroupedMatmul(Op):
         "w_contract": 0,
         "precision": None,
         "out": None,
-        "extents": None,
     }
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
@@ -58,7 +57,6 @@ class GroupedMatmul(Op):
         full["w_contract"] = int(full["w_contract"])
         _check(given, full["kind"], full["w_contract"])
         full["precision"] = canonical_precision(full["precision"])
-        full["extents"] = tuple((slot, tuple(given[slot].shape)) for slot in ("x", "w"))
         full["out"] = None if full["out"] is None else np.dtype(full["out"]).name
         return dict(given), full
 

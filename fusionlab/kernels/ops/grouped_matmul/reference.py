@@ -6,7 +6,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,14 +47,22 @@ def tangent(
 def cotangent(
     saved: Mapping[str, Array], ct: Array, wanted: Sequence[str], shardings: Any, **attrs: Any
 ) -> list[Array]:
-    """The gradients of x and w that are wanted, each JAX's own."""
-    return [_gradient(slot, saved, ct, attrs) for slot in wanted]
+    """The gradients of x and w that are wanted, as JAX has them."""
+    found = []
+    for slot in wanted:
+        kind, x, w, contract = as_product(slot, saved, ct, attrs["kind"], attrs["w_contract"])
+        other = saved["w" if slot == "x" else "x"]
+        more = {"kind": kind, "w_contract": contract, "out": other.dtype.name, "residuals": False}
+        found += forward(x, w, saved["group_sizes"], **attrs | more)
+    return found
 
 
-def _gradient(slot: str, saved: Mapping[str, Array], ct: Array, attrs: Mapping[str, Any]) -> Array:
-    def product(moving: Array) -> Array:
-        return forward(**{**saved, slot: moving}, residuals=False, **attrs)[0]
-
-    other = saved["w" if slot == "x" else "x"]
-    moving = jax.ShapeDtypeStruct(dict(attrs["extents"])[slot], other.dtype)
-    return jax.linear_transpose(product, moving)(ct)[0]
+def as_product(
+    slot: str, saved: Mapping[str, Array], ct: Array, kind: str, w_contract: int
+) -> tuple[str, Array, Array, int]:
+    """The gradient of a slot as a product again: its kind, x and w, and the axis of w that is contracted."""
+    if kind == "weights":  # ct is a matrix for each group
+        return ("rows", saved["w"], ct, 1) if slot == "x" else ("rows", saved["x"], ct, 0)
+    if slot == "x":
+        return "rows", ct, saved["w"], 1 - w_contract
+    return ("weights", ct, saved["x"], 0) if w_contract else ("weights", saved["x"], ct, 0)
