@@ -20,7 +20,8 @@ class Strategy(Mapping[str, Any]):
     A value is True, False, or a dict of the pass's options. Passes not named are off. A pass brings its gradient, `<pass>_grad`,
     with it: `Strategy(gemm_epilogue=True, gemm_epilogue_grad=False)` fuses forward alone, and differentiates as JAX does; a
     `_grad` alone is refused. `Strategy(deterministic=True)` sets the option of that name of every pass that has it: forward and backward
-    give the same bits every time, and an implementation that does not is not taken; with no pass named it is of all by default.
+    give the same bits every time, and an implementation that does not is not taken; with no pass named it is of all by default. Gated pairs
+    were part of `matmul_schedule` once: a Strategy that has it on asks `gated_matmul` too, unless that is named.
     Round-trips through JSON.
     """
 

@@ -212,6 +212,15 @@ PROGRAMS: dict[str, Program] = {
         lambda x, w, b: jax.nn.relu(x @ w + b[0]), ((8, 6), (6, 12), (4, 12)), (P(), P(), P("d")), P("d"), {GEMM: 1}
     ),
     "bfloat16": Program(mlp, MLP, MLP_SPECS, P(), {GEMM: 2}, dtype=jnp.bfloat16),
+    # Outside of it stands the same product of the same shapes, whose proof holds for values that do not vary alone.
+    "groups": Program(
+        lambda x, w: lax.ragged_dot(x, w, jnp.asarray([2, 0, 3, 1])),
+        ((24, 8), (4, 8, 6)),
+        (P("d"), P()),
+        P("d"),
+        {"grouped_matmul": 2},
+        around=lambda f: lambda x, w: f(x, w) + jnp.tile(lax.ragged_dot(x[:6], w, jnp.asarray([2, 0, 3, 1])), (4, 1)),
+    ),
     "mlp": Program(mlp, MLP, MLP_SPECS, P(), {GEMM: 2}, checked=BOTH),
     "two_axes": Program(
         partial(layer, jax.nn.gelu), LAYER, (P("e"), P(None, "d"), P("d")), P("e", "d"), {GEMM: 1}, {"d": 2, "e": 2}

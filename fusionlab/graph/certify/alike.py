@@ -15,12 +15,13 @@ from typing import Any
 
 from ..canonical.rules import is_jax_rule
 from ..cost.rules import EXPANDED, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
-from ..interpret.evaluate import Inline, traced_once
+from ..interpret.evaluate import Inline
 from ..interpret.numpy_rules import KEPT_SIZES
 from ..jax_compat import varies
 from ..matching.region import Region, region_signature
 from ..primitives import having
 from ..program.explicit_axes import make_typed_jaxpr, sharding_in_type
+from ..program.in_shard_map import make_jaxpr
 from ..program.ir import Block, Node, values_in
 from ..program.signature import block_signature, node_signature
 from ..program.trace import FLATTENED, block_of_jaxpr
@@ -160,11 +161,13 @@ def is_same_equation(region: Region, program: Block, inline: Inline) -> bool:
     if len(nodes) != 1 or len(calls) != 1:
         return False
     (node,), (call,) = nodes, calls
-    meaning = traced_once(inline)(call.eqn)
-    if not hasattr(meaning, "jaxpr"):
+    meaning = inline(call.eqn)
+    if meaning is None:
         return False
+    if callable(meaning):  # to be traced with the types of its operands
+        meaning = make_jaxpr(meaning, [v.aval for v in call.eqn.invars])
     meant = block_of_jaxpr(meaning)
     given, taken = ({v.id: i for i, v in enumerate(values)} for values in (region.inputs, program.inputs))
     operands = {inner.id: taken.get(v.id) for inner, v in zip(meant.inputs, call.values, strict=True)}
     alike = [node_signature(n, operands) for n in meant.nodes] == [node_signature(node, given)]
-    return alike and not node.blocks and not meant.consts
+    return alike and len(node.outputs) == 1 and not node.blocks and not meant.consts

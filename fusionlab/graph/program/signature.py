@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..jax_compat import rule_functions
+from ..jax_compat import rule_functions, varying_axes
 from .explicit_axes import sharding_in_type
 from .ir import Block, Literal, Node, Value
 from .scopes import is_jax_file
@@ -52,8 +52,10 @@ def node_signature(node: Node, number: dict[int, Any], size: Size = as_it_is) ->
 
 
 def type_key(value: Value, size: Size) -> Any:
-    """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given."""
-    return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval)
+    """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given, and with the mesh
+    axes that it is typed as varying along."""
+    varying = tuple(sorted(map(str, varying_axes(value.aval))))
+    return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval), varying
 
 
 def params_signature(node: Node, size: Size = as_it_is) -> tuple[Any, ...]:
@@ -98,8 +100,8 @@ def _param_key(value: Any) -> Any:
         return tuple(_param_key(v) for v in value)
     if isinstance(value, int | float | bool | np.integer | np.floating):
         return float(value)
-    if isinstance(value, type):  # a dtype may be named by its class
+    if isinstance(value, type):  # a dtype may be named by its class; another class is none, but an "object"
         with contextlib.suppress(TypeError):
-            value = np.dtype(value)
+            value = value if np.dtype(value).kind == "O" else np.dtype(value)
     text = str(value)
     return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text

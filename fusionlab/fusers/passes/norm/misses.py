@@ -100,18 +100,19 @@ class NormSite(Site):
         """Declines for what the op does not compute in, or would not round."""
         dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
+        where, edit = anchor_text(self.anchor), None
+        if not given <= set(DTYPES):  # of others the arithmetic is not known
+            problem = f"{where} computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
+            self.decline("dtype", problem, site=region.nodes)
         computed, rounding = np.dtype(arithmetic_dtype(dtype)), _rounding(region, region.leaves["x"].dtype)
-        edit = None
-        if not given <= set(DTYPES):
-            problem = f"computes in {', '.join(sorted(given))}; the fused op takes {', '.join(DTYPES)}"
-        elif any(narrows(computed, v.dtype) for v in region.leaves.values()):
+        if any(narrows(computed, v.dtype) for v in region.leaves.values()):
             problem = f"takes parameters wider than the {computed.name} it would be computed in"
         elif rounding is not None:
             problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
             edit = "keep the statistics in the dtype of x, or a wider one"
         else:
             return
-        self.decline("dtype", f"{anchor_text(self.anchor)} {problem}", edit=edit, site=region.nodes)
+        self.decline("dtype", f"{where} {problem}", edit=edit, site=region.nodes)
 
     def check_shifted(self) -> None:
         """Declines for multiples of the root that are added up and are not x less its mean."""

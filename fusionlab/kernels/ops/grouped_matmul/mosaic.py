@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from ....device import Device
+from ....graph.jax_compat import enable_x64
 from ...op.arrays import names_algorithm, refuses_dtypes
 from .reference import as_product
 
@@ -245,7 +246,8 @@ def of_weights(x: Array, y: Array, group_sizes: Array) -> Array:
         grid_names=("sm",),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
-    return kernel(starts, ends, first, count, x, y)
+    with enable_x64(False):  # JAX's pipeline counts its steps in the default whole numbers, and ours are int32
+        return kernel(starts, ends, first, count, x, y)
 
 
 def _layout(plgpu: Any, width: int) -> tuple[Any, ...]:

@@ -119,7 +119,7 @@ def grouped_matmul(
     precision: Any = None,
     implementation: str | None = None,
 ) -> Array:
-    """Each row of x times the matrix of its group, differentiable to any order: `jax.lax.ragged_dot` as one op.
+    """Each row of x times the matrix of its group, differentiable as `jax.lax.ragged_dot` is, as one op.
 
     Args:
       x: rows x K. The rows of the first group come first, then those of the second, and so on.
