@@ -104,9 +104,8 @@ def select(
         raise ArgumentError(f"passes: {_DETERMINISTIC}={deterministic!r}, needed True or False")
     if deterministic and not chosen:
         chosen = {name: {BY_DEFAULT: True} for name, p in registry.items() if not p.named_only}
-    if isinstance(passes, Mapping) and chosen.get(
-        "matmul_schedule"
-    ):  # gated pairs were part of it when they were no pass
+    # Gated pairs were part of it when they were no pass.
+    if isinstance(passes, Mapping) and chosen.get("matmul_schedule", False) is not False:
         chosen.setdefault("gated_matmul", True)
         if "matmul_schedule_grad" in chosen and chosen["gated_matmul"]:
             chosen.setdefault("gated_matmul_grad", chosen["matmul_schedule_grad"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -283,3 +284,11 @@ def _placements(info: Any, side: str) -> Any:
     given = [None if "Unspecified" in type(s).__name__ else s for s in leaves]
     given = [s if layout is None else Format(layout, s) for s, layout in zip(given, layouts, strict=True)]
     return jax.tree.unflatten(getattr(info, f"{side}_shardings_treedef"), given)
+
+
+def pallas_load(ref: Any, layout: Any) -> Any:
+    """What a reference of a Mosaic GPU kernel holds, laid out over the threads so; newer versions of JAX take no index."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    needs_index = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty
+    return plgpu.load(ref, **({"idx": ()} if needs_index else {}), layout=layout, optimized=False)

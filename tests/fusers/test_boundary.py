@@ -9,7 +9,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, OutOfMemoryError, UnknownNameError
 from fusionlab.fusers import find
-from fusionlab.fusers.engine import base, pairing
+from fusionlab.fusers.engine import pairing, proposing
 from fusionlab.fusers.passes.attention import dot_product_attention, proposals
 from fusionlab.fusers.passes.lerp import lerp
 from fusionlab.fusers.passes.linear import epilogues, gemm_epilogue
@@ -65,10 +65,10 @@ PLACES = {
     "activations": (epilogues, "recognise"),
     "cones": (epilogues, "cone"),
     "certification": (certify, "_prove"),
-    "tracing what would replace it": (base, "make_jaxpr"),
-    "signatures": (base, "region_signature"),
+    "tracing what would replace it": (proposing, "make_jaxpr"),
+    "signatures": (proposing, "region_signature"),
     "the plan of an attention": (proposals, "attention_plan"),
-    "the plan of a norm": (layer_norm, "_plan"),
+    "the plan of a norm": (layer_norm._NormSite, "plan"),
     "choosing a backend": (Op, "backends"),
     "residuals": (Op, "residuals"),
     "overlaps": (find, "settle"),
@@ -131,7 +131,7 @@ def test_the_fused_function_is_the_original_where_all_of_it_fails(quiet, monkeyp
 
 def test_only_what_failed_is_lost(quiet, monkeypatch):
     sound = fl.find(layer, X, P)
-    monkeypatch.setattr(layer_norm, "_plan", broken)
+    monkeypatch.setattr(layer_norm._NormSite, "plan", broken)
     found = fl.find(layer, X, P)
     assert {r.pass_name for r in faults(found)} == {"layer_norm"}
     assert {c.id for c in found.candidates} == {c.id for c in sound.candidates if c.pass_name != "layer_norm"}

@@ -89,8 +89,8 @@ SAID = {
     ),
     "bias subtracted": (lambda x, w, b: b - x @ w, (X, W, G), "bias", "subtracts the product from %", "negated"),
     "quick gelu": (
-        behind(lambda h: h * jax.nn.sigmoid(1.702 * h)),
-        *((X, W), "activation", "the nearest known function is gelu_erf: at -2.24 it is -0.0283, and this is -0.0486", "use relu, gelu"),
+        behind(lambda h: h * jax.nn.sigmoid(1.6 * h)),
+        *((X, W), "activation", "the nearest known function is quick_gelu: at -1.48 it is -0.11, and this is -0.126", "use relu, gelu"),
     ),
     "another gradient": (
         behind(lambda h: jnp.where(h < 0, 0, h)),
@@ -137,7 +137,7 @@ def test_what_is_no_site_has_no_rejection(name):
 def test_an_unknown_activation_is_told_the_same_in_a_train_step():
     def quick(w, x):
         h = x @ w
-        return h * jax.nn.sigmoid(1.702 * h)
+        return h * jax.nn.sigmoid(1.6 * h)
 
     (forward,) = fl.find(quick, W, X).rejections
     (train,) = fl.find(jax.value_and_grad(lambda w, x: (quick(w, x) @ w).sum()), W, X).rejections

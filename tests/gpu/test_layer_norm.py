@@ -29,15 +29,14 @@ class TestCuda(NormSuite):
         self.same_bits(LARGE[name], dtype)
 
 
-class TestPallas(NormSuite):
+class TestPallas:
     """Its forward; the gradients of a call that names it are the reference's."""
-
-    implementation = "pallas"
-    turns = turns(["plain", "rms", "scale and bias", "rms, scale"], every=("scale and bias",))
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize("kind", ["layer", "rms"])
-    @pytest.mark.parametrize("shape", [(3001, 1023), (4, 257, 4096), (41, 16384), (7, 1), (128, 768)], ids=str)
+    @pytest.mark.parametrize(
+        "shape", [(3001, 1024), (4, 257, 4096), (41, 8192), (7, 128), (1280,), (129, 768)], ids=str
+    )
     def test_rows_of_all_lengths(self, shape, kind, dtype):
         rng = np.random.default_rng(0)
         x, scale, bias = (jnp.asarray(rng.normal(size=s) + 0.5, dtype) for s in (shape, shape[-1:], shape[-1:]))
@@ -54,7 +53,7 @@ class TestPallas(NormSuite):
         tolerance = {"float32": 1e-5, "bfloat16": 8e-3, "float16": 1e-3}[dtype] * max(1.0, np.abs(want).max())
         np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0, atol=tolerance)
 
-    def test_it_is_taken_for_narrow_rows_of_an_rms_norm(self):
+    def test_it_is_taken_for_an_rms_norm_in_16_bits(self):
         x, scale = jnp.ones((4096, 768), jnp.bfloat16), jnp.ones(768, jnp.bfloat16)
 
         def norm(x, scale):

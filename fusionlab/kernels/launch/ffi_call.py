@@ -123,13 +123,13 @@ def launch(
       The results. An exception that the plan raises reaches whoever waits for them, as `jax.errors.JaxRuntimeError` with its text.
     """
     operands = same_varying_axes(operands)
-    shapes = [_varying_as(operands, r) for r in results]
+    shapes = [varying_as(operands, r) for r in results]
     target = RECORDING_TARGET if LAUNCHER is not None and LAUNCHER.records else TARGET
     call = jax.ffi.ffi_call(target, shapes, input_output_aliases=dict(aliases or {}))
     return list(call(*operands, plan=plan_name(plan)))
 
 
-def _varying_as(operands: Sequence[Array], result: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def varying_as(operands: Sequence[Array], result: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Inside a `shard_map` that checks, results vary over the mesh axes that the operands vary over."""
     of = jax.typeof(operands[0]) if operands else None
     if of is None or not of.manual_axis_type.varying:

@@ -168,7 +168,7 @@ ACTIVATION = (
     unknown("gelu with 0.8 for 0.7979", gelu_like(0.8, 0.044715), says="nearest known function is gelu", edit=ACTIVATION_EDIT,
             repaired=ends_in(jax.nn.gelu)),
     unknown("gelu with 0.05 for 0.0447", gelu_like(0.7978845608, 0.05), says="gelu_tanh"),
-    unknown("gelu by 1.7 sigmoid", lambda h: h * jax.nn.sigmoid(1.702 * h)),
+    unknown("gelu by 1.6 sigmoid", lambda h: h * jax.nn.sigmoid(1.6 * h)),
     unknown("maximum with 0.1", lambda h: jnp.maximum(h, 0.1)),
     unknown("maximum with -0.0001", lambda h: jnp.maximum(h, -1e-4)),
     unknown("clipped at 2 first", lambda h: jnp.maximum(jnp.minimum(h, 2.0), 0)),

@@ -257,7 +257,7 @@ WRONG = {
     "hard tanh": jax.nn.hard_tanh,
     "hard sigmoid": jax.nn.hard_sigmoid,
     "mish": jax.nn.mish,
-    "quick gelu": lambda h: h * jax.nn.sigmoid(1.702 * h),
+    "quick gelu of 1.6": lambda h: h * jax.nn.sigmoid(1.6 * h),
     "gelu 0.8": lambda h: _gelu_tanh(h, 0.8),
     "gelu 0.798": lambda h: _gelu_tanh(h, 0.798),
     "gelu 0.0447": lambda h: _gelu_tanh(h, k=0.0447),

@@ -45,7 +45,7 @@ ACTIVATIONS: dict[tuple[str | None, str], Callable[[Array], Array]] = {
     ("silu", "exp"): lambda h: h / (1 + jnp.exp(-h)),
     ("sigmoid", "exp"): lambda h: 1 / (1 + jnp.exp(-h)),
     ("tanh", "plain"): jnp.tanh,
-    (None, "quick_gelu"): lambda h: h * jax.nn.sigmoid(1.702 * h),
+    (None, "quick_gelu"): lambda h: h * jax.nn.sigmoid(1.6 * h),  # of another number than CLIP has
     (None, "leaky_relu"): lambda h: jnp.where(h > 0, h, 0.1 * h),
     (None, "threshold"): lambda h: jnp.maximum(h, 0.1),
     (None, "square"): jnp.square,

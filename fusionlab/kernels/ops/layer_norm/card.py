@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...op.card import CUDA, XLA, Card, Requirement, Variants
 from .op import LAYER_NORM
+from .pallas import missing
 from .plan import MOST_ADDENDS, SOURCE, NormLaunch, adds_up, backward_passes, forward_plan
 from .tiling import DTYPES
 
@@ -36,7 +37,11 @@ CARD = Card(
     LAYER_NORM,
     hue="vermilion",
     concepts=("layer_norm", "rms_norm"),
-    requirements=(XLA, CUDA, Requirement(70, "pallas", "Pallas kernels, compiled by the Triton in JAX", ())),
+    requirements=(
+        XLA,
+        CUDA,
+        Requirement(70, "pallas", "Pallas kernels, by the Mosaic GPU in JAX; Hopper GPUs", (missing,)),
+    ),
     source=SOURCE,
     variant="norm {dtype}",
     variants=variants,

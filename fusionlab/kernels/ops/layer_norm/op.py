@@ -49,7 +49,7 @@ class LayerNorm(NormOp):
         ),
         "pallas": XLA.by_kernels(
             "pallas",
-            "one kernel in Pallas, compiled by Triton: one pass over memory, forward",
+            "one kernel in Pallas, of Mosaic GPU: one pass over memory, forward",
             pallas,
             roles=("call",),
         ),
@@ -189,7 +189,7 @@ def layer_norm(
       epsilon: added to the mean square, inside the root; a number, 0 or more.
       axis: the axis that is normalised over.
       implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own (the last axis, up to 65,536 features, no
-        float64), "pallas" one that Triton compiles (x alone, up to 16,384 features; forward).
+        float64), "pallas" one of Mosaic GPU (x alone, up to 8,192 features; forward).
 
     Returns:
       As x, in x's shape and dtype (float32, bfloat16, float16 or float64). Statistics and arithmetic are float32 (float64 for

@@ -1,10 +1,11 @@
-"""`layer_norm` forward by a kernel in Pallas, which Triton compiles: each program normalises whole rows in registers.
+"""`layer_norm` forward by a kernel in Pallas (Mosaic GPU): each program, one warpgroup, normalises a row that it holds in registers.
 
 It needs neither CuPy nor a compiler beside JAX's own. The backward is the reference's.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -13,17 +14,19 @@ import jax
 import jax.numpy as jnp
 
 from ....device import Device
+from ....graph.jax_compat import pallas_load
+from ...launch.ffi_call import varying_as
 from ...op.arrays import first_given, refuses_dtypes
 from ...op.implementation import Call, ChoiceKind, ImplementationChoice
-from .choosing import LEAST, MEASURED
+from .choosing import LEAST
 
 Array = Any
 
+ARCH = "sm_90"  # where it was tried; Mosaic GPU is for Hopper and what came after
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_COLUMNS = 1 << 14  # a row is held in the registers of one block of threads
-NARROW = 1 << 10  # columns up to which an RMSNorm in 16 bits takes 0.81 to 0.93 of the CUDA kernel's time
-_BLOCK = 1 << 13  # entries that a program holds
-_OLDEST = 80  # compute capability of the oldest GPUs that Triton is used for here
+MAX_COLUMNS = 1 << 13  # a row is held in the registers of 128 threads
+_THREADS = 128  # of a warpgroup
+_VECTOR = 8  # entries that a thread reads at once, at most
 
 
 def refuses(
@@ -31,14 +34,15 @@ def refuses(
 ) -> str | None:
     """Why the kernel cannot run a call, or None."""
     x = first_given(shapes, "x")
+    columns = x.shape[axis]
     if axis != len(x.shape) - 1:
         return f"it normalises over axis {axis} of rank {len(x.shape)}, the kernel over the last one"
     if {"shift", "residual"} & set(shapes) or gives_sum:
         return "it adds up a shift or a residual first, which the kernel does not"
     if reason := refuses_dtypes(shapes, DTYPES):
         return reason
-    if x.shape[-1] > MAX_COLUMNS:
-        return f"rows have {x.shape[-1]} entries, the kernel takes {MAX_COLUMNS} at most"
+    if columns % _THREADS or columns > MAX_COLUMNS:
+        return f"rows have {columns} entries, the kernel takes multiples of {_THREADS} up to {MAX_COLUMNS}"
     return "x is empty: there is nothing to compute" if 0 in x.shape else None
 
 
@@ -46,19 +50,23 @@ def refuses_device(device: Device) -> str | None:
     """Why the kernel cannot run on a device, or None."""
     if device.platform != "cuda":
         return f"needs a CUDA device, this is {device}"
-    if device.arch and device.capability < _OLDEST:
-        return f"{device.arch} is older than sm_{_OLDEST}"
-    return None
+    return None if device.arch == ARCH else f"the kernel was tried on {ARCH} alone, this is {device.arch or device}"
+
+
+def missing() -> str | None:
+    """What the kernel needs and is not here, or None."""
+    here = importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu")
+    return None if here else "this JAX has no Pallas for Mosaic GPU: install jax>=0.10"
 
 
 def why_taken(call: Call, found: ImplementationChoice) -> str:
     """Why the kernel runs a call that it can run, in place of what was found for it; "" where that runs."""
     x = call.shapes["x"]
-    if found.kind is ChoiceKind.DEVICE and call.device.arch in MEASURED and math.prod(x.shape) >= LEAST:
+    if found.kind is ChoiceKind.DEVICE and math.prod(x.shape) >= LEAST:
         return f"measured faster than XLA's code (benchmarks norms --each); the CUDA kernel cannot run: {found.reason}"
-    narrow = call.attrs["kind"] == "rms" and x.dtype.itemsize == 2 and x.shape[-1] <= NARROW
-    if found.kind is ChoiceKind.CHOSEN and narrow:
-        return f"for rows of up to {NARROW} entries measured faster than the CUDA kernel (benchmarks norms --each)"
+    whole = call.attrs["kind"] == "rms" or x.shape[-1] % (_THREADS * _VECTOR) == 0
+    if found.kind is ChoiceKind.CHOSEN and whole and x.dtype.itemsize == 2:
+        return "in 16 bits measured faster than the CUDA kernel (benchmarks norms --each)"
     return ""
 
 
@@ -73,44 +81,37 @@ def forward(
     **attrs: Any,
 ) -> list[Array]:
     """[out], and mean (LayerNorm alone) and rstd, in float32, if residuals are asked for."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    columns = x.shape[-1]
+    columns, centred = x.shape[-1], kind == "layer"
     rows = math.prod(x.shape[:-1])
-    width = pl.next_power_of_2(columns)
-    height = math.gcd(rows, max(1, _BLOCK // width))  # a power of 2 that divides the rows
     vectors = [v for v in (scale, bias) if v is not None]
-    centred = kind == "layer"
+    at_once = math.gcd(_VECTOR, columns // _THREADS)
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=at_once)
 
-    def kernel(*refs: Any) -> None:
-        x_ref, *vector_refs, out_ref = refs[: 2 + len(vectors)]
-        mine = pl.ds(pl.program_id(0) * height, height)
-        inside = jnp.arange(width) < columns
-        block = (mine, pl.ds(0, width))
-        mask = jnp.broadcast_to(inside[None, :], (height, width))
-        values = triton.load(x_ref.at[block], mask=mask, other=0.0).astype(jnp.float32)
-        mean = jnp.sum(values, axis=1) / columns if centred else jnp.zeros(height, jnp.float32)
-        moved = jnp.where(mask, values - mean[:, None], 0.0)
-        rstd = jax.lax.rsqrt(jnp.sum(moved * moved, axis=1) / columns + epsilon)
-        result = moved * rstd[:, None]
-        loaded = iter(
-            [triton.load(v.at[pl.ds(0, width)], mask=inside, other=0.0).astype(jnp.float32) for v in vector_refs]
-        )
-        result = result * next(loaded)[None, :] if scale is not None else result
-        result = result + next(loaded)[None, :] if bias is not None else result
-        triton.store(out_ref.at[block], result.astype(out_ref.dtype), mask=mask)
-        kept = (mean, rstd) if centred else (rstd,)
-        for ref, statistic in zip(refs[2 + len(vectors) :], kept, strict=False):
-            triton.store(ref.at[mine], statistic)
+    def load(ref: Any) -> Array:
+        return pallas_load(ref, layout).astype(jnp.float32)
 
+    def kernel(x_ref: Any, *refs: Any) -> None:
+        vector_refs, out_ref, kept = refs[: len(vectors)], refs[len(vectors)], refs[len(vectors) + 1 :]
+        row = jax.lax.axis_index("row")
+        moved = load(x_ref.at[row])
+        mean = jnp.sum(moved) / columns
+        if centred:
+            moved = moved - mean
+        rstd = jax.lax.rsqrt(jnp.sum(moved * moved) / columns + epsilon)
+        result, given = moved * rstd, list(map(load, vector_refs))
+        if scale is not None:
+            result = result * given[0]
+        if bias is not None:
+            result = result + given[-1]
+        out_ref[row] = result.astype(out_ref.dtype)
+        for ref, statistic in zip(kept, (mean, rstd) if centred else (rstd,), strict=False):
+            ref[row] = statistic
+
+    whole = jax.ShapeDtypeStruct((rows, columns), x.dtype)
     statistics = [jax.ShapeDtypeStruct((rows,), jnp.float32)] * ((1 + centred) * residuals)
-    call = pl.pallas_call(
-        kernel,
-        out_shape=[jax.ShapeDtypeStruct((rows, columns), x.dtype), *statistics],
-        grid=(rows // height,),
-        compiler_params=triton.CompilerParams(num_warps=max(1, min(16, height * width // 512))),
-        name=f"{kind}_norm",
-    )
-    out, *kept = call(x.reshape(rows, columns), *vectors)
+    operands = x.reshape(rows, columns), *vectors
+    types = [varying_as(operands, a) for a in (whole, *statistics)]
+    out, *kept = plgpu.kernel(kernel, out_type=types, grid=(rows,), grid_names=("row",))(*operands)
     return [out.reshape(x.shape), *(a.reshape(x.shape[:-1]) for a in kept)]
