@@ -103,7 +103,7 @@ class MatmulPlan:
 
 
 _RARE = ("out", "alpha", "beta", "batch", "leading", "strides")
-plan_kind(MatmulPlan.kind, lambda content: MatmulPlan(**content | {"transposed": tuple(content["transposed"])}))
+plan_kind(MatmulPlan.kind, lambda content: MatmulPlan(**{**content, "transposed": tuple(content["transposed"])}))
 
 
 def missing() -> str | None:
