@@ -56,11 +56,11 @@ class _Grouped(Site):
         found = _KNOWN.get(params["ragged_dot_dimension_numbers"])
         if found is None:
             raise Declined("its axes are not those of jax.lax.ragged_dot or of its gradients", "axes", edit=_OWN_AXES)
-        x, _, sizes = node.inputs
-        if (len(x.shape), len(sizes.shape)) != (2, 1):
-            raise Declined(f"it has axes of a batch: x {x!r}, group_sizes {sizes!r}", "axes", edit=_OWN_AXES)
-        self.check_dtypes()
         kind, contract = found
+        x, w, sizes = node.inputs
+        if (len(x.shape), len(w.shape), len(sizes.shape)) != (2, 2 if kind == "weights" else 3, 1):
+            raise Declined(f"it has further axes: x {x!r}, w {w!r}, group_sizes {sizes!r}", "axes", edit=_OWN_AXES)
+        self.check_dtypes()
         attrs = {
             "kind": kind,
             "w_contract": contract,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....errors import ArgumentError
-from ...op.arrays import canonical_precision, check_dtypes, check_name
+from ...op.arrays import canonical_precision, check_dtypes, check_given, check_name
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
 from . import mosaic, reference
@@ -82,9 +82,7 @@ class GroupedMatmul(Op):
 
 
 def _check(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
-    for slot in GroupedMatmul.slots:
-        if slot not in given:
-            raise ArgumentError(f"grouped_matmul: {slot} is missing, needed an array")
+    check_given("grouped_matmul", given, GroupedMatmul.slots)
     x, w, sizes = (tuple(given[slot].shape) for slot in GroupedMatmul.slots)
     for slot, rank, axes in (
         ("x", 2, "rows x K"),
