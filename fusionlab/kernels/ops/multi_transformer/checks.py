@@ -305,7 +305,7 @@ def _check_layer(given: Mapping[str, Any], full: Mapping[str, Any], sizes: Layer
         a, needed = given.get(f"{slot}.{i}"), tuple(lengths[x] for x in axes)
         if a is None or tuple(a.shape) == needed:
             continue
-        letters = f", [{', '.join(axes).replace('W', '(H + 2 G) D')}]" if axes not in "EF" else ""
+        letters = f", [{', '.join(axes).replace('W', '(H + 2 G) D')}]" if axes not in ("E", "F") else ""
         if slot in cache:
             letters = f", {full['cache_layout']} with the tokens along S"
         raise refused(f"{slot}.{i} has shape {tuple(a.shape)}, needed {needed}{letters}")
