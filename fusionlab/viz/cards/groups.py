@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+
+from fusionlab.graph.program.scopes import Source
 
 from .frames import Turn, shared, spoken, turns
 from .items import PRODUCTS, Item
@@ -33,18 +36,21 @@ class Group:
         return len(self.children) > 1
 
 
-def grouped(items: Sequence[Item], depth: int = 0, turned: bool = False) -> list[Group | Item]:
+def grouped(
+    items: Sequence[Item], depth: int = 0, turned: bool = False, calls: tuple[Source, ...] = ()
+) -> list[Group | Item]:
     """Groups and items of one level, in order.
 
     Args:
       items: in program order.
       depth: how many names of the scope the level has used up.
       turned: whether these are one turn of a loop, in which no turns are looked for again.
+      calls: calls that lead to the level; what was called otherwise stands by itself. () takes those that all share.
     """
     out: list[Group | Item] = []
     for scope, run in _by_scope(items, depth):
         if scope is None:
-            out += _by_call(run, depth, turned)
+            out += _by_call(run, depth, turned, calls)
             continue
         group = next((g for g in out if isinstance(g, Group) and g.key == ("scope", scope)), None)
         if group is None:
@@ -80,11 +86,18 @@ def _by_scope(items: Sequence[Item], depth: int) -> Iterator[tuple[str | None, l
         yield before, run
 
 
-def _by_call(items: list[Item], depth: int, turned: bool) -> list[Group | Item]:
+def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...] = ()) -> list[Group | Item]:
     paths = [i.frames for i in items]
+    if calls and any(p[: len(calls)] != calls for p in paths):
+        out: list[Group | Item] = []
+        for inside, run in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
+            out += _by_call([*run], depth, turned, calls) if inside else run
+        return out
     if not all(paths):
         return list(items)
-    base = shared(paths)
+    base = len(calls) or shared(paths)
+    if any(len(p) <= base for p in paths):
+        return list(items)
     keys = [_call(p, base) for p in paths]
     if len(set(keys)) == 1 and keys[0][1] is None:
         return list(items)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
+from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node, all_nodes
 from fusionlab.graph.program.scopes import Source
@@ -31,17 +32,20 @@ class Found:
 class Item:
     """One thing: its nodes in program order, and the site that it is.
 
-    `main` is its heaviest node, which says where it stands; `sites` are those it is counted for, drawn as it or not.
+    `main` is its heaviest node, which says where it stands; `sites` are those it is counted for, drawn as it or not; `instance` is the
+    layer it is in ("blocks[3]"), where scopes do not say that.
     """
 
     nodes: list[Node]
     main: Node
     site: Found | None = None
     sites: list[Found] = field(default_factory=list)
+    instance: str = ""
 
     @property
     def scope(self) -> tuple[str, ...]:
-        return tuple(self.main.scope.split("/")) if self.main.scope else ()
+        own = tuple(self.main.scope.split("/")) if self.main.scope else ()
+        return (self.instance, *own) if self.instance else own
 
     @property
     def frames(self) -> tuple[Source, ...]:
@@ -49,12 +53,12 @@ class Item:
 
     @property
     def is_region(self) -> bool:
-        return bool(self.main.blocks) and self.main.primitive not in LAYOUT_OPS
+        return is_region(self.main)
 
 
 def is_light(node: Node) -> bool:
     """Whether a node only moves, converts or makes up data: it is told with what reads it."""
-    return not node.blocks and (node.primitive in LAYOUT_OPS or node.primitive in ("eq", "lt", "le", "gt", "ge", "and"))
+    return not is_region(node) and (node.primitive in LAYOUT_OPS or node.primitive in ("eq", "lt", "le", "gt", "ge", "and"))
 
 
 def sites_of(
@@ -104,13 +108,12 @@ def items_of(nodes: Sequence[Node], sites: Collection[Found], weights: Mapping[i
         items.append(_item(mine, weights, site))
         item_of.update((n.id, items[-1]) for n in mine)
     makers = {v.id: n for n in nodes for v in n.outputs}
-    read_here = {v.id for n in nodes for v in n.values}
+    read_here = {v.id for n in nodes for v in n.values if not is_light(n)}
     for node in nodes:
         if node.id in item_of or is_light(node):
             continue
-        maker = _maker(node, makers, item_of) if read_here.isdisjoint(v.id for v in node.outputs) else None
-        item = maker if maker is not None and not node.blocks and node.primitive not in _ALONE else None
-        if item is None:
+        item = _maker(node, makers, item_of) if read_here.isdisjoint(v.id for v in node.outputs) else None
+        if item is None or not _is_told_with(node, item):
             items.append(item := _item([node], weights, None))
         else:  # what is only kept for the backward pass is told with what it is made of
             item.nodes.append(node)
@@ -122,8 +125,25 @@ def items_of(nodes: Sequence[Node], sites: Collection[Found], weights: Mapping[i
 
 
 def _maker(node: Node, makers: Mapping[int, Node], item_of: Mapping[int, Item]) -> Item | None:
-    found = (item_of.get(makers[v.id].id) for v in node.values if v.id in makers)
-    return next((i for i in found if i is not None), None)
+    """The item that makes what a node reads, looked at through what only moves data."""
+    waiting, seen = list(node.values), set()
+    while waiting:
+        maker = makers.get(waiting.pop().id)
+        if maker is None or maker.id in seen:
+            continue
+        seen.add(maker.id)
+        if maker.id in item_of:
+            return item_of[maker.id]
+        waiting += maker.values
+    return None
+
+
+def _is_told_with(node: Node, item: Item | None) -> bool:
+    """Whether a node that nothing reads here says nothing by itself: work of the same function on what the item made."""
+    if item is None or is_region(node) or node.primitive in _ALONE:
+        return False
+    last, own = frames_of(node)[-1:], item.frames[-1:]
+    return node.scope == item.main.scope and [f.function for f in last] == [f.function for f in own]
 
 
 def _item(nodes: list[Node], weights: Mapping[int, int], site: Found | None) -> Item:
