@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -85,13 +86,16 @@ class Flows:
                     found[value.id] = value
         return [*found.values()]
 
-    @property
+    def readers(self, nid: int) -> Iterable[int]:
+        """Ids of the nodes that read what a node makes."""
+        return (reader for reader, _ in self._readers.get(nid, ()) if isinstance(reader, int))
+
+    @functools.cached_property
     def _readers(self) -> dict[FlowEnd, list[tuple[FlowEnd, Value]]]:
-        if not hasattr(self, "_read_by"):
-            self._read_by: dict[FlowEnd, list[tuple[FlowEnd, Value]]] = {}
-            for producer, reader, value in self.edges:
-                self._read_by.setdefault(producer, []).append((reader, value))
-        return self._read_by
+        found: dict[FlowEnd, list[tuple[FlowEnd, Value]]] = {}
+        for producer, reader, value in self.edges:
+            found.setdefault(producer, []).append((reader, value))
+        return found
 
     # Edges ---------------------------------------------------------------------------------------------------------------
     def between(

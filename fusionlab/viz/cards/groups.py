@@ -9,7 +9,7 @@ from itertools import groupby
 from fusionlab.graph.program.scopes import Source
 
 from .frames import Turn, shared, spoken, turns
-from .items import PRODUCTS, Item
+from .items import PRODUCTS, RECOMPUTED, Item
 
 Key = tuple[Hashable, ...]
 
@@ -59,6 +59,8 @@ def grouped(
         group.items += run
     for group in out:
         if isinstance(group, Group) and group.key[0] == "scope":
+            if group.label == RECOMPUTED:  # runs as the forward pass does
+                group.items.sort(key=lambda i: i.main.id)
             group.children = _inside(group.items, depth + 1)
     return out
 

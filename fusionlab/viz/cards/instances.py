@@ -26,9 +26,42 @@ def told_apart(items: Sequence[Item], reads: Reads, known: Collection[str] | Non
     """
     anchors = [_container(reads(i)) for i in items]
     families = frozenset(known) if known is not None else _families(items, anchors)
-    for family in families:
+    # Where two families run side by side (layers and their caches), the one that more is known of names the layer.
+    for family in sorted(families, key=lambda f: (sum(_family(a) == f for a in anchors), f)):
         _fill(items, [a if a and _family(a) == family else "" for a in anchors])
+    for item in items if families else ():
+        item.instance = item.instance or _first(reads(item))
     return families
+
+
+def as_forward(backward: Sequence[Item], forward: Sequence[Item]) -> None:
+    """Gives items of the backward pass that read no parameter the layer of their forward pass, where it is the only one it can be."""
+    for kind in (_record, _place_and_operation, _place):
+        known: dict[Hashable, set[str]] = {}
+        for item in forward:
+            known.setdefault(kind(item), set()).add(item.instance)
+        for item in backward:
+            found = known.get(kind(item), set()) if not item.instance and kind(item) is not None else set()
+            if len(found) == 1:
+                (item.instance,) = found
+
+
+def _record(item: Item) -> Hashable:
+    return item.site.record.id if item.site is not None else None
+
+
+def _place_and_operation(item: Item) -> Hashable:
+    return item.main.scope, item.frames, item.main.primitive
+
+
+def _place(item: Item) -> Hashable:
+    return item.main.scope, item.frames
+
+
+def _first(names: Collection[str]) -> str:
+    """The part of the model that all of these parameters are of, where it has a name."""
+    found = {re.split(r"[.\[]", n, maxsplit=1)[0] for n in names}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _container(names: Collection[str]) -> str:
@@ -97,4 +130,4 @@ def _common_end(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
 
 
 def _signature(item: Item) -> Hashable:
-    return item.main.primitive, tuple(getattr(v.aval, "shape", ()) for v in item.main.outputs)
+    return item.main.primitive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from fusionlab.graph.program.scopes import Source
 from ..model.folding import LAYOUT_OPS
 from .frames import frames_of
 
+RECOMPUTED = "recomputed"
 _ALONE = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "sort", "top_k", "fft"})
 PRODUCTS = _ALONE - {"sort", "top_k", "fft"}
 
@@ -45,7 +47,13 @@ class Item:
     @property
     def scope(self) -> tuple[str, ...]:
         own = tuple(self.main.scope.split("/")) if self.main.scope else ()
-        return (self.instance, *own) if self.instance else own
+        whole = (self.instance, *own) if self.instance else own
+        return (*whole[:1], RECOMPUTED, *whole[1:]) if self.is_recomputed else whole
+
+    @functools.cached_property
+    def is_recomputed(self) -> bool:
+        """Whether the backward pass computes here again what the forward pass did not keep."""
+        return any("rematted_computation" in str(e.source_info.name_stack) for e in (*self.main.calls, self.main.eqn))
 
     @property
     def frames(self) -> tuple[Source, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, values_in
-from fusionlab.graph.program.scopes import in_backward
+from fusionlab.graph.program.scopes import in_backward, in_differentiated
 
 from .card import PHASES
 
@@ -85,12 +85,17 @@ class Stretch:
 
     def _for_the_update(self, graph: Graph) -> None:
         """Step counts and rates that only the update reads belong to it, although they read nothing of the backward pass."""
+        if BACKWARD not in self.phases.values():
+            return
         for node in reversed(self.nodes):
             block = graph.block_of[node.id]
-            if self.phases[node.id] != FORWARD or any(v.id in block.returned for v in node.outputs):
+            if self.phases[node.id] != FORWARD:
+                continue
+            makers = (block.producer.get(v.id) for v in node.values)
+            if any(m is not None and in_differentiated(m) for m in (node, *makers)):
                 continue
             readers = [n for v in node.outputs for n in block.users.get(v.id, ())]
-            if readers and all(self.phases.get(n.id) == UPDATE for n in readers):
+            if all(self.phases.get(n.id) == UPDATE for n in readers):
                 self.phases[node.id] = UPDATE
 
 

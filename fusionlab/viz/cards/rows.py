@@ -75,17 +75,32 @@ def _tops(
     while True:
         out: list[Top] = []
         changed = False
+        if leading is None:
+            dissolved |= _come_again(tops)
         for key, group in tops:
             if leading is None and _wraps(group, total, weights):
                 dissolved.add(key)
-            if key in dissolved and group.opens:
+            if key in dissolved and group.key[0] not in ("lines", "scope" if not group.opens else ""):
                 out += _keyed(group.children, key, leading)
                 changed = True
             else:
                 out.append((key, group))
-        tops = _merged(out)
+        tops = out
         if not changed:
-            return tops
+            return _merged(out)
+
+
+def _come_again(tops: Sequence[Top]) -> set[Key]:
+    """Calls that other rows interrupt: as one row they would stand before and after those."""
+    seen: set[Key] = set()
+    again: set[Key] = set()
+    before: Key | None = None
+    for key, group in tops:
+        if key != before and key in seen and group.key[0] == "call":
+            again.add(key)
+        seen.add(key)
+        before = key
+    return again
 
 
 def _differentiated(backward: Sequence[Item]) -> tuple[Source, ...]:
@@ -160,6 +175,7 @@ def _updates(items: Sequence[Item], tops: Mapping[str, Sequence[Top]], flows: Fl
     label_of = {key: g.label for found in tops.values() for key, g in found}
     gradient = {n.id for _, g in tops.get(BACKWARD, ()) for i in g.items for n in all_nodes(i.nodes)}
     rows = _rows_read(items, row_of, gradient, flows)
+    rows = _rows_of_readers(items, rows, flows)
     joins = {_function(i) for i, row in zip(items, rows, strict=True) if row == _SEVERAL}
     found: dict[Key, Group] = {}
     for item, row in zip(items, rows, strict=True):
@@ -182,6 +198,20 @@ def _rows_read(
         rows.append(named.pop() if len(named) == 1 else _SEVERAL if named or _SEVERAL in read else None)
         own.update((n.id, rows[-1]) for n in all_nodes(item.nodes))
     return rows
+
+
+def _rows_of_readers(items: Sequence[Item], rows: Sequence[Key | None], flows: Flows) -> list[Key | None]:
+    """What reads no gradient (a decayed moment) stands in the row of what reads it."""
+    own = {n.id: row for i, row in zip(items, rows, strict=True) for n in all_nodes(i.nodes)}
+    out = list(rows)
+    for k in range(len(items) - 1, -1, -1):
+        if out[k] is not None:
+            continue
+        readers = {own.get(r) for n in items[k].nodes for r in flows.readers(n.id) if r not in {m.id for m in items[k].nodes}}
+        if len(readers) == 1:
+            out[k] = readers.pop()
+            own.update((n.id, out[k]) for n in all_nodes(items[k].nodes))
+    return out
 
 
 def _function(item: Item) -> Key:

@@ -18,7 +18,7 @@ from .card import PHASES, Amount, Card, Overview, Row, Site, Strip
 from .flows import Flows
 from .frames import spoken
 from .groups import Group, grouped, products_in
-from .instances import told_apart
+from .instances import as_forward, told_apart
 from .items import Found, Item, items_of, sites_of
 from .names import (
     computes,
@@ -121,7 +121,9 @@ class _Drawing:
 
     def _tell_apart(self, lanes: Mapping[str, Sequence[Item]]) -> None:
         families = told_apart(lanes[FORWARD], self._reads)
-        told_apart(lanes[BACKWARD], self._reads, families)
+        if families and lanes[BACKWARD]:
+            told_apart(lanes[BACKWARD], self._reads, families)
+            as_forward(lanes[BACKWARD], lanes[FORWARD])
 
     def _reads(self, item: Item) -> list[str]:
         read = self.maker.flows.parameters_read(n.id for n in all_nodes(item.nodes))
