@@ -10,12 +10,14 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Value, type_text
 
 from ..model.flow import FlowEnd, flow
-from .card import Card, Edge, Row
+from .card import PHASES, Card, Edge, Row
 from .items import is_light
 from .phases import BACKWARD, FORWARD, UPDATE
 
 Chains = Mapping[int, tuple[str, ...]]
+_COEFFICIENTS = 64  # bytes
 _MOST_INPUTS = 4
+_RESULTS = "results/"
 
 
 class Flows:
@@ -124,22 +126,16 @@ class Flows:
         kind, k = end
         if kind == "in":
             return (f"in{k}",) if k in self.inputs else ()
-        return (f"out{k}",)
+        return (f"{_RESULTS}{k}",)
 
     def _results(self, edges: Sequence[Edge]) -> tuple[Card, ...]:
-        outs = [e.end for e in edges if e.end.startswith("out")]
+        """What the program returns, one card a lane."""
         cards = []
-        for end in dict.fromkeys(outs):
-            number = int(end[3:])
-            atom = self.graph.top.outputs[number]
-            several = len([e for e in edges if e.end == end]) > 0 and end in _several(edges)
-            name = f"{_several(edges)[end]} results" if several else "result"
-            cards.append(Card(end, name, kind="output", type="" if several else type_text(atom.aval)))
+        for edge in edges:
+            if edge.end.startswith(_RESULTS):
+                name = "result" if edge.values == 1 else f"{edge.values} results"
+                cards.append(Card(edge.end, name, kind="output", type=edge.type))
         return tuple(cards)
-
-
-def _several(edges: Sequence[Edge]) -> dict[str, int]:
-    return {e.end: e.values for e in edges if e.end.startswith("out") and e.values > 1}
 
 
 def _plain_inputs(graph: Graph) -> tuple[int, ...]:
@@ -196,16 +192,28 @@ class _Found:
         for (parent, start, end), values in self.pairs.items():
             if parent:
                 continue
-            if end.startswith("out") and end not in self.places:
-                results.setdefault(start, {}).update(values)
+            if end.startswith(_RESULTS):
+                if start in self.places:
+                    results.setdefault(start, {}).update(values)
                 continue
             for key, value in self._drawn(start, end, values, rows):
                 found.setdefault(key, {})[value.id] = value
         edges = [_edge(start, end, values, kind) for (start, end, kind), values in found.items()]
+        # Rates and step counts go everywhere in an update: lines of a few bytes would hide the others.
+        edges = [e for e in edges if e.bytes > _COEFFICIENTS or self._phase(e.start) != UPDATE]
         edges = _first_readers(edges, self.places)
-        for number, (start, values) in enumerate(results.items()):
-            edges.append(_edge(start, f"out{number}", values, "flow"))
-        return tuple(edges)
+        return tuple(edges + self._to_results(results))
+
+    def _to_results(self, results: Mapping[str, Mapping[int, Value]]) -> list[Edge]:
+        """One edge a lane, from the last row that returns something, for all that the lane returns."""
+        edges = []
+        for phase in PHASES:
+            mine = [card for card in results if self._phase(card) == phase]
+            if mine:
+                last = max(mine, key=lambda card: self.places[card][0])
+                values = {i: v for card in mine for i, v in results[card].items()}
+                edges.append(_edge(last, f"{_RESULTS}{phase}", values, "flow"))
+        return edges
 
     def _drawn(
         self, start: str, end: str, values: Mapping[int, Value], rows: Sequence[Row]
@@ -245,4 +253,6 @@ def _first_readers(edges: Sequence[Edge], places: Mapping[str, tuple[int, str]])
 
 def _edge(start: str, end: str, values: Mapping[int, Value], kind: str) -> Edge:
     one = next(iter(values.values())) if len(values) == 1 else None
-    return Edge(start, end, sum(v.nbytes for v in values.values()), type_text(one.aval) if one else "", len(values), kind)
+    return Edge(
+        start, end, sum(v.nbytes for v in values.values()), type_text(one.aval) if one else "", len(values), kind
+    )

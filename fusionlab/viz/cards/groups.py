@@ -54,7 +54,7 @@ def grouped(
             continue
         group = next((g for g in out if isinstance(g, Group) and g.key == ("scope", scope)), None)
         if group is None:
-            group = Group(("scope", scope), scope)
+            group = Group(("scope", scope), _plain(scope))
             out.append(group)
         group.items += run
     for group in out:
@@ -63,6 +63,12 @@ def grouped(
                 group.items.sort(key=lambda i: i.main.id)
             group.children = _inside(group.items, depth + 1)
     return out
+
+
+def _plain(scope: str) -> str:
+    """A scope's name without the library's modules in front: "Linear" for "eqx.nn.Linear"."""
+    last = scope.rpartition(".")[2]
+    return last if last[:1].isupper() else scope
 
 
 def _inside(items: list[Item], depth: int, turned: bool = False) -> list[Group | Item]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from .items import Item
 
 _CONTAINER = re.compile(r"(.*?[A-Za-z_]\w*)\[\d+\]")
-_MOST_HEAD = 40  # items of a layer before the first that reads a parameter
 Reads = Callable[[Item], Collection[str]]
 
 
@@ -24,13 +23,17 @@ def told_apart(items: Sequence[Item], reads: Reads, known: Collection[str] | Non
       reads: the parameters that an item reads, as paths one can say ("blocks[3].q.kernel").
       known: the families to look for; None finds those that the scopes do not tell apart already.
     """
-    anchors = [_container(reads(i)) for i in items]
+    read = [reads(i) for i in items]
+    anchors = [_container(names) for names in read]
     families = frozenset(known) if known is not None else _families(items, anchors)
     # Where two families run side by side (layers and their caches), the one that more is known of names the layer.
-    for family in sorted(families, key=lambda f: (sum(_family(a) == f for a in anchors), f)):
-        _fill(items, [a if a and _family(a) == family else "" for a in anchors])
-    for item in items if families else ():
-        item.instance = item.instance or _first(reads(item))
+    for family in sorted(families, key=lambda f: (-sum(_family(a) == f for a in anchors), f)):
+        mine = [i for i, a in zip(items, anchors, strict=True) if a and _family(a) == family]
+        if 2 * sum(bool(i.instance) for i in mine) > len(mine):
+            continue
+        _fill(items, [a if a and _family(a) == family else "" for a in anchors], [bool(names) for names in read])
+    for item, names in zip(items, read, strict=True) if families else ():
+        item.instance = item.instance or _first(names)
     return families
 
 
@@ -95,14 +98,16 @@ def _meet(each: Sequence[set[tuple[str, ...]]]) -> bool:
     return False
 
 
-def _fill(items: Sequence[Item], anchors: Sequence[str]) -> None:
+def _fill(items: Sequence[Item], anchors: Sequence[str], reading: Sequence[bool]) -> None:
     """Anchored items, and what stands between two of one layer, are of that layer; what stands between two layers is cut where
     the first layer begins: what comes right before its first parameter comes so before each layer's."""
     places = [i for i, a in enumerate(anchors) if a]
     if not places:
         return
     gaps = [(a, b) for a, b in zip(places, places[1:], strict=False) if anchors[a] != anchors[b]]
-    before = max(0, places[0] - _MOST_HEAD)
+    before = places[0]
+    while before and not reading[before - 1]:
+        before -= 1
     head = tail = 0
     if gaps:
         between = [_signature(i) for i in items[gaps[0][0] + 1 : gaps[0][1]]]

@@ -66,7 +66,9 @@ class Item:
 
 def is_light(node: Node) -> bool:
     """Whether a node only moves, converts or makes up data: it is told with what reads it."""
-    return not is_region(node) and (node.primitive in LAYOUT_OPS or node.primitive in ("eq", "lt", "le", "gt", "ge", "and"))
+    return not is_region(node) and (
+        node.primitive in LAYOUT_OPS or node.primitive in ("eq", "lt", "le", "gt", "ge", "and")
+    )
 
 
 def sites_of(

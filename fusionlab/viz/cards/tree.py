@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,15 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, type_text
 
 from ..model.sites import is_applied
+from ..palette import pass_of_op
 from .card import PHASES, Amount, Card, Overview, Row, Site, Strip
 from .flows import Flows
-from .frames import spoken
+from .frames import frames_of
 from .groups import Group, grouped, products_in
 from .instances import as_forward, told_apart
-from .items import Found, Item, items_of, sites_of
+from .items import PRODUCTS, Found, Item, items_of, sites_of
 from .names import (
     computes,
-    copy_name,
     item_name,
     lines_text,
     parameter_name,
@@ -31,7 +32,7 @@ from .names import (
     shared_parameter,
 )
 from .phases import BACKWARD, FORWARD, UPDATE, Stretch
-from .rows import Places, rows_of
+from .places import Places, rows_of
 
 _PREFIX = {FORWARD: "", BACKWARD: "backward of", UPDATE: "update of"}
 
@@ -132,15 +133,12 @@ class _Drawing:
     # Cards -----------------------------------------------------------------------------------------------------------
     def _row(self, place: Places, phases: Sequence[str]) -> Row:
         cards = {p: self._top(place, p) for p in phases if place.groups.get(p)}
-        return Row(place.name, cards)
+        return Row(next((c.name for c in cards.values()), place.name), cards)
 
     def _top(self, place: Places, phase: str) -> Card:
         groups = place.groups[phase]
-        names = [self._group_name(g) for g in groups]
-        name = run_name(names[0], names[-1]) if place.count > 1 else place.name or names[0]
-        if phase != FORWARD:
-            name = place.name if place.count == 1 or len(groups) < place.count else name
-        card_id = self._fresh(f"{phase}/{place.name}")
+        name = place.name or self._group_name(place.groups.get(FORWARD, groups)[0])
+        card_id = self._fresh(f"{phase}/{name}")
         prefix = _PREFIX[phase] if place.groups.get(FORWARD) else ""
         return self._stack(card_id, name, prefix, groups, ())
 
@@ -167,14 +165,19 @@ class _Drawing:
 
     def _part(self, card_id: str, name: str, prefix: str, group: Group, around: tuple[str, ...]) -> Card:
         nodes = [n for i in group.items for n in i.nodes]
-        single = group.items[0] if len(group.items) == 1 else None
+        regions = [i for i in group.items if i.is_region]
+        single = group.items[0] if len(group.items) == 1 else regions[0] if group.key[0] == "region" else None
         if single is not None and (single.site is not None or single.is_region):
             card = self._item(single, around, card_id)
-            own = name if single.is_region or not single.site else card.name
-            return replace(card, name=own, prefix=prefix)
+            self._place(nodes, (*around, card_id))  # of a loop, also the trifles that it alone reads
+            return replace(
+                card, name=name if single.site is None or group.key[0] == "scope" else card.name, prefix=prefix
+            )
         children = self._children(group, (*around, card_id)) if self._opens(group) else ()
         self._place(nodes, (*around, card_id))
-        return self._card(card_id, name, nodes, group.items, kind="part" if children else "nodes", prefix=prefix, children=children)
+        return self._card(
+            card_id, name, nodes, group.items, kind="part" if children else "nodes", prefix=prefix, children=children
+        )
 
     def _opens(self, group: Group) -> bool:
         """Whether its inside says more than its name: several products, a site, a loop."""
@@ -194,22 +197,56 @@ class _Drawing:
                 cards.append(self._item(first, around))
                 continue
             groups = [g if isinstance(g, Group) else Group(("item",), "", [g], [g]) for g in run]
-            name = self._group_name(groups[0])
-            if len(groups) > 1:
-                name = run_name(name, self._group_name(groups[-1]))
+            names = [
+                self._group_name(g) if isinstance(p, Group) else self._item_name(p)
+                for p, g in zip(run, groups, strict=True)
+            ]
+            name = run_name(names[0], names[-1])
             cards.append(self._stack(self._fresh(f"{around[-1]}/{name}"), name, "", groups, around))
         return tuple(cards)
 
     def _item(self, item: Item, around: tuple[str, ...], card_id: str = "") -> Card:
-        name = item_name(item, self.maker.argument_of)
+        name = self._item_name(item)
         card_id = card_id or self._fresh(f"{around[-1] if around else ''}/{item.site.record.id if item.site else name}")
         children: tuple[Card, ...] = ()
         turns = 0
         if item.is_region and item.site is None:
             children, turns = self._inside(item.main, (*around, card_id)), self._turns(item.main)
-        kind = "site" if item.site is not None else "region" if children else "nodes"
+        site = self._site(item)
+        kind = "site" if site is not None else "region" if children else "nodes"
         self._place(item.nodes, (*around, card_id))
-        return self._card(card_id, name, item.nodes, [item], kind=kind, children=children, turns=turns, site=self._site(item))
+        return self._card(card_id, name, item.nodes, [item], kind=kind, children=children, turns=turns, site=site)
+
+    def _item_name(self, item: Item) -> str:
+        if item.is_region and item.site is None:
+            return self._group_name(Group(("region",), "", [item]))
+        if item.site is None and self.maker.phases[item.main.id] == BACKWARD and item.main.primitive in PRODUCTS:
+            return self._gradient_name(item)
+        return item_name(item, self.maker.argument_of)
+
+    def _gradient_name(self, item: Item) -> str:
+        """A product of the backward pass by the parameter whose gradient it is, or that it is multiplied by."""
+        name = item_name(item, self.maker.argument_of)
+        if not name.startswith("product "):
+            return f"backward of {name}"
+        shape = sorted(item.main.outputs[0].shape)
+        place = item.main.scope, item.frames
+        found = {p for p, s in self._weights.get(place, ()) if s == shape} or {
+            p for p, s in self._weights.get(place, ())
+        }
+        return f"gradient of {found.pop()}" if len(found) == 1 else "gradient of a weight" if found else name
+
+    @functools.cached_property
+    def _weights(self) -> dict[Any, list[tuple[str, list[int]]]]:
+        """Where a product of the forward pass stands -> the parameters it multiplies by, with their sorted shapes."""
+        found: dict[Any, list[tuple[str, list[int]]]] = {}
+        for node in self.maker.graph.nodes():
+            if node.primitive in PRODUCTS and self.maker.phases.get(node.id) != BACKWARD:
+                for value in node.values:
+                    if name := self.maker.argument_of.get(value.id):
+                        short = re.split(r"[.\]]", name.rstrip("]"))[-1] or name
+                        found.setdefault((node.scope, frames_of(node)), []).append((short, sorted(value.shape)))
+        return found
 
     def _inside(self, region: Node, around: tuple[str, ...]) -> tuple[Card, ...]:
         """What is in a loop or a choice; of a choice, each branch as a part."""
@@ -275,7 +312,7 @@ class _Drawing:
 
     def _site(self, item: Item) -> Site | None:
         if item.site is None:
-            return None
+            return _fused(item.main)
         record, solid = item.site.record, item.nodes
         note = record.formula if isinstance(record, Candidate) else record.sentence
         words = ribbon(solid, self.maker.argument_of)
@@ -293,10 +330,22 @@ class _Drawing:
         for site in found.values():
             strips.setdefault((site.record.pass_name, site.state, site.backward), []).append(site)
         cost = self.maker.cost
-        return tuple(
+        drawn = [
             Strip(name, state, len(sites), backward, sum((cost[i] for s in sites for i in s.nodes), Amount()))
             for (name, state, backward), sites in strips.items()
-        )
+        ]
+        return (*drawn, *self._fused_strips(items))
+
+    def _fused_strips(self, items: Sequence[Item]) -> list[Strip]:
+        """Fused ops by pass, in a program whose sites are fused already."""
+        found: dict[tuple[str, bool], list[Node]] = {}
+        for node in (n for i in items if i.site is None for n in all_nodes(i.nodes)):
+            if (site := _fused(node)) is not None:
+                found.setdefault((site.pass_name, site.backward), []).append(node)
+        return [
+            Strip(name, "applied", len(nodes), backward, self._amount([nodes]))
+            for (name, backward), nodes in found.items()
+        ]
 
     # Small things ----------------------------------------------------------------------------------------------------
     def _amount(self, several: Iterable[Iterable[Node]]) -> Amount:
@@ -306,11 +355,13 @@ class _Drawing:
     def _group_name(self, group: Group) -> str:
         """A scope or a function has its name; a turn of a loop has the parameters' that it reads."""
         label = group.label
-        if group.key[0] in ("turn", "lines", "item") or not label:
+        if group.key[0] in ("turn", "region") or not label:
             read = self.maker.flows.parameters_read(n.id for i in group.items for n in all_nodes(i.nodes))
             named = shared_parameter([parameter_name(p) for p in read])
             if any(c.isalpha() for c in named):
                 return named
+        if group.key[0] == "region":
+            return item_name(group.items[0], {})
         return label or computes([n for i in group.items for n in i.nodes])
 
     def _fresh(self, wanted: str) -> str:
@@ -318,8 +369,17 @@ class _Drawing:
         return wanted if number == 1 else f"{wanted}~{number}"
 
     def _place(self, nodes: Iterable[Node], chain: tuple[str, ...]) -> None:
+        """Nodes inside a region that opens have their places already."""
         for node in all_nodes(nodes):
             self.chains.setdefault(node.id, chain)
+
+
+def _fused(node: Node) -> Site | None:
+    """A fused op, in a program whose sites are fused already."""
+    name = pass_of_op(node.primitive)
+    if name is None:
+        return None
+    return Site("", name.removesuffix("_grad"), "applied", name.endswith("_grad"))
 
 
 def _boxes(children: Sequence[Group | Item]) -> list[Group | Item]:
@@ -347,7 +407,10 @@ def _has_product(item: Item) -> bool:
 def signature(part: Group | Item) -> tuple:
     """Equal for parts that compute the same of the same types: casts and masks left out, states of sites too."""
     items = part.items if isinstance(part, Group) else [part]
-    return tuple((n.primitive, type_text(n.outputs[0].aval) if n.outputs else "") for i in items for n in all_nodes([i.main]))
+    sites = tuple(getattr(s.record, "formula", s.record.pass_name) for i in items for s in i.sites)
+    return sites, *(
+        (n.primitive, type_text(n.outputs[0].aval) if n.outputs else "") for i in items for n in all_nodes([i.main])
+    )
 
 
 def _runs(parts: Sequence[Group | Item]) -> list[list[Group | Item]]:
@@ -356,8 +419,7 @@ def _runs(parts: Sequence[Group | Item]) -> list[list[Group | Item]]:
     before: tuple | None = None
     for part in parts:
         now = (isinstance(part, Group), signature(part))
-        site = isinstance(part, Item) and part.site is not None
-        if runs and now == before and not site:
+        if runs and now == before:
             runs[-1].append(part)
         else:
             runs.append([part])

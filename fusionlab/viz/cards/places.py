@@ -15,6 +15,7 @@ from .items import Item
 from .names import lines_text, run_name
 from .phases import BACKWARD, FORWARD, UPDATE
 
+_TRIFLE = 0.002  # of the bytes of its lane
 _WRAPS = 0.9  # a part with more of its lane than this says nothing as a row: what is in it becomes rows
 
 Key = tuple[Hashable, ...]
@@ -51,6 +52,9 @@ def rows_of(lanes: Mapping[str, Sequence[Item]], flows: Flows, weights: Mapping[
         tops[BACKWARD] = _tops(lanes[BACKWARD], weights, dissolved, tops[FORWARD], inner)
     if leading != UPDATE and lanes[UPDATE]:
         tops[UPDATE] = _updates(lanes[UPDATE], tops, flows)
+    if leading == FORWARD:
+        tops[FORWARD], gone = _absorbed(tops[FORWARD], flows, weights)
+        tops = {p: found if p == FORWARD else [(gone.get(k, k), g) for k, g in found] for p, found in tops.items()}
     places = _stacked(tops[leading], leading)
     home = {key: place for place in places for key in place.keys}
     for phase, found in tops.items():
@@ -81,7 +85,11 @@ def _tops(
             if leading is None and _wraps(group, total, weights):
                 dissolved.add(key)
             if key in dissolved and group.key[0] not in ("lines", "scope" if not group.opens else ""):
-                out += _keyed(group.children, key, leading)
+                inside = _keyed(group.children, key, leading)
+                for _, part in inside:
+                    if part.label.isdigit():  # "3" says nothing without what it is the third of
+                        part.label = f"{group.label}[{part.label}]"
+                out += inside
                 changed = True
             else:
                 out.append((key, group))
@@ -122,6 +130,9 @@ def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | N
         if isinstance(part, Group):
             out.append(((*outer, part.key), part))
             continue
+        if part.is_region:
+            out.append((_region_key(outer, part), _of_region(part)))
+            continue
         frame = part.frames[-1] if part.frames else None
         where = (frame.function, frame.line) if frame is not None else None
         key = lines.get(where) if where is not None else None
@@ -140,6 +151,14 @@ def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | N
             text = lines_text(i.frames[-1] for i in group.items if i.frames)
             group.label = f"{group.label} :{text.rpartition(':')[2]}" if group.label and text else group.label
     return out
+
+
+def _region_key(outer: Key, item: Item) -> Key:
+    return *outer, ("region", item.main.primitive, item.main.scope, item.frames[-1:])
+
+
+def _of_region(item: Item) -> Group:
+    return Group(("region", item.main.primitive), "", [item], [item])
 
 
 def _lines(leading: Sequence[Top]) -> dict[tuple[str, int] | None, Key]:
@@ -193,7 +212,12 @@ def _rows_read(
     own: dict[int, Key | None] = {}
     rows: list[Key | None] = []
     for item in items:
-        read = {row_of[p] if p in gradient else own[p] for n in all_nodes(item.nodes) for p in flows.makers(n.id) if p in gradient or p in own}
+        read = {
+            row_of[p] if p in gradient else own[p]
+            for n in all_nodes(item.nodes)
+            for p in flows.makers(n.id)
+            if p in gradient or p in own
+        }
         named = read - {None, _SEVERAL}
         rows.append(named.pop() if len(named) == 1 else _SEVERAL if named or _SEVERAL in read else None)
         own.update((n.id, rows[-1]) for n in all_nodes(item.nodes))
@@ -207,7 +231,9 @@ def _rows_of_readers(items: Sequence[Item], rows: Sequence[Key | None], flows: F
     for k in range(len(items) - 1, -1, -1):
         if out[k] is not None:
             continue
-        readers = {own.get(r) for n in items[k].nodes for r in flows.readers(n.id) if r not in {m.id for m in items[k].nodes}}
+        readers = {
+            own.get(r) for n in items[k].nodes for r in flows.readers(n.id) if r not in {m.id for m in items[k].nodes}
+        }
         if len(readers) == 1:
             out[k] = readers.pop()
             own.update((n.id, out[k]) for n in all_nodes(items[k].nodes))
@@ -217,6 +243,28 @@ def _rows_of_readers(items: Sequence[Item], rows: Sequence[Key | None], flows: F
 def _function(item: Item) -> Key:
     names = [spoken(f.function) for f in item.frames[1:]] or [spoken(f.function) for f in item.frames]
     return "function", next((n for n in names if n), "update")
+
+
+def _absorbed(tops: Sequence[Top], flows: Flows, weights: Mapping[int, int]) -> tuple[list[Top], dict[Key, Key]]:
+    """Trifles that only one row reads stand with it: masks, tables of angles. Also: the key of each such row -> whose it is now."""
+    cost = {key: sum(weights[n.id] for i in g.items for n in i.nodes) for key, g in tops}
+    least = _TRIFLE * sum(cost.values())
+    row_of = {n.id: key for key, g in tops for i in g.items for n in all_nodes(i.nodes)}
+    group_of = dict(tops)
+    gone: dict[Key, Key] = {}
+    for key, group in reversed(tops):
+        reads = any(flows.parameters(n.id for n in all_nodes(i.nodes)) for i in group.items)
+        if cost[key] > least or group.key[0] not in ("lines", "call") or reads or any(i.sites for i in group.items):
+            continue
+        nodes = (n.id for i in group.items for n in all_nodes(i.nodes))
+        found = (row_of.get(r) for nid in nodes for r in flows.readers(nid))
+        readers = {gone.get(r, r) for r in found if r is not None and r != key}
+        home = readers.pop() if len(readers) == 1 else None
+        if home is not None:
+            gone[key] = home
+            group_of[home].items[:0] = group.items
+            group_of[home].children[:0] = group.children
+    return [(k, g) for k, g in tops if k not in gone], gone
 
 
 def _stacked(tops: Sequence[Top], phase: str) -> list[Places]:
