@@ -55,7 +55,7 @@ class Flows:
     def parameter_names(self, named: Callable[[str], str]) -> dict[int, str]:
         """Value id -> the name of the parameter that it holds, cast or reshaped or not."""
         names = {}
-        for producer, reader, value in self.edges:
+        for producer, _reader, value in self.edges:
             maker, _ = self.origin(producer, value)
             if not isinstance(maker, int) and maker[0] == "in" and maker[1] not in self.inputs:
                 names[value.id] = named(self.graph.in_names[maker[1]])

@@ -98,8 +98,9 @@ def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, .
     paths = [i.frames for i in items]
     if calls and any(p[: len(calls)] != calls for p in paths):
         out: list[Group | Item] = []
-        for inside, run in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
-            out += _by_call([*run], depth, turned, calls) if inside else run
+        for inside, found in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
+            run = [*found]
+            out += _by_call(run, depth, turned, calls) if inside else run
         return out
     if not all(paths):
         return list(items)

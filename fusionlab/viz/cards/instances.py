@@ -6,6 +6,7 @@ Libraries that put no scopes into programs, or classes instead of instances, sti
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 
@@ -104,7 +105,7 @@ def _fill(items: Sequence[Item], anchors: Sequence[str], reading: Sequence[bool]
     places = [i for i, a in enumerate(anchors) if a]
     if not places:
         return
-    gaps = [(a, b) for a, b in zip(places, places[1:], strict=False) if anchors[a] != anchors[b]]
+    gaps = [(a, b) for a, b in itertools.pairwise(places) if anchors[a] != anchors[b]]
     before = places[0]
     while before and not reading[before - 1]:
         before -= 1
@@ -114,7 +115,7 @@ def _fill(items: Sequence[Item], anchors: Sequence[str], reading: Sequence[bool]
         head = _common_end(between, [_signature(i) for i in items[before : places[0]]])
         tail = len(between) - head
     _mark(items, range(places[0] - head, places[0]), anchors[places[0]])
-    for a, b in zip(places, places[1:], strict=False):
+    for a, b in itertools.pairwise(places):
         cut = b if anchors[a] == anchors[b] else b - min(head, b - a - 1)
         _mark(items, range(a, cut), anchors[a])
         _mark(items, range(cut, b), anchors[b])

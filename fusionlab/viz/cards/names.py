@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 
 from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.program.ir import Literal, Node, Value, literal_text, type_text
@@ -50,17 +49,11 @@ def run_name(first: str, last: str) -> str:
     turn, other = _TURN.fullmatch(first), _TURN.fullmatch(last)
     if turn and other and turn[1] == other[1]:
         return f"{turn[1]}turns {turn[2]} … {other[2]}"
-    shared = os.path.commonprefix([first, last])
+    shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     if shared.endswith("[") and first.endswith("]"):
         return f"{shared}{first[len(shared) : -1]} … {last[len(shared) :]}"
     cut = re.split(r"\d*$", shared)[0]
     return f"{first} … {last[len(cut) :]}" if cut else f"{first} … {last}"
-
-
-def copy_name(name: str, number: int, count: int) -> str:
-    """One of equal parts: "layer 17 of 24"."""
-    base = re.sub(r"[_\W]*\d*\W*$", "", name.split(" … ")[0]) or "part"
-    return f"{base.replace('_', ' ')} {number + 1} of {count}"
 
 
 def lines_text(sources: Iterable[Source]) -> str:
@@ -87,7 +80,7 @@ def shared_parameter(paths: Sequence[str]) -> str:
     if not paths:
         return ""
     parts = [re.split(r"\.|(?=\[)", p) for p in paths]
-    common = [*map(lambda same: same[0], iter(_same(parts)))]
+    common = [same[0] for same in _same(parts)]
     if len(paths) == 1 or len(common) == len(parts[0]):
         common = common[:-1]
     return "".join(p if p.startswith("[") or not k else f".{p}" for k, p in enumerate(common))
@@ -102,11 +95,8 @@ def _same(parts: Sequence[Sequence[str]]) -> Iterable[tuple[str, ...]]:
 
 def item_name(item: Item, argument_of: Mapping[int, str]) -> str:
     """The name of one thing: a site's formula, a product by its parameter, a function, or what it computes."""
-    record = item.site.record if item.site is not None else None
-    if record is not None and item.site is not None and item.site.backward:
-        return _site_name(record)
-    if record is not None:
-        return _site_name(record)
+    if item.site is not None:
+        return _site_name(item.site.record)
     if item.is_region:
         return _region_name(item.main)
     products = [n for n in item.nodes if n.primitive in PRODUCTS]
@@ -139,7 +129,7 @@ def _product(node: Node, argument_of: Mapping[int, str]) -> str:
 def computes(nodes: Sequence[Node]) -> str:
     """ "add", "exp · sum", "where and 7 more": the operations of a few nodes, those that only move data left out."""
     solid = [n for n in nodes if not is_light(n)] or list(nodes)
-    words = [w for w, _ in groupby(_plain(n) for n in solid)]
+    words = [w for w, _ in itertools.groupby(_plain(n) for n in solid)]
     if len(words) <= 3:
         return " · ".join(words)
     return f"{Counter(words).most_common(1)[0][0]} and {len(words) - 1} more"
