@@ -14,6 +14,7 @@ from fusionlab.graph.cost.cost import Costs, cost_of
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, type_text
 
+from ..draw.dot import dom_id
 from ..model.sites import is_applied
 from ..palette import pass_of_op
 from .card import PHASES, Amount, Card, Overview, Row, Site, Strip
@@ -54,7 +55,7 @@ def overview(
       copies: id of a card of several identical parts -> which of them is shown when it is opened, from 0.
       costs: of the graph; None counts them.
     """
-    return Maker(graph, findings, costs).overview(enabled, copies or {})
+    return Maker(graph, findings, costs).overview(enabled, copies)[0]
 
 
 class Maker:
@@ -78,9 +79,15 @@ class Maker:
         """Node id -> bytes moved by it and all that is inside it."""
         return {n.id: sum(self.cost[i.id].bytes for i in all_nodes([n])) for n in self.graph.nodes()}
 
-    def overview(self, enabled: Collection[str] | None, copies: Mapping[str, int]) -> Overview:
-        """The overview with these sites applied and these copies shown."""
-        return _Drawing(self, self._found(enabled), copies).overview()
+    def overview(
+        self, enabled: Collection[str] | None, copies: Mapping[str, int] | None = None
+    ) -> tuple[Overview, dict[int, tuple[str, ...]]]:
+        """The overview with these sites applied and these copies shown, and node id -> the cards around it, outermost first.
+
+        A node of a copy that is not shown ends in a name of its own, "CARD~5" for the sixth copy of CARD.
+        """
+        drawing = _Drawing(self, self._found(enabled), copies or {})
+        return drawing.overview(), drawing.chains
 
     def _found(self, enabled: Collection[str] | None) -> list[Found]:
         if self.findings is None:
@@ -366,7 +373,7 @@ class _Drawing:
 
     def _fresh(self, wanted: str) -> str:
         number = self.used[wanted] = self.used.get(wanted, 0) + 1
-        return wanted if number == 1 else f"{wanted}~{number}"
+        return dom_id(wanted if number == 1 else f"{wanted}~{number}")
 
     def _place(self, nodes: Iterable[Node], chain: tuple[str, ...]) -> None:
         """Nodes inside a region that opens have their places already."""
