@@ -16,7 +16,7 @@ NARROW = 236.0  # below this width the prefix stands over the name
 TITLE = 12.5
 PAD = 11.0
 _PASS, _CELL = 18.0, 38.0
-_MOST_PASSES, _LEAST_CELL = 5, 76.0
+_MOST_PASSES, _LEAST_CELL = 5, 84.0
 _BOLD_FROM = 0.2
 STATE_WORDS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
 
@@ -154,7 +154,7 @@ def title_marks(card: Card, left: float, right: float, y: float, size: float = T
     chip = chip_text(card)
     wide = text_width(chip, 10, True) + 14 if chip else 0
     room = right - left - (wide + 8 if chip else 0)
-    if chip and room < 40:
+    if chip and (room < 40 or 4 * len(cut(card.name, room, size, True)) < 3 * len(card.name) < 60):
         chip, room = "", right - left
     if card.prefix:
         prefix = card.prefix if text_width(card.prefix, size) + 46 <= room else ""
@@ -240,7 +240,7 @@ def _passes(strips: Sequence[Strip], rect: Rect, y: float, scale: Scale) -> list
 
 
 def _pass(strip: Strip, rect: Rect, y: float, counted: float, scale: Scale) -> list[Mark]:
-    share = _share(strip.cost, rect.right - PAD, y, scale, line=2)
+    share = [t for t in _share(strip.cost, rect.right - PAD, y, scale, line=2) if t.rect.x > counted + 6]
     end = (share[0].rect.x if share else rect.right - PAD) - 8
     count = Text(counted, y, f"{strip.count:,}", bold=True, kind="number", line=2, anchor="end")
     x = counted + 7

@@ -31,7 +31,7 @@ class Span:
 def _natural(phases: Sequence[str], room: float, buses: Sequence[float]) -> tuple[list[float], list[float]]:
     """Widths of the lanes, and of the columns between them, while nothing is open."""
     columns = [min(max(room * (0.082 - 0.006 * i), _NARROW_COLUMN), 74.0) + bus for i, bus in enumerate(buses)]
-    update = min(max(room * 0.165, 104.0), 148.0) if len(phases) > 1 and phases[-1] == "update" else 0.0
+    update = min(max(room * 0.165, 118.0), 148.0) if len(phases) > 1 and phases[-1] == "update" else 0.0
     rest = room - update - sum(columns)
     wide = [p for p in phases if not (update and p == "update")]
     parts = {"forward": 31.0 if len(wide) > 1 else 1.0, "backward": 30.0}
@@ -92,10 +92,10 @@ def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float
     return heads
 
 
-def legend_of(spans: Sequence[Span], y: float, width: float, backward: bool) -> list[Mark]:
+def legend_of(spans: Sequence[Span], y: float, backward: bool) -> list[Mark]:
     """What forms, widths and bars mean."""
     marks: list[Mark] = []
-    x, right = spans[0].x + 2, max(spans[-1].right, width - MARGIN) - 2
+    x, right = spans[0].x + 2, spans[-1].right - 2
     entries = [(s, word, False) for s, word in STATE_WORDS.items()]
     for state, word, is_backward in [*entries, ("applied", "lighter: backward", True)][: 4 if backward else 3]:
         text = Text(x + 17, y, word, muted=True, kind="legend")

@@ -128,7 +128,7 @@ def opened_inside(card: Card, x: float, y: float, width: float, drawing: Drawing
         slots.append(Slot(child.id, part.boxes[0].outer))
         parts.append(part)
         below, before = below + part.height, child
-    column = Column(left + min(inner, 300) / 2, -1, _STEP, left, left + inner, 4.0)
+    column = Column(left + min(inner, 300) / 2, -1, _STEP, left, left + inner, 3.0)
     wires = column_wires(slots, edges, channels, drawing.widths, column)
     height = below + _FOOT - y
     rect = Rect(x, y, width, height)

@@ -134,7 +134,7 @@ class _Plan:
             boxes=tuple(boxes),
             pills=tuple(pill for _, pill in pills),
             wires=tuple(wires),
-            legend=tuple(legend_of(self.spans, bottom + 19, right, "backward" in self.phases)) if self.spans else (),
+            legend=tuple(legend_of(self.spans, bottom + 19, "backward" in self.phases)) if self.spans else (),
         )
 
     # -- columns --
