@@ -30,6 +30,7 @@ class Stage:
         self.names: dict[str, str] = {}  # id of a group selected -> its name
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self._pane = PANE
+        self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
 
     # What is open --------------------------------------------------------------------------------------------------
@@ -80,6 +81,7 @@ class Stage:
         card = self._card(drawn, item)
         if card is None:
             return None
+        self._clicked = card
         if card.site is not None and card.site.id:
             return card.site.id
         if len(card.nodes) == 1:
@@ -91,6 +93,9 @@ class Stage:
         """Ids in the picture of what is selected: its own card if it has one, else the cards that hold its nodes."""
         if self._card(drawn, chosen.name) is not None:
             return [ID_PREFIX + chosen.name]
+        last = self._clicked  # of a site and its backward pass, the one that was clicked
+        if last is not None and last.site is not None and last.site.id == chosen.name:
+            return [ID_PREFIX + last.id]
         return self.places(drawn, chosen.nodes)
 
     def places(self, drawn: Drawn, nodes: Iterable[int]) -> list[str]:
