@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +40,7 @@ class Stage:
     def __init__(self, graph: Graph, engine: str | None = None) -> None:
         self.shown = "before"
         self.hulls = False
-        self.groups: dict[str, Collection[int]] = {}
+        self._groups: weakref.WeakKeyDictionary[Graph, dict[str, Collection[int]]] = weakref.WeakKeyDictionary()
         self._engine = engine
         self._hull_names: dict[str, str] = {}
         self._pictures: tuple[Any, Any] = (None, None)
@@ -119,8 +120,12 @@ class Stage:
             return found["site"]
         if found["node"] is not None:
             return f"n{found['node']}"
-        self.groups = {found["id"]: members_of(found)}
+        self._groups.setdefault(drawn[0], {})[found["id"]] = members_of(found)
         return found["id"]
+
+    def groups(self, graph: Graph) -> dict[str, Collection[int]]:
+        """The groups of this graph that were clicked, as id -> node ids: they can be selected again."""
+        return self._groups.get(graph, {})
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
         """Ids in the picture of what is selected: its own outline if it has one, else the boxes that hold its nodes."""
