@@ -304,6 +304,9 @@ def test_nothing_is_wider_than_the_window(shown, width):
     shown.page.set_viewport_size({"width": width, "height": 900})
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", "[role=tablist]"):
+        folded = {".fl-passes": "open-left", "[data-fl=inspector]": "open-right"}.get(part)
+        if folded and shown.hook(folded).is_visible():
+            shown.hook(folded).click()
         box = shown.root.locator(part).bounding_box()
         assert box["width"] > 180, part
         assert box["x"] >= 0

@@ -321,7 +321,7 @@ function graph(ui) {
   const el = h("section", { class: "fl-middle", "aria-label": "graph" }, tools, pane, legend);
   const place = { x: 0, y: 0, scale: 1 };
   const places = {}; // where the reader was in the other program
-  let boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = false, size = { width: 1, height: 1 }, read = null, readAt = 0, drag = null;
+  let boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = null, size = { width: 1, height: 1 }, read = null, readAt = 0, drag = null;
 
   const svg = () => canvas.querySelector("svg");
   const shape = (id) => (id ? canvas.querySelector(`[id="${CSS.escape(id)}"]`) : null);
@@ -353,9 +353,10 @@ function graph(ui) {
     place.x = (pane.clientWidth - size.width * place.scale) / 2;
     if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
     place.y = Math.max(8, (pane.clientHeight - size.height * place.scale) / 2);
-    fitted = true;
     move(glide);
+    fitted = { whole, at: at() };
   };
+  const at = () => `${place.x} ${place.y} ${place.scale}`;
   const measure = () => { // where the boxes are in the picture itself, in its own units
     const whole = svg()?.getBoundingClientRect();
     boxes = new Map();
@@ -363,7 +364,7 @@ function graph(ui) {
     if (!read) [read, readAt] = [readPicture(svg(), size.width), 0];
     const unit = size.width / whole.width;
     for (const id of [...Object.keys(items()), ...Object.keys(ui.store.get("scene")?.hull_items || {})]) {
-      const r = shape(id)?.getBoundingClientRect();
+      const r = (shape(id)?.querySelector(":scope > .card-body") || shape(id))?.getBoundingClientRect();
       if (r) boxes.set(id, { x: (r.left - whole.left) * unit, y: (r.top - whole.top) * unit, w: r.width * unit, h: r.height * unit });
     }
   };
@@ -393,7 +394,7 @@ function graph(ui) {
     place.scale = Number.isFinite(text) ? Math.max(LEAST / text, Math.min(half, LARGEST / text)) : half;
     place.x = Math.max(pane.clientWidth / 2 - (b.x + b.w / 2) * place.scale, b.w * place.scale > pane.clientWidth - 16 ? 8 - b.x * place.scale : -Infinity);
     place.y = Math.max(pane.clientHeight / 2 - (b.y + b.h / 2) * place.scale, b.h * place.scale > pane.clientHeight - 16 ? 8 - b.y * place.scale : -Infinity);
-    fitted = true;
+    fitted ??= {};
     move(true);
   };
   const readable = (id) => { // as it stands, and whole in the pane
@@ -455,7 +456,7 @@ function graph(ui) {
     for (const [id, item] of Object.entries(all)) label(id, item, id === current);
     for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
     measure();
-    if (!fitted || (turned && !places[side])) fit(false, false);
+    if (!fitted || (turned && !places[side])) fit(!!read, false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
     else stay();
     if (had) focus();
@@ -649,9 +650,11 @@ function graph(ui) {
   });
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
-    if (!boxes.size) { measure(); buildMap(); }
-    if (fitted) move();
-    else fit(false, false);
+    if (!boxes.size) measure();
+    buildMap();
+    if (!fitted) fit(!!read, false);
+    else if (fitted.at === at()) fit(fitted.whole, false); // nobody has moved it since
+    else move();
   });
   resized.observe(pane);
   ui.abort.signal.addEventListener("abort", () => resized.disconnect());

@@ -1,7 +1,7 @@
 // The panels beside the graph: dragged in width, folded into strips, and folded by themselves where the whole is narrow. What is folded
 // stays within reach: its strip's button opens it over the graph.
 
-const NARROW = { left: 760, right: 1000 }; // px of the whole below which a panel folds by itself
+const NARROW = { left: 760, right: 1040 }; // px of the whole below which a panel folds by itself
 const LEAST_PANEL = { left: 170, right: 200 }, LEAST_GRAPH = 280, STEP = 16;
 
 // `sides` is { left, right }, each { el, name }. Gives the row of them and the graph between, and what the keys call.
@@ -102,13 +102,18 @@ function panels(ui, middle, sides) {
 
 // How high the graph may be for the sentence on top and the bar with Measure to be in sight at once: the height of what scrolls, less both.
 function room(ui, above, below) {
-  const scroller = ui.root.closest(".jp-WindowedPanel-outer") || ui.root.closest(".jp-Notebook");
+  let scroller = null; // known once the whole stands in the page
   const set = () => {
-    const high = scroller?.clientHeight || innerHeight;
+    if (!ui.root.isConnected) return;
+    if (!scroller?.contains(ui.root)) {
+      scroller = ui.root.closest(".jp-WindowedPanel-outer") || ui.root.closest(".jp-Notebook") || document.documentElement;
+      resized.observe(scroller);
+    }
+    const high = scroller === document.documentElement ? innerHeight : scroller.clientHeight;
     ui.root.style.setProperty("--fl-room", `${high - above.offsetHeight - below.offsetHeight}px`);
   };
   const resized = new ResizeObserver(set);
-  for (const e of [above, below, scroller]) if (e) resized.observe(e);
+  for (const e of [above, below]) resized.observe(e);
   ui.on(window, "resize", set);
   ui.abort.signal.addEventListener("abort", () => resized.disconnect());
 }

@@ -25,7 +25,7 @@ function readPicture(svg, width) {
   const inside = (card, css) => [...card.querySelectorAll(css)].filter((element) => element.closest("g.card") === card);
   const told = cards.map((card) => {
     const body = place(inside(card, ".card-body")[0] || card.querySelector(".card-body"));
-    const tops = [...card.querySelectorAll("g.card .card-body")].map((inner) => place(inner).top);
+    const tops = [...card.querySelectorAll(":scope g.card .card-body")].map((inner) => place(inner).top);
     return { body, room: Math.min(body.bottom, ...tops), texts: inside(card, "text[data-line]").map(read),
       marks: inside(card, "[data-line]:not(text)").map((element) => ({ element, line: Number(element.dataset.line) })) };
   });
@@ -52,6 +52,7 @@ function drawReadable(read, scale) {
     if ([...placed, ...bodies.filter((body) => !meet(body, text.box))].some((other) => meet(other, box))) hide(text);
     else {
       sized(text, scale);
+      text.element.style.translate = `0 ${box.by}px`;
       placed.push(box);
     }
   }
@@ -70,12 +71,12 @@ const whole = (card) => {
   for (const mark of card.marks) for (const name of ["display", "translate"]) mark.element.style.removeProperty(name);
 };
 
-// Where a text is once it has its least size: it grows away from where it is anchored.
+// Where a text is once it has its least size: it grows away from where it is anchored, and stays in the middle of its line if moved `by`.
 function grown({ box, size, anchor }, scale) {
   const by = Math.max(1, LEAST / (size * scale)), wide = (box.right - box.left) * by, high = (box.bottom - box.top) * by;
   const left = anchor === "end" ? box.right - wide : anchor === "middle" ? (box.left + box.right - wide) / 2 : box.left;
-  const middle = (box.top + box.bottom) / 2;
-  return { left, right: left + wide, top: middle - high / 2, bottom: middle + high / 2 };
+  const middle = (box.top + box.bottom) / 2, base = box.bottom - DESCENT * size;
+  return { left, right: left + wide, top: middle - high / 2, bottom: middle + high / 2, by: middle - base - (middle - base) * by };
 }
 
 // Lines from the top, as many as have their height; in their own places where they still fit there, else one below the other.

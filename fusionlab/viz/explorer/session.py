@@ -132,7 +132,9 @@ class Session(Decided):
         if self.stage.shown == "after" and any(r.id == what for r in records):
             self.show("before")
         with self.lock:
-            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups(self.shown_graph))
+            found = selection(
+                self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups(self.shown_graph)
+            )
             self._selection, self.selected = found, found.name
             self._turn += 1
             if reveal:
@@ -211,7 +213,13 @@ class Session(Decided):
             "shown": self.stage.shown,
             "hulls": self.stage.hulls,
             "device": str(getattr(self.findings, "device", "")),
-            "can": {"after": self._after is not None, "options": self._find is not None, "undo": self.can_undo, "reset": self.can_reset, "export": _exported()},
+            "can": {
+                "after": self._after is not None,
+                "options": self._find is not None,
+                "undo": self.can_undo,
+                "reset": self.can_reset,
+                "export": _exported(),
+            },
         }
 
     def panel(self) -> dict[str, Any]:
