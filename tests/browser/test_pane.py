@@ -25,19 +25,30 @@ SHOWN = """() => {
 }"""
 
 
-@pytest.fixture
-def shown(page, problems, tmp_path):
-    """The explorer over a picture of cards; nothing may have gone wrong when the test is over."""
-    page.set_viewport_size({"width": 1440, "height": 900})
+@pytest.fixture(scope="module")
+def opened(tab, tmp_path_factory):
+    """A tab for the picture of cards, the picture's address, and what went wrong in the tab."""
     text = Path(__file__).with_name("cards.html").read_text(encoding="utf-8")
     text = text.replace("</style>", asset("explorer.css") + "</style>", 1).replace("/* MODULE */", module(), 1)
-    path = tmp_path / "cards.html"
+    path = tmp_path_factory.mktemp("pane") / "cards.html"
     path.write_text(text, encoding="utf-8")
-    page.goto(path.as_uri())
+    problems: list[str] = []
+    with tab(problems) as page:
+        page.set_viewport_size({"width": 1440, "height": 900})
+        yield page, path.as_uri(), problems
+
+
+@pytest.fixture
+def shown(opened, keep):
+    """The explorer over a picture of cards, opened anew; nothing may have gone wrong when the test is over."""
+    page, address, problems = opened
+    problems.clear()
+    page.goto(address)
     explorer = Explorer(page)
     expect(explorer.picture).to_be_visible()
     explorer.root.scroll_into_view_if_needed()
-    yield explorer
+    with keep(page):
+        yield explorer
     assert problems == []
 
 
