@@ -6,5 +6,5 @@ draw/                   from that data to DOT, SVG, PNG and PDF.
 plots.py, roofline_plots.py, route_plots.py, gpu_record.py   matplotlib's figures.
 html/                   the report and the panes that the explorer shares with it.
 explorer/               the widget, its session, and what it is saved as.
-assets/                 scripts and styles of the browser.
+browser.py, assets/      scripts and styles of the browser.
 """

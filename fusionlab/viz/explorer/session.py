@@ -15,6 +15,7 @@ from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..draw.render import can_convert
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
@@ -78,7 +79,7 @@ class Session(Decided):
         self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
-        self._selection = Selection()
+        self._selection, self._turn = Selection(), 0
         self.stage = Stage(graph)
         self._pictures: tuple[Any, Pictures] | None = None
 
@@ -133,8 +134,10 @@ class Session(Decided):
         if self.stage.shown == "after" and any(r.id == what for r in records):
             self.show("before")
         with self.lock:
-            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
+            group = self.stage.group(self.drawn(), what)
+            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
             self._selection, self.selected = found, found.name
+            self._turn += 1
             if reveal and found.kind != "group":
                 self.stage.reveal(self.drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
@@ -216,7 +219,13 @@ class Session(Decided):
             "shown": self.stage.shown,
             "hulls": self.stage.hulls,
             "device": str(getattr(self.findings, "device", "")),
-            "can": {"after": self._after is not None, "options": self._find is not None, "undo": self.can_undo},
+            "can": {
+                "after": self._after is not None,
+                "options": self._find is not None,
+                "undo": self.can_undo,
+                "reset": self.can_reset,
+                "export": _exported(),
+            },
         }
 
     def panel(self) -> dict[str, Any]:
@@ -249,10 +258,14 @@ class Session(Decided):
             "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }
 
-    def inspector(self) -> dict[str, str]:
-        """What is known of the selection: title, and HTML whose texts are escaped."""
+    def inspector(self) -> dict[str, Any]:
+        """What is known of the selection: the name that selects it again, title, and HTML whose texts are escaped.
+
+        `turn` counts selections: the screen is told of one that selects the same again.
+        """
         info = self._inspected()
-        return {"title": self.stage.names.get(self._selection.name, info.title), "html": info.html}
+        title = self.stage.name(self.drawn(), self._selection.name) or info.title
+        return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
         """What the search found."""
@@ -333,6 +346,11 @@ class Session(Decided):
             shares=shares,
             roofline=self._under() if self.stage.shown == "before" else None,
         )
+
+
+def _exported() -> list[str]:
+    """The kinds of files that an explorer can be saved as here."""
+    return [".svg", *((".png", ".pdf") if can_convert() else ()), ".dot", ".json", ".html"]
 
 
 def _stale(html: str) -> str:

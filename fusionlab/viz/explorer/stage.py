@@ -26,8 +26,6 @@ class Stage:
     def __init__(self, graph: Graph) -> None:
         self.shown = "before"
         self.hulls = False
-        self.groups: dict[str, Collection[int]] = {}
-        self.names: dict[str, str] = {}  # id of a group selected -> its name
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self._pane = PANE
         self._clicked: Card | None = None
@@ -86,8 +84,21 @@ class Stage:
             return card.site.id
         if len(card.nodes) == 1:
             return f"n{card.nodes[0]}"
-        self.groups, self.names = {card.id: card.nodes}, {card.id: f"{card.prefix} {card.name}".strip()}
         return card.id
+
+    def group(self, drawn: Drawn, name: object) -> dict[str, Collection[int]]:
+        """The card with this id and its nodes, if there is one: it can be selected by that."""
+        card = self._card(drawn, str(name))
+        return {} if card is None else {card.id: card.nodes}
+
+    def name(self, drawn: Drawn, card_id: str) -> str:
+        """What a card is called; "" for what is no card."""
+        card = self._card(drawn, card_id)
+        return "" if card is None else f"{card.prefix} {card.name}".strip()
+
+    def groups(self, graph: Graph) -> dict[str, Collection[int]]:
+        """The groups of this graph that were clicked, as id -> node ids: they can be selected again."""
+        return self._groups.get(graph, {})
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
         """Ids in the picture of what is selected: its own card if it has one, else the cards that hold its nodes."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from html import escape as _escape
-from importlib.resources import files
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..browser import asset, module
 from ..cards.album import Album
 from ..draw.dot import dom_id, dot_of_view
 from ..draw.render import to_svg
@@ -171,26 +171,21 @@ def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     scripts = ""
     if data is not None:
         text = json.dumps(data, sort_keys=True).replace("<", "\\u003c")
-        code = _asset("explorer.js") + "\n" + _asset("report.js")
+        code = module() + "\n" + asset("report.js")
         scripts = (
             f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
         )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}</title>\n<style>\n{_asset('explorer.css')}\n{_asset('report.css')}\n</style>\n</head>\n"
+        f"<title>{_e(title)}</title>\n<style>\n{asset('explorer.css')}\n{asset('report.css')}\n</style>\n</head>\n"
         f'<body class="fl">\n<main>\n{body}\n</main>\n{scripts}</body>\n</html>\n'
     )
 
 
 def style() -> str:
     """The style sheet all pictures share, as an HTML element."""
-    return f"<style>{_asset('explorer.css')}</style>"
-
-
-@cache
-def _asset(name: str) -> str:
-    return (files("fusionlab.viz") / "assets" / name).read_text(encoding="utf-8")
+    return f"<style>{asset('explorer.css')}</style>"
 
 
 def _e(value: Any) -> str:

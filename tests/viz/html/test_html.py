@@ -16,6 +16,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.viz import palette
+from fusionlab.viz.browser import module as browser_module
 from fusionlab.viz.html import baked as scenes
 from fusionlab.viz.html.report import graph_html, report_html
 from fusionlab.viz.model.pictures import Pictures
@@ -205,11 +206,7 @@ const el = document.getElementById("here");
 
 def run_module(tmp_path, browser, script):
     """What a script logs that has the explorer's module, a stand-in for the kernel (`model`, `state`, `sent`) and an element `el`."""
-    module = (
-        (files("fusionlab.viz") / "assets" / "explorer.js")
-        .read_text(encoding="utf-8")
-        .replace("export default {", "const widget = {")
-    )
+    module = browser_module().replace("export default {", "const widget = {")
     css = (files("fusionlab.viz") / "assets" / "explorer.css").read_text(encoding="utf-8")
     page = tmp_path / "module.html"
     page.write_text(

@@ -1,0 +1,142 @@
+// What can be read of a picture of cards at the scale it is shown in: no text is drawn below LEAST pixels on screen. A card drops lines
+// from the bottom, the highest `data-line` first; what stays is drawn at LEAST pixels and cut to the card's width. It works on any
+// `g.card` with `.card-body` and `text[data-line]`, and leaves a picture without them as it is.
+
+const LEAST = 9; // px on screen
+const LEADING = 1.25; // height of a line, in sizes of its text
+const INSET = 6; // px on screen between a card's side and its text
+const DESCENT = 0.21; // below the line that letters stand on, in sizes of the text
+const DOTS = 1; // length of "…", in sizes of the text
+
+const sizeOf = (text) => parseFloat(getComputedStyle(text).fontSize) || 10;
+const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+
+// Where everything is in the picture, in its own units; read once, at full size, and never again for this drawing.
+function readPicture(svg, width) {
+  const cards = [...svg.querySelectorAll("g.card")].filter((card) => card.querySelector(".card-body"));
+  if (!cards.length) return null;
+  const whole = svg.getBoundingClientRect(), unit = width / whole.width;
+  const place = (element) => {
+    const r = element.getBoundingClientRect();
+    return { left: (r.left - whole.left) * unit, right: (r.right - whole.left) * unit, top: (r.top - whole.top) * unit, bottom: (r.bottom - whole.top) * unit };
+  };
+  const read = (element) => ({ element, box: place(element), size: sizeOf(element), anchor: getComputedStyle(element).textAnchor,
+    line: Number(element.dataset.line), own: [...element.childNodes].map((child) => child.cloneNode(true)), said: element.textContent, cut: false, steps: null });
+  const inside = (card, css) => [...card.querySelectorAll(css)].filter((element) => element.closest("g.card") === card);
+  const told = cards.map((card) => {
+    const body = place(inside(card, ".card-body")[0] || card.querySelector(".card-body"));
+    const tops = [...card.querySelectorAll(":scope g.card .card-body")].map((inner) => place(inner).top);
+    return { body, room: Math.min(body.bottom, ...tops), texts: inside(card, "text[data-line]").map(read),
+      marks: inside(card, "[data-line]:not(text)").map((element) => ({ element, line: Number(element.dataset.line) })) };
+  });
+  const loose = [...svg.querySelectorAll("text")].filter((text) => !text.matches("g.card text[data-line]")).map(read);
+  return { cards: told, loose, plain: true, sizes: new Map([...told.flatMap((card) => card.texts), ...loose].map((text) => [text.element, text.size])) };
+}
+
+// Draws what can be read at this scale. `read` is what readPicture gave.
+function drawReadable(read, scale) {
+  if (!read) return;
+  const small = (text) => text.size * scale < LEAST - 1e-6;
+  const plain = ![...read.cards.flatMap((card) => card.texts), ...read.loose].some(small);
+  if (read.plain && plain) return;
+  read.plain = plain;
+  for (const card of read.cards) {
+    whole(card);
+    if (card.texts.some(small)) shrink(card, scale);
+  }
+  const bodies = read.cards.map((card) => card.body), placed = [];
+  for (const text of read.loose) {
+    natural(text);
+    if (!small(text)) continue;
+    const box = grown(text, scale);
+    if ([...placed, ...bodies.filter((body) => !meet(body, text.box))].some((other) => meet(other, box))) hide(text);
+    else {
+      sized(text, scale);
+      text.element.style.translate = `0 ${box.by}px`;
+      placed.push(box);
+    }
+  }
+}
+
+const hide = (item) => { item.element.style.display = "none"; };
+const sizeAt = (text, scale) => Math.max(LEAST, text.size * scale); // on screen
+const sized = (text, scale) => { text.element.style.fontSize = `${sizeAt(text, scale) / scale}px`; };
+const natural = (text) => {
+  for (const name of ["display", "font-size", "translate"]) text.element.style.removeProperty(name);
+  if (text.cut) text.element.replaceChildren(...text.own.map((child) => child.cloneNode(true)));
+  text.cut = false;
+};
+const whole = (card) => {
+  card.texts.forEach(natural);
+  for (const mark of card.marks) for (const name of ["display", "translate"]) mark.element.style.removeProperty(name);
+};
+
+// Where a text is once it has its least size: it grows away from where it is anchored, and stays in the middle of its line if moved `by`.
+function grown({ box, size, anchor }, scale) {
+  const by = Math.max(1, LEAST / (size * scale)), wide = (box.right - box.left) * by, high = (box.bottom - box.top) * by;
+  const left = anchor === "end" ? box.right - wide : anchor === "middle" ? (box.left + box.right - wide) / 2 : box.left;
+  const middle = (box.top + box.bottom) / 2, base = box.bottom - DESCENT * size;
+  return { left, right: left + wide, top: middle - high / 2, bottom: middle + high / 2, by: middle - base - (middle - base) * by };
+}
+
+// Lines from the top, as many as have their height; in their own places where they still fit there, else one below the other.
+function shrink(card, scale) {
+  const lines = [...new Set(card.texts.map((t) => t.line))].sort((a, b) => a - b).map((number) => {
+    const texts = card.texts.filter((t) => t.line === number);
+    return { number, texts, size: Math.max(...texts.map((t) => sizeAt(t, scale))), base: Math.min(...texts.map((t) => t.box.bottom - DESCENT * t.size)) };
+  });
+  const high = (card.room - card.body.top) * scale;
+  let stay = 0, used = 0;
+  while (stay < lines.length && used + lines[stay].size * (stay ? LEADING : 1) <= high) used += lines[stay++].size * LEADING;
+  const apart = lines.every((line, k) => !k || (line.base - lines[k - 1].base) * scale >= line.size * 1.1);
+  let bottom = card.body.top + (high - used) / 2 / scale;
+  for (const line of lines.slice(0, stay)) {
+    bottom += (line.size * LEADING) / scale;
+    const by = stay === lines.length && apart ? 0 : bottom - (0.28 * line.size) / scale - line.base;
+    if (by) for (const item of [...line.texts, ...card.marks.filter((m) => m.line === line.number)]) item.element.style.translate = `0 ${by}px`;
+    layLine(card, line, scale);
+  }
+  if (stay === lines.length) return;
+  for (const item of [...card.texts, ...card.marks]) if (item.line >= lines[stay].number) hide(item);
+}
+
+// The texts of a line: the first one has the card's width and is cut where it is longer; others stay where they still have their room.
+function layLine(card, { texts }, scale) {
+  const gap = INSET / scale, edge = card.body.right - gap, taken = [];
+  for (const text of texts) {
+    const box = grown(text, scale);
+    const free = box.left >= card.body.left && box.right <= edge + gap && taken.every((other) => box.right + gap / 2 < other.left || other.right + gap / 2 < box.left);
+    if (taken.length && !free) {
+      hide(text);
+      continue;
+    }
+    sized(text, scale);
+    if (box.right > edge && !taken.length) cut(text, (edge - box.left) / (sizeAt(text, scale) / scale));
+    taken.push({ left: box.left, right: Math.min(box.right, edge) });
+  }
+}
+
+// Cuts a text with "…" to a length in sizes of the text; what stays keeps its weight.
+function cut(text, length) {
+  text.steps ??= steps(text);
+  let keep = text.steps.findLastIndex((reached) => reached <= length - DOTS) + 1, ended = false;
+  text.cut = true;
+  const walk = (parent) => {
+    for (const child of [...parent.childNodes]) {
+      if (child.nodeType !== 3) walk(child);
+      else if (ended) child.data = "";
+      else if (child.data.length <= keep) keep -= child.data.length;
+      else {
+        child.data = `${child.data.slice(0, keep).trimEnd()}…`;
+        ended = true;
+      }
+    }
+  };
+  walk(text.element);
+}
+
+// How long the first 1, 2, 3 ... characters are, in sizes of the text.
+function steps({ element, said, size }) {
+  const now = parseFloat(getComputedStyle(element).fontSize) || size;
+  return Array.from({ length: Math.min(said.length, element.getNumberOfChars()) }, (_, k) => element.getSubStringLength(0, k + 1) / now);
+}
