@@ -96,10 +96,6 @@ class Stage:
         card = self._card(drawn, card_id)
         return "" if card is None else f"{card.prefix} {card.name}".strip()
 
-    def groups(self, graph: Graph) -> dict[str, Collection[int]]:
-        """The groups of this graph that were clicked, as id -> node ids: they can be selected again."""
-        return self._groups.get(graph, {})
-
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
         """Ids in the picture of what is selected: its own card if it has one, else the cards that hold its nodes."""
         if self._card(drawn, chosen.name) is not None:
