@@ -13,6 +13,7 @@ const HALF = 0.5; // of the pane, that a framed box fills at most
 const LARGEST = 16; // px on screen of the smallest text of a framed box, at most
 const HINTED = 5000; // ms that the hint of the wheel stays
 const KEPT = 100; // selections to go back to
+const SAME = 8; // px that a pane may grow or shrink by without another layout
 const WAIT = 160; // ms without a key before a search is sent
 const FEW_SITES = 12; // up to here the panel lists every site at once
 const LIVE = "needs a live kernel: fusionlab.explore(fn, *args)";
@@ -458,9 +459,11 @@ function graph(ui) {
     measure();
     if (!fitted || (turned && !places[side])) fit(!!read, false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
+    else if (told.awaited && fitted.at === at()) fit(fitted.whole, false);
     else stay();
     if (had) focus();
     anchor = null;
+    told.awaited = false;
     buildMap();
     marks();
     drawTools();
@@ -613,7 +616,9 @@ function graph(ui) {
   ui.on(pane, "pointerup", (e) => {
     const clicked = drag && !drag.moved && !drag.map && drag.id === target(e) ? drag.id : null;
     drag = null;
-    if (clicked) ui.store.send({ type: "select", id: clicked });
+    const step = clicked && e.target.closest("[data-step]"); // to another one of equal parts
+    if (step) ui.store.send({ type: "step", id: clicked, by: Number(step.dataset.step) });
+    else if (clicked) ui.store.send({ type: "select", id: clicked });
   });
   ui.on(pane, "pointercancel", () => { drag = null; });
   ui.on(pane, "dblclick", (e) => { const id = target(e); if (items()[id]?.group) fold(id); });
@@ -648,10 +653,19 @@ function graph(ui) {
     pane.scrollTo(0, 0);
     move();
   });
+  const told = { width: 0, height: 0, timer: 0, awaited: false };
+  const tellSize = () => { // the picture is laid out anew for the pane it has
+    const [width, height] = [pane.clientWidth, pane.clientHeight];
+    if (ui.abort.signal.aborted || !width || (Math.abs(width - told.width) < SAME && Math.abs(height - told.height) < SAME)) return;
+    Object.assign(told, { width, height, awaited: true });
+    ui.store.send({ type: "pane", width, height });
+  };
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
     if (!boxes.size) measure();
     buildMap();
+    clearTimeout(told.timer);
+    told.timer = setTimeout(tellSize, WAIT);
     if (!fitted) fit(!!read, false);
     else if (fitted.at === at()) fit(fitted.whole, false); // nobody has moved it since
     else move();

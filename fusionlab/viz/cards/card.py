@@ -1,4 +1,4 @@
-"""What a picture of a program is made of: cards in lanes and rows, and what flows between them. Plain, frozen data; no sizes, no colours."""
+"""What a picture of a program is made of: cards in lanes and rows, and what flows between them: plain data, no sizes, no colours."""
 
 from __future__ import annotations
 

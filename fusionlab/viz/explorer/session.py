@@ -21,6 +21,7 @@ from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
 from ..model.panel import panel
+from ..model.pictures import Pictures
 from ..model.search import search
 from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
@@ -79,7 +80,8 @@ class Session(Decided):
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection, self._turn = Selection(), 0
-        self.stage = Stage(graph, engine)
+        self.stage = Stage(graph)
+        self._pictures: tuple[Any, Pictures] | None = None
 
     # What is shown -------------------------------------------------------------------------------------------------
     @property
@@ -132,19 +134,23 @@ class Session(Decided):
         if self.stage.shown == "after" and any(r.id == what for r in records):
             self.show("before")
         with self.lock:
-            found = selection(
-                self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups(self.shown_graph)
-            )
+            groups = self.stage.group(self.drawn(), str(what))
+            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, groups)
             self._selection, self.selected = found, found.name
             self._turn += 1
-            if reveal:
+            if reveal and found.kind != "group":
                 self.stage.reveal(self.drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
 
     def fold(self, item: str) -> None:
-        """Opens a closed group, closes an open one, by its id in the picture; anything else is no group and stays."""
+        """Opens a closed card, closes an open one, by its id in the picture; anything else does not open and stays."""
         with self.lock:
             self.stage.fold(self.drawn(), item)
+
+    def step(self, item: str, by: int) -> None:
+        """Shows the next (`by` 1) or the last (-1) of the equal parts that a card stands for."""
+        with self.lock:
+            self.stage.step(self.drawn(), item, by)
 
     def clicked(self, item: str) -> str | None:
         """The name that a click on an id in the picture selects; None for what is not there."""
@@ -205,7 +211,7 @@ class Session(Decided):
     # As plain data -------------------------------------------------------------------------------------------------
     def head(self) -> dict[str, Any]:
         """The line on top, and what can be done."""
-        whole = self._summary()
+        whole = self.summary()
         return {
             "title": whole["title"],
             "sentence": sentence(whole["counts"], whole["evidence"]),
@@ -227,11 +233,15 @@ class Session(Decided):
         shares = self.shares.get(self.setting)
         named = {s.site: s for s in shares.sites} if shares is not None else {}
         idle = {c.id for c in self.findings.candidates if c.idle}
-        return panel(self._summary(), self.setting.strategy, named, idle)
+        return panel(self.summary(), self.setting.strategy, named, idle)
 
     def view(self) -> dict[str, Any]:
-        """The view model of what is visible (see `view_model`)."""
-        return self.stage.view(self.drawn())
+        """The view model of the program shown (see `view_model`): what files of its graph are made of."""
+        graph, findings, enabled = self.drawn()
+        key = id(graph), id(findings)
+        if self._pictures is None or self._pictures[0] != key:
+            self._pictures = key, Pictures(graph, findings)
+        return self._pictures[1].view(enabled=enabled, formulas=self._formulas)
 
     def scene(self) -> dict[str, Any]:
         """The picture and what can be clicked in it."""
@@ -254,7 +264,8 @@ class Session(Decided):
         `turn` counts selections: the screen is told of one that selects the same again.
         """
         info = self._inspected()
-        return {"name": self.selected, "turn": self._turn, "title": info.title, "html": info.html}
+        title = self.stage.names.get(self._selection.name, info.title)
+        return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
         """What the search found."""
@@ -307,7 +318,8 @@ class Session(Decided):
             self._roofs[key] = roofline_of(self.findings, self.rates)
         return self._roofs[key]
 
-    def _summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
+        """The view model without its picture."""
         key = self.setting, id(self.evidence)
         if self._last_summary[0] != key:
             # Structures are left out: looking for them takes as long as the search itself.

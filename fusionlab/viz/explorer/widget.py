@@ -372,8 +372,7 @@ class Explorer(Observed):
         bundle: Any = super()._repr_mimebundle_(**kwargs)
         data, rest = (bundle[0], bundle[1:]) if isinstance(bundle, tuple) else (bundle, ())
         session = self.session
-        svg = session.stage.scene(session.drawn())["svg"]
-        still = still_html(session.view(), svg, session.shown_findings)
+        still = still_html(session.summary(), session.scene()["svg"], session.shown_findings)
         data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
         return (data, *rest) if rest else data
 

@@ -17,12 +17,14 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..browser import asset, module
+from ..cards.album import Album
 from ..draw.dot import dom_id, dot_of_view
 from ..draw.render import to_svg
 from ..gpu_record import record_html
 from ..markup import inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.pictures import Pictures
+from ..model.summaries import summary
 from ..model.view_model import view_model
 from .baked import slim
 from .page import AFTER_ID_PREFIX, ID_PREFIX, page_data
@@ -32,6 +34,8 @@ _LIVE = (
     "Switching sites on and off and measuring again need a live kernel: <code>fusionlab.explore(fn, *args)</code> in a "
     "notebook."
 )
+
+_LIVE_PICTURE = "To open these cards, switch sites on and off and measure them: <code>fusionlab.explore(fn, *args)</code>."
 
 
 def report_html(
@@ -106,21 +110,21 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
 
 
 def graph_html(
-    graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = (), engine: str | None = None
+    graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()
 ) -> str:
-    """A static picture with header and legend, for `_repr_html_`: no script, nothing to install."""
-    view = Pictures(graph, findings).view(enabled=enabled)
-    return still_html(view, picture(view, "fl-", engine), findings)
+    """A static picture with header, for `_repr_html_`: no script, nothing to install."""
+    return still_html(summary(graph, findings, enabled), Album(graph, findings).svg(enabled), findings)
 
 
 def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
-    """`graph_html` of a view model whose picture is drawn already, with ids that start with "fl-"."""
+    """`graph_html` of a view model's `summary` and a picture that is drawn already, with ids that start with "fl-"."""
     # Ids must not meet those of another picture in the same notebook; the content tells them apart.
-    prefix = dom_id(f"fl {view['header']} {len(view['boxes'])}")
-    own = svg.replace(' id="fl-', f' id="{prefix}-')
+    prefix = dom_id(f"fl {view['header']} {len(svg)}")
+    own = inline_svg(svg).replace(' id="fl-', f' id="{prefix}-')
+    live = f'<p class="quiet">{_LIVE_PICTURE}</p>' if findings is not None else ""
     return (
         f'<div class="fl">{style()}<p class="fl-header">{_e(view["header"])}</p>'
-        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{own}</div>'
+        f'<div class="fl-graph" style="max-height:900px">{own}</div>{live}'
         f"{_reasons(view, findings)}</div>"
     )
 

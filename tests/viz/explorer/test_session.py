@@ -143,11 +143,11 @@ def test_a_site_in_no_module_is_named_by_its_line(case):
 
 
 def test_the_picture_is_drawn_again_only_when_it_changes(session, case, monkeypatch):
-    from fusionlab.viz.explorer import stage
+    from fusionlab.viz.cards import album
 
     drawn = []
-    real = stage.picture
-    monkeypatch.setattr(stage, "picture", lambda *a: drawn.append(1) or real(*a))
+    real = album.svg
+    monkeypatch.setattr(album, "svg", lambda *a: drawn.append(1) or real(*a))
     session.scene()
     session.select("n1")
     session.search("tanh")

@@ -1,0 +1,161 @@
+"""From items to a tree of groups: by module scope, else by call and turn of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from fusionlab.graph.program.scopes import Source
+
+from .frames import Turn, shared, spoken, turns
+from .items import PRODUCTS, RECOMPUTED, Item
+
+Key = tuple[Hashable, ...]
+
+
+@dataclass(eq=False)
+class Group:
+    """Items that belong together, in program order.
+
+    Attributes:
+      key: what the same group is called in another phase.
+      label: "layer_3", "attention", "predict, turn 2".
+      items: all of them, those of `children` included.
+      children: groups and items inside, in order.
+    """
+
+    key: Key
+    label: str
+    items: list[Item] = field(default_factory=list)
+    children: list[Group | Item] = field(default_factory=list)
+
+    @property
+    def opens(self) -> bool:
+        """Whether there is more to see inside than its name says."""
+        return len(self.children) > 1
+
+
+def grouped(
+    items: Sequence[Item], depth: int = 0, turned: bool = False, calls: tuple[Source, ...] = ()
+) -> list[Group | Item]:
+    """Groups and items of one level, in order.
+
+    Args:
+      items: in program order.
+      depth: how many names of the scope the level has used up.
+      turned: whether these are one turn of a loop, in which no turns are looked for again.
+      calls: calls that lead to the level; what was called otherwise stands by itself. () takes those that all share.
+    """
+    out: list[Group | Item] = []
+    for scope, run in _by_scope(items, depth):
+        if scope is None:
+            out += _by_call(run, depth, turned, calls)
+            continue
+        group = next((g for g in out if isinstance(g, Group) and g.key == ("scope", scope)), None)
+        if group is None:
+            group = Group(("scope", scope), _plain(scope))
+            out.append(group)
+        group.items += run
+    for group in out:
+        if isinstance(group, Group) and group.key[0] == "scope":
+            if group.label == RECOMPUTED:  # runs as the forward pass does
+                group.items.sort(key=lambda i: i.main.id)
+            group.children = _inside(group.items, depth + 1)
+    return out
+
+
+def _plain(scope: str) -> str:
+    """A scope's name without the library's modules in front: "Linear" for "eqx.nn.Linear"."""
+    last = scope.rpartition(".")[2]
+    return last if last[:1].isupper() else scope
+
+
+def _inside(items: list[Item], depth: int, turned: bool = False) -> list[Group | Item]:
+    """What is in a group: a single group in it is no level of its own."""
+    found = grouped(items, depth, turned)
+    while len(found) == 1 and isinstance(found[0], Group):
+        found = found[0].children
+    return found
+
+
+def _by_scope(items: Sequence[Item], depth: int) -> Iterator[tuple[str | None, list[Item]]]:
+    """Neighbours of one scope; None for those whose scope ends here."""
+    run: list[Item] = []
+    before: str | None = None
+    for item in items:
+        scope = item.scope[depth] if len(item.scope) > depth else None
+        if run and scope != before:
+            yield before, run
+            run = []
+        before = scope
+        run.append(item)
+    if run:
+        yield before, run
+
+
+def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...] = ()) -> list[Group | Item]:
+    paths = [i.frames for i in items]
+    if calls and any(p[: len(calls)] != calls for p in paths):
+        out: list[Group | Item] = []
+        for inside, found in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
+            run = [*found]
+            out += _by_call(run, depth, turned, calls) if inside else run
+        return out
+    if not all(paths):
+        return list(items)
+    base = len(calls) or shared(paths)
+    if any(len(p) <= base for p in paths):
+        return list(items)
+    keys = [_call(p, base) for p in paths]
+    if len(set(keys)) == 1 and keys[0][1] is None:
+        return list(items)
+    marks = [None] * len(keys) if turned else turns(keys)
+    out: list[Group | Item] = []
+    for (key, mark), run in _neighbours(items, keys, marks):
+        callee = key[1] if isinstance(key, tuple) else None
+        if mark is None and callee is None:
+            out += run
+            continue
+        out.append(_call_group(key, mark, run, depth, base))
+    return out
+
+
+def _call(path: tuple, base: int) -> tuple[Hashable, str | None]:
+    """The line of a call below the shared ones, and what was called there; None for the function's own work."""
+    callee = path[base + 1].function if len(path) > base + 1 else None
+    return (path[base].function, path[base].line), callee
+
+
+def _neighbours(
+    items: list[Item], keys: Sequence[tuple[Hashable, str | None]], marks: Sequence[Turn | None]
+) -> Iterator[tuple[tuple[Hashable, Turn | None], list[Item]]]:
+    """Neighbours of one turn, else of one call."""
+    run: list[Item] = []
+    before: tuple[Hashable, Turn | None] | None = None
+    for item, key, mark in zip(items, keys, marks, strict=True):
+        now = (None, mark) if mark is not None else (key, None)
+        if run and now != before:
+            assert before is not None
+            yield before, run
+            run = []
+        before = now
+        run.append(item)
+    if run:
+        assert before is not None
+        yield before, run
+
+
+def _call_group(key: Hashable, mark: Turn | None, run: list[Item], depth: int, base: int) -> Group:
+    frames = run[0].frames
+    function = spoken(frames[base].function)
+    if mark is not None:
+        label = f"{function}, turn {mark.number + 1}".lstrip(", ")
+        return Group(("turn", mark.first, mark.number), label, run, _inside(run, depth, turned=True))
+    callee = spoken(frames[base + 1].function)
+    return Group(("call", key), callee or function, run, _inside(run, depth))
+
+
+def products_in(group: Group) -> int:
+    """How many matrix products and convolutions a group has."""
+    return sum(n.primitive in PRODUCTS for i in group.items for n in i.nodes)

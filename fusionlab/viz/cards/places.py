@@ -1,0 +1,292 @@
+"""Which rows a picture has: a module, its backward pass and its update stand in one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fusionlab.graph.program.ir import all_nodes, type_text
+from fusionlab.graph.program.scopes import Source
+
+from .flows import Flows
+from .frames import shared, spoken
+from .groups import Group, grouped
+from .items import Item
+from .names import lines_text, run_name
+from .phases import BACKWARD, FORWARD, UPDATE
+
+_TRIFLE = 0.002  # of the bytes of its lane
+_WRAPS = 0.9  # a part with more of its lane than this says nothing as a row: what is in it becomes rows
+
+Key = tuple[Hashable, ...]
+_SEVERAL: Key = ("several",)
+Top = tuple[Key, Group]
+
+
+@dataclass(eq=False)
+class Places:
+    """A row in the making: its name, and its groups in each phase (several for equal parts in a row)."""
+
+    keys: list[Key]
+    name: str
+    groups: dict[str, list[Group]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return len(self.keys)
+
+
+def rows_of(lanes: Mapping[str, Sequence[Item]], flows: Flows, weights: Mapping[int, int]) -> list[Places]:
+    """The rows of a program, forward's first, in program order; then what has no forward pass.
+
+    Args:
+      lanes: phase -> its items; those of the backward pass as the forward pass has them.
+      flows: who reads whom.
+      weights: node id -> bytes moved.
+    """
+    leading = FORWARD if lanes[FORWARD] else BACKWARD if lanes[BACKWARD] else UPDATE
+    dissolved: set[Key] = set()
+    inner = _differentiated(lanes[BACKWARD])
+    tops = {leading: _tops(lanes[leading], weights, dissolved, None, inner)}
+    if leading == FORWARD and lanes[BACKWARD]:
+        tops[BACKWARD] = _tops(lanes[BACKWARD], weights, dissolved, tops[FORWARD], inner)
+    if leading != UPDATE and lanes[UPDATE]:
+        tops[UPDATE] = _updates(lanes[UPDATE], tops, flows)
+    if leading == FORWARD:
+        tops[FORWARD], gone = _absorbed(tops[FORWARD], flows, weights)
+        tops = {p: found if p == FORWARD else [(gone.get(k, k), g) for k, g in found] for p, found in tops.items()}
+    places = _stacked(tops[leading], leading)
+    home = {key: place for place in places for key in place.keys}
+    for phase, found in tops.items():
+        for key, group in found if phase != leading else ():
+            if key not in home:
+                places.append(Places([key], group.label))
+                home[key] = places[-1]
+            home[key].groups.setdefault(phase, []).append(group)
+    return places
+
+
+def _tops(
+    items: Sequence[Item],
+    weights: Mapping[int, int],
+    dissolved: set[Key],
+    leading: Sequence[Top] | None,
+    inner: tuple[Source, ...],
+) -> list[Top]:
+    """The outermost groups of a lane. The first lane says which groups are looked through (`dissolved`), the others follow."""
+    tops = _keyed(grouped(items, calls=inner), (), leading)
+    total = sum(weights[n.id] for i in items for n in i.nodes) or 1
+    while True:
+        out: list[Top] = []
+        changed = False
+        if leading is None:
+            dissolved |= _come_again(tops)
+        for key, group in tops:
+            if leading is None and _wraps(group, total, weights):
+                dissolved.add(key)
+            if key in dissolved and group.key[0] not in ("lines", "scope" if not group.opens else ""):
+                inside = _keyed(group.children, key, leading)
+                for _, part in inside:
+                    if part.label.isdigit():  # "3" says nothing without what it is the third of
+                        part.label = f"{group.label}[{part.label}]"
+                out += inside
+                changed = True
+            else:
+                out.append((key, group))
+        tops = out
+        if not changed:
+            return _merged(out)
+
+
+def _come_again(tops: Sequence[Top]) -> set[Key]:
+    """Calls that other rows interrupt: as one row they would stand before and after those."""
+    seen: set[Key] = set()
+    again: set[Key] = set()
+    before: Key | None = None
+    for key, group in tops:
+        if key != before and key in seen and group.key[0] == "call":
+            again.add(key)
+        seen.add(key)
+        before = key
+    return again
+
+
+def _differentiated(backward: Sequence[Item]) -> tuple[Source, ...]:
+    """The calls that lead to the differentiated function: those that all of the backward pass without scopes shares."""
+    paths = [i.frames for i in backward if not i.scope and i.frames]
+    return paths[0][: shared(paths)] if paths else ()
+
+
+def _wraps(group: Group, total: int, weights: Mapping[int, int]) -> bool:
+    own = sum(weights[n.id] for i in group.items for n in i.nodes)
+    return group.opens and own > _WRAPS * total
+
+
+def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | None) -> list[Top]:
+    """Groups with their keys; what stands alone on lines of one function is a group of those lines."""
+    out: list[Top] = []
+    lines = _lines(leading or ())
+    for part in found:
+        if isinstance(part, Group):
+            out.append(((*outer, part.key), part))
+            continue
+        if part.is_region:
+            out.append((_region_key(outer, part), _of_region(part)))
+            continue
+        frame = part.frames[-1] if part.frames else None
+        where = (frame.function, frame.line) if frame is not None else None
+        key = lines.get(where) if where is not None else None
+        if key is None:
+            last = out[-1] if out else None
+            same = last is not None and last[1].key[0] == "lines" and last[1].key[1] == (where and where[0])
+            key = last[0] if same and last is not None else (*outer, ("lines", where and where[0], len(out)))
+        if out and out[-1][0] == key:
+            _add(out[-1][1], part)
+        else:
+            group = Group(("lines", where and where[0]), spoken(frame.function) if frame else "", [], [])
+            _add(group, part)
+            out.append((key, group))
+    for _, group in out:
+        if group.key[0] == "lines":
+            text = lines_text(i.frames[-1] for i in group.items if i.frames)
+            group.label = f"{group.label} :{text.rpartition(':')[2]}" if group.label and text else group.label
+    return out
+
+
+def _region_key(outer: Key, item: Item) -> Key:
+    return *outer, ("region", item.main.primitive, item.main.scope, item.frames[-1:])
+
+
+def _of_region(item: Item) -> Group:
+    return Group(("region", item.main.primitive), "", [item], [item])
+
+
+def _lines(leading: Sequence[Top]) -> dict[tuple[str, int] | None, Key]:
+    return {
+        (i.frames[-1].function, i.frames[-1].line): key
+        for key, group in leading
+        if group.key[0] == "lines"
+        for i in group.items
+        if i.frames
+    }
+
+
+def _add(group: Group, item: Item) -> None:
+    group.items.append(item)
+    group.children.append(item)
+
+
+def _merged(tops: Sequence[Top]) -> list[Top]:
+    """Each key once: what comes again later stands with the first."""
+    found: dict[Key, Group] = {}
+    for key, group in tops:
+        if key in found and found[key] is not group:
+            found[key].items += group.items
+            found[key].children += group.children
+        else:
+            found[key] = group
+    return list(found.items())
+
+
+def _updates(items: Sequence[Item], tops: Mapping[str, Sequence[Top]], flows: Flows) -> list[Top]:
+    """An update stands in the row of the gradient that it reads; a function whose work joins several rows is a row of its own."""
+    row_of = {n.id: key for found in tops.values() for key, g in found for i in g.items for n in all_nodes(i.nodes)}
+    label_of = {key: g.label for found in tops.values() for key, g in found}
+    gradient = {n.id for _, g in tops.get(BACKWARD, ()) for i in g.items for n in all_nodes(i.nodes)}
+    rows = _rows_read(items, row_of, gradient, flows)
+    rows = _rows_of_readers(items, rows, flows)
+    joins = {_function(i) for i, row in zip(items, rows, strict=True) if row == _SEVERAL}
+    found: dict[Key, Group] = {}
+    for item, row in zip(items, rows, strict=True):
+        function = _function(item)
+        key = function if row is None or row == _SEVERAL or function in joins else row
+        group = found.setdefault(key, Group(("update", key), label_of.get(key, str(key[-1])), [], []))
+        _add(group, item)
+    return list(found.items())
+
+
+def _rows_read(
+    items: Sequence[Item], row_of: Mapping[int, Key], gradient: Collection[int], flows: Flows
+) -> list[Key | None]:
+    """The row whose gradient each item reads, directly or not; None where there is none, `_SEVERAL` where there are more."""
+    own: dict[int, Key | None] = {}
+    rows: list[Key | None] = []
+    for item in items:
+        read = {
+            row_of[p] if p in gradient else own[p]
+            for n in all_nodes(item.nodes)
+            for p in flows.makers(n.id)
+            if p in gradient or p in own
+        }
+        named = read - {None, _SEVERAL}
+        rows.append(named.pop() if len(named) == 1 else _SEVERAL if named or _SEVERAL in read else None)
+        own.update((n.id, rows[-1]) for n in all_nodes(item.nodes))
+    return rows
+
+
+def _rows_of_readers(items: Sequence[Item], rows: Sequence[Key | None], flows: Flows) -> list[Key | None]:
+    """What reads no gradient (a decayed moment) stands in the row of what reads it."""
+    own = {n.id: row for i, row in zip(items, rows, strict=True) for n in all_nodes(i.nodes)}
+    out = list(rows)
+    for k in range(len(items) - 1, -1, -1):
+        if out[k] is not None:
+            continue
+        readers = {
+            own.get(r) for n in items[k].nodes for r in flows.readers(n.id) if r not in {m.id for m in items[k].nodes}
+        }
+        if len(readers) == 1:
+            out[k] = readers.pop()
+            own.update((n.id, out[k]) for n in all_nodes(items[k].nodes))
+    return out
+
+
+def _function(item: Item) -> Key:
+    names = [spoken(f.function) for f in item.frames[1:]] or [spoken(f.function) for f in item.frames]
+    return "function", next((n for n in names if n), "update")
+
+
+def _absorbed(tops: Sequence[Top], flows: Flows, weights: Mapping[int, int]) -> tuple[list[Top], dict[Key, Key]]:
+    """Trifles that only one row reads stand with it: masks, tables of angles. Also: the key of each such row -> whose it is now."""
+    cost = {key: sum(weights[n.id] for i in g.items for n in i.nodes) for key, g in tops}
+    least = _TRIFLE * sum(cost.values())
+    row_of = {n.id: key for key, g in tops for i in g.items for n in all_nodes(i.nodes)}
+    group_of = dict(tops)
+    gone: dict[Key, Key] = {}
+    for key, group in reversed(tops):
+        reads = any(flows.parameters(n.id for n in all_nodes(i.nodes)) for i in group.items)
+        if cost[key] > least or group.key[0] not in ("lines", "call") or reads or any(i.sites for i in group.items):
+            continue
+        nodes = (n.id for i in group.items for n in all_nodes(i.nodes))
+        found = (row_of.get(r) for nid in nodes for r in flows.readers(nid))
+        readers = {gone.get(r, r) for r in found if r is not None and r != key}
+        home = readers.pop() if len(readers) == 1 else None
+        if home is not None:
+            gone[key] = home
+            group_of[home].items[:0] = group.items
+            group_of[home].children[:0] = group.children
+    return [(k, g) for k, g in tops if k not in gone], gone
+
+
+def _stacked(tops: Sequence[Top], phase: str) -> list[Places]:
+    """Neighbours that compute the same are one row."""
+    places: list[Places] = []
+    before: tuple | None = None
+    for key, group in tops:
+        now = _signature(group)
+        if places and now == before and len(now) > 1:
+            place = places[-1]
+            place.keys.append(key)
+            place.groups[phase].append(group)
+            place.name = run_name(place.groups[phase][0].label, group.label)
+        else:
+            places.append(Places([key], group.label, {phase: [group]}))
+        before = now
+    return places
+
+
+def _signature(group: Group) -> tuple:
+    return tuple(
+        (n.primitive, type_text(n.outputs[0].aval) if n.outputs else "")
+        for i in group.items
+        for n in all_nodes([i.main])
+    )
