@@ -15,8 +15,8 @@ SHOWN = """() => {
     const pane = document.querySelector('[data-fl=graph]').getBoundingClientRect();
     const scale = new DOMMatrix(getComputedStyle(document.querySelector('[data-fl=graph] svg')).transform).a;
     const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
-    const told = e => ({text: e.textContent, line: Number(e.dataset.line ?? -1), box: box(e),
-        px: parseFloat(getComputedStyle(e).fontSize) * scale});
+    const px = e => parseFloat(getComputedStyle(e).fontSize) * scale;
+    const told = e => ({text: e.textContent, line: Number(e.dataset.line ?? -1), box: box(e), px: px(e)});
     const seen = e => getComputedStyle(e).display !== 'none';
     const cards = [...document.querySelectorAll('g.card')].map(card => ({
         id: card.id, body: box(card.querySelector('.card-body')),

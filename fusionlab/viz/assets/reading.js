@@ -20,16 +20,19 @@ function readPicture(svg, width) {
     const r = element.getBoundingClientRect();
     return { left: (r.left - whole.left) * unit, right: (r.right - whole.left) * unit, top: (r.top - whole.top) * unit, bottom: (r.bottom - whole.top) * unit };
   };
-  const read = (element) => ({ element, box: place(element), size: sizeOf(element), anchor: getComputedStyle(element).textAnchor,
+  // A chip's ground goes where its text goes.
+  const read = (element) => ({ element, whole: element.closest(".chip") || element, box: place(element), size: sizeOf(element), anchor: getComputedStyle(element).textAnchor,
     line: Number(element.dataset.line), own: [...element.childNodes].map((child) => child.cloneNode(true)), said: element.textContent, cut: false, steps: null });
   const inside = (card, css) => [...card.querySelectorAll(css)].filter((element) => element.closest("g.card") === card);
   const told = cards.map((card) => {
     const body = place(inside(card, ".card-body")[0] || card.querySelector(".card-body"));
     const tops = [...card.querySelectorAll(":scope g.card .card-body")].map((inner) => place(inner).top);
-    return { body, room: Math.min(body.bottom, ...tops), texts: inside(card, "text[data-line]").map(read),
-      marks: inside(card, "[data-line]:not(text)").map((element) => ({ element, line: Number(element.dataset.line) })) };
+    return { body, room: Math.min(body.bottom, ...tops), texts: inside(card, "text[data-line]").filter((text) => !text.closest("g[data-line]")).map(read),
+      groups: inside(card, "g[data-line]").map((element) => ({ whole: element, sizes: [...element.querySelectorAll("text")].map(sizeOf) })),
+      marks: inside(card, "[data-line]:not(text, g)").filter((mark) => !mark.closest("g[data-line]")).map((element) => ({ whole: element, line: Number(element.dataset.line) })) };
   });
-  const loose = [...svg.querySelectorAll("text")].filter((text) => !text.matches("g.card text[data-line]")).map(read);
+  const ours = new Set(told.flatMap((card) => card.texts.map((text) => text.element)));
+  const loose = [...svg.querySelectorAll("text")].filter((text) => !ours.has(text) && !text.closest("g.card g[data-line]")).map(read);
   return { cards: told, loose, plain: true, sizes: new Map([...told.flatMap((card) => card.texts), ...loose].map((text) => [text.element, text.size])) };
 }
 
@@ -37,12 +40,13 @@ function readPicture(svg, width) {
 function drawReadable(read, scale) {
   if (!read) return;
   const small = (text) => text.size * scale < LEAST - 1e-6;
-  const plain = ![...read.cards.flatMap((card) => card.texts), ...read.loose].some(small);
+  const shrunk = (card) => card.texts.some(small) || card.groups.some((group) => group.sizes.some((size) => small({ size })));
+  const plain = !read.cards.some(shrunk) && !read.loose.some(small);
   if (read.plain && plain) return;
   read.plain = plain;
   for (const card of read.cards) {
     whole(card);
-    if (card.texts.some(small)) shrink(card, scale);
+    if (shrunk(card)) shrink(card, scale);
   }
   const bodies = read.cards.map((card) => card.body), placed = [];
   for (const text of read.loose) {
@@ -52,23 +56,25 @@ function drawReadable(read, scale) {
     if ([...placed, ...bodies.filter((body) => !meet(body, text.box))].some((other) => meet(other, box))) hide(text);
     else {
       sized(text, scale);
-      text.element.style.translate = `0 ${box.by}px`;
+      text.whole.style.translate = `0 ${box.by}px`;
       placed.push(box);
     }
   }
 }
 
-const hide = (item) => { item.element.style.display = "none"; };
+const hide = (item) => { item.whole.style.display = "none"; };
 const sizeAt = (text, scale) => Math.max(LEAST, text.size * scale); // on screen
 const sized = (text, scale) => { text.element.style.fontSize = `${sizeAt(text, scale) / scale}px`; };
+const back = (item) => { for (const name of ["display", "translate"]) item.whole.style.removeProperty(name); };
 const natural = (text) => {
-  for (const name of ["display", "font-size", "translate"]) text.element.style.removeProperty(name);
+  text.element.style.removeProperty("font-size");
+  back(text);
   if (text.cut) text.element.replaceChildren(...text.own.map((child) => child.cloneNode(true)));
   text.cut = false;
 };
 const whole = (card) => {
   card.texts.forEach(natural);
-  for (const mark of card.marks) for (const name of ["display", "translate"]) mark.element.style.removeProperty(name);
+  [...card.marks, ...card.groups].forEach(back);
 };
 
 // Where a text is once it has its least size: it grows away from where it is anchored, and stays in the middle of its line if moved `by`.
@@ -79,12 +85,14 @@ function grown({ box, size, anchor }, scale) {
   return { left, right: left + wide, top: middle - high / 2, bottom: middle + high / 2, by: middle - base - (middle - base) * by };
 }
 
-// Lines from the top, as many as have their height; in their own places where they still fit there, else one below the other.
+// Lines from the top, as many as have their height; in their own places where they still fit there, else one below the other. What is a
+// picture of its own in the card, a group with a line, goes first.
 function shrink(card, scale) {
   const lines = [...new Set(card.texts.map((t) => t.line))].sort((a, b) => a - b).map((number) => {
     const texts = card.texts.filter((t) => t.line === number);
     return { number, texts, size: Math.max(...texts.map((t) => sizeAt(t, scale))), base: Math.min(...texts.map((t) => t.box.bottom - DESCENT * t.size)) };
   });
+  card.groups.forEach(hide);
   const high = (card.room - card.body.top) * scale;
   let stay = 0, used = 0;
   while (stay < lines.length && used + lines[stay].size * (stay ? LEADING : 1) <= high) used += lines[stay++].size * LEADING;
@@ -93,7 +101,7 @@ function shrink(card, scale) {
   for (const line of lines.slice(0, stay)) {
     bottom += (line.size * LEADING) / scale;
     const by = stay === lines.length && apart ? 0 : bottom - (0.28 * line.size) / scale - line.base;
-    if (by) for (const item of [...line.texts, ...card.marks.filter((m) => m.line === line.number)]) item.element.style.translate = `0 ${by}px`;
+    if (by) for (const item of [...line.texts, ...card.marks.filter((m) => m.line === line.number)]) item.whole.style.translate = `0 ${by}px`;
     layLine(card, line, scale);
   }
   if (stay === lines.length) return;
