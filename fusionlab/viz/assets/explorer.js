@@ -616,11 +616,6 @@ function graph(ui) {
     move();
   });
   ui.on(pane, "pointerup", (e) => {
-    const step = drag && !drag.moved && e.target.closest?.("[data-step]");
-    if (step && step.closest("g.card").id === drag.id) {
-      drag = null;
-      return ui.store.send({ type: "step", id: step.closest("g.card").id, by: Number(step.dataset.step) });
-    }
     const clicked = drag && !drag.moved && !drag.map && drag.id === target(e) ? drag.id : null;
     drag = null;
     const step = clicked && e.target.closest("[data-step]"); // to another one of equal parts
@@ -667,12 +662,8 @@ function graph(ui) {
     Object.assign(told, { width, height, awaited: true });
     ui.store.send({ type: "pane", width, height });
   };
-  let told = 0;
-  const tell = () => ui.store.send({ type: "pane", width: pane.clientWidth, height: pane.clientHeight });
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
-    clearTimeout(told); // a panel that is dragged changes the size at every step
-    told = setTimeout(tell, told ? 120 : 0);
     if (!boxes.size) measure();
     buildMap();
     clearTimeout(told.timer);
@@ -682,7 +673,7 @@ function graph(ui) {
     else move();
   });
   resized.observe(pane);
-  ui.abort.signal.addEventListener("abort", () => (clearTimeout(told), resized.disconnect()));
+  ui.abort.signal.addEventListener("abort", () => resized.disconnect());
 
   return { el, pane, focus: () => focus(), fit: () => fit(), tools: drawTools, frame: () => frame(marked().selected?.[0]), draw: { scene: (s) => draw(s || {}), marks: reveal, inspector: () => { if (ui.reveal) reveal(); }, head: drawTools,
     busy: ({ running }) => { pane.classList.toggle("fl-dimmed", !!running); pane.setAttribute("aria-busy", String(!!running)); } } };
