@@ -7,13 +7,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .card import Card, Edge, Overview
-from .faces import Scale, closed_face, height_of, opens
-from .lanes import MARGIN, Span, heads_of, lane_of, legend_of, spans_of
-from .lines import Column, Port, Slot, bus_room, buses_of, channels_of, column_wires, level_wires, summed, widths_of
-from .opened import Drawing, box_of, depth_of, opened_inside, spoken, state_of
-from .picture import SHEET, Box, Picture, Pill, Rect, Wire
-from .pills import PillGroup, pill_groups, placed_pill
-from .rows import FOOT, HEAD, PILL, TOP, gap_after, grid_of, is_stack, shown
+from .layout.faces import Scale, closed_face, height_of, opens
+from .layout.lanes import MARGIN, Span, heads_of, lane_of, legend_of, spans_of
+from .layout.lines import (
+    Column,
+    Port,
+    Slot,
+    bus_room,
+    buses_of,
+    channels_of,
+    column_wires,
+    level_wires,
+    summed,
+    widths_of,
+)
+from .layout.opened import Drawing, box_of, depth_of, opened_inside, spoken, state_of
+from .layout.picture import SHEET, Box, Picture, Pill, Rect, Wire
+from .layout.pills import PillGroup, pill_groups, placed_pill
+from .layout.rows import FOOT, HEAD, PILL, TOP, gap_after, grid_of, is_stack, shown
 
 _INSET = 10.0  # of cards in their lane
 _LEAST_OPENED = 16.0  # between rows below an opened card

@@ -7,7 +7,7 @@ from html import escape
 
 from fusionlab.viz.palette import colour_of, tint_of
 
-from .picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
+from .layout.picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
 
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 INK, MUTED, PAPER, LANE, BORDER, TRACK, CELL = (
@@ -48,11 +48,8 @@ def svg(picture: Picture, id_prefix: str = "fl-") -> str:
 
 def _n(number: float) -> str:
     """One decimal, none where it is 0."""
-    return (
-        f"{number:.1f}".removesuffix(".0").replace("-0", "0")
-        if abs(number) < 0.05
-        else f"{number:.1f}".removesuffix(".0")
-    )
+    text = f"{number:.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text
 
 
 def _frame(rect: Rect, kind: str, fill: str, stroke: str = "", radius: float = 0, more: str = "") -> str:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .card import Amount, Card, Overview, Row, Strip
+from ..card import Amount, Card, Overview, Row, Strip
 from .faces import CELLS, COMPACT, HEIGHT, LOW, PASSES, PLAIN, Scale, height_of
 from .lines import summed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .card import Card, Edge, Overview
+from ..card import Card, Edge, Overview
 from .measure import cut, text_width
 from .picture import Pill, Rect, Text
 from .rows import PILL

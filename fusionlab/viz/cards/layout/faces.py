@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .card import Amount, Card, Strip
+from ..card import Amount, Card, Strip
 from .measure import bytes_text, cut, operations_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
 

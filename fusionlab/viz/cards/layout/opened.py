@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from .card import Card
+from ..card import Card
 from .faces import (
     HEIGHT,
     LINE,

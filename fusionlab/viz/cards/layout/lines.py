@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .card import Edge
+from ..card import Edge
 from .measure import bytes_text, text_width
 from .picture import Rect, Text, Wire
 
