@@ -158,13 +158,14 @@ def _body(box: Box) -> str:
 
 
 def _pill(pill: Pill, id_prefix: str) -> str:
-    named = zip(pill.ids, pill.texts, strict=False)
+    shown = len(pill.texts) - (len(pill.texts) < len(pill.ids))  # the last text says how many more there are
     inner = "".join(
-        f'<g id="{escape(id_prefix + name)}" class="card {pill.kind}" data-level="0">{_text(t)}</g>'
-        for name, t in named
+        f'<g id="{escape(id_prefix + name)}" class="card {pill.kind}" data-level="0">{_text(text)}</g>'
+        for name, text in zip(pill.ids[:shown], pill.texts, strict=False)
     )
-    inner += "".join(map(_text, pill.texts[len(pill.ids) :]))
-    return f'<g class="pill {pill.kind}"><title>{escape(pill.label)}</title>{_frame(pill.rect, "pill-body", PAPER, BORDER, 11)}{inner}</g>'
+    inner += "".join(map(_text, pill.texts[shown:]))
+    head = f'<g id="{escape(id_prefix + pill.id)}" class="pill {pill.kind}"><title>{escape(pill.label)}</title>'
+    return f"{head}{_frame(pill.rect, 'pill-body', PAPER, BORDER, 11)}{inner}</g>"
 
 
 # -- edges ------------------------------------------------------------------------------------------------------------

@@ -210,9 +210,12 @@ def level_wires(
     zone = Rect(room.x + bus_room(buses), room.y, room.width - bus_room(buses), room.height)
     wires = [_level(e, ports, widths, zone) for e in level]
     met = {ports[e.end].row for e in edges if e in level or e in off}
-    joined = {e.end for e in level}
+    level_ends = {e.end for e in level}
+    joined = set(level_ends)
     for edge in off:
         wires.append(_bus(edge, ports, edge.end not in joined, met, room.x + 7 + 7 * buses[edge.end], widths))
+        if edge.end in joined and edge.end not in level_ends:
+            wires[-1] = _before_corner(wires[-1])
         joined.add(edge.end)
     return wires
 
@@ -244,3 +247,11 @@ def _bus(edge: Edge, ports: Mapping[str, Port], arrow: bool, met: Collection[int
     last = (end.left, end.axis)
     path = ((start.right, leaves), (x, leaves), (x, end.axis), *([last] if arrow else []))
     return Wire(edge.start, edge.end, edge.kind, path, widths.of(edge, 4.0), arrow, (), spoken(edge))
+
+
+def _before_corner(wire: Wire, radius: float = 5.0) -> Wire:
+    """An edge that joins another one above or below the round corner of that."""
+    *before, (x, start), (_, end) = wire.path
+    if abs(end - start) <= radius:
+        return wire
+    return replace(wire, path=(*before, (x, start), (x, end - math.copysign(radius, end - start))))
