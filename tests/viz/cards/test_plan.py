@@ -5,7 +5,9 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from fusionlab.viz.cards.card import Card
 from fusionlab.viz.cards.layout.measure import cut, share_text, text_width
+from fusionlab.viz.cards.layout.opened import opened_name
 from fusionlab.viz.cards.layout.rows import joined
 from fusionlab.viz.cards.plan import described, plan, shown
 from fusionlab.viz.cards.svg import svg
@@ -88,6 +90,13 @@ def test_what_can_be_clicked_says_its_name_share_and_sites():
     assert (found["b-layers"]["group"], found["b-layers"]["closed"]) == (True, True)
     assert "forward-softmax" not in found
     assert described(toys.train_step(), ["f-layers", "forward-attn"])["forward-softmax"]["state"] == "declined"
+
+
+def test_one_of_several_equal_parts_is_called_by_its_number():
+    names = {"layer_0 … 23": "layer 17 of 24", "encoder[0 … 23]": "encoder 17 of 24", "layer_23 … 0": "layer 6 of 24"}
+    names |= {"block": "block, 18 of 24"}
+    assert {name: opened_name(Card("c", name, count=24, copy=17)) for name in names} == names
+    assert opened_name(Card("c", "head")) == "head"
 
 
 def test_an_edge_ends_at_the_open_card_and_is_level_with_its_row():

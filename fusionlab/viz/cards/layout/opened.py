@@ -27,7 +27,7 @@ from .picture import SHEET, Box, Chip, Mark, Rect, Text, Wire
 
 _HEAD, _FOOT, _PAD, _STEP = 32.0, 11.0, 12.0, 9.0
 _CLOSE, _APART = 10.0, 22.0  # between two boxes of one line, between others
-_RUN = re.compile(r"^(.*?)[_\s]?(\d+) … (?:.*?[_\s])?(\d+)$")
+_RUN = re.compile(r"^(.*?)[_\s\[]?(\d+) … (?:.*?[_\s])?(\d+)\]?$")
 
 
 @dataclass(frozen=True)
