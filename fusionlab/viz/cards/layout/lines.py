@@ -109,12 +109,7 @@ def intervals(spans: Mapping[str, tuple[float, float, float]], most: int) -> dic
     """Name -> track, so that no two that touch share one, the shortest first; of (low, high, weight) the heaviest get one."""
     kept: list[str] = []
     for name in sorted(spans, key=lambda n: (-spans[n][2], spans[n][:2], n)):
-        low, high, _ = spans[name]
-        meeting = [n for n in kept if spans[n][0] <= high and low <= spans[n][1]]
-        if all(
-            sum(spans[n][0] <= at <= spans[n][1] for n in meeting) < most
-            for at in (low, *(spans[n][0] for n in meeting))
-        ):
+        if _deepest([spans[n] for n in kept], spans[name]) < most:
             kept.append(name)
     tracks: list[list[tuple[float, float]]] = []
     found: dict[str, int] = {}
@@ -127,6 +122,12 @@ def intervals(spans: Mapping[str, tuple[float, float, float]], most: int) -> dic
             tracks[track].append((low, high))
             found[name] = track
     return found
+
+
+def _deepest(spans: Iterable[tuple[float, float, float]], new: tuple[float, float, float]) -> int:
+    """How many of the spans lie over one point of the new one, where most do."""
+    meeting = [s for s in spans if s[0] <= new[1] and new[0] <= s[1]]
+    return max(sum(s[0] <= at <= s[1] for s in meeting) for at in (new[0], *(s[0] for s in meeting)))
 
 
 def column_wires(
@@ -211,12 +212,11 @@ def level_wires(
     wires = [_level(e, ports, widths, zone) for e in level]
     met = {ports[e.end].row for e in edges if e in level or e in off}
     level_ends = {e.end for e in level}
-    joined = set(level_ends)
+    first = {e.end: e for e in reversed(off) if e.end not in level_ends}
     for edge in off:
-        wires.append(_bus(edge, ports, edge.end not in joined, met, room.x + 7 + 7 * buses[edge.end], widths))
-        if edge.end in joined and edge.end not in level_ends:
-            wires[-1] = _before_corner(wires[-1])
-        joined.add(edge.end)
+        is_first = first.get(edge.end) is edge
+        wire = _bus(edge, ports, is_first, met, room.x + 7 + 7 * buses[edge.end], widths)
+        wires.append(wire if is_first or edge.end in level_ends else _before_corner(wire))
     return wires
 
 

@@ -111,23 +111,18 @@ def opened_inside(card: Card, x: float, y: float, width: float, drawing: Drawing
     """An opened card with its upper left corner at (x, y), and all that is in it."""
     names = {c.id: child.id for child in card.children for c in child.walk()}
     edges = summed(card.edges, names)
-    order = [c.id for c in card.children]
-    channels = channels_of(order, edges)
+    channels = channels_of([c.id for c in card.children], edges)
     indent = _STEP * (max(channels.values()) + 1) + 3 if channels else 0.0
     left, inner = x + _PAD + indent, width - 2 * _PAD - indent
     linked = {frozenset((e.start, e.end)) for e in edges}
     parts: list[Inside] = []
-    slots: list[Slot] = []
     below = y + _HEAD
-    before: Card | None = None
-    for child in card.children:
-        if before is not None:
-            below += _gap(before, child, frozenset((before.id, child.id)) in linked, drawing)
+    for before, child in zip((None, *card.children), card.children, strict=False):
+        below += _gap(before, child, linked)
         shown = replace(child, prefix="") if child.prefix == card.prefix else child
-        part = _part(shown, left, below, inner, drawing, lane, level + 1)
-        slots.append(Slot(child.id, part.boxes[0].outer))
-        parts.append(part)
-        below, before = below + part.height, child
+        parts.append(_part(shown, left, below, inner, drawing, lane, level + 1))
+        below += parts[-1].height
+    slots = [Slot(p.boxes[0].id, p.boxes[0].outer) for p in parts]
     column = Column(left + min(inner, 300) / 2, -1, _STEP, left, left + inner, 3.0)
     wires = column_wires(slots, edges, channels, drawing.widths, column)
     height = below + _FOOT - y
@@ -150,9 +145,12 @@ def _part(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: 
     return Inside((box,), (), HEIGHT)
 
 
-def _gap(one: Card, other: Card, linked: bool, drawing: Drawing) -> float:
-    """Between two parts: room for a label where there is an edge to or from one that opens."""
-    return _APART if linked and (opens(one) or opens(other)) else _CLOSE
+def _gap(one: Card | None, other: Card, linked: Collection[frozenset[str]]) -> float:
+    """Between two parts: room for a label where there is an edge to or from one that opens. None above the first."""
+    if one is None:
+        return 0.0
+    is_linked = frozenset((one.id, other.id)) in linked
+    return _APART if is_linked and (opens(one) or opens(other)) else _CLOSE
 
 
 def _head(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
