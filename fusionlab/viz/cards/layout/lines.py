@@ -111,9 +111,13 @@ def intervals(spans: Mapping[str, tuple[float, float, float]], most: int) -> dic
     for name in sorted(spans, key=lambda n: (-spans[n][2], spans[n][:2], n)):
         if _deepest([spans[n] for n in kept], spans[name]) < most:
             kept.append(name)
+    return _tracks({n: spans[n] for n in kept}, most)
+
+
+def _tracks(spans: Mapping[str, tuple[float, float, float]], most: int) -> dict[str, int]:
     tracks: list[list[tuple[float, float]]] = []
     found: dict[str, int] = {}
-    for name in sorted(kept, key=lambda n: (spans[n][1] - spans[n][0], spans[n][:2], n)):
+    for name in sorted(spans, key=lambda n: (spans[n][1] - spans[n][0], spans[n][:2], n)):
         low, high, _ = spans[name]
         free = (i for i, track in enumerate(tracks) if all(b < low or high < a for a, b in track))
         track = next(free, len(tracks))
@@ -210,13 +214,12 @@ def level_wires(
     off = [e for e in edges if e.end in buses and ports[e.start].row != ports[e.end].row]
     zone = Rect(room.x + bus_room(buses), room.y, room.width - bus_room(buses), room.height)
     wires = [_level(e, ports, widths, zone) for e in level]
-    met = {ports[e.end].row for e in edges if e in level or e in off}
+    met = {ports[e.end].row for e in (*level, *off)}
     level_ends = {e.end for e in level}
-    first = {e.end: e for e in reversed(off) if e.end not in level_ends}
-    for edge in off:
-        is_first = first.get(edge.end) is edge
-        wire = _bus(edge, ports, is_first, met, room.x + 7 + 7 * buses[edge.end], widths)
-        wires.append(wire if is_first or edge.end in level_ends else _before_corner(wire))
+    for end in dict.fromkeys(e.end for e in off):
+        x = room.x + 7 + 7 * buses[end]
+        one, *others = [_bus(e, ports, end not in level_ends, met, x, widths) for e in off if e.end == end]
+        wires += [one, *(w if end in level_ends else _joining(w) for w in others)]
     return wires
 
 
@@ -249,9 +252,10 @@ def _bus(edge: Edge, ports: Mapping[str, Port], arrow: bool, met: Collection[int
     return Wire(edge.start, edge.end, edge.kind, path, widths.of(edge, 4.0), arrow, (), spoken(edge))
 
 
-def _before_corner(wire: Wire, radius: float = 5.0) -> Wire:
-    """An edge that joins another one above or below the round corner of that."""
-    *before, (x, start), (_, end) = wire.path
+def _joining(wire: Wire, radius: float = 5.0) -> Wire:
+    """An edge that joins another one above or below the round corner of that, where it has a way to go before."""
+    *before, (x, start), (_, end), _ = wire.path
+    wire = replace(wire, path=wire.path[:-1], arrow=False)
     if abs(end - start) <= radius:
         return wire
     return replace(wire, path=(*before, (x, start), (x, end - math.copysign(radius, end - start))))

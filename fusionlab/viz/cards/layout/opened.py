@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ..card import Card
+from ..card import Card, Edge
 from .faces import (
     HEIGHT,
     LINE,
@@ -109,27 +109,33 @@ def box_of(card: Card, rect: Rect, drawing: Drawing, lane: str, level: int = 0) 
 
 def opened_inside(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: str, level: int = 0) -> Inside:
     """An opened card with its upper left corner at (x, y), and all that is in it."""
-    names = {c.id: child.id for child in card.children for c in child.walk()}
-    edges = summed(card.edges, names)
+    edges = summed(card.edges, {c.id: child.id for child in card.children for c in child.walk()})
     channels = channels_of([c.id for c in card.children], edges)
     indent = _STEP * (max(channels.values()) + 1) + 3 if channels else 0.0
     left, inner = x + _PAD + indent, width - 2 * _PAD - indent
-    linked = {frozenset((e.start, e.end)) for e in edges}
-    parts: list[Inside] = []
-    below = y + _HEAD
-    for before, child in zip((None, *card.children), card.children, strict=False):
-        below += _gap(before, child, linked)
-        shown = replace(child, prefix="") if child.prefix == card.prefix else child
-        parts.append(_part(shown, left, below, inner, drawing, lane, level + 1))
-        below += parts[-1].height
+    parts = _parts(card, edges, left, y + _HEAD, inner, drawing, lane, level + 1)
     slots = [Slot(p.boxes[0].id, p.boxes[0].outer) for p in parts]
     column = Column(left + min(inner, 300) / 2, -1, _STEP, left, left + inner, 3.0)
     wires = column_wires(slots, edges, channels, drawing.widths, column)
-    height = below + _FOOT - y
+    height = max(p.boxes[0].outer.bottom for p in parts) + _FOOT - y
     rect = Rect(x, y, width, height)
     box = replace(box_of(card, rect, drawing, lane, level), marks=tuple(_head(card, rect, drawing.scale)))
     boxes = (box, *(b for p in parts for b in p.boxes))
     return Inside(boxes, (*wires, *(w for p in parts for w in p.wires)), height + 2 * SHEET * box.stack)
+
+
+def _parts(
+    card: Card, edges: Sequence[Edge], x: float, y: float, width: float, drawing: Drawing, lane: str, level: int
+) -> list[Inside]:
+    """What is in an opened card, from above; what it is the backward pass of is not said again."""
+    linked = {frozenset((e.start, e.end)) for e in edges}
+    parts: list[Inside] = []
+    for before, child in zip((None, *card.children), card.children, strict=False):
+        y += _gap(before, child, linked)
+        shown = replace(child, prefix="") if child.prefix == card.prefix else child
+        parts.append(_part(shown, x, y, width, drawing, lane, level))
+        y += parts[-1].height
+    return parts
 
 
 def _part(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: str, level: int) -> Inside:
