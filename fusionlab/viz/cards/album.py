@@ -10,10 +10,10 @@ from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..parts.tree import Maker
 from .card import Card, Overview
 from .plan import described, plan, shown
 from .svg import svg
-from .tree import Maker
 
 PANE = (932.0, 700.0)  # px: the pane of a notebook 1440 px wide, and what a picture without one is drawn for
 Chains = Mapping[int, tuple[str, ...]]
