@@ -1,7 +1,7 @@
 """Looks at a drawing of cards as a strict reader would: every fault of size, name, place and crossing, each with what it is of.
 
 What it goes by: a card is `g.card` with a `rect.card-body`, inputs and results `g.pill` with a `rect`, lanes `g.lane`, an edge
-`g.edge` with a `path`, its label `text.edge-label`.
+`g.edge` with a `path` and `data-start`, `data-end`, its label `text.edge-label`; a name is `text.title`, parts in a closed card `g.cell`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ NEAR = (
 # Names that say nothing: of the machinery around a call, of nobody, and ids of the drawing or of the program.
 _NOBODY = re.compile(r"|apply|wrapped|wrapper|\d[\d,]*(?: nodes?)?|n\d+|%\d+|<.*>")
 _ANYWHERE = re.compile(r"__call__|<(?:lambda|locals|genexpr|listcomp|dictcomp)>|part~\d+|\bcluster_\w+|(?<!\S)%\d+")
-_HEADS = frozenset({"arrow", "head", "edge-head", "edge-hit"})
-_STARTS, _ENDS = ("data-start", "data-from"), ("data-end", "data-to")
+PREFIX = "fl-"  # of ids: what edges call their ends has none
 
 
 @dataclass(frozen=True)
@@ -135,26 +134,27 @@ def _boxes(all_elements: list[Element], written: list[Text], kind: str) -> list[
         if group := text.element.inside(kind):
             mine.setdefault(id(group.xml), []).append(text)
     groups = [e for e in all_elements if kind in e.classes and id(e.xml) in bodies]
-    return [Box(_id(e), _name(mine.get(id(e.xml), [])), bodies[id(e.xml)], e) for e in groups]
+    names = [_name(mine.get(id(e.xml), [])) for e in groups]
+    return [Box(_id(e) or name, name, bodies[id(e.xml)], e) for e, name in zip(groups, names, strict=True)]
 
 
 def _id(group: Element) -> str:
-    return group.xml.get("data-card") or group.xml.get("data-id") or group.xml.get("id", "")
+    return group.xml.get("id", "").removeprefix(PREFIX)
 
 
 def _name(written: list[Text]) -> str:
-    """A box's title: what is marked as such, else the first bold line of those that go last, else the first of them."""
-    titles = [t for t in written if t.element.classes & {"name", "title", "card-name", "card-title"}]
+    """A box's title: what is marked as such, else the first bold line of those that are kept longest, else the first of them."""
+    titles = [t for t in written if "title" in t.element.classes and t.element.inside("cell") is None]
     last = [t for t in written if t.element.xml.get("data-line", "0") == "0"]
     chosen = titles or [t for t in last if t.bold] or last
     return chosen[0].text if chosen else ""
 
 
 def _bad_names(cards: list[Box], written: list[Text]) -> Iterator[str]:
-    for card in cards:
-        said = card.name.partition(" · ")[0].strip()
-        if _NOBODY.fullmatch(said):
-            yield f"{card.id} is called {card.name!r}"
+    cells = [t for t in written if "title" in t.element.classes and t.element.inside("cell")]
+    for where, name in (*((card.id, card.name) for card in cards), *(("a cell", cell.text) for cell in cells)):
+        if _NOBODY.fullmatch(name.partition(" · ")[0].strip()):
+            yield f"{where} is called {name!r}"
     for text in written:
         if _ANYWHERE.search(text.text):
             yield f"written: {text.text!r}"
@@ -176,8 +176,7 @@ def _overlapping_labels(written: list[Text]) -> Iterator[str]:
 def _texts_outside(boxes: list[Box], written: list[Text]) -> Iterator[str]:
     bodies = {id(box.group.xml): box for box in boxes}
     for text in written:
-        group = text.element.inside("card") or text.element.inside("pill")
-        box = bodies.get(id(group.xml)) if group else None
+        box = next((b for e in reversed(text.element.parents) if (b := bodies.get(id(e.xml)))), None)
         if box and "edge-label" not in text.element.classes and not box.rect.holds(text.rect, slack=1.0):
             yield f"{text.text!r} of {box}"
 
@@ -203,12 +202,12 @@ def _above_the_body(rects: list[Element]) -> list[Element]:
 
 
 def _lines(all_elements: list[Element]) -> list[Line]:
-    paths = ((e, e.inside("edge")) for e in all_elements if e.tag == "path" and e.visible and not e.classes & _HEADS)
+    paths = ((e, e.inside("edge")) for e in all_elements if e.tag == "path" and e.visible)
     return [line for path, edge in paths if edge is not None for line in _lines_of(path, edge)]
 
 
 def _lines_of(path: Element, edge: Element) -> Iterator[Line]:
-    start, end = (next(filter(None, map(edge.xml.get, names)), "") for names in (_STARTS, _ENDS))
+    start, end = (edge.xml.get(f"data-{name}", "") for name in ("start", "end"))
     width = numbers(path.style.get("stroke-width", "1"))[0] * path.move.across
     for points in polylines(path.xml.get("d", ""), path.move):
         name = f"{start} → {end}" if start and end else _id(edge) or f"the edge from {points[0]} to {points[-1]}"

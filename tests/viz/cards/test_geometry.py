@@ -7,14 +7,14 @@ import pytest
 from .drawing import Move, Rect, polylines, text_width
 from .geometry import check
 
-STYLE = "<style>text{font-size:10px} .card .name{font-size:12.5px;font-weight:bold} @media print{text{font-size:1px}}</style>"
+STYLE = "<style>text{font-size:10px} .card .title{font-size:12.5px;font-weight:bold} @media print{text{font-size:1px}}</style>"
 
 
 def card(name, x, y, width=120, height=42, *, kind="part closed", inside=""):
     """A card with its name, and its body at a place of the pane."""
-    title = f'<text class="name" data-line="0" x="{x + 10}" y="{y + 18}">{name}</text>' if name is not None else ""
+    title = f'<text class="title" data-line="0" x="{x + 10}" y="{y + 18}">{name}</text>' if name is not None else ""
     body = f'<rect class="card-body" x="{x}" y="{y}" width="{width}" height="{height}"/>'
-    return f'<g id="c-{name}" class="card {kind}">{body}{title}{inside}</g>'
+    return f'<g id="fl-{name}" class="card {kind}">{body}{title}{inside}</g>'
 
 
 def edge(path, label="", kind="flow"):
@@ -43,7 +43,7 @@ CLEAN = (
     edge("M80 62 V120", text("33.6 MB", 90, 95, 'class="edge-label"')),
     card("layer_3", 160, 20, 200, 150, kind="part opened", inside=card("attn", 170, 60) + card("mlp", 170, 120)),
     edge("M140 41 H152 Q156 41 156 45 V137 Q156 141 160 141 H170"),
-    '<g class="pill"><rect x="20" y="200" width="80" height="22"/><text x="28" y="214">loss f32[]</text></g>',
+    '<g class="pill"><rect x="20" y="200" width="80" height="22"/><g class="card output"><text x="28" y="214">loss f32[]</text></g></g>',
 )
 
 
@@ -81,6 +81,12 @@ def test_each_kind_of_fault_is_found_and_told_once(kind, parts):
 @pytest.mark.parametrize("name", ["", "apply", "wrapped", "257 nodes", "n12", "0", "&lt;lambda&gt; · model.py:3", None])
 def test_names_that_say_nothing_are_found(name):
     assert len(report(card(name, 20, 20, 200)).names) >= 1
+
+
+def test_a_part_in_a_closed_card_needs_a_name_too():
+    cell = '<g class="cell"><rect x="30" y="45" width="80" height="15"/><text class="title" x="35" y="57">{}</text></g>'
+    assert report(card("embed", 20, 20, inside=cell.format("attn"))).faults() == ()
+    assert len(report(card("embed", 20, 20, inside=cell.format("apply"))).names) == 1
 
 
 @pytest.mark.whole
@@ -123,9 +129,7 @@ def test_a_card_that_is_moved_lies_where_it_is_shown():
 
 
 def test_the_ends_that_an_edge_tells_are_its_ends():
-    through = edge("M10 50 H300").replace(
-        'class="edge flow"', 'class="edge flow" data-start="c-embed" data-end="c-head"'
-    )
+    through = edge("M10 50 H300").replace('class="edge flow"', 'class="edge flow" data-start="embed" data-end="head"')
     assert report(EMBED, through).edges_through_boxes == ()
 
 
