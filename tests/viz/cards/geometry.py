@@ -18,7 +18,7 @@ NEAR = (
     9.0  # an edge ends this near to its card, if not at its frame: at the sheets behind it, or before its arrow's head
 )
 # Names that say nothing: of the machinery around a call, of nobody, and ids of the drawing or of the program.
-_NOBODY = re.compile(r"|apply|wrapped|wrapper|\d[\d,]*(?: nodes?)?|n\d+|%\d+|<.*>")
+_NOBODY = re.compile(r"|apply|wrapped|wrapper|\d[\d,]*(?: nodes?)?|[\d\s.…]+|n\d+|%\d+|<.*>")
 _ANYWHERE = re.compile(r"__call__|<(?:lambda|locals|genexpr|listcomp|dictcomp)>|part~\d+|\bcluster_\w+|(?<!\S)%\d+")
 PREFIX = "fl-"  # of ids: what edges call their ends has none
 
@@ -87,6 +87,7 @@ class Report:
     overlapping_labels: tuple[str, ...] = ()
     texts_outside: tuple[str, ...] = ()
     texts_over_marks: tuple[str, ...] = ()
+    marks_outside: tuple[str, ...] = ()
     edges_through_boxes: tuple[str, ...] = ()
     edges_through_labels: tuple[str, ...] = ()
 
@@ -97,7 +98,7 @@ class Report:
         found += [f"{self.boxes} boxes"] if self.boxes > most_boxes else []
         found += [f"larger than the pane: {self.extent}"] if self.outside else []
         lists = ("names", "overlapping_boxes", "overlapping_labels", "texts_outside")
-        lists += ("texts_over_marks", "edges_through_boxes", "edges_through_labels")
+        lists += ("texts_over_marks", "marks_outside", "edges_through_boxes", "edges_through_labels")
         return (*found, *(f"{kind.replace('_', ' ')}: {fault}" for kind in lists for fault in getattr(self, kind)))
 
 
@@ -107,6 +108,7 @@ def check(svg: str, width: float, height: float) -> Report:
     lines, written = _lines(all_elements), texts(all_elements)
     cards = _boxes(all_elements, written, "card")
     boxes = [*cards, *_boxes(all_elements, written, "pill")]
+    marks = _marks(all_elements)
     extent = _extent(all_elements, written, lines)
     return Report(
         smallest_text=min((t.size for t in written), default=0.0),
@@ -117,7 +119,8 @@ def check(svg: str, width: float, height: float) -> Report:
         overlapping_boxes=tuple(_overlapping_boxes(boxes)),
         overlapping_labels=tuple(_overlapping_labels(written)),
         texts_outside=tuple(_texts_outside(boxes, written)),
-        texts_over_marks=tuple(_texts_over_marks(all_elements, written)),
+        texts_over_marks=tuple(_texts_over_marks(marks, written)),
+        marks_outside=tuple(_marks_outside(marks, cards)),
         edges_through_boxes=tuple(_through_boxes(lines, boxes)),
         edges_through_labels=tuple(f"{e.name} crosses {t.text!r}" for e in lines for t in written if e.crosses(t.rect)),
     )
@@ -134,8 +137,12 @@ def _boxes(all_elements: list[Element], written: list[Text], kind: str) -> list[
         if group := text.element.inside(kind):
             mine.setdefault(id(group.xml), []).append(text)
     groups = [e for e in all_elements if kind in e.classes and id(e.xml) in bodies]
-    names = [_name(mine.get(id(e.xml), [])) for e in groups]
-    return [Box(_id(e) or name, name, bodies[id(e.xml)], e) for e, name in zip(groups, names, strict=True)]
+    return [_box(e, mine.get(id(e.xml), []), bodies[id(e.xml)]) for e in groups]
+
+
+def _box(group: Element, written: list[Text], body: Rect) -> Box:
+    said = next((t.text for t in written), "nothing")
+    return Box(_id(group) or said, _name(written), body, group)
 
 
 def _id(group: Element) -> str:
@@ -143,11 +150,9 @@ def _id(group: Element) -> str:
 
 
 def _name(written: list[Text]) -> str:
-    """A box's title: what is marked as such, else the first bold line of those that are kept longest, else the first of them."""
-    titles = [t for t in written if "title" in t.element.classes and t.element.inside("cell") is None]
-    last = [t for t in written if t.element.xml.get("data-line", "0") == "0"]
-    chosen = titles or [t for t in last if t.bold] or last
-    return chosen[0].text if chosen else ""
+    """A box's title; a pill needs none."""
+    titles = [t.text for t in written if "title" in t.element.classes and t.element.inside("cell") is None]
+    return next(iter(titles), "")
 
 
 def _bad_names(cards: list[Box], written: list[Text]) -> Iterator[str]:
@@ -181,18 +186,34 @@ def _texts_outside(boxes: list[Box], written: list[Text]) -> Iterator[str]:
             yield f"{text.text!r} of {box}"
 
 
-def _texts_over_marks(all_elements: list[Element], written: list[Text]) -> Iterator[str]:
-    """Texts that lie half on a swatch, a bar or a rule of their card: on a ground of their own they lie wholly."""
-    marks: dict[int, list[Element]] = {}
+def _marks(all_elements: list[Element]) -> dict[int, list[Element]]:
+    """Swatches, bars, rules and grounds of each card, by the identity of its group: what is drawn after its body."""
+    rects: dict[int, list[Element]] = {}
     for e in all_elements:
         group = e.inside("card")
         if e.tag == "rect" and group is not None and e.visible:
-            marks.setdefault(id(group.xml), []).append(e)
+            rects.setdefault(id(group.xml), []).append(e)
+    return {group: _above_the_body(mine) for group, mine in rects.items()}
+
+
+def _texts_over_marks(marks: dict[int, list[Element]], written: list[Text]) -> Iterator[str]:
+    """Texts that lie half on a mark of their card: on a ground of their own they lie wholly."""
     for text in written:
         group = text.element.inside("card")
-        for mark in _above_the_body(marks.get(id(group.xml), [])) if group else ():
+        for mark in marks.get(id(group.xml), []) if group else ():
             if mark.rect.meets(text.rect, slack=1.0) and not mark.rect.holds(text.rect, slack=1.0):
-                yield f"{text.text!r} over {' '.join(sorted(mark.classes)) or 'a rectangle'}"
+                yield f"{text.text!r} over {_kind(mark)}"
+
+
+def _marks_outside(marks: dict[int, list[Element]], boxes: list[Box]) -> Iterator[str]:
+    for box in boxes:
+        for mark in marks.get(id(box.group.xml), []):
+            if not box.rect.holds(mark.rect, slack=1.0):
+                yield f"{_kind(mark)} of {box}"
+
+
+def _kind(mark: Element) -> str:
+    return mark.xml.get("class") or "a rectangle"
 
 
 def _above_the_body(rects: list[Element]) -> list[Element]:

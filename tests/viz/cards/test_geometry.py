@@ -64,6 +64,10 @@ def test_a_clean_drawing_has_no_fault():
         ("overlapping_labels", [text("56.0 GB", 20, 200), text("1.48 GB", 50, 204)]),
         ("texts_outside", [card("a name that is longer than its card", 20, 20)]),
         ("texts_over_marks", [card("embed", 20, 20, inside='<rect class="bar" x="50" y="32" width="40" height="5"/>')]),
+        (
+            "marks_outside",
+            [card("embed", 20, 20, inside='<rect class="swatch" x="134" y="40" width="11" height="11"/>')],
+        ),
         ("edges_through_boxes", [EMBED, edge("M10 50 H300")]),
         ("edges_through_boxes", [EMBED, HEAD, card("mlp", 20, 70, height=40), edge("M80 62 V120")]),
         ("edges_through_boxes", [EMBED, edge('M10 70 H300" stroke-width="20')]),
@@ -78,9 +82,15 @@ def test_each_kind_of_fault_is_found_and_told_once(kind, parts):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", ["", "apply", "wrapped", "257 nodes", "n12", "0", "&lt;lambda&gt; · model.py:3", None])
+@pytest.mark.parametrize(
+    "name", ["", "apply", "wrapped", "257 nodes", "n12", "0", "0 … 11", "&lt;lambda&gt; · model.py:3", None]
+)
 def test_names_that_say_nothing_are_found(name):
     assert len(report(card(name, 20, 20, 200)).names) >= 1
+
+
+def test_what_a_card_writes_beside_its_name_is_no_name():
+    assert len(report(card(None, 20, 20, inside=text("58 %", 30, 38, 'data-line="0"'))).names) == 1
 
 
 def test_a_part_in_a_closed_card_needs_a_name_too():
