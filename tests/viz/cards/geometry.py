@@ -75,6 +75,7 @@ class Report:
       boxes: how many cards are visible.
       extent: what the drawing covers.
       outside: whether it does not fit the pane.
+      passes: names of those whose colour is in sight (`data-pass`).
       the others: faults of that kind, in the order of the drawing.
     """
 
@@ -82,6 +83,7 @@ class Report:
     boxes: int
     extent: Rect
     outside: bool
+    passes: frozenset[str] = frozenset()
     names: tuple[str, ...] = ()
     overlapping_boxes: tuple[str, ...] = ()
     overlapping_labels: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ def check(svg: str, width: float, height: float) -> Report:
         boxes=len(cards),
         extent=extent,
         outside=not Rect(0.0, 0.0, width, height).holds(extent, slack=1.0),
+        passes=frozenset(name for e in all_elements if e.visible and (name := e.xml.get("data-pass"))),
         names=tuple(_bad_names(cards, written)),
         overlapping_boxes=tuple(_overlapping_boxes(boxes)),
         overlapping_labels=tuple(_overlapping_labels(written)),

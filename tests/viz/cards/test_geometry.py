@@ -93,6 +93,12 @@ def test_what_a_card_writes_beside_its_name_is_no_name():
     assert len(report(card(None, 20, 20, inside=text("58 %", 30, 38, 'data-line="0"'))).names) == 1
 
 
+def test_the_passes_in_sight_are_told():
+    swatch = '<rect class="swatch" x="{}" y="40" width="11" height="11" data-pass="{}" {}/>'
+    drawn = card("embed", 20, 20, inside=swatch.format(30, "lerp", "") + swatch.format(60, "matmul", 'display="none"'))
+    assert report(drawn).passes == {"lerp"}
+
+
 def test_a_part_in_a_closed_card_needs_a_name_too():
     cell = '<g class="cell"><rect x="30" y="45" width="80" height="15"/><text class="title" x="35" y="57">{}</text></g>'
     assert report(card("embed", 20, 20, inside=cell.format("attn"))).faults() == ()
