@@ -487,7 +487,7 @@ function graph(ui) {
     for (const e of canvas.querySelectorAll("[aria-current]")) e.removeAttribute("aria-current");
     for (const id of marked().selected || []) shape(id)?.setAttribute("aria-current", "true");
     const said = { near: "nearest miss", found: "search hit", linked: "same kernel or line" };
-    const kinds = ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`));
+    const kinds = read ? [] : ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`));
     const li = (css, text) => h("li", {}, h("span", { class: `fl-swatch ${css}` }), text);
     fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)", fused: "fused op (bold)" }[k])),
       Object.keys(ui.store.get("scene")?.hull_items || {}).length > 0 && li("hull", "XLA's own fusion"),
