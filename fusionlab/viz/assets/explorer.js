@@ -347,13 +347,14 @@ function graph(ui) {
   };
   const fit = (whole = true, glide = true) => {
     if (!svg() || !pane.clientWidth) return;
-    const [across, down] = [(pane.clientWidth - 16) / size.width, (pane.clientHeight - 16) / size.height];
-    place.scale = Math.min(1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
+    const margin = read ? 0 : 16; // cards have their own
+    const [across, down] = [(pane.clientWidth - margin) / size.width, (pane.clientHeight - margin) / size.height];
+    place.scale = Math.min(read ? 1 : 1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
     const solid = [...boxes].filter(([id]) => !items()[id]?.group || items()[id].closed).map(([, b]) => b); // frames are wide and mostly empty
     const first = solid.reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
     place.x = (pane.clientWidth - size.width * place.scale) / 2;
     if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
-    place.y = Math.max(8, (pane.clientHeight - size.height * place.scale) / 2);
+    place.y = Math.max(margin / 2, (pane.clientHeight - size.height * place.scale) / 2);
     move(glide);
     fitted = { whole, at: at() };
   };
@@ -457,18 +458,17 @@ function graph(ui) {
     for (const [id, item] of Object.entries(all)) label(id, item, id === current);
     for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
     measure();
-    if (!fitted || (turned && !places[side])) fit(!!read, false); // cards stay readable at any scale
+    if (!fitted || (turned && !places[side]) || (read && fitted.at === at())) fit(!!read && !Object.values(all).some((i) => i.group && !i.closed), false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
-    else if (told.awaited && fitted.at === at()) fit(fitted.whole, false);
     else stay();
     if (had) focus();
     anchor = null;
-    told.awaited = false;
     buildMap();
     marks();
     drawTools();
   };
   const stay = () => { // the box that was opened or closed stays where it was on screen
+    if (read) return move(); // cards grow from their upper left corner
     const now = anchor?.x !== undefined && on(anchor.id);
     if (now) {
       place.x += anchor.x + Math.min(anchor.w, pane.clientWidth) / 2 - now.x - Math.min(now.w, pane.clientWidth) / 2;
@@ -487,7 +487,7 @@ function graph(ui) {
     for (const e of canvas.querySelectorAll("[aria-current]")) e.removeAttribute("aria-current");
     for (const id of marked().selected || []) shape(id)?.setAttribute("aria-current", "true");
     const said = { near: "nearest miss", found: "search hit", linked: "same kernel or line" };
-    const kinds = read ? [] : ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`));
+    const kinds = read ? [] : ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`)); // cards bring their own
     const li = (css, text) => h("li", {}, h("span", { class: `fl-swatch ${css}` }), text);
     fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)", fused: "fused op (bold)" }[k])),
       Object.keys(ui.store.get("scene")?.hull_items || {}).length > 0 && li("hull", "XLA's own fusion"),
@@ -614,11 +614,14 @@ function graph(ui) {
     move();
   });
   ui.on(pane, "pointerup", (e) => {
+    const step = drag && !drag.moved && e.target.closest?.("[data-step]");
+    if (step && step.closest("g.card").id === drag.id) {
+      drag = null;
+      return ui.store.send({ type: "step", id: step.closest("g.card").id, by: Number(step.dataset.step) });
+    }
     const clicked = drag && !drag.moved && !drag.map && drag.id === target(e) ? drag.id : null;
     drag = null;
-    const step = clicked && e.target.closest("[data-step]"); // to another one of equal parts
-    if (step) ui.store.send({ type: "step", id: clicked, by: Number(step.dataset.step) });
-    else if (clicked) ui.store.send({ type: "select", id: clicked });
+    if (clicked) ui.store.send({ type: "select", id: clicked });
   });
   ui.on(pane, "pointercancel", () => { drag = null; });
   ui.on(pane, "dblclick", (e) => { const id = target(e); if (items()[id]?.group) fold(id); });
@@ -653,25 +656,25 @@ function graph(ui) {
     pane.scrollTo(0, 0);
     move();
   });
-  const told = { width: 0, height: 0, timer: 0, awaited: false };
+  const told = { width: 0, height: 0, timer: 0 };
   const tellSize = () => { // the picture is laid out anew for the pane it has
     const [width, height] = [pane.clientWidth, pane.clientHeight];
     if (ui.abort.signal.aborted || !width || (Math.abs(width - told.width) < SAME && Math.abs(height - told.height) < SAME)) return;
-    Object.assign(told, { width, height, awaited: true });
+    Object.assign(told, { width, height });
     ui.store.send({ type: "pane", width, height });
   };
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
     if (!boxes.size) measure();
     buildMap();
-    clearTimeout(told.timer);
-    told.timer = setTimeout(tellSize, WAIT);
+    clearTimeout(told.timer); // a panel that is dragged changes the size at every step
+    told.timer = setTimeout(tellSize, told.width ? WAIT : 0);
     if (!fitted) fit(!!read, false);
     else if (fitted.at === at()) fit(fitted.whole, false); // nobody has moved it since
     else move();
   });
   resized.observe(pane);
-  ui.abort.signal.addEventListener("abort", () => resized.disconnect());
+  ui.abort.signal.addEventListener("abort", () => (clearTimeout(told.timer), resized.disconnect()));
 
   return { el, pane, focus: () => focus(), fit: () => fit(), tools: drawTools, frame: () => frame(marked().selected?.[0]), draw: { scene: (s) => draw(s || {}), marks: reveal, inspector: () => { if (ui.reveal) reveal(); }, head: drawTools,
     busy: ({ running }) => { pane.classList.toggle("fl-dimmed", !!running); pane.setAttribute("aria-busy", String(!!running)); } } };

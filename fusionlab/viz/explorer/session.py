@@ -134,8 +134,8 @@ class Session(Decided):
         if self.stage.shown == "after" and any(r.id == what for r in records):
             self.show("before")
         with self.lock:
-            groups = self.stage.group(self.drawn(), str(what))
-            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, groups)
+            group = self.stage.group(self.drawn(), what)
+            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
             self._selection, self.selected = found, found.name
             self._turn += 1
             if reveal and found.kind != "group":
@@ -264,7 +264,7 @@ class Session(Decided):
         `turn` counts selections: the screen is told of one that selects the same again.
         """
         info = self._inspected()
-        title = self.stage.names.get(self._selection.name, info.title)
+        title = self.stage.name(self.drawn(), self._selection.name) or info.title
         return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:

@@ -26,7 +26,6 @@ class Stage:
     def __init__(self, graph: Graph) -> None:
         self.shown = "before"
         self.hulls = False
-        self.names: dict[str, str] = {}  # id of a group selected -> its name
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self._pane = PANE
         self._clicked: Card | None = None
@@ -87,13 +86,15 @@ class Stage:
             return f"n{card.nodes[0]}"
         return card.id
 
-    def group(self, drawn: Drawn, name: str) -> dict[str, Collection[int]]:
-        """The card of this id as id -> its nodes, empty where there is none."""
-        card = self._card(drawn, name)
-        if card is None:
-            return {}
-        self.names = {card.id: f"{card.prefix} {card.name}".strip()}
-        return {card.id: card.nodes}
+    def group(self, drawn: Drawn, name: object) -> dict[str, Collection[int]]:
+        """The card with this id and its nodes, if there is one: it can be selected by that."""
+        card = self._card(drawn, str(name))
+        return {} if card is None else {card.id: card.nodes}
+
+    def name(self, drawn: Drawn, card_id: str) -> str:
+        """What a card is called; "" for what is no card."""
+        card = self._card(drawn, card_id)
+        return "" if card is None else f"{card.prefix} {card.name}".strip()
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
         """Ids in the picture of what is selected: its own card if it has one, else the cards that hold its nodes."""
