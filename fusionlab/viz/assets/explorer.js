@@ -460,11 +460,9 @@ function graph(ui) {
     measure();
     if (!fitted || (turned && !places[side]) || (read && fitted.at === at())) fit(!!read && !Object.values(all).some((i) => i.group && !i.closed), false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
-    else if (told.awaited && fitted.at === at()) fit(fitted.whole, false);
     else stay();
     if (had) focus();
     anchor = null;
-    told.awaited = false;
     buildMap();
     marks();
     drawTools();
@@ -655,25 +653,25 @@ function graph(ui) {
     pane.scrollTo(0, 0);
     move();
   });
-  const told = { width: 0, height: 0, timer: 0, awaited: false };
+  const told = { width: 0, height: 0, timer: 0 };
   const tellSize = () => { // the picture is laid out anew for the pane it has
     const [width, height] = [pane.clientWidth, pane.clientHeight];
     if (ui.abort.signal.aborted || !width || (Math.abs(width - told.width) < SAME && Math.abs(height - told.height) < SAME)) return;
-    Object.assign(told, { width, height, awaited: true });
+    Object.assign(told, { width, height });
     ui.store.send({ type: "pane", width, height });
   };
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
     if (!boxes.size) measure();
     buildMap();
-    clearTimeout(told.timer);
-    told.timer = setTimeout(tellSize, WAIT);
+    clearTimeout(told.timer); // a panel that is dragged changes the size at every step
+    told.timer = setTimeout(tellSize, told.width ? WAIT : 0);
     if (!fitted) fit(!!read, false);
     else if (fitted.at === at()) fit(fitted.whole, false); // nobody has moved it since
     else move();
   });
   resized.observe(pane);
-  ui.abort.signal.addEventListener("abort", () => resized.disconnect());
+  ui.abort.signal.addEventListener("abort", () => (clearTimeout(told.timer), resized.disconnect()));
 
   return { el, pane, focus: () => focus(), fit: () => fit(), tools: drawTools, frame: () => frame(marked().selected?.[0]), draw: { scene: (s) => draw(s || {}), marks: reveal, inspector: () => { if (ui.reveal) reveal(); }, head: drawTools,
     busy: ({ running }) => { pane.classList.toggle("fl-dimmed", !!running); pane.setAttribute("aria-busy", String(!!running)); } } };

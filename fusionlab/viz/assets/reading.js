@@ -96,7 +96,7 @@ function shrink(card, scale) {
   const high = (card.room - card.body.top) * scale;
   let stay = 0, used = 0;
   while (stay < lines.length && used + lines[stay].size * (stay ? LEADING : 1) <= high) used += lines[stay++].size * LEADING;
-  const apart = lines.every((line, k) => !k || (line.base - lines[k - 1].base) * scale >= line.size * 1.1);
+  const apart = lines.every((line, k) => !k || (line.base - lines[k - 1].base) * scale >= line.size * LEADING);
   let bottom = card.body.top + (high - used) / 2 / scale;
   for (const line of lines.slice(0, stay)) {
     bottom += (line.size * LEADING) / scale;

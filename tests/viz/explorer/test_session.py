@@ -60,6 +60,23 @@ def test_every_decision_is_a_line_of_the_ledger_and_can_be_undone(session, case)
     assert session.enabled == frozenset()
 
 
+def test_the_screen_is_told_what_can_act_and_what_selects_again(session, case, monkeypatch):
+    assert not session.head()["can"]["reset"]
+    assert {".svg", ".json", ".html"} <= set(session.head()["can"]["export"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not {".png", ".pdf"} & set(session.head()["can"]["export"])
+    session.toggles["gemm_epilogue"] = False
+    assert session.head()["can"]["reset"]
+    turns = []
+    for name in (case.findings.candidates[0].id, "n3", "n3"):
+        session.select(name)
+        told = session.inspector()
+        turns.append(told["turn"])
+        session.select(told["name"])
+        assert session.inspector()["name"] == told["name"]
+    assert turns == [1, 3, 5]  # selecting the same again is told too
+
+
 def test_what_changes_nothing_is_no_decision(session):
     session.toggles["gemm_epilogue"] = True
     assert words(session) == ["opened"]
