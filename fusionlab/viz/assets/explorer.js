@@ -353,7 +353,7 @@ function graph(ui) {
     const solid = [...boxes].filter(([id]) => !items()[id]?.group || items()[id].closed).map(([, b]) => b); // frames are wide and mostly empty
     const first = solid.reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
     place.x = (pane.clientWidth - size.width * place.scale) / 2;
-    if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
+    if (!read && place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
     place.y = Math.max(margin / 2, (pane.clientHeight - size.height * place.scale) / 2);
     move(glide);
     fitted = { whole, at: at() };
@@ -566,9 +566,9 @@ function graph(ui) {
     const step = (hook, text, by, name, none) => icon(hook, text, ui.past.can(by) ? name : none, { disabled: !ui.past.can(by) });
     fill(tools, step("back", "◂", -1, "what was selected before (Alt+←)", "nothing was selected before"), step("forward", "▸", 1, "what was selected after it (Alt+→)", "nothing was selected after it"),
       h("h3", {}, "Graph"), h("div", { class: "fl-switch", role: "group", "aria-label": "which program" }, side("before"), side("after")),
-      button("hulls", "XLA hulls", { type: "hulls", on: !hulls }, { "aria-pressed": String(hulls), disabled: !ui.can("xla"), title: ui.can("xla") ? "outline what XLA fuses by itself" : LIVE }),
+      button("hulls", "XLA kernels", { type: "hulls", on: !hulls }, { "aria-pressed": String(hulls), disabled: !ui.can("xla"), title: ui.can("xla") ? "say in each box which kernel of XLA's it runs in" : LIVE }),
       h("span", { class: "fl-space" }),
-      button("fold", item?.group && !item.closed ? "Close group" : "Open group", null, { disabled: !item?.group, title: item?.group ? "open or close the selected group (Space, or a double click)" : id ? "what is selected holds nothing to open" : "select a group to open it" }),
+      button("fold", item?.group && !item.closed ? "Close" : "Open", null, { disabled: !item?.group, title: item?.group ? "open or close the selected group (Space, or a double click)" : id ? "what is selected holds nothing to open" : "select a group to open it" }),
       icon("zoom-out", "−", "zoom out"), icon("zoom-in", "+", "zoom in"), icon("frame", "⊡", "frame what is selected (f)", { disabled: !boxes.has(id), ...(!boxes.has(id) && { title: "nothing that is selected is in the picture" }) }),
       icon("fit", "⤢", "fit the whole graph (0)"));
   };

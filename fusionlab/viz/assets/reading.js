@@ -22,7 +22,7 @@ function readPicture(svg, width) {
   };
   // A chip's ground goes where its text goes.
   const read = (element) => ({ element, whole: element.closest(".chip") || element, box: place(element), size: sizeOf(element), anchor: getComputedStyle(element).textAnchor,
-    line: Number(element.dataset.line), own: [...element.childNodes].map((child) => child.cloneNode(true)), said: element.textContent, cut: false, steps: null });
+    length: Number(element.getAttribute("textLength")), line: Number(element.dataset.line), own: [...element.childNodes].map((child) => child.cloneNode(true)), said: element.textContent, cut: false, steps: null });
   const inside = (card, css) => [...card.querySelectorAll(css)].filter((element) => element.closest("g.card") === card);
   const told = cards.map((card) => {
     const body = place(inside(card, ".card-body")[0] || card.querySelector(".card-body"));
@@ -64,9 +64,14 @@ function drawReadable(read, scale) {
 
 const hide = (item) => { item.whole.style.display = "none"; };
 const sizeAt = (text, scale) => Math.max(LEAST, text.size * scale); // on screen
-const sized = (text, scale) => { text.element.style.fontSize = `${sizeAt(text, scale) / scale}px`; };
+const sized = (text, scale) => {
+  const size = sizeAt(text, scale) / scale;
+  text.element.style.fontSize = `${size}px`;
+  if (text.length) text.element.setAttribute("textLength", (text.length * size) / text.size);
+};
 const back = (item) => { for (const name of ["display", "translate"]) item.whole.style.removeProperty(name); };
 const natural = (text) => {
+  if (text.length) text.element.setAttribute("textLength", text.length);
   text.element.style.removeProperty("font-size");
   back(text);
   if (text.cut) text.element.replaceChildren(...text.own.map((child) => child.cloneNode(true)));
@@ -126,6 +131,7 @@ function layLine(card, { texts }, scale) {
 
 // Cuts a text with "…" to a length in sizes of the text; what stays keeps its weight.
 function cut(text, length) {
+  text.element.removeAttribute("textLength");
   text.steps ??= steps(text);
   let keep = text.steps.findLastIndex((reached) => reached <= length - DOTS) + 1, ended = false;
   text.cut = true;

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .card import Card, Edge, Overview
-from .layout.faces import Scale, closed_face, height_of, opens
+from .layout.faces import NARROW, Scale, closed_face, height_of, opens
 from .layout.lanes import MARGIN, Span, heads_of, lane_of, legend_of, spans_of
 from .layout.lines import (
     Column,
@@ -97,12 +97,13 @@ class _Plan:
         self.drawing = Drawing(Scale(overview.total), widths_of(self.edges), opened)
         self.row_of = {card.id: i for i, _, card in self.cards}
         self.lane = {card.id: p for _, p, card in self.cards} | {g.id: g.lane for g in self.groups}
-        self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"))
         self.between = [self._between(a, b) for a, b in zip(self.phases, self.phases[1:], strict=False)]
         self.buses = [buses_of(edges, self.row_of) for edges in self.between]
         self.rooms = [bus_room(b) for b in self.buses]
         self.base = spans_of(self.phases, width, self.rooms, {})
         self.spans = spans_of(self.phases, width, self.rooms, {p: self._depth(p) for p in self.phases})
+        narrow = any(s.width - 2 * _INSET < NARROW for s in self.base[:2])
+        self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"), narrow)
 
     def _names(self) -> dict[str, str]:
         """What an edge may name -> the card or pill at which it begins or ends."""

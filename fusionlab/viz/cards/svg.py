@@ -70,6 +70,8 @@ def _text(text: Text) -> str:
     kind = " ".join(filter(None, (text.kind, "muted" if text.muted else "", "strong" if text.bold else "")))
     fill = MUTED if text.muted else INK
     where = f'x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}"'
+    if len(text.text) > 1:  # as wide as it was measured, whatever font the reader's machine has
+        where += f' textLength="{_n(text.width)}" lengthAdjust="spacingAndGlyphs"'
     return (
         f'<text class="{kind}" {where}{weight}{anchor} fill="{fill}" data-line="{text.line}">{escape(text.text)}</text>'
     )

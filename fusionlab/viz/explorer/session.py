@@ -151,6 +151,8 @@ class Session(Decided):
         """Shows the next (`by` 1) or the last (-1) of the equal parts that a card stands for."""
         with self.lock:
             self.stage.step(self.drawn(), item, by)
+            if self._selection.kind == "group" and self.clicked(item) == self._selection.name:
+                self.select(self._selection.name)  # another part's nodes now
 
     def clicked(self, item: str) -> str | None:
         """The name that a click on an id in the picture selects; None for what is not there."""
@@ -253,7 +255,7 @@ class Session(Decided):
         hits = self._hits().rows if self.query else ()
         return {
             "selected": self.stage.ids(self.drawn(), self._selection),
-            "near": self.stage.places(self.drawn(), info.near),
+            "near": [] if self._selection.kind == "group" else self.stage.places(self.drawn(), info.near),
             "linked": self.stage.places(self.drawn(), info.linked),
             "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }

@@ -9,7 +9,7 @@ from ..card import Amount, Card, Strip
 from .measure import bytes_text, cut, operations_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
 
-COMPACT, PLAIN, PASSES, CELLS = range(4)  # how much a card says; each says what those before it say
+COMPACT, PLAIN, STRIP, PASSES, CELLS = range(5)  # how much a card says; each says what those before it say
 HEIGHT, LOW, LINE = 42.0, 26.0, 24.0  # of a card, of one that is a title alone, of a box inside a card
 NARROW = 236.0  # below this width the prefix stands over the name
 TITLE = 12.5
@@ -45,7 +45,7 @@ def says(card: Card, detail: int) -> int:
     """How much of `detail` a card has to say."""
     if detail == CELLS and len(card.children) > 1:
         return CELLS
-    return PASSES if detail >= PASSES and card.strips else min(detail, PLAIN)
+    return min(detail, PASSES) if card.strips else min(detail, PLAIN)
 
 
 def height_of(card: Card, detail: int) -> float:
@@ -54,7 +54,7 @@ def height_of(card: Card, detail: int) -> float:
     if detail == COMPACT:
         return LOW
     lines = min(len(card.strips), _MOST_PASSES) * (detail >= PASSES)
-    height = HEIGHT + (8 + _PASS * lines if lines else 0)
+    height = HEIGHT + (_PASS if detail == STRIP else 8 + _PASS * lines if lines else 0)
     return height + (_cell_height(card) + 14 if detail == CELLS else 0)
 
 
@@ -65,6 +65,8 @@ def closed_face(card: Card, rect: Rect, scale: Scale, detail: int) -> tuple[Mark
         return tuple(_compact(card, rect, scale))
     marks = _narrow_head(card, rect, scale, detail) if rect.width < NARROW else _wide_head(card, rect, scale, detail)
     y = rect.y + HEIGHT
+    if detail == STRIP:
+        marks += _strip_line(card.strips, rect, y + 10)
     if detail >= PASSES and card.strips:
         marks += [_rule(rect, y + 1), *_passes(card.strips, rect, y, scale)]
         y += 8 + _PASS * min(len(card.strips), _MOST_PASSES)
@@ -82,7 +84,7 @@ def _rule(rect: Rect, y: float) -> Rule:
 
 def _wide_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark]:
     y = rect.y + 18
-    if detail >= PASSES or not card.strips:
+    if detail >= STRIP or not card.strips:
         right = _params(card, rect, y)
     else:
         right = _strip_beside(card, rect.right - PAD, rect.x + PAD, y)
@@ -124,8 +126,8 @@ def _narrow_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark
         return [*title_marks(card, rect.x + PAD, taken, rect.y + 18), *share, *_numbers(card, rect, scale)]
     y = rect.y + 33
     prefix = cut(card.prefix, taken - rect.x - PAD, 10)
-    marks: list[Mark] = [Text(rect.x + PAD, rect.y + 16, prefix, muted=True, kind="prefix"), *share]
-    strip = _strip_beside(replace(card, prefix=""), rect.right - PAD, rect.x + PAD, y) if detail < PASSES else []
+    marks: list[Mark] = [Text(rect.x + PAD, rect.y + 16, prefix, muted=True, kind="prefix", line=1), *share]
+    strip = _strip_beside(replace(card, prefix=""), rect.right - PAD, rect.x + PAD, y) if detail < STRIP else []
     left = min((_left_of(m) for m in strip), default=rect.right - PAD + 8)
     return [*marks, *title_marks(replace(card, prefix=""), rect.x + PAD, left - 8, y), *strip]
 
@@ -231,6 +233,19 @@ def _strip(strips: Sequence[Strip], texts: Iterable[str], x: float, y: float, li
     marks: list[Mark] = []
     for strip, text in zip(strips, texts, strict=True):
         marks += [_swatch(strip, x, y, line), Text(x + 15, y, text, kind="strip", line=line)]
+        x += 24 + text_width(text, 10)
+    return marks
+
+
+def _strip_line(strips: Sequence[Strip], rect: Rect, y: float) -> list[Mark]:
+    """Swatches with counts from the left; as many as there is room for."""
+    marks: list[Mark] = []
+    x = rect.x + PAD
+    for strip in strips:
+        text = f"{strip.count:,}"
+        if x + 15 + text_width(text, 10) > rect.right - PAD:
+            break
+        marks += _strip([strip], [text], x, y, 2)
         x += 24 + text_width(text, 10)
     return marks
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..card import Amount, Card, Overview, Row, Strip
-from .faces import CELLS, COMPACT, HEIGHT, LOW, PASSES, PLAIN, Scale, height_of
+from .faces import CELLS, COMPACT, HEIGHT, LOW, PASSES, PLAIN, STRIP, Scale, height_of
 from .lines import summed
 
 TOP, HEAD, FOOT = 12.0, 30.0, 30.0  # above the lanes, of their titles, below them
@@ -34,8 +34,8 @@ class Grid:
         return self.tops[row] + self.heights[row] / 2
 
 
-def grid_of(overview: Overview, height: float, above: bool, below: bool) -> Grid:
-    """The rows of a picture; `above` and `below`: whether pills stand there."""
+def grid_of(overview: Overview, height: float, above: bool, below: bool, narrow: bool) -> Grid:
+    """The rows of a picture; `above` and `below`: whether pills stand there; `narrow`: titles have no room for sites beside them."""
     rows = overview.rows
     scale = Scale(overview.total)
     shares = [_share(row, scale) for row in rows]
@@ -46,10 +46,12 @@ def grid_of(overview: Overview, height: float, above: bool, below: bool) -> Grid
         if fit.fits(details, LEAST_GAP):
             break
         details[i] = COMPACT
-    for detail, least in ((PASSES, _PASSES_FROM), (CELLS, _CELLS_FROM)):
+    for detail, least in (*(((STRIP, 0.0),) if narrow else ()), (PASSES, _PASSES_FROM), (CELLS, _CELLS_FROM)):
         for i in dearest:
             wished = [*details[:i], detail, *details[i + 1 :]]
-            if shares[i] >= least and details[i] >= PLAIN and fit.fits(wished, _ROOMY):
+            # The dearest rows say their passes even where gaps get small for it: their colours are what is looked for.
+            gap = LEAST_GAP if detail == STRIP or (detail == PASSES and shares[i] >= _CELLS_FROM) else _ROOMY
+            if shares[i] >= least and details[i] >= PLAIN and fit.fits(wished, gap):
                 details = wished
     gap = WIDEST_GAP
     while gap > LEAST_GAP and not fit.fits(details, gap):
