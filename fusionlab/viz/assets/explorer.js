@@ -614,14 +614,11 @@ function graph(ui) {
     move();
   });
   ui.on(pane, "pointerup", (e) => {
-    const step = drag && !drag.moved && e.target.closest?.("[data-step]");
-    if (step && step.closest("g.card").id === drag.id) {
-      drag = null;
-      return ui.store.send({ type: "step", id: step.closest("g.card").id, by: Number(step.dataset.step) });
-    }
     const clicked = drag && !drag.moved && !drag.map && drag.id === target(e) ? drag.id : null;
     drag = null;
-    if (clicked) ui.store.send({ type: "select", id: clicked });
+    const step = clicked && e.target.closest("[data-step]"); // to another one of equal parts
+    if (step) ui.store.send({ type: "step", id: clicked, by: Number(step.dataset.step) });
+    else if (clicked) ui.store.send({ type: "select", id: clicked });
   });
   ui.on(pane, "pointercancel", () => { drag = null; });
   ui.on(pane, "dblclick", (e) => { const id = target(e); if (items()[id]?.group) fold(id); });

@@ -10,11 +10,10 @@ from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..parts.tree import Maker
 from .card import Card, Overview
-from .plan import described, plan
-from .rows import shown
+from .plan import described, plan, shown
 from .svg import svg
-from .tree import Maker
 
 PANE = (932.0, 700.0)  # px: the pane of a notebook 1440 px wide, and what a picture without one is drawn for
 Chains = Mapping[int, tuple[str, ...]]
@@ -158,4 +157,6 @@ def _with_note(card: Card, notes: Mapping[int, str]) -> Card:
         return replace(card, children=tuple(_with_note(c, notes) for c in card.children))
     said = [notes[nid] for nid in card.nodes if nid in notes]
     different = [*dict.fromkeys(said)]
-    return replace(card, where=different[0] if len(different) == 1 else f"{len(different)} kernels" if different else "")
+    return replace(
+        card, where=different[0] if len(different) == 1 else f"{len(different)} kernels" if different else ""
+    )

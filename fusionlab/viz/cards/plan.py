@@ -7,13 +7,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .card import Card, Edge, Overview
-from .faces import Scale, closed_face, height_of, opens
-from .lanes import MARGIN, Span, heads_of, lane_of, legend_of, spans_of
-from .lines import Column, Port, Slot, bus_room, buses_of, channels_of, column_wires, level_wires, summed, widths_of
-from .opened import Drawing, box_of, depth_of, opened_inside, spoken, state_of
-from .picture import SHEET, Box, Picture, Pill, Rect, Wire
-from .pills import PillGroup, pill_groups, placed_pill
-from .rows import FOOT, HEAD, PILL, TOP, gap_after, grid_of, is_stack, shown
+from .layout.faces import Scale, closed_face, height_of, opens
+from .layout.lanes import MARGIN, Span, heads_of, lane_of, legend_of, spans_of
+from .layout.lines import (
+    Column,
+    Port,
+    Slot,
+    bus_room,
+    buses_of,
+    channels_of,
+    column_wires,
+    level_wires,
+    summed,
+    widths_of,
+)
+from .layout.opened import Drawing, box_of, depth_of, opened_inside, spoken, state_of
+from .layout.picture import SHEET, Box, Picture, Pill, Rect, Wire
+from .layout.pills import pill_groups, placed_pill
+from .layout.rows import FOOT, HEAD, PILL, TOP, gap_after, grid_of, is_stack, shown
 
 _INSET = 10.0  # of cards in their lane
 _LEAST_OPENED = 16.0  # between rows below an opened card
@@ -79,23 +90,28 @@ class _Plan:
         self.overview, self.width, self.height = overview, width, height
         self.phases = list(overview.phases)
         self.groups = pill_groups(overview)
-        self.names = {c.id: c.id for row in overview.rows for c in row.cards.values()}
-        self.names |= {name: group.id for group in self.groups for name in group.ids}
-        self.edges = summed(overview.edges, self.names)
-        self.drawing = Drawing(Scale(overview.total), widths_of(self.edges), opened)
         self.cards = [
             (i, p, row.cards[p]) for i, row in enumerate(overview.rows) for p in self.phases if p in row.cards
         ]
+        self.edges = summed(overview.edges, self._names())
+        self.drawing = Drawing(Scale(overview.total), widths_of(self.edges), opened)
         self.row_of = {card.id: i for i, _, card in self.cards}
         self.lane = {card.id: p for _, p, card in self.cards} | {g.id: g.lane for g in self.groups}
         self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"))
         self.between = [self._between(a, b) for a, b in zip(self.phases, self.phases[1:], strict=False)]
         self.buses = [buses_of(edges, self.row_of) for edges in self.between]
-        rooms = [bus_room(b) for b in self.buses]
-        depths = {p: max((depth_of(c, opened) for _, q, c in self.cards if q == p), default=0) for p in self.phases}
-        self.base = spans_of(self.phases, width, rooms, {})
-        self.spans = spans_of(self.phases, width, rooms, depths)
-        self.rooms = rooms
+        self.rooms = [bus_room(b) for b in self.buses]
+        self.base = spans_of(self.phases, width, self.rooms, {})
+        self.spans = spans_of(self.phases, width, self.rooms, {p: self._depth(p) for p in self.phases})
+
+    def _names(self) -> dict[str, str]:
+        """What an edge may name -> the card or pill at which it begins or ends."""
+        names = {card.id: card.id for _, _, card in self.cards}
+        return names | {name: group.id for group in self.groups for name in group.ids}
+
+    def _depth(self, phase: str) -> int:
+        """How deep cards of a lane are open."""
+        return max((depth_of(c, self.drawing.opened) for _, p, c in self.cards if p == phase), default=0)
 
     def _has(self, side: str) -> bool:
         return any(g.side == side for g in self.groups)
@@ -112,18 +128,15 @@ class _Plan:
 
     def picture(self) -> Picture:
         """All of it."""
-        orders = {p: self._order(p) for p in self.phases}
-        flows = {p: [e for e in self.edges if self.lane[e.start] == self.lane[e.end] == p] for p in self.phases}
-        channels = {p: channels_of(orders[p], flows[p], self._most_channels(p)) for p in self.phases}
+        channels = {p: channels_of(self._order(p), self._flows(p), self._most_channels(p)) for p in self.phases}
         columns = {p: self._column(p, channels[p]) for p in self.phases}
         boxes, wires, rects = self._boxes(columns)
         pills = self._pills(columns, rects)
-        slots = rects | {g.id: pill.rect for g, pill in pills}
+        slots = [Slot(name, rect) for name, rect in rects.items()] + [Slot(p.id, p.rect, True) for p in pills]
         for phase in self.phases:
-            found = [Slot(name, slots[name], name not in rects) for name in orders[phase]]
-            wires += column_wires(found, flows[phase], channels[phase], self.drawing.widths, columns[phase].column)
+            wires += self._column_wires(phase, slots, channels[phase], columns[phase].column)
         wires += self._levels(rects)
-        bottom = max([self.height - FOOT, *(b.outer.bottom + 6 for b in boxes), *(p.rect.bottom + 6 for _, p in pills)])
+        bottom = max([self.height - FOOT, *(s.rect.bottom + 6 for s in slots)])
         right = max(self.width, self.spans[-1].right + MARGIN) if self.spans else self.width
         return Picture(
             width=right,
@@ -132,7 +145,7 @@ class _Plan:
             lanes=tuple(lane_of(p, s, bottom, self.overview) for p, s in zip(self.phases, self.spans, strict=True)),
             heads=tuple(heads_of(self.phases, self.spans, self.rooms, self.overview)),
             boxes=tuple(boxes),
-            pills=tuple(pill for _, pill in pills),
+            pills=tuple(pills),
             wires=tuple(wires),
             legend=tuple(legend_of(self.spans, bottom + 19, "backward" in self.phases)) if self.spans else (),
         )
@@ -145,6 +158,17 @@ class _Plan:
         top = [g.id for g in of_lane if g.side == "top"]
         bottom = [g.id for g in of_lane if g.side == "bottom"]
         return [*top, *(card.id for _, p, card in self.cards if p == phase), *bottom]
+
+    def _flows(self, phase: str) -> list[Edge]:
+        """The edges inside a lane."""
+        return [e for e in self.edges if self.lane[e.start] == self.lane[e.end] == phase]
+
+    def _column_wires(
+        self, phase: str, slots: Sequence[Slot], channels: Mapping[str, int], column: Column
+    ) -> list[Wire]:
+        by_name = {s.id: s for s in slots}
+        mine = [by_name[name] for name in self._order(phase)]
+        return column_wires(mine, self._flows(phase), channels, self.drawing.widths, column)
 
     def _most_channels(self, phase: str) -> int:
         wide = self.base[self.phases.index(phase)].width
@@ -202,14 +226,14 @@ class _Plan:
 
     # -- pills --
 
-    def _pills(self, columns: Mapping[str, _Lane], rects: Mapping[str, Rect]) -> list[tuple[PillGroup, Pill]]:
+    def _pills(self, columns: Mapping[str, _Lane], rects: Mapping[str, Rect]) -> list[Pill]:
         found = []
         for group in self.groups:
             column = columns[group.lane]
             y = TOP + HEAD
             if group.side == "bottom":
                 y = self._below(group.lane, rects)
-            found.append((group, placed_pill(group, column.column.x, y, column.cards.x, column.cards.right)))
+            found.append(placed_pill(group, column.column.x, y, column.cards.x, column.cards.right))
         return found
 
     def _below(self, phase: str, rects: Mapping[str, Rect]) -> float:

@@ -7,7 +7,7 @@ from html import escape
 
 from fusionlab.viz.palette import colour_of, tint_of
 
-from .picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
+from .layout.picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
 
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
 INK, MUTED, PAPER, LANE, BORDER, TRACK, CELL = (
@@ -48,11 +48,8 @@ def svg(picture: Picture, id_prefix: str = "fl-") -> str:
 
 def _n(number: float) -> str:
     """One decimal, none where it is 0."""
-    return (
-        f"{number:.1f}".removesuffix(".0").replace("-0", "0")
-        if abs(number) < 0.05
-        else f"{number:.1f}".removesuffix(".0")
-    )
+    text = f"{number:.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text
 
 
 def _frame(rect: Rect, kind: str, fill: str, stroke: str = "", radius: float = 0, more: str = "") -> str:
@@ -161,13 +158,14 @@ def _body(box: Box) -> str:
 
 
 def _pill(pill: Pill, id_prefix: str) -> str:
-    named = zip(pill.ids, pill.texts, strict=False)
+    shown = len(pill.texts) - (len(pill.texts) < len(pill.ids))  # the last text says how many more there are
     inner = "".join(
-        f'<g id="{escape(id_prefix + name)}" class="card {pill.kind}" data-level="0">{_text(t)}</g>'
-        for name, t in named
+        f'<g id="{escape(id_prefix + name)}" class="card {pill.kind}" data-level="0">{_text(text)}</g>'
+        for name, text in zip(pill.ids[:shown], pill.texts, strict=False)
     )
-    inner += "".join(map(_text, pill.texts[len(pill.ids) :]))
-    return f'<g class="pill {pill.kind}"><title>{escape(pill.label)}</title>{_frame(pill.rect, "pill-body", PAPER, BORDER, 11)}{inner}</g>'
+    inner += "".join(map(_text, pill.texts[shown:]))
+    head = f'<g id="{escape(id_prefix + pill.id)}" class="pill {pill.kind}"><title>{escape(pill.label)}</title>'
+    return f"{head}{_frame(pill.rect, 'pill-body', PAPER, BORDER, 11)}{inner}</g>"
 
 
 # -- edges ------------------------------------------------------------------------------------------------------------

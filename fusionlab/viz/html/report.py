@@ -35,7 +35,9 @@ _LIVE = (
     "notebook."
 )
 
-_LIVE_PICTURE = "To open these cards, switch sites on and off and measure them: <code>fusionlab.explore(fn, *args)</code>."
+_LIVE_PICTURE = (
+    "To open these cards, switch sites on and off and measure them: <code>fusionlab.explore(fn, *args)</code>."
+)
 
 
 def report_html(
@@ -109,9 +111,7 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
     return _page(title, "\n".join(body))
 
 
-def graph_html(
-    graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()
-) -> str:
+def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()) -> str:
     """A static picture with header, for `_repr_html_`: no script, nothing to install."""
     return still_html(summary(graph, findings, enabled), Album(graph, findings).svg(enabled), findings)
 

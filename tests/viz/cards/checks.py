@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from fusionlab.viz.cards.picture import Box, Cell, Chip, Mark, Picture, Rect, Rule, Text, Wire
+from fusionlab.viz.cards.layout.picture import Box, Cell, Chip, Mark, Picture, Rect, Rule, Text, Wire
 
 SLACK = 0.6
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .card import Amount, Card, Overview, Row, Strip
+from ..card import Amount, Card, Overview, Row, Strip
 from .faces import CELLS, COMPACT, HEIGHT, LOW, PASSES, PLAIN, Scale, height_of
 from .lines import summed
 
@@ -114,6 +114,16 @@ def shown(overview: Overview, height: float) -> Overview:
 
 def joined(overview: Overview, most_rows: int) -> Overview:
     """The program with no more than so many rows: neighbours that cost least share a row and a card that opens into theirs."""
+    if len(overview.rows) <= max(most_rows, 1):
+        return overview
+    rows = tuple(_together(group, overview) for group in _cheap_together(overview, most_rows))
+    outermost = [card for row in rows for card in row.cards.values()]
+    names = {c.id: card.id for card in outermost for c in (card, *card.children)}
+    names |= {c.id: c.id for c in (*outermost, *overview.inputs, *overview.results)}
+    return replace(overview, rows=rows, edges=tuple(summed(overview.edges, names)))
+
+
+def _cheap_together(overview: Overview, most_rows: int) -> list[list[Row]]:
     groups = [[row] for row in overview.rows]
     scale = Scale(overview.total)
     costs = [_share(row, scale) for row in overview.rows]
@@ -121,14 +131,7 @@ def joined(overview: Overview, most_rows: int) -> Overview:
         i = min(range(len(groups) - 1), key=lambda k: costs[k] + costs[k + 1])
         groups[i : i + 2] = [groups[i] + groups[i + 1]]
         costs[i : i + 2] = [costs[i] + costs[i + 1]]
-    if len(groups) == len(overview.rows):
-        return overview
-    rows = tuple(_together(group, overview) for group in groups)
-    names = {c.id: card.id for row in rows for card in row.cards.values() for c in (card, *card.children)}
-    outside = {c.id: c.id for c in (*overview.inputs, *overview.results)}
-    whole = {c.id for row in overview.rows for c in row.cards.values()}
-    names = {name: card for name, card in names.items() if name in whole or name == card}
-    return replace(overview, rows=rows, edges=tuple(summed(overview.edges, names | outside)))
+    return groups
 
 
 def _together(group: Sequence[Row], overview: Overview) -> Row:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fusionlab.graph.program.ir import all_nodes, type_text
 from fusionlab.graph.program.scopes import Source
 
+from ..cards.card import PHASES
 from .flows import Flows
 from .frames import shared, spoken
 from .groups import Group, grouped
@@ -44,7 +45,23 @@ def rows_of(lanes: Mapping[str, Sequence[Item]], flows: Flows, weights: Mapping[
       flows: who reads whom.
       weights: node id -> bytes moved.
     """
-    leading = FORWARD if lanes[FORWARD] else BACKWARD if lanes[BACKWARD] else UPDATE
+    leading = next((p for p in PHASES if lanes[p]), FORWARD)
+    tops = _all_tops(lanes, leading, flows, weights)
+    places = _stacked(tops[leading], leading)
+    home = {key: place for place in places for key in place.keys}
+    for phase, found in tops.items():
+        for key, group in found if phase != leading else ():
+            if key not in home:
+                places.append(Places([key], group.label))
+                home[key] = places[-1]
+            home[key].groups.setdefault(phase, []).append(group)
+    return places
+
+
+def _all_tops(
+    lanes: Mapping[str, Sequence[Item]], leading: str, flows: Flows, weights: Mapping[int, int]
+) -> dict[str, list[Top]]:
+    """Phase -> its outermost groups, keyed alike."""
     dissolved: set[Key] = set()
     inner = _differentiated(lanes[BACKWARD])
     tops = {leading: _tops(lanes[leading], weights, dissolved, None, inner)}
@@ -55,15 +72,7 @@ def rows_of(lanes: Mapping[str, Sequence[Item]], flows: Flows, weights: Mapping[
     if leading == FORWARD:
         tops[FORWARD], gone = _absorbed(tops[FORWARD], flows, weights)
         tops = {p: found if p == FORWARD else [(gone.get(k, k), g) for k, g in found] for p, found in tops.items()}
-    places = _stacked(tops[leading], leading)
-    home = {key: place for place in places for key in place.keys}
-    for phase, found in tops.items():
-        for key, group in found if phase != leading else ():
-            if key not in home:
-                places.append(Places([key], group.label))
-                home[key] = places[-1]
-            home[key].groups.setdefault(phase, []).append(group)
-    return places
+    return tops
 
 
 def _tops(
@@ -80,22 +89,24 @@ def _tops(
         out: list[Top] = []
         changed = False
         if leading is None:
-            dissolved |= _come_again(tops)
+            dissolved |= _come_again(tops) | {key for key, group in tops if _wraps(group, total, weights)}
         for key, group in tops:
-            if leading is None and _wraps(group, total, weights):
-                dissolved.add(key)
             if key in dissolved and group.key[0] not in ("lines", "scope" if not group.opens else ""):
-                inside = _keyed(group.children, key, leading)
-                for _, part in inside:
-                    if part.label.isdigit():  # "3" says nothing without what it is the third of
-                        part.label = f"{group.label}[{part.label}]"
-                out += inside
+                out += _named_by(group, _keyed(group.children, key, leading))
                 changed = True
             else:
                 out.append((key, group))
         tops = out
         if not changed:
             return _merged(out)
+
+
+def _named_by(group: Group, inside: list[Top]) -> list[Top]:
+    """ "3" says nothing without what it is the third of."""
+    for _, part in inside:
+        if part.label.isdigit():
+            part.label = f"{group.label}[{part.label}]"
+    return inside
 
 
 def _come_again(tops: Sequence[Top]) -> set[Key]:
@@ -118,8 +129,7 @@ def _differentiated(backward: Sequence[Item]) -> tuple[Source, ...]:
 
 
 def _wraps(group: Group, total: int, weights: Mapping[int, int]) -> bool:
-    own = sum(weights[n.id] for i in group.items for n in i.nodes)
-    return group.opens and own > _WRAPS * total
+    return group.opens and _weight(group, weights) > _WRAPS * total
 
 
 def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | None) -> list[Top]:
@@ -129,28 +139,34 @@ def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | N
     for part in found:
         if isinstance(part, Group):
             out.append(((*outer, part.key), part))
-            continue
-        if part.is_region:
+        elif part.is_region:
             out.append((_region_key(outer, part), _of_region(part)))
-            continue
-        frame = part.frames[-1] if part.frames else None
-        where = (frame.function, frame.line) if frame is not None else None
-        key = lines.get(where) if where is not None else None
-        if key is None:
-            last = out[-1] if out else None
-            same = last is not None and last[1].key[0] == "lines" and last[1].key[1] == (where and where[0])
-            key = last[0] if same and last is not None else (*outer, ("lines", where and where[0], len(out)))
-        if out and out[-1][0] == key:
-            _add(out[-1][1], part)
         else:
-            group = Group(("lines", where and where[0]), spoken(frame.function) if frame else "", [], [])
-            _add(group, part)
-            out.append((key, group))
+            _take_line(out, part, outer, lines)
     for _, group in out:
         if group.key[0] == "lines":
-            text = lines_text(i.frames[-1] for i in group.items if i.frames)
-            group.label = f"{group.label} :{text.rpartition(':')[2]}" if group.label and text else group.label
+            _name_lines(group)
     return out
+
+
+def _take_line(out: list[Top], item: Item, outer: Key, lines: Mapping[tuple[str, int], Key]) -> None:
+    """Adds an item that stands alone to the group of lines before it, or begins one."""
+    frame = item.frames[-1] if item.frames else None
+    function = frame.function if frame is not None else None
+    key = lines.get((frame.function, frame.line)) if frame is not None else None
+    last = out[-1] if out else None
+    if key is None:
+        goes_on = last is not None and last[1].key == ("lines", function)
+        key = last[0] if goes_on and last is not None else (*outer, ("lines", function, len(out)))
+    if last is None or last[0] != key:
+        out.append((key, Group(("lines", function), spoken(function or ""))))
+    _add(out[-1][1], item)
+
+
+def _name_lines(group: Group) -> None:
+    text = lines_text(i.frames[-1] for i in group.items if i.frames)
+    if group.label and text:
+        group.label = f"{group.label} :{text.rpartition(':')[2]}"
 
 
 def _region_key(outer: Key, item: Item) -> Key:
@@ -161,7 +177,7 @@ def _of_region(item: Item) -> Group:
     return Group(("region", item.main.primitive), "", [item], [item])
 
 
-def _lines(leading: Sequence[Top]) -> dict[tuple[str, int] | None, Key]:
+def _lines(leading: Sequence[Top]) -> dict[tuple[str, int], Key]:
     return {
         (i.frames[-1].function, i.frames[-1].line): key
         for key, group in leading
@@ -247,24 +263,34 @@ def _function(item: Item) -> Key:
 
 def _absorbed(tops: Sequence[Top], flows: Flows, weights: Mapping[int, int]) -> tuple[list[Top], dict[Key, Key]]:
     """Trifles that only one row reads stand with it: masks, tables of angles. Also: the key of each such row -> whose it is now."""
-    cost = {key: sum(weights[n.id] for i in g.items for n in i.nodes) for key, g in tops}
-    least = _TRIFLE * sum(cost.values())
-    row_of = {n.id: key for key, g in tops for i in g.items for n in all_nodes(i.nodes)}
+    least = _TRIFLE * sum(_weight(g, weights) for _, g in tops)
+    row_of = {nid: key for key, g in tops for nid in _ids(g)}
     group_of = dict(tops)
     gone: dict[Key, Key] = {}
     for key, group in reversed(tops):
-        reads = any(flows.parameters(n.id for n in all_nodes(i.nodes)) for i in group.items)
-        if cost[key] > least or group.key[0] not in ("lines", "call") or reads or any(i.sites for i in group.items):
+        if not _is_trifle(group, flows, weights, least):
             continue
-        nodes = (n.id for i in group.items for n in all_nodes(i.nodes))
-        found = (row_of.get(r) for nid in nodes for r in flows.readers(nid))
-        readers = {gone.get(r, r) for r in found if r is not None and r != key}
-        home = readers.pop() if len(readers) == 1 else None
-        if home is not None:
-            gone[key] = home
+        readers = {row_of.get(r) for nid in _ids(group) for r in flows.readers(nid)} - {key, None}
+        homes = {gone.get(r, r) for r in readers if r is not None}
+        if len(homes) == 1:
+            gone[key] = home = homes.pop()
             group_of[home].items[:0] = group.items
             group_of[home].children[:0] = group.children
     return [(k, g) for k, g in tops if k not in gone], gone
+
+
+def _is_trifle(group: Group, flows: Flows, weights: Mapping[int, int], least: float) -> bool:
+    if group.key[0] not in ("lines", "call") or any(i.sites for i in group.items):
+        return False
+    return _weight(group, weights) <= least and not flows.parameters(_ids(group))
+
+
+def _weight(group: Group, weights: Mapping[int, int]) -> int:
+    return sum(weights[n.id] for i in group.items for n in i.nodes)
+
+
+def _ids(group: Group) -> list[int]:
+    return [n.id for i in group.items for n in all_nodes(i.nodes)]
 
 
 def _stacked(tops: Sequence[Top], phase: str) -> list[Places]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .card import Card, Edge, Overview
+from ..card import Card, Edge, Overview
 from .measure import cut, text_width
 from .picture import Pill, Rect, Text
 from .rows import PILL
@@ -61,7 +61,7 @@ def placed_pill(group: PillGroup, centre: float, y: float, left: float, right: f
     for text in texts:
         marks.append(Text(at, y + 14.7, text, kind="pill-text"))
         at += text_width(text, 10) + _APART
-    return Pill(group.ids, group.cards[0].kind, rect, tuple(marks), group.lane, ", ".join(typed))
+    return Pill(group.id, group.ids, group.cards[0].kind, rect, tuple(marks), group.lane, ", ".join(typed))
 
 
 def _wide(texts: Sequence[str]) -> float:

@@ -168,6 +168,7 @@ class Box:
 class Pill:
     """Inputs or results of one lane, in one round frame: `texts` stand for the cards `ids`; what found no room has no text."""
 
+    id: str
     ids: tuple[str, ...]
     kind: str
     rect: Rect

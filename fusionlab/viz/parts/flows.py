@@ -9,8 +9,8 @@ from dataclasses import replace
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Value, type_text
 
+from ..cards.card import PHASES, Card, Edge, Row
 from ..model.flow import FlowEnd, flow
-from .card import PHASES, Card, Edge, Row
 from .items import is_light
 from .phases import BACKWARD, FORWARD, UPDATE
 

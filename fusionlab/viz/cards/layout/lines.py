@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .card import Edge
+from ..card import Edge
 from .measure import bytes_text, text_width
 from .picture import Rect, Text, Wire
 
@@ -109,16 +109,15 @@ def intervals(spans: Mapping[str, tuple[float, float, float]], most: int) -> dic
     """Name -> track, so that no two that touch share one, the shortest first; of (low, high, weight) the heaviest get one."""
     kept: list[str] = []
     for name in sorted(spans, key=lambda n: (-spans[n][2], spans[n][:2], n)):
-        low, high, _ = spans[name]
-        meeting = [n for n in kept if spans[n][0] <= high and low <= spans[n][1]]
-        if all(
-            sum(spans[n][0] <= at <= spans[n][1] for n in meeting) < most
-            for at in (low, *(spans[n][0] for n in meeting))
-        ):
+        if _deepest([spans[n] for n in kept], spans[name]) < most:
             kept.append(name)
+    return _tracks({n: spans[n] for n in kept}, most)
+
+
+def _tracks(spans: Mapping[str, tuple[float, float, float]], most: int) -> dict[str, int]:
     tracks: list[list[tuple[float, float]]] = []
     found: dict[str, int] = {}
-    for name in sorted(kept, key=lambda n: (spans[n][1] - spans[n][0], spans[n][:2], n)):
+    for name in sorted(spans, key=lambda n: (spans[n][1] - spans[n][0], spans[n][:2], n)):
         low, high, _ = spans[name]
         free = (i for i, track in enumerate(tracks) if all(b < low or high < a for a, b in track))
         track = next(free, len(tracks))
@@ -127,6 +126,12 @@ def intervals(spans: Mapping[str, tuple[float, float, float]], most: int) -> dic
             tracks[track].append((low, high))
             found[name] = track
     return found
+
+
+def _deepest(spans: Iterable[tuple[float, float, float]], new: tuple[float, float, float]) -> int:
+    """How many of the spans lie over one point of the new one, where most do."""
+    meeting = [s for s in spans if s[0] <= new[1] and new[0] <= s[1]]
+    return max(sum(s[0] <= at <= s[1] for s in meeting) for at in (new[0], *(s[0] for s in meeting)))
 
 
 def column_wires(
@@ -209,11 +214,12 @@ def level_wires(
     off = [e for e in edges if e.end in buses and ports[e.start].row != ports[e.end].row]
     zone = Rect(room.x + bus_room(buses), room.y, room.width - bus_room(buses), room.height)
     wires = [_level(e, ports, widths, zone) for e in level]
-    met = {ports[e.end].row for e in edges if e in level or e in off}
-    joined = {e.end for e in level}
-    for edge in off:
-        wires.append(_bus(edge, ports, edge.end not in joined, met, room.x + 7 + 7 * buses[edge.end], widths))
-        joined.add(edge.end)
+    met = {ports[e.end].row for e in (*level, *off)}
+    level_ends = {e.end for e in level}
+    for end in dict.fromkeys(e.end for e in off):
+        x = room.x + 7 + 7 * buses[end]
+        one, *others = [_bus(e, ports, end not in level_ends, met, x, widths) for e in off if e.end == end]
+        wires += [one, *(w if end in level_ends else _joining(w) for w in others)]
     return wires
 
 
@@ -244,3 +250,12 @@ def _bus(edge: Edge, ports: Mapping[str, Port], arrow: bool, met: Collection[int
     last = (end.left, end.axis)
     path = ((start.right, leaves), (x, leaves), (x, end.axis), *([last] if arrow else []))
     return Wire(edge.start, edge.end, edge.kind, path, widths.of(edge, 4.0), arrow, (), spoken(edge))
+
+
+def _joining(wire: Wire, radius: float = 5.0) -> Wire:
+    """An edge that joins another one above or below the round corner of that, where it has a way to go before."""
+    *before, (x, start), (_, end), _ = wire.path
+    wire = replace(wire, path=wire.path[:-1], arrow=False)
+    if abs(end - start) <= radius:
+        return wire
+    return replace(wire, path=(*before, (x, start), (x, end - math.copysign(radius, end - start))))

@@ -9,7 +9,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, values_in
 from fusionlab.graph.program.scopes import in_backward, in_differentiated
 
-from .card import PHASES
+from ..cards.card import PHASES
 
 FORWARD, BACKWARD, UPDATE = PHASES
 _WHOLE = 0.9  # a loop with more of the program than this is the program: its body is what the rows show

@@ -29,13 +29,18 @@ def told_apart(items: Sequence[Item], reads: Reads, known: Collection[str] | Non
     families = frozenset(known) if known is not None else _families(items, anchors)
     # Where two families run side by side (layers and their caches), the one that more is known of names the layer.
     for family in sorted(families, key=lambda f: (-sum(_family(a) == f for a in anchors), f)):
-        mine = [i for i, a in zip(items, anchors, strict=True) if a and _family(a) == family]
-        if 2 * sum(bool(i.instance) for i in mine) > len(mine):
-            continue
-        _fill(items, [a if a and _family(a) == family else "" for a in anchors], [bool(names) for names in read])
+        mine = [a if a and _family(a) == family else "" for a in anchors]
+        if not _are_named(items, mine):
+            _fill(items, mine, [bool(names) for names in read])
     for item, names in zip(items, read, strict=True) if families else ():
         item.instance = item.instance or _first(names)
     return families
+
+
+def _are_named(items: Sequence[Item], anchors: Sequence[str]) -> bool:
+    """Whether most of a family's own items have a layer already."""
+    named = [bool(i.instance) for i, a in zip(items, anchors, strict=True) if a]
+    return 2 * sum(named) > len(named)
 
 
 def as_forward(backward: Sequence[Item], forward: Sequence[Item]) -> None:

@@ -14,10 +14,10 @@ from fusionlab.graph.cost.cost import Costs, cost_of
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, type_text
 
+from ..cards.card import PHASES, Amount, Card, Overview, Row, Site, Strip
 from ..draw.dot import dom_id
 from ..model.sites import is_applied
 from ..palette import pass_of_op
-from .card import PHASES, Amount, Card, Overview, Row, Site, Strip
 from .flows import Flows
 from .frames import frames_of
 from .groups import Group, grouped, products_in

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from .card import Card
+from ..card import Card, Edge
 from .faces import (
     HEIGHT,
     LINE,
@@ -27,7 +27,7 @@ from .picture import SHEET, Box, Chip, Mark, Rect, Text, Wire
 
 _HEAD, _FOOT, _PAD, _STEP = 32.0, 11.0, 12.0, 9.0
 _CLOSE, _APART = 10.0, 22.0  # between two boxes of one line, between others
-_RUN = re.compile(r"^(.*?)[_\s]?(\d+) … (?:.*?[_\s])?(\d+)$")
+_RUN = re.compile(r"^(.*?)[_\s\[]?(\d+) … (?:.*?[_\s])?(\d+)\]?$")
 
 
 @dataclass(frozen=True)
@@ -109,32 +109,33 @@ def box_of(card: Card, rect: Rect, drawing: Drawing, lane: str, level: int = 0) 
 
 def opened_inside(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: str, level: int = 0) -> Inside:
     """An opened card with its upper left corner at (x, y), and all that is in it."""
-    names = {c.id: child.id for child in card.children for c in child.walk()}
-    edges = summed(card.edges, names)
-    order = [c.id for c in card.children]
-    channels = channels_of(order, edges)
+    edges = summed(card.edges, {c.id: child.id for child in card.children for c in child.walk()})
+    channels = channels_of([c.id for c in card.children], edges)
     indent = _STEP * (max(channels.values()) + 1) + 3 if channels else 0.0
     left, inner = x + _PAD + indent, width - 2 * _PAD - indent
-    linked = {frozenset((e.start, e.end)) for e in edges}
-    parts: list[Inside] = []
-    slots: list[Slot] = []
-    below = y + _HEAD
-    before: Card | None = None
-    for child in card.children:
-        if before is not None:
-            below += _gap(before, child, frozenset((before.id, child.id)) in linked, drawing)
-        shown = replace(child, prefix="") if child.prefix == card.prefix else child
-        part = _part(shown, left, below, inner, drawing, lane, level + 1)
-        slots.append(Slot(child.id, part.boxes[0].outer))
-        parts.append(part)
-        below, before = below + part.height, child
+    parts = _parts(card, edges, left, y + _HEAD, inner, drawing, lane, level + 1)
+    slots = [Slot(p.boxes[0].id, p.boxes[0].outer) for p in parts]
     column = Column(left + min(inner, 300) / 2, -1, _STEP, left, left + inner, 3.0)
     wires = column_wires(slots, edges, channels, drawing.widths, column)
-    height = below + _FOOT - y
+    height = max(p.boxes[0].outer.bottom for p in parts) + _FOOT - y
     rect = Rect(x, y, width, height)
     box = replace(box_of(card, rect, drawing, lane, level), marks=tuple(_head(card, rect, drawing.scale)))
     boxes = (box, *(b for p in parts for b in p.boxes))
     return Inside(boxes, (*wires, *(w for p in parts for w in p.wires)), height + 2 * SHEET * box.stack)
+
+
+def _parts(
+    card: Card, edges: Sequence[Edge], x: float, y: float, width: float, drawing: Drawing, lane: str, level: int
+) -> list[Inside]:
+    """What is in an opened card, from above; what it is the backward pass of is not said again."""
+    linked = {frozenset((e.start, e.end)) for e in edges}
+    parts: list[Inside] = []
+    for before, child in zip((None, *card.children), card.children, strict=False):
+        y += _gap(before, child, linked)
+        shown = replace(child, prefix="") if child.prefix == card.prefix else child
+        parts.append(_part(shown, x, y, width, drawing, lane, level))
+        y += parts[-1].height
+    return parts
 
 
 def _part(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: str, level: int) -> Inside:
@@ -150,9 +151,12 @@ def _part(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: 
     return Inside((box,), (), HEIGHT)
 
 
-def _gap(one: Card, other: Card, linked: bool, drawing: Drawing) -> float:
-    """Between two parts: room for a label where there is an edge to or from one that opens."""
-    return _APART if linked and (opens(one) or opens(other)) else _CLOSE
+def _gap(one: Card | None, other: Card, linked: Collection[frozenset[str]]) -> float:
+    """Between two parts: room for a label where there is an edge to or from one that opens. None above the first."""
+    if one is None:
+        return 0.0
+    is_linked = frozenset((one.id, other.id)) in linked
+    return _APART if is_linked and (opens(one) or opens(other)) else _CLOSE
 
 
 def _head(card: Card, rect: Rect, scale: Scale) -> list[Mark]:

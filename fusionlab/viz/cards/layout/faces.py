@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .card import Amount, Card, Strip
+from ..card import Amount, Card, Strip
 from .measure import bytes_text, cut, operations_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
 
@@ -14,6 +13,7 @@ COMPACT, PLAIN, PASSES, CELLS = range(4)  # how much a card says; each says what
 HEIGHT, LOW, LINE = 42.0, 26.0, 24.0  # of a card, of one that is a title alone, of a box inside a card
 NARROW = 236.0  # below this width the prefix stands over the name
 TITLE = 12.5
+_LONG_TITLE = 170.0
 PAD = 11.0
 _PASS, _CELL = 18.0, 38.0
 _MOST_PASSES, _LEAST_CELL = 5, 84.0
@@ -85,20 +85,29 @@ def _wide_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark]:
     if detail >= PASSES or not card.strips:
         right = _params(card, rect, y)
     else:
-        right = strip_marks(card.strips, rect.right - PAD, rect.width - 2 * PAD - _wished(card), y)
+        right = _strip_beside(card, rect.right - PAD, rect.x + PAD, y)
     left = min((_left_of(m) for m in right), default=rect.right - PAD + 8)
     title = title_marks(card, rect.x + PAD, left - 10, y)
     return [*title, *right, *_numbers(card, rect, scale)]
 
 
-def _wished(card: Card) -> float:
-    """The room a title asks for: all of it, but not more than 170 px."""
-    prefix = text_width(card.prefix, TITLE) + 6 if card.prefix else 0
-    return min(prefix + text_width(card.name, TITLE, True) + (46 if chip_text(card) else 0), 170) + 12
+def _title_width(card: Card) -> float:
+    """Of the whole title and a gap behind it."""
+    prefix = text_width(card.prefix, TITLE) + 5 if card.prefix else 0
+    chip = text_width(chip_text(card), 10, True) + 22 if chip_text(card) else 0
+    return prefix + text_width(card.name, TITLE, True) + chip + 12
+
+
+def _strip_beside(card: Card, right: float, left: float, y: float) -> list[Mark]:
+    """The strip right of a title: with names where the whole title fits, else counts; a long title gives way to these."""
+    whole = _title_width(card)
+    return strip_marks(card.strips, right, right - left - whole, y) or strip_marks(
+        card.strips, right, right - left - min(whole, _LONG_TITLE), y
+    )
 
 
 def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
-    room = rect.width - 2 * PAD - _wished(card)
+    room = rect.width - 2 * PAD - _title_width(card)
     for text in (f"params {bytes_text(card.params)}", bytes_text(card.params)) if card.params else ():
         if text_width(text, 10) <= room:
             return [Text(rect.right - PAD, y, text, muted=True, kind="params", line=1, anchor="end")]
@@ -116,8 +125,7 @@ def _narrow_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark
     y = rect.y + 33
     prefix = cut(card.prefix, taken - rect.x - PAD, 10)
     marks: list[Mark] = [Text(rect.x + PAD, rect.y + 16, prefix, muted=True, kind="prefix"), *share]
-    room = rect.width - 2 * PAD - _wished(replace(card, prefix=""))
-    strip = strip_marks(card.strips, rect.right - PAD, room, y) if detail < PASSES else []
+    strip = _strip_beside(replace(card, prefix=""), rect.right - PAD, rect.x + PAD, y) if detail < PASSES else []
     left = min((_left_of(m) for m in strip), default=rect.right - PAD + 8)
     return [*marks, *title_marks(replace(card, prefix=""), rect.x + PAD, left - 8, y), *strip]
 
@@ -125,11 +133,13 @@ def _narrow_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark
 def _compact(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
     """One line: title, strip, share."""
     y = rect.y + 17.5
-    share = _share(card.cost, rect.right - PAD, y, scale, line=0)
-    end = share[0].rect.x - 10 if share else rect.right - PAD
     if rect.width < NARROW:
         card = replace(card, prefix="")
-    strip = strip_marks(card.strips, end, end - rect.x - PAD - _wished(card), y)
+    share = _share(card.cost, rect.right - PAD, y, scale, line=0)
+    if share and share[0].rect.x < rect.x + PAD + _title_width(card) and rect.width < NARROW:
+        share = []
+    end = share[0].rect.x - 10 if share else rect.right - PAD
+    strip = _strip_beside(card, end, rect.x + PAD, y)
     left = min((_left_of(m) for m in strip), default=end + 8)
     return [*title_marks(card, rect.x + PAD, left - 8, y), *strip, *share]
 
@@ -184,7 +194,7 @@ def _numbers(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
     amounts = operations_text(card.cost.operations), bytes_text(card.cost.bytes)
     written = [share_text(s) for s in shares]
     both = [" · ".join(filter(None, pair)) for pair in zip(amounts, written, strict=True)]
-    for bar, texts in ((34, both), (24, both), (20, both), (24, amounts), (16, amounts), (24, written)):
+    for bar, texts in ((34, both), (24, both), (20, both), (24, amounts), (16, amounts)):
         wides = [bar + 6 + text_width(t, 10, s >= _BOLD_FROM) for t, s in zip(texts, shares, strict=True)]
         second = inner / 2 if max(wides) <= inner / 2 - 8 else inner - wides[1]
         if wides[0] + 8 <= second:
@@ -277,18 +287,20 @@ def _weight(card: Card, scale: Scale) -> float:
 
 
 def _cell(card: Card, rect: Rect, scale: Scale) -> Cell:
+    two = rect.height >= _CELL
     share = _share(card.cost, rect.right - 7, rect.y + 15, scale, line=3)
-    if share and rect.x + 13 + text_width(card.name, 10, True) > share[0].rect.x:
-        share = []
-    end = share[0].rect.x - 6 if share else rect.right - 7
+    end = below = rect.right - 7
+    if share and two and rect.x + 13 + text_width(card.name, 10, True) > share[0].rect.x:
+        share = [replace(share[0], y=rect.y + 31)]
+        below = share[0].rect.x - 6
+    elif share:
+        end = share[0].rect.x - 6
     name = Text(rect.x + 7, rect.y + 15, cut(card.name, end - rect.x - 7, 10, True), bold=True, kind="title", line=3)
-    strips = card.strips or _own_strip(card)
-    kept = strips[: math.floor((rect.width - 14) / 15)]
     strip: list[Mark] = []
     x = rect.x + 7
-    for s in kept:
+    for s in (card.strips or _own_strip(card)) if two else ():
         count = Text(x + 15, rect.y + 31, f"{s.count:,}", kind="strip", line=3)
-        if count.rect.right > rect.right - 5:
+        if count.rect.right > below:
             break
         strip += [_swatch(s, x, rect.y + 31, 3), count]
         x = count.rect.right + 9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .card import Amount, Overview
+from ..card import Amount, Overview
 from .faces import STATE_WORDS, TITLE, Scale
 from .measure import bytes_text, share_text, text_width
 from .picture import Lane, Mark, Rect, Swatch, Text

@@ -95,15 +95,9 @@ def _by_scope(items: Sequence[Item], depth: int) -> Iterator[tuple[str | None, l
 
 
 def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...] = ()) -> list[Group | Item]:
+    if calls and any(i.frames[: len(calls)] != calls for i in items):
+        return _inside_and_outside(items, depth, turned, calls)
     paths = [i.frames for i in items]
-    if calls and any(p[: len(calls)] != calls for p in paths):
-        out: list[Group | Item] = []
-        for inside, found in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
-            run = [*found]
-            out += _by_call(run, depth, turned, calls) if inside else run
-        return out
-    if not all(paths):
-        return list(items)
     base = len(calls) or shared(paths)
     if any(len(p) <= base for p in paths):
         return list(items)
@@ -113,11 +107,19 @@ def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, .
     marks = [None] * len(keys) if turned else turns(keys)
     out: list[Group | Item] = []
     for (key, mark), run in _neighbours(items, keys, marks):
-        callee = key[1] if isinstance(key, tuple) else None
-        if mark is None and callee is None:
+        if mark is None and isinstance(key, tuple) and key[1] is None:
             out += run
-            continue
-        out.append(_call_group(key, mark, run, depth, base))
+        else:
+            out.append(_call_group(key, mark, run, depth, base))
+    return out
+
+
+def _inside_and_outside(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...]) -> list[Group | Item]:
+    """What these calls lead to, grouped; what was called otherwise as it is."""
+    out: list[Group | Item] = []
+    for inside, found in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
+        run = [*found]
+        out += _by_call(run, depth, turned, calls) if inside else run
     return out
 
 

@@ -105,18 +105,8 @@ def items_of(nodes: Sequence[Node], sites: Collection[Found], weights: Mapping[i
       sites: those that have nodes here; earlier ones are drawn where two want the same node, the other one is only counted.
       weights: node id -> what it costs; the heaviest of an item says where it stands.
     """
-    by_id = {n.id: n for n in nodes}
     item_of: dict[int, Item] = {}
-    items: list[Item] = []
-    for site in sites:
-        mine = [by_id[i] for i in sorted(site.nodes) if i in by_id and i not in item_of]
-        if not mine:
-            first = next((item_of[i] for i in sorted(site.nodes) if i in item_of), None)
-            if first is not None:
-                first.sites.append(site)
-            continue
-        items.append(_item(mine, weights, site))
-        item_of.update((n.id, items[-1]) for n in mine)
+    items = _of_sites(nodes, sites, weights, item_of)
     makers = {v.id: n for n in nodes for v in n.outputs}
     read_here = {v.id for n in nodes for v in n.values if not is_light(n)}
     for node in nodes:
@@ -128,10 +118,27 @@ def items_of(nodes: Sequence[Node], sites: Collection[Found], weights: Mapping[i
         else:  # what is only kept for the backward pass is told with what it is made of
             item.nodes.append(node)
         item_of[node.id] = item
-    _take_in_light(nodes, item_of, items, weights)
+    _take_in_light(nodes, item_of, items)
     for item in items:
         item.nodes.sort(key=lambda n: n.id)
     return sorted(items, key=lambda item: item.main.id)
+
+
+def _of_sites(
+    nodes: Sequence[Node], sites: Collection[Found], weights: Mapping[int, int], item_of: dict[int, Item]
+) -> list[Item]:
+    """An item for each site that has nodes left for it here; `item_of` learns of them."""
+    by_id = {n.id: n for n in nodes}
+    items: list[Item] = []
+    for site in sites:
+        here = [i for i in sorted(site.nodes) if i in by_id]
+        mine = [by_id[i] for i in here if i not in item_of]
+        if mine:
+            items.append(_item(mine, weights, site))
+            item_of.update((n.id, items[-1]) for n in mine)
+        elif here:
+            item_of[here[0]].sites.append(site)
+    return items
 
 
 def _maker(node: Node, makers: Mapping[int, Node], item_of: Mapping[int, Item]) -> Item | None:
@@ -163,9 +170,7 @@ def _item(nodes: list[Node], weights: Mapping[int, int], site: Found | None) -> 
     return Item(list(nodes), main, site, [site] if site is not None else [])
 
 
-def _take_in_light(
-    nodes: Sequence[Node], item_of: dict[int, Item], items: list[Item], weights: Mapping[int, int]
-) -> None:
+def _take_in_light(nodes: Sequence[Node], item_of: dict[int, Item], items: list[Item]) -> None:
     """What only moves data goes into the first item that reads it; what nothing here reads, into what it reads."""
     readers: dict[int, list[Node]] = {}
     makers = {v.id: n for n in nodes for v in n.outputs}
@@ -176,16 +181,17 @@ def _take_in_light(
         if node.id in item_of:
             continue
         read_by = (item_of.get(r.id) for v in node.outputs for r in readers.get(v.id, ()))
-        item = next((i for i in read_by if i is not None), None)
-        if item is not None:
-            item.nodes.append(node)
-            item_of[node.id] = item
+        _join(node, next((i for i in read_by if i is not None), None), item_of)
     for node in nodes:
         if node.id in item_of:
             continue
         item = _maker(node, makers, item_of)
         if item is None:
-            item = Item([], node)
-            items.append(item)
+            items.append(item := Item([], node))
+        _join(node, item, item_of)
+
+
+def _join(node: Node, item: Item | None, item_of: dict[int, Item]) -> None:
+    if item is not None:
         item.nodes.append(node)
         item_of[node.id] = item
