@@ -126,6 +126,7 @@ def test_the_wheel_scrolls_the_page_and_zooms_with_a_key(shown):
     expect(hint).to_have_text("Ctrl + scroll zooms, drag moves")
     expect(hint).to_be_hidden(timeout=10_000)
     page.mouse.wheel(0, -40)
+    page.wait_for_function("top => scrollY === top", arg=top)
     expect(hint).to_be_hidden()
     for key in ("Control", "Shift", "Meta"):
         before, top = page.evaluate(SHOWN)["scale"], page.evaluate("scrollY")

@@ -353,7 +353,8 @@ function graph(ui) {
     const solid = [...boxes].filter(([id]) => !items()[id]?.group || items()[id].closed).map(([, b]) => b); // frames are wide and mostly empty
     const first = solid.reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
     place.x = (pane.clientWidth - size.width * place.scale) / 2;
-    if (!read && place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
+    if (read) place.x = Math.max(0, place.x);
+    else if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
     place.y = Math.max(margin / 2, (pane.clientHeight - size.height * place.scale) / 2);
     move(glide);
     fitted = { whole, at: at() };
@@ -530,7 +531,7 @@ function graph(ui) {
   };
   const drawMap = () => {
     const [w, t] = [pane.clientWidth / place.scale, pane.clientHeight / place.scale];
-    const all = -place.x / place.scale <= 1 && -place.y / place.scale <= 1 && w - place.x / place.scale >= size.width - 1 && t - place.y / place.scale >= size.height - 1;
+    const all = [...boxes.keys()].map(on).every((b) => b.x >= -1 && b.y >= -1 && b.x + b.w <= pane.clientWidth + 1 && b.y + b.h <= pane.clientHeight + 1);
     minimap.hidden = !boxes.size || all || pane.clientWidth < 340 || (!drag?.map && !corner());
     const view = minimap.lastChild;
     if (minimap.hidden || !view) return;

@@ -46,11 +46,13 @@ def grid_of(overview: Overview, height: float, above: bool, below: bool, narrow:
         if fit.fits(details, LEAST_GAP):
             break
         details[i] = COMPACT
-    for detail, least in (*(((STRIP, 0.0),) if narrow else ()), (PASSES, _PASSES_FROM), (CELLS, _CELLS_FROM)):
+    if narrow:
+        details = _with_strips(rows, fit, details, dearest)
+    for detail, least in ((PASSES, _PASSES_FROM), (CELLS, _CELLS_FROM)):
         for i in dearest:
             wished = [*details[:i], detail, *details[i + 1 :]]
             # The dearest rows say their passes even where gaps get small for it: their colours are what is looked for.
-            gap = LEAST_GAP if detail == STRIP or (detail == PASSES and shares[i] >= _CELLS_FROM) else _ROOMY
+            gap = LEAST_GAP if detail == PASSES and shares[i] >= _CELLS_FROM else _ROOMY
             if shares[i] >= least and details[i] >= PLAIN and fit.fits(wished, gap):
                 details = wished
     gap = WIDEST_GAP
@@ -58,6 +60,26 @@ def grid_of(overview: Overview, height: float, above: bool, below: bool, narrow:
         gap -= 1
     tops, heights = fit.placed(details, gap)
     return Grid(tuple(details), tuple(tops), tuple(heights), gap)
+
+
+def _with_strips(rows: Sequence[Row], fit: _Fit, details: list[int], dearest: Sequence[int]) -> list[int]:
+    """A line of swatches for each row that has sites, dearest first; cheap rows without any become one line for it."""
+    for i in dearest:
+        if details[i] != PLAIN or not _has_sites(rows[i]):
+            continue
+        wished = [*details[:i], STRIP, *details[i + 1 :]]
+        for j in reversed(dearest):
+            if fit.fits(wished, LEAST_GAP):
+                break
+            if wished[j] == PLAIN and not _has_sites(rows[j]):
+                wished[j] = COMPACT
+        if fit.fits(wished, LEAST_GAP):
+            details = wished
+    return details
+
+
+def _has_sites(row: Row) -> bool:
+    return any(c.strips for c in row.cards.values())
 
 
 def _share(row: Row, scale: Scale) -> float:
