@@ -459,7 +459,8 @@ function graph(ui) {
     for (const [id, item] of Object.entries(all)) label(id, item, id === current);
     for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
     measure();
-    if (!fitted || (turned && !places[side]) || (read && fitted.at === at())) fit(!!read && !Object.values(all).some((i) => i.group && !i.closed), false); // cards stay readable at any scale
+    const opened = Object.values(all).some((i) => i.group && !i.closed); // it pushes others: the picture is no longer of the pane's size
+    if (!fitted || (turned && !places[side]) || (read && !opened && fitted.at === at())) fit(!!read, false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
     else stay();
     if (had) focus();

@@ -3,7 +3,7 @@
 // `g.card` with `.card-body` and `text[data-line]`, and leaves a picture without them as it is.
 
 const LEAST = 9; // px on screen
-const LEADING = 1.25; // height of a line, in sizes of its text
+const TIGHT = 1.15; // from line to line, in sizes of the text
 const INSET = 6; // px on screen between a card's side and its text
 const DESCENT = 0.21; // below the line that letters stand on, in sizes of the text
 const DOTS = 1; // length of "…", in sizes of the text
@@ -29,7 +29,7 @@ function readPicture(svg, width) {
     const tops = [...card.querySelectorAll(":scope g.card .card-body")].map((inner) => place(inner).top);
     return { body, room: Math.min(body.bottom, ...tops), texts: inside(card, "text[data-line]").filter((text) => !text.closest("g[data-line]")).map(read),
       groups: inside(card, "g[data-line]").map((element) => ({ whole: element, sizes: [...element.querySelectorAll("text")].map(sizeOf) })),
-      marks: inside(card, "[data-line]:not(text, g)").filter((mark) => !mark.closest("g[data-line]")).map((element) => ({ whole: element, line: Number(element.dataset.line) })) };
+      marks: inside(card, "[data-line]:not(text, g)").filter((mark) => !mark.closest("g[data-line]")).map((element) => ({ whole: element, box: place(element), line: Number(element.dataset.line) })) };
   });
   const ours = new Set(told.flatMap((card) => card.texts.map((text) => text.element)));
   const loose = [...svg.querySelectorAll("text")].filter((text) => !ours.has(text) && !text.closest("g.card g[data-line]")).map(read);
@@ -90,27 +90,38 @@ function grown({ box, size, anchor }, scale) {
   return { left, right: left + wide, top: middle - high / 2, bottom: middle + high / 2, by: middle - base - (middle - base) * by };
 }
 
-// Lines from the top, as many as have their height; in their own places where they still fit there, else one below the other. What is a
+// As many rows of text as stand apart in their own places, those with the highest numbers dropped first, of these the lowest. What is a
 // picture of its own in the card, a group with a line, goes first.
 function shrink(card, scale) {
-  const lines = [...new Set(card.texts.map((t) => t.line))].sort((a, b) => a - b).map((number) => {
-    const texts = card.texts.filter((t) => t.line === number);
-    return { number, texts, size: Math.max(...texts.map((t) => sizeAt(t, scale))), base: Math.min(...texts.map((t) => t.box.bottom - DESCENT * t.size)) };
-  });
-  card.groups.forEach(hide);
-  const high = (card.room - card.body.top) * scale;
-  let stay = 0, used = 0;
-  while (stay < lines.length && used + lines[stay].size * (stay ? LEADING : 1) <= high) used += lines[stay++].size * LEADING;
-  const apart = lines.every((line, k) => !k || (line.base - lines[k - 1].base) * scale >= line.size * LEADING);
-  let bottom = card.body.top + (high - used) / 2 / scale;
-  for (const line of lines.slice(0, stay)) {
-    bottom += (line.size * LEADING) / scale;
-    const by = stay === lines.length && apart ? 0 : bottom - (0.28 * line.size) / scale - line.base;
-    if (by) for (const item of [...line.texts, ...card.marks.filter((m) => m.line === line.number)]) item.whole.style.translate = `0 ${by}px`;
-    layLine(card, line, scale);
+  const base = (text) => text.box.bottom - DESCENT * text.size, rows = [];
+  for (const text of [...card.texts].sort((a, b) => a.line - b.line || a.box.left - b.box.left)) {
+    let row = rows.find((r) => Math.abs(r.base - base(text)) < 4);
+    if (!row) rows.push((row = { line: text.line, base: base(text), size: 0, texts: [] }));
+    row.texts.push(text);
+    row.size = Math.max(row.size, sizeAt(text, scale));
   }
-  if (stay === lines.length) return;
-  for (const item of [...card.texts, ...card.marks]) if (item.line >= lines[stay].number) hide(item);
+  card.groups.forEach(hide);
+  const all = rows.sort((a, b) => a.line - b.line || a.base - b.base);
+  const apart = (some) => [...some].sort((a, b) => a.base - b.base).every((row, k, sorted) => !k || (row.base - sorted[k - 1].base) * scale >= Math.max(row.size, sorted[k - 1].size) * TIGHT);
+  const fits = (row) => (row.base - card.body.top) * scale >= row.size && (row.base - card.room) * scale <= 1;
+  let stay = all.length;
+  while (stay > 1 && !(apart(all.slice(0, stay)) && all.slice(0, stay).every(fits))) stay--;
+  const kept = all.slice(0, stay), gone = all.slice(stay);
+  for (const row of kept) layLine(card, row, scale);
+  if (kept.length === 1) centre(card, kept[0], scale);
+  for (const row of gone) row.texts.forEach(hide);
+  for (const mark of card.marks) if (gone.some((row) => row.line <= mark.line && !kept.some((k) => beside(k, mark)))) hide(mark);
+}
+
+const beside = (row, mark) => mark.box.top < row.base + 2 && mark.box.bottom > row.base - row.texts[0].size;
+
+// A title that is left alone stands in the middle of a low card, with what is beside it, and inside of any.
+function centre(card, row, scale) {
+  const high = (card.room - card.body.top) * scale;
+  if (high < row.size) return row.texts.forEach(hide);
+  const middle = (card.body.top + card.room) / 2 + (0.35 * row.size) / scale - row.base;
+  const by = high <= 2.4 * row.size ? middle : Math.max(0, (row.size + 2) / scale - (row.base - card.body.top));
+  if (by) for (const item of [...row.texts, ...card.marks.filter((m) => m.line === row.line)]) item.whole.style.translate = `0 ${by}px`;
 }
 
 // The texts of a line: the first one has the card's width and is cut where it is longer; others stay where they still have their room.

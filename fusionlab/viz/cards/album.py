@@ -104,12 +104,16 @@ class Album:
         nodes = [*nodes]
         for nid in nodes:
             self._show_copy(enabled, nid)
-        _, _, parents = self._fit(enabled)
         for nid in nodes:
-            card = parents.get(self._innermost(enabled, nid) or "")
-            while card is not None:
-                self.opened.add(card)
-                card = parents.get(card)
+            self.open_around(enabled, self._innermost(enabled, nid) or "")
+
+    def open_around(self, enabled: Collection[str] | None, card_id: str) -> None:
+        """Opens the cards around a card."""
+        _, _, parents = self._fit(enabled)
+        card = parents.get(card_id)
+        while card is not None:
+            self.opened.add(card)
+            card = parents.get(card)
 
     def _show_copy(self, enabled: Collection[str] | None, nid: int) -> None:
         for _ in range(8):  # a copy within a copy, at most so deep

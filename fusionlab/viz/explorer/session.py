@@ -16,6 +16,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..draw.render import can_convert
+from ..html.dearest import dearest_html
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
@@ -35,7 +36,7 @@ _MOST_HITS = 60
 _MEASURED = ("Timing", "Errors", "Sites", "Memory")
 _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
-_HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
+_HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a card."
 
 
 class Session(Decided):
@@ -138,7 +139,9 @@ class Session(Decided):
             found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
             self._selection, self.selected = found, found.name
             self._turn += 1
-            if reveal and found.kind != "group":
+            if reveal and found.kind == "group":
+                self.stage.reveal_card(self.drawn(), found.name)
+            elif reveal:
                 self.stage.reveal(self.drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
 
@@ -338,7 +341,7 @@ class Session(Decided):
     def _inspected(self) -> Any:
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
-            return Inspected("", quiet(_HINT))
+            return Inspected("Where the bytes go", dearest_html(self.stage.overview(self.drawn())) + quiet(_HINT))
         return inspect(
             self.shown_graph,
             self.shown_findings,

@@ -10,7 +10,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.xla.modules import CONTROL, CompiledModule
 
 from ..cards.album import PANE, Album
-from ..cards.card import Card
+from ..cards.card import Card, Overview
 from ..html.page import ID_PREFIX
 from ..model.selection import Selection
 
@@ -43,6 +43,14 @@ class Stage:
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
         """Opens what lies around these nodes."""
         self._album(drawn).reveal(drawn[2], tuple(nodes)[:_MOST_REVEALED])
+
+    def reveal_card(self, drawn: Drawn, card_id: str) -> None:
+        """Opens what lies around a card."""
+        self._album(drawn).open_around(drawn[2], card_id)
+
+    def overview(self, drawn: Drawn) -> Overview:
+        """The lanes and rows that are drawn."""
+        return self._album(drawn).overview(drawn[2])
 
     def fit(self, width: float, height: float) -> bool:
         """Draws for a pane of this size from now on; False where it is that already."""

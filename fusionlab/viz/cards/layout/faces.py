@@ -366,9 +366,11 @@ def _granted(wishes: Sequence[tuple[str, str, float]], spare: float) -> dict[str
 
 
 def _text_of_line(card: Card) -> str:
-    """ ":22-24" of "model.py:22-24"."""
+    """ ":22-24" of "model.py:22-24"; what is no line (a kernel's name) as it is."""
+    if ":" not in card.where:
+        return card.where
     line = card.where.rpartition(":")[2]
-    return f":{line}" if ":" in card.where and f":{line}" not in card.name else ""
+    return f":{line}" if f":{line}" not in card.name else ""
 
 
 def _line_right(granted: dict[str, str], right: float, y: float, share: float) -> list[Mark]:
