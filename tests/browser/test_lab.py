@@ -291,7 +291,8 @@ def test_xlas_kernels_are_told_in_the_boxes(lab):
     expect(told.first).to_be_attached(timeout=LONG)
     lab.hook("hulls").click()
     expect(told).to_have_count(0)
-    lab.picture.locator(f'[id="{card}"]').dblclick()
+    lab.picture.locator(f'[id="{card}"]').focus()
+    lab.page.keyboard.press("Space")
 
 
 def test_the_sentence_and_measure_are_in_sight_beside_the_file_browser(lab):
