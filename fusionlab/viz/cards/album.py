@@ -16,6 +16,8 @@ from .plan import described, plan, shown
 from .svg import svg
 
 PANE = (932.0, 700.0)  # px: the pane of a notebook 1440 px wide, and what a picture without one is drawn for
+_ONE_LANE = 460.0  # px: the width of a still picture of a program that is not differentiated
+_AROUND, _ROW = 170.0, 115.0  # px: the height of a still picture, without rows and for each
 Chains = Mapping[int, tuple[str, ...]]
 
 
@@ -58,6 +60,13 @@ class Album:
         if notes is not None:
             drawn = _noted(drawn, notes)
         return svg(plan(drawn, *self.pane, self.opened), id_prefix)
+
+    def still(self, enabled: Collection[str] | None, id_prefix: str = "fl-") -> str:
+        """The picture for a page that cannot be clicked: no larger than the program needs."""
+        drawn = self.overview(enabled)
+        lanes, rows = len(drawn.phases), len(drawn.rows)
+        width = _ONE_LANE if lanes == 1 else PANE[0]
+        return svg(plan(drawn, width, min(PANE[1], _AROUND + _ROW * rows)), id_prefix)
 
     def items(self, enabled: Collection[str] | None) -> dict[str, dict[str, Any]]:
         """Card id -> spoken label, kind and whether it opens, of all that can be selected now."""

@@ -113,7 +113,7 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
 
 def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()) -> str:
     """A static picture with header, for `_repr_html_`: no script, nothing to install."""
-    return still_html(summary(graph, findings, enabled), Album(graph, findings).svg(enabled), findings)
+    return still_html(summary(graph, findings, enabled), Album(graph, findings).still(enabled), findings)
 
 
 def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
