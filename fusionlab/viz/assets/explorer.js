@@ -366,7 +366,7 @@ function graph(ui) {
     if (!whole?.width) return;
     if (!read) [read, readAt] = [readPicture(svg(), size.width), 0];
     const unit = size.width / whole.width;
-    for (const id of [...Object.keys(items()), ...Object.keys(ui.store.get("scene")?.hull_items || {})]) {
+    for (const id of Object.keys(items())) {
       const r = (shape(id)?.querySelector(":scope > .card-body") || shape(id))?.getBoundingClientRect();
       if (r) boxes.set(id, { x: (r.left - whole.left) * unit, y: (r.top - whole.top) * unit, w: r.width * unit, h: r.height * unit });
     }
@@ -454,7 +454,7 @@ function graph(ui) {
       picture?.setAttribute("aria-hidden", "false");
       read = null;
     }
-    const all = { ...scene.items, ...scene.hull_items };
+    const all = scene.items || {};
     if (!(current in all)) current = anchor && anchor.id in all ? anchor.id : Object.keys(all)[0];
     for (const [id, item] of Object.entries(all)) label(id, item, id === current);
     for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
@@ -492,7 +492,6 @@ function graph(ui) {
     const kinds = read ? [] : ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`)); // cards bring their own
     const li = (css, text) => h("li", {}, h("span", { class: `fl-swatch ${css}` }), text);
     fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)", fused: "fused op (bold)" }[k])),
-      Object.keys(ui.store.get("scene")?.hull_items || {}).length > 0 && li("hull", "XLA's own fusion"),
       Object.entries(said).filter(([k]) => marked()[k]?.length).map(([k, text]) => li(`fl-${k}`, text)));
   };
   const reveal = () => {

@@ -21,7 +21,7 @@ function rowsHtml(rows) {
 
 function bakedStore(data, pictures, tabs) {
   const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
-    inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items, hull_items: {} } };
+    inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
   const watchers = new Map(), listeners = new Set();
   const before = traits.scene;
   let index = null, known = null;
@@ -47,7 +47,7 @@ function bakedStore(data, pictures, tabs) {
   const scene = async (key) => {
     const made = await unpack(data.scenes[key]);
     Object.assign(await told(), made.inspector);
-    return { svg: made.svg, items: made.items, hull_items: {} };
+    return { svg: made.svg, items: made.items };
   };
 
   const select = async (id, more = {}, name = id) => {
@@ -126,7 +126,7 @@ function bakedStore(data, pictures, tabs) {
 
   const shown = (value) => {
     const after = value === "after";
-    const now = after ? { svg: pictures.after, items: data.after, hull_items: {} } : before;
+    const now = after ? { svg: pictures.after, items: data.after } : before;
     set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: { title: "", html: "" }, problem: null });
   };
 

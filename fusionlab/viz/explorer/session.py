@@ -50,7 +50,6 @@ class Session(Decided):
       find: `find(strategy) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
       after: `after(setting, findings) -> Graph`, the program with those sites fused; None where it cannot be shown.
       formulas: pass name -> what it computes.
-      engine: layout engine, as for `to_svg`.
       changed: called after every change of the setting.
     """
 
@@ -64,7 +63,6 @@ class Session(Decided):
         find: Callable[[Strategy | None], Findings] | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
         formulas: Mapping[str, str] | None = None,
-        engine: str | None = None,
         changed: Changed = lambda: None,
     ) -> None:
         super().__init__(findings, enabled, strategy, find, changed)

@@ -51,7 +51,7 @@ class Explorer(Observed):
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
       formulas: pass name -> what it computes.
-      engine: layout engine, as for `to_svg`.
+      engine: layout engine of the page that `save` writes, as for `to_svg`.
 
     Attributes (traits, `observe` them):
       enabled: frozenset of the site ids that are on.
@@ -95,7 +95,6 @@ class Explorer(Observed):
             find=find,
             after=after,
             formulas=formulas,
-            engine=engine,
             changed=self._setting_changed,
         )
         super().__init__(enabled=self.session.enabled, busy=IDLE | {"status": "not measured"})

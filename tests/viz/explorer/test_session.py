@@ -18,7 +18,7 @@ from ..conftest import candidate, findings_of, linear_nodes
 
 @pytest.fixture
 def session(case):
-    return Session(case.graph, case.findings, engine="builtin")
+    return Session(case.graph, case.findings)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def mixed():
 
 def live(mixed, **options):
     graph, found = mixed
-    return Session(graph, found, find=lambda strategy: fl.find(graph, passes=strategy), engine="builtin", **options)
+    return Session(graph, found, find=lambda strategy: fl.find(graph, passes=strategy), **options)
 
 
 def words(session):
@@ -120,7 +120,7 @@ def test_an_option_that_is_none_is_refused_and_changes_nothing(mixed, session):
 
 
 def test_identical_sites_are_one_group_that_is_switched_as_one(stack):
-    session = Session(stack.graph, stack.findings, engine="builtin") if stack.findings.candidates else None
+    session = Session(stack.graph, stack.findings) if stack.findings.candidates else None
     assert session is not None
     (group,) = next(p["groups"] for p in session.panel()["passes"] if p["name"] == "gemm_epilogue")
     assert (group["count"], group["state"]) == (24, "on")
@@ -138,7 +138,7 @@ def test_identical_sites_are_one_group_that_is_switched_as_one(stack):
 def test_sites_that_differ_are_not_one_group(case):
     graph, nodes = case.graph, linear_nodes(case.graph)
     two = [candidate(graph, f"gemm_epilogue@layer_{i}#1", nodes[i], f"formula {i}") for i in (0, 1)]
-    session = Session(graph, findings_of(graph, two), engine="builtin")
+    session = Session(graph, findings_of(graph, two))
     groups = next(p["groups"] for p in session.panel()["passes"] if p["name"] == "gemm_epilogue")
     assert [g["label"] for g in groups] == ["formula 0", "formula 1"]
     assert [g["names"] for g in groups] == ["", ""]
@@ -148,13 +148,13 @@ def test_groups_of_one_formula_are_told_apart_by_their_modules(case):
     graph, nodes = case.graph, linear_nodes(case.graph)
     two = [candidate(graph, f"gemm_epilogue@layer_{i}/{n}#1", nodes[i]) for i, n in enumerate(("query", "out"))]
     two[1] = dataclasses.replace(two[1], nodes_after=4)
-    groups = Session(graph, findings_of(graph, two), engine="builtin").panel()["passes"][0]["groups"]
+    groups = Session(graph, findings_of(graph, two)).panel()["passes"][0]["groups"]
     assert [(g["label"], g["names"]) for g in groups] == [("x @ w + b", "query"), ("x @ w + b", "out")]
 
 
 def test_a_site_in_no_module_is_named_by_its_line(case):
     graph, nodes = case.graph, linear_nodes(case.graph)
-    session = Session(graph, findings_of(graph, [candidate(graph, "gemm_epilogue@#1", nodes[0])]), engine="builtin")
+    session = Session(graph, findings_of(graph, [candidate(graph, "gemm_epilogue@#1", nodes[0])]))
     (group,) = session.panel()["passes"][0]["groups"]
     assert group["sites"][0]["label"] == f"{nodes[0][0].source.short} #1"
 

@@ -189,7 +189,7 @@ const state = {
     groups: [{key: "k", label: "two", where: "", count: 2, ids: ["p@1", "p@2"], state: "partial", sites: [
       {id: "p@1", label: "1", on: true, note: "", losing: false}, {id: "p@2", label: "2", on: false, note: "+1.8%", losing: true}]}]}],
     declined: []},
-  scene: {svg: `<svg viewBox="0 0 200 100" width="9" height="9">${drawn}</svg>`, hull_items: {},
+  scene: {svg: `<svg viewBox="0 0 200 100" width="9" height="9">${drawn}</svg>`,
           items: {"fl-a": {label: "box a", closed: true, group: true}, "fl-b": {label: "box b"}}},
   marks: {}, inspector: {title: "", html: ""}, hits: {}, busy: {running: false, status: "idle"}, problem: null,
   tabs: [{name: "Timing", html: "<p>t</p>"}, {name: "Code", html: "<p>c</p>"}],
