@@ -11,7 +11,7 @@ from fusionlab.graph.program.ir import Value, type_text
 
 from ..cards.card import PHASES, Card, Edge, Row
 from ..model.flow import FlowEnd, flow
-from .items import is_light
+from .nodes import is_light
 from .phases import BACKWARD, FORWARD, UPDATE
 
 Chains = Mapping[int, tuple[str, ...]]

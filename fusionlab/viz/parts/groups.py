@@ -9,7 +9,8 @@ from itertools import groupby
 from fusionlab.graph.program.scopes import Source
 
 from .frames import Turn, shared, spoken, turns
-from .items import PRODUCTS, RECOMPUTED, Item
+from .items import RECOMPUTED, Item
+from .nodes import PRODUCTS
 
 Key = tuple[Hashable, ...]
 

@@ -12,7 +12,8 @@ from fusionlab.graph.program.ir import Literal, Node, Value, literal_text, type_
 from fusionlab.graph.program.scopes import Source
 
 from .frames import spoken
-from .items import PRODUCTS, Item, is_light
+from .items import Item
+from .nodes import PRODUCTS, is_light
 
 _WORDS = {
     "dot_general": "@",

@@ -22,7 +22,7 @@ from .flows import Flows
 from .frames import frames_of
 from .groups import Group, grouped, products_in
 from .instances import as_forward, told_apart
-from .items import PRODUCTS, Found, Item, items_of, sites_of
+from .items import Item, items_of
 from .names import (
     computes,
     item_name,
@@ -32,8 +32,10 @@ from .names import (
     run_name,
     shared_parameter,
 )
+from .nodes import PRODUCTS
 from .phases import BACKWARD, FORWARD, UPDATE, Stretch
 from .places import Places, rows_of
+from .sites import Found, sites_of
 
 _PREFIX = {FORWARD: "", BACKWARD: "backward of", UPDATE: "update of"}
 
