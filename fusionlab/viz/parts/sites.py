@@ -65,18 +65,20 @@ def _declined_backward(graph: Graph, found: Sequence[Found], backward: frozenset
     JAX gives a node of the backward pass the source line and scope of the node that it differentiates: those are taken that have the
     places of the site. Equal layers share their places; then the nodes fall into equal pieces, the last layer's first.
     """
-    taken = frozenset(i for site in found for i in site.nodes)
     alone = [s for s in found if s.state == "declined" and not s.backward and s.record.backward is None]
     if not alone:
         return
-    at = _by_place(graph, backward - taken)
-    claimed: set[int] = set()
+    at = _by_place(graph, backward.difference(*(site.nodes for site in found)))
     for sites in _of_equal_places(graph, alone):
-        mine = [n for n in _differentiated(graph, sites[0], at) if n.id not in claimed]
-        pieces = _pieces(mine, len(sites))
-        for site, piece in zip(reversed(sites), pieces, strict=False):
-            claimed.update(n.id for n in piece)
+        mine = _differentiated(graph, sites[0], at)
+        for site, piece in zip(reversed(sites), _pieces(mine, len(sites)), strict=False):
             yield Found(site.record, site.state, frozenset(n.id for n in piece), backward=True)
+            _remove(piece, at)
+
+
+def _remove(nodes: Iterable[Node], at: Mapping[Place, list[Node]]) -> None:
+    for node in nodes:
+        at[_place(node)].remove(node)
 
 
 def _place(node: Node) -> Place:
