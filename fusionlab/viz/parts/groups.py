@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 
 from fusionlab.graph.program.scopes import Source
@@ -94,9 +94,17 @@ def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, .
     keys = [_call(i.frames, base) for i in items]
     if None in keys or _is_own_work(keys):
         return list(items)
-    found = _neighbours(items, keys, [None] * len(keys) if turned else turns(keys))
-    parts = (run if _is_own_work([key]) else [_call_group(key, mark, run, depth, base)] for (key, mark), run in found)
-    return [*chain.from_iterable(parts)]
+    return [*_of_calls(items, keys, [None] * len(keys) if turned else turns(keys), depth, base)]
+
+
+def _of_calls(
+    items: list[Item], keys: Sequence[Call], marks: Sequence[Turn | None], depth: int, base: int
+) -> Iterator[Group | Item]:
+    for (key, mark), run in _neighbours(items, keys, marks):
+        if _is_own_work([key]):
+            yield from run
+        else:
+            yield _call_group(key, mark, run, depth, base)
 
 
 def _is_own_work(calls: Sequence[Call]) -> bool:

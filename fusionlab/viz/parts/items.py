@@ -34,7 +34,7 @@ class Item:
     @functools.cached_property
     def every(self) -> tuple[Node, ...]:
         """Its nodes and all that is inside them. Read once `nodes` is whole."""
-        return tuple(all_nodes(self.nodes))
+        return tuple(all_nodes(self.nodes)) if any(n.blocks for n in self.nodes) else tuple(self.nodes)
 
     @functools.cached_property
     def ids(self) -> tuple[int, ...]:

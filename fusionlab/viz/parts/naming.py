@@ -136,9 +136,8 @@ class Naming:
             return ""
         makers = {*self.flows.makers(item.main.id)}
         beside = [s for s in siblings if s is not item and _makes(s, makers)]
-        groups = [self.group(s) for s in beside if isinstance(s, Group)]
-        named = groups[-1] if groups else parent if len(beside) == 1 else ""
-        return f"x + {named}" if named else ""
+        names = [self.group(s) for s in beside if isinstance(s, Group)] or [parent] * (len(beside) == 1)
+        return f"x + {names[-1]}" if any(names) else ""
 
     def _adds_equals(self, item: Item) -> bool:
         """Whether an item is one addition of two values of its own shape, neither of them broadcast."""

@@ -86,14 +86,21 @@ def _tops(
     """The outermost groups of a lane. The first lane says which groups are looked through (`dissolved`), the others follow."""
     tops = _keyed(grouped(items, calls=inner), (), leading)
     total = sum(weights[n.id] for i in items for n in i.nodes) or 1
-    while True:
-        if leading is None:
-            dissolved |= _come_again(tops) | {key for key, group in tops if _wraps(group, total, weights)}
-        through = frozenset(key for key, group in tops if key in dissolved and _dissolves(group))
-        if not through:
-            return _merged(tops)
+    through = _looked_through(tops, total, weights, dissolved, leading)
+    while through:
         inside = (_inside(top, leading) if top[0] in through else [top] for top in tops)
         tops = [*itertools.chain.from_iterable(inside)]
+        through = _looked_through(tops, total, weights, dissolved, leading)
+    return _merged(tops)
+
+
+def _looked_through(
+    tops: Sequence[Top], total: int, weights: Mapping[int, int], dissolved: set[Key], leading: Sequence[Top] | None
+) -> frozenset[Key]:
+    """Keys of the groups in whose place stands what is in them; the first lane adds to those of all lanes."""
+    if leading is None:
+        dissolved |= _come_again(tops) | {key for key, group in tops if _wraps(group, total, weights)}
+    return frozenset(key for key, group in tops if key in dissolved and _dissolves(group))
 
 
 def _dissolves(group: Group) -> bool:
@@ -156,14 +163,15 @@ def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | N
 
 def _take_line(out: list[Top], item: Item, outer: Key, lines: Mapping[tuple[str, int], Key]) -> None:
     """Adds an item that stands alone to the group of lines before it, or begins one."""
-    function, line = (item.frames[-1].function, item.frames[-1].line) if item.frames else (None, 0)
-    key = lines.get((function or "", line))
-    if key is None and out and out[-1][1].key == ("lines", function):
-        key = out[-1][0]
-    if key is None or not out or out[-1][0] != key:
-        key = key or (*outer, ("lines", function, len(out)))
-        out.append((key, Group(("lines", function), spoken(function or ""))))
-    _add(out[-1][1], item)
+    function, line = (item.frames[-1].function, item.frames[-1].line) if item.frames else ("", 0)
+    last = out[-1] if out else None
+    key = lines.get((function, line))
+    if key is None:
+        key = last[0] if last and last[1].key == ("lines", function) else (*outer, ("lines", function, len(out)))
+    if last is None or last[0] != key:
+        last = key, Group(("lines", function), spoken(function))
+        out.append(last)
+    _add(last[1], item)
 
 
 def _name_lines(group: Group) -> None:
