@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PHASES = ("forward", "backward", "update")
 STATES = ("applied", "candidate", "declined")
@@ -18,6 +18,9 @@ class Amount:
 
     def __add__(self, other: Amount) -> Amount:
         return Amount(self.operations + other.operations, self.bytes + other.bytes)
+
+    def __mul__(self, copies: int) -> Amount:
+        return Amount(self.operations * copies, self.bytes * copies)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class Card:
       type: of its result, "f32[8,1024]"; "" where there are several.
       site: the site it is, else None.
       strips: its sites by pass and state.
-      children: what is inside, in program order; () for what does not open.
+      children: what is inside, in program order; () for what does not open. Of several copies, what is inside one: its costs and
+        strips are those of that copy.
       edges: between its children.
     """
 
@@ -117,6 +121,11 @@ class Card:
     strips: tuple[Strip, ...] = ()
     children: tuple[Card, ...] = ()
     edges: tuple[Edge, ...] = ()
+
+    def times(self, copies: int) -> Card:
+        """The card with the costs and sites of so many of it."""
+        strips = tuple(replace(s, count=s.count * copies, cost=s.cost * copies) for s in self.strips)
+        return replace(self, cost=self.cost * copies, params=self.params * copies, strips=strips)
 
     def walk(self) -> Iterator[Card]:
         """The card and all cards inside it."""
@@ -145,6 +154,8 @@ class Overview:
       edges: between cards of the rows, inputs and results.
       totals: phase -> cost of the lane.
       kept, gradients: bytes that forward keeps for the backward pass; that backward hands to the update.
+      turns: how often the loop runs that is the whole program, so that the rows are its body; 0 for a program that is no loop, -1 where
+        the count is not known.
     """
 
     title: str
@@ -156,6 +167,7 @@ class Overview:
     totals: dict[str, Amount] | None = None
     kept: int = 0
     gradients: int = 0
+    turns: int = 0
 
     @property
     def total(self) -> Amount:

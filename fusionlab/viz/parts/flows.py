@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusionlab.graph.program.graph import Graph
@@ -11,7 +11,7 @@ from fusionlab.graph.program.ir import Value, type_text
 
 from ..cards.card import PHASES, Card, Edge, Row
 from ..model.flow import FlowEnd, flow
-from .items import is_light
+from .nodes import is_light
 from .phases import BACKWARD, FORWARD, UPDATE
 
 Chains = Mapping[int, tuple[str, ...]]
@@ -27,8 +27,11 @@ class Flows:
         self.graph = graph
         self.edges = [*flow(graph)]
         self._read: dict[FlowEnd, list[tuple[FlowEnd, Value]]] = {}
+        self._made: dict[int, tuple[FlowEnd, Value]] = {}  # value id -> who makes it
         for producer, reader, value in self.edges:
             self._read.setdefault(reader, []).append((producer, value))
+            self._made[value.id] = producer, value
+        self._parameter_of: dict[int, str] = {}
         self._light = {n.id for n in graph.nodes() if is_light(n)}
         self.inputs = _plain_inputs(graph)
         self._solid: dict[tuple[FlowEnd, int], tuple[FlowEnd, Value]] = {}
@@ -52,14 +55,19 @@ class Flows:
         return found
 
     # Parameters --------------------------------------------------------------------------------------------------------
-    def parameter_names(self, named: Callable[[str], str]) -> dict[int, str]:
-        """Value id -> the name of the parameter that it holds, cast or reshaped or not."""
-        names = {}
-        for producer, _reader, value in self.edges:
-            maker, _ = self.origin(producer, value)
-            if not isinstance(maker, int) and maker[0] == "in" and maker[1] not in self.inputs:
-                names[value.id] = named(self.graph.in_names[maker[1]])
-        return names
+    def before(self, value: Value) -> Value:
+        """What a value was before it was cast, reshaped or broadcast."""
+        made = self._made.get(value.id)
+        return value if made is None else self.origin(*made)[1]
+
+    def parameter_of(self, value_id: int) -> str:
+        """The argument that a value holds, cast or reshaped or not; "" for one that is no parameter."""
+        found = self._parameter_of.get(value_id)
+        if found is None:
+            made = self._made.get(value_id)
+            k = self._parameter(self.origin(*made)[0]) if made is not None else None
+            found = self._parameter_of[value_id] = "" if k is None else self.graph.in_names[k]
+        return found
 
     def parameters_read(self, nodes: Iterable[int]) -> list[str]:
         """Names of the parameters that nodes read."""
@@ -70,13 +78,12 @@ class Flows:
         return sum(self.graph.top.inputs[k].nbytes for k in self._parameters(nodes))
 
     def _parameters(self, nodes: Iterable[int]) -> list[int]:
-        found = {
-            p[1]: None
-            for nid in nodes
-            for p, _ in self._read.get(nid, ())
-            if not isinstance(p, int) and p[0] == "in" and p[1] not in self.inputs
-        }
-        return [*found]
+        read = (self._parameter(p) for nid in nodes for p, _ in self._read.get(nid, ()))
+        return [*dict.fromkeys(k for k in read if k is not None)]
+
+    def _parameter(self, end: FlowEnd) -> int | None:
+        """Which argument this is, if it is a parameter."""
+        return end[1] if isinstance(end, tuple) and end[0] == "in" and end[1] not in self.inputs else None
 
     def results(self, nodes: Iterable[int]) -> list[Value]:
         """What nodes make that others read, or that the program returns."""
@@ -101,24 +108,29 @@ class Flows:
 
     # Edges ---------------------------------------------------------------------------------------------------------------
     def between(
-        self, rows: Sequence[Row], chains: Chains, top: Mapping[str, tuple[str, str]], graph: Graph
+        self, rows: Sequence[Row], chains: Chains
     ) -> tuple[tuple[Row, ...], tuple[Edge, ...], tuple[Card, ...], tuple[Card, ...]]:
         """The rows with the edges inside their cards, the edges between them, and the cards of inputs and results."""
-        found = _Found(top, {c.id: (r, p) for r, row in enumerate(rows) for p, c in row.cards.items()})
+        found = self._between(chains, {c.id: (r, p) for r, row in enumerate(rows) for p, c in row.cards.items()})
+        edges = found.of_the_top(rows)
+        inside = found.inside()
+        drawn = tuple(Row(row.name, {p: _with_edges(c, inside) for p, c in row.cards.items()}) for row in rows)
+        read = {e.start for e in edges}
+        inputs = tuple(
+            Card(f"in{k}", self.graph.in_names[k], kind="input", type=type_text(self.graph.top.inputs[k].aval))
+            for k in self.inputs
+            if f"in{k}" in read
+        )
+        return drawn, edges, inputs, self._results(edges)
+
+    def _between(self, chains: Chains, places: Mapping[str, tuple[int, str]]) -> _Found:
+        found = _Found(places)
         for producer, reader, value in self.edges:
             if isinstance(reader, int) and reader in self._light:
                 continue  # told of where it is read
             maker, made = self.origin(producer, value)
             found.add(self._chain(maker, chains), self._chain(reader, chains), made)
-        edges = found.of_the_top(rows)
-        inside = found.inside()
-        drawn = tuple(Row(row.name, {p: _with_edges(c, inside) for p, c in row.cards.items()}) for row in rows)
-        inputs = tuple(
-            Card(f"in{k}", graph.in_names[k], kind="input", type=type_text(graph.top.inputs[k].aval))
-            for k in self.inputs
-            if any(e.start == f"in{k}" for e in edges)
-        )
-        return drawn, edges, inputs, self._results(edges)
+        return found
 
     def _chain(self, end: FlowEnd, chains: Chains) -> tuple[str, ...]:
         if isinstance(end, int):
@@ -156,23 +168,15 @@ def _with_edges(card: Card, inside: Mapping[str, list[Edge]]) -> Card:
 class _Found:
     """Values by the cards that they flow between, at each level."""
 
-    def __init__(self, top: Mapping[str, tuple[str, str]], places: Mapping[str, tuple[int, str]]) -> None:
-        self.top, self.places = top, places
+    def __init__(self, places: Mapping[str, tuple[int, str]]) -> None:
+        self.places = places  # id of a card of the rows -> its row and phase
         self.pairs: dict[tuple[str, str, str], dict[int, Value]] = {}
-        self.forward_reads: dict[int, set[str]] = {}  # value id -> cards of the forward lane that read it
 
     def add(self, a: tuple[str, ...], b: tuple[str, ...], value: Value) -> None:
-        if not a or not b:
-            return
-        depth = 0
-        while depth < len(a) and depth < len(b) and a[depth] == b[depth]:
-            depth += 1
-        if depth == len(a) or depth == len(b):
-            return
-        parent = a[depth - 1] if depth else ""
-        self.pairs.setdefault((parent, a[depth], b[depth]), {})[value.id] = value
-        if not depth and self._phase(b[0]) == FORWARD:
-            self.forward_reads.setdefault(value.id, set()).add(b[0])
+        depth = next((k for k, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        if depth is not None:
+            parent = a[depth - 1] if depth else ""
+            self.pairs.setdefault((parent, a[depth], b[depth]), {})[value.id] = value
 
     def _phase(self, card: str) -> str:
         return self.places[card][1] if card in self.places else ""
@@ -218,21 +222,18 @@ class _Found:
     def _drawn(
         self, start: str, end: str, values: Mapping[int, Value], rows: Sequence[Row]
     ) -> Iterable[tuple[tuple[str, str, str], Value]]:
-        if start not in self.places:
-            for value in values.values():
-                yield (start, end, "flow"), value
-            return
-        (_, a), (row, b) = self.places[start], self.places[end]
-        if a == b:
-            for value in values.values():
-                yield (start, end, "flow"), value
-        elif b == BACKWARD and a == FORWARD:
-            own = rows[row].cards.get(FORWARD)
-            for value in values.values():
-                yield (own.id if own is not None else start, end, "kept"), value
-        elif b == UPDATE and a == BACKWARD:
-            for value in values.values():
-                yield (start, end, "gradients"), value
+        key = start, end, "flow"
+        if start in self.places:
+            (_, a), (row, b) = self.places[start], self.places[end]
+            key = _crossing(start, end, a, b, rows[row].cards.get(FORWARD)) if a != b else key
+        return ((key, value) for value in values.values()) if key is not None else ()
+
+
+def _crossing(start: str, end: str, a: str, b: str, forward: Card | None) -> tuple[str, str, str] | None:
+    """An edge from lane to lane; what is kept begins at the forward card of the row that reads it."""
+    if (a, b) == (FORWARD, BACKWARD):
+        return forward.id if forward is not None else start, end, "kept"
+    return (start, end, "gradients") if (a, b) == (BACKWARD, UPDATE) else None
 
 
 def _first_readers(edges: Sequence[Edge], places: Mapping[str, tuple[int, str]]) -> list[Edge]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 
 from fusionlab.graph.program.scopes import Source
 
 from .frames import Turn, shared, spoken, turns
-from .items import PRODUCTS, RECOMPUTED, Item
+from .items import RECOMPUTED, Item
+from .nodes import PRODUCTS
 
 Key = tuple[Hashable, ...]
+Call = tuple[Hashable, str | None] | None
 
 
 @dataclass(eq=False)
@@ -48,20 +51,19 @@ def grouped(
       calls: calls that lead to the level; what was called otherwise stands by itself. () takes those that all share.
     """
     out: list[Group | Item] = []
+    scopes: dict[str, Group] = {}
     for scope, run in _by_scope(items, depth):
         if scope is None:
             out += _by_call(run, depth, turned, calls)
             continue
-        group = next((g for g in out if isinstance(g, Group) and g.key == ("scope", scope)), None)
-        if group is None:
-            group = Group(("scope", scope), _plain(scope))
-            out.append(group)
-        group.items += run
-    for group in out:
-        if isinstance(group, Group) and group.key[0] == "scope":
-            if group.label == RECOMPUTED:  # runs as the forward pass does
-                group.items.sort(key=lambda i: i.main.id)
-            group.children = _inside(group.items, depth + 1)
+        if scope not in scopes:
+            scopes[scope] = Group(("scope", scope), _plain(scope))
+            out.append(scopes[scope])
+        scopes[scope].items += run
+    for group in scopes.values():
+        if group.label == RECOMPUTED:  # runs as the forward pass does
+            group.items.sort(key=lambda i: i.main.id)
+        group.children = _inside(group.items, depth + 1)
     return out
 
 
@@ -81,37 +83,33 @@ def _inside(items: list[Item], depth: int, turned: bool = False) -> list[Group |
 
 def _by_scope(items: Sequence[Item], depth: int) -> Iterator[tuple[str | None, list[Item]]]:
     """Neighbours of one scope; None for those whose scope ends here."""
-    run: list[Item] = []
-    before: str | None = None
-    for item in items:
-        scope = item.scope[depth] if len(item.scope) > depth else None
-        if run and scope != before:
-            yield before, run
-            run = []
-        before = scope
-        run.append(item)
-    if run:
-        yield before, run
+    for scope, run in groupby(items, key=lambda i: i.scope[depth] if len(i.scope) > depth else None):
+        yield scope, [*run]
 
 
 def _by_call(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...] = ()) -> list[Group | Item]:
-    if calls and any(i.frames[: len(calls)] != calls for i in items):
+    if any(i.frames[: len(calls)] != calls for i in items):
         return _inside_and_outside(items, depth, turned, calls)
-    paths = [i.frames for i in items]
-    base = len(calls) or shared(paths)
-    if any(len(p) <= base for p in paths):
+    base = len(calls) or shared([i.frames for i in items])
+    keys = [_call(i.frames, base) for i in items]
+    if None in keys or _is_own_work(keys):
         return list(items)
-    keys = [_call(p, base) for p in paths]
-    if len(set(keys)) == 1 and keys[0][1] is None:
-        return list(items)
-    marks = [None] * len(keys) if turned else turns(keys)
-    out: list[Group | Item] = []
+    return [*_of_calls(items, keys, [None] * len(keys) if turned else turns(keys), depth, base)]
+
+
+def _of_calls(
+    items: list[Item], keys: Sequence[Call], marks: Sequence[Turn | None], depth: int, base: int
+) -> Iterator[Group | Item]:
     for (key, mark), run in _neighbours(items, keys, marks):
-        if mark is None and isinstance(key, tuple) and key[1] is None:
-            out += run
+        if _is_own_work([key]):
+            yield from run
         else:
-            out.append(_call_group(key, mark, run, depth, base))
-    return out
+            yield _call_group(key, mark, run, depth, base)
+
+
+def _is_own_work(calls: Sequence[Call]) -> bool:
+    """Whether all of it is one line of the function itself, that calls nothing."""
+    return len(set(calls)) == 1 and calls[0] is not None and calls[0][1] is None
 
 
 def _inside_and_outside(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...]) -> list[Group | Item]:
@@ -123,29 +121,21 @@ def _inside_and_outside(items: list[Item], depth: int, turned: bool, calls: tupl
     return out
 
 
-def _call(path: tuple, base: int) -> tuple[Hashable, str | None]:
-    """The line of a call below the shared ones, and what was called there; None for the function's own work."""
+def _call(path: tuple[Source, ...], base: int) -> Call:
+    """The line of a call below the shared ones, and what was called there; None for the function's own work. None without a call."""
+    if len(path) <= base:
+        return None
     callee = path[base + 1].function if len(path) > base + 1 else None
     return (path[base].function, path[base].line), callee
 
 
 def _neighbours(
-    items: list[Item], keys: Sequence[tuple[Hashable, str | None]], marks: Sequence[Turn | None]
-) -> Iterator[tuple[tuple[Hashable, Turn | None], list[Item]]]:
+    items: list[Item], calls: Sequence[Call], marks: Sequence[Turn | None]
+) -> Iterator[tuple[tuple[Call, Turn | None], list[Item]]]:
     """Neighbours of one turn, else of one call."""
-    run: list[Item] = []
-    before: tuple[Hashable, Turn | None] | None = None
-    for item, key, mark in zip(items, keys, marks, strict=True):
-        now = (None, mark) if mark is not None else (key, None)
-        if run and now != before:
-            assert before is not None
-            yield before, run
-            run = []
-        before = now
-        run.append(item)
-    if run:
-        assert before is not None
-        yield before, run
+    keys = [(call if mark is None else None, mark) for call, mark in zip(calls, marks, strict=True)]
+    for key, run in groupby(zip(keys, items, strict=True), key=itemgetter(0)):
+        yield key, [item for _, item in run]
 
 
 def _call_group(key: Hashable, mark: Turn | None, run: list[Item], depth: int, base: int) -> Group:
@@ -156,6 +146,11 @@ def _call_group(key: Hashable, mark: Turn | None, run: list[Item], depth: int, b
         return Group(("turn", mark.first, mark.number), label, run, _inside(run, depth, turned=True))
     callee = spoken(frames[base + 1].function)
     return Group(("call", key), callee or function, run, _inside(run, depth))
+
+
+def ids_of(group: Group) -> list[int]:
+    """Ids of all nodes of a group, those inside regions too."""
+    return [nid for item in group.items for nid in item.ids]
 
 
 def products_in(group: Group) -> int:

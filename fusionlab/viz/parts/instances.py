@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 
 from .items import Item
@@ -28,13 +29,19 @@ def told_apart(items: Sequence[Item], reads: Reads, known: Collection[str] | Non
     anchors = [_container(names) for names in read]
     families = frozenset(known) if known is not None else _families(items, anchors)
     # Where two families run side by side (layers and their caches), the one that more is known of names the layer.
-    for family in sorted(families, key=lambda f: (-sum(_family(a) == f for a in anchors), f)):
+    known_of = Counter(map(_family, anchors))
+    for family in sorted(families, key=lambda f: (-known_of[f], f)):
         mine = [a if a and _family(a) == family else "" for a in anchors]
         if not _are_named(items, mine):
-            _fill(items, mine, [bool(names) for names in read])
-    for item, names in zip(items, read, strict=True) if families else ():
-        item.instance = item.instance or _first(names)
+            _fill(items, mine, read)
+    if families:
+        _name_the_rest(items, read)
     return families
+
+
+def _name_the_rest(items: Sequence[Item], read: Sequence[Collection[str]]) -> None:
+    for item, names in zip(items, read, strict=True):
+        item.instance = item.instance or _first(names)
 
 
 def _are_named(items: Sequence[Item], anchors: Sequence[str]) -> bool:
@@ -104,27 +111,33 @@ def _meet(each: Sequence[set[tuple[str, ...]]]) -> bool:
     return False
 
 
-def _fill(items: Sequence[Item], anchors: Sequence[str], reading: Sequence[bool]) -> None:
+def _fill(items: Sequence[Item], anchors: Sequence[str], reading: Sequence[Collection[str]]) -> None:
     """Anchored items, and what stands between two of one layer, are of that layer; what stands between two layers is cut where
     the first layer begins: what comes right before its first parameter comes so before each layer's."""
     places = [i for i, a in enumerate(anchors) if a]
     if not places:
         return
-    gaps = [(a, b) for a, b in itertools.pairwise(places) if anchors[a] != anchors[b]]
-    before = places[0]
-    while before and not reading[before - 1]:
-        before -= 1
-    head = tail = 0
-    if gaps:
-        between = [_signature(i) for i in items[gaps[0][0] + 1 : gaps[0][1]]]
-        head = _common_end(between, [_signature(i) for i in items[before : places[0]]])
-        tail = len(between) - head
+    head, tail = _around_layers(items, anchors, places, reading)
     _mark(items, range(places[0] - head, places[0]), anchors[places[0]])
     for a, b in itertools.pairwise(places):
         cut = b if anchors[a] == anchors[b] else b - min(head, b - a - 1)
         _mark(items, range(a, cut), anchors[a])
         _mark(items, range(cut, b), anchors[b])
     _mark(items, range(places[-1], min(places[-1] + tail + 1, len(items))), anchors[places[-1]])
+
+
+def _around_layers(
+    items: Sequence[Item], anchors: Sequence[str], places: Sequence[int], reading: Sequence[Collection[str]]
+) -> tuple[int, int]:
+    """How many items of a layer come before its first parameter, and after its last."""
+    gap = next(((a, b) for a, b in itertools.pairwise(places) if anchors[a] != anchors[b]), None)
+    if gap is None:
+        return 0, 0
+    first = places[0]
+    before = next((k for k in range(first, 0, -1) if reading[k - 1]), 0)
+    between = [_signature(i) for i in items[gap[0] + 1 : gap[1]]]
+    head = _common_end(between, [_signature(i) for i in items[before:first]])
+    return head, len(between) - head
 
 
 def _mark(items: Sequence[Item], places: range, name: str) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from fusionlab.fusers.engine.outcomes import Candidate
-from fusionlab.graph.program.ir import Literal, Node, Value, literal_text, type_text
+from fusionlab.graph.program.ir import Literal, Node, Value, literal_text
 from fusionlab.graph.program.scopes import Source
 
-from .frames import spoken
-from .items import PRODUCTS, Item, is_light
+from .frames import frames_of, spoken
+from .items import Item
+from .nodes import PRODUCTS, is_light
 
+ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter that it holds, or ""
+# What libraries call the parameters of every layer.
+_ALIKE = frozenset({"kernel", "weight", "scale", "bias", "embedding", "w", "b", "value"})
 _WORDS = {
     "dot_general": "@",
     "add": "+",
@@ -93,16 +97,23 @@ def _same(parts: Sequence[Sequence[str]]) -> Iterable[tuple[str, ...]]:
         yield column
 
 
-def item_name(item: Item, argument_of: Mapping[int, str]) -> str:
+def short_parameter(name: str) -> str:
+    """ "w_out" of "layers[3].w_out", but "q.kernel" of "blocks[3].q.kernel": libraries call all that layers hold alike."""
+    parts = re.split(r"\.", name)
+    last, before = parts[-1], parts[-2] if len(parts) > 1 else ""
+    if last in _ALIKE and before and not before.endswith("]"):
+        return f"{before}.{last}"
+    return last if re.search(r"[^\W\d]", last) else name
+
+
+def item_name(item: Item, argument_of: ArgumentOf) -> str:
     """The name of one thing: a site's formula, a product by its parameter, a function, or what it computes."""
     if item.site is not None:
         return _site_name(item.site.record)
     if item.is_region:
         return _region_name(item.main)
     products = [n for n in item.nodes if n.primitive in PRODUCTS]
-    if products:
-        return _product(products[0], argument_of)
-    return computes(item.nodes)
+    return (_product(products[0], argument_of) if products else "") or works_on(item.nodes)
 
 
 def _site_name(record: object) -> str:
@@ -116,14 +127,24 @@ def _region_name(node: Node) -> str:
     return f"{function} ({kind})" if function else kind
 
 
-def _product(node: Node, argument_of: Mapping[int, str]) -> str:
-    names = [argument_of.get(v.id, "") if isinstance(v, Value) else "" for v in node.inputs[:2]]
+def _product(node: Node, argument_of: ArgumentOf) -> str:
+    """ "x @ w_out"; "" for a product without a parameter."""
+    names = [argument_of(v.id) if isinstance(v, Value) else "" for v in node.inputs[:2]]
     sign = "@" if node.primitive != "conv_general_dilated" else "∗"
-    words = [n.rpartition(".")[2] or n for n in names]
-    words = [w if re.search(r"[^\W\d]", w) else n for w, n in zip(words, names, strict=True)]
-    if not any(words):
-        return f"product {type_text(node.outputs[0].aval)}"
-    return f" {sign} ".join(w or "x" for w in words)
+    return f" {sign} ".join(short_parameter(n) if n else "x" for n in names) if any(names) else ""
+
+
+def works_on(nodes: Sequence[Node]) -> str:
+    """ "conv_block :182": function and lines of a few nodes; what they compute where no function has a name."""
+    solid = [n for n in nodes if not is_light(n)] or list(nodes)
+    if all(n.primitive == "add_any" for n in solid):
+        return "sum of gradients"
+    sources: dict[str, list[Source]] = {}
+    for frames in filter(None, map(frames_of, solid)):
+        sources.setdefault(spoken(frames[-1].function), []).append(frames[-1])
+    function, here = max(sources.items(), key=lambda pair: len(pair[1]), default=("", []))
+    lines = lines_text(here).rpartition(":")[2]
+    return f"{function} :{lines}" if function and lines else computes(nodes)
 
 
 def computes(nodes: Sequence[Node]) -> str:
@@ -140,7 +161,7 @@ def _plain(node: Node) -> str:
     return named.get(node.primitive, node.primitive).replace("_", " ")
 
 
-def ribbon(nodes: Sequence[Node], argument_of: Mapping[int, str]) -> tuple[str, ...]:
+def ribbon(nodes: Sequence[Node], argument_of: ArgumentOf) -> tuple[str, ...]:
     """Operations in program order, as one would write the formula: "sum", "÷ 1024", "−", "× g"."""
     words = []
     for node in nodes:
@@ -153,15 +174,15 @@ def ribbon(nodes: Sequence[Node], argument_of: Mapping[int, str]) -> tuple[str, 
     return tuple(words)
 
 
-def _operands(node: Node, argument_of: Mapping[int, str]) -> list[str]:
+def _operands(node: Node, argument_of: ArgumentOf) -> list[str]:
     if node.primitive not in ("add", "sub", "mul", "div", "dot_general", "max", "min"):
         return []
     named = []
     for atom in node.inputs:
         if isinstance(atom, Literal):
             named.append(f"{float(literal_text(atom.val)):.4g}" if _is_number(atom) else literal_text(atom.val))
-        elif argument_of.get(atom.id):
-            named.append(argument_of[atom.id].rpartition(".")[2])
+        elif name := argument_of(atom.id):
+            named.append(name.rpartition(".")[2])
     return named[:1]
 
 

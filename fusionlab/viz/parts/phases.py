@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.program.graph import Graph
@@ -67,47 +67,67 @@ class Stretch:
 
     def _walk(self, block: Block) -> None:
         """Backward is what JAX names so; update is what reads of it without being part of it."""
-        late = self._late
         for node in block.nodes:
-            read_late = [v.id in late for v in values_in(node.inputs)]
-            if not self._is_seen_through(node):
-                phase = BACKWARD if in_backward(node) else UPDATE if any(read_late) else FORWARD
-                self.phases[node.id] = phase
-                if phase != FORWARD:
-                    late.update(v.id for v in node.outputs)
+            if self._is_seen_through(node):
+                self._walk_into(node)
                 continue
-            for inner in node.blocks:
-                pairs = zip(inner.inputs, node.inputs[len(node.inputs) - len(inner.inputs) :], strict=False)
-                late.update(a.id for a, b in pairs if getattr(b, "id", None) in late)
-                self._walk(inner)
-                made = zip(node.outputs, inner.outputs, strict=False)
-                late.update(a.id for a, b in made if in_backward(node) or getattr(b, "id", None) in late)
+            reads_late = any(v.id in self._late for v in values_in(node.inputs))
+            phase = BACKWARD if in_backward(node) else UPDATE if reads_late else FORWARD
+            self.phases[node.id] = phase
+            if phase != FORWARD:
+                self._late.update(v.id for v in node.outputs)
+
+    def _walk_into(self, node: Node) -> None:
+        late = self._late
+        for inner in node.blocks:
+            pairs = zip(inner.inputs, node.inputs[len(node.inputs) - len(inner.inputs) :], strict=False)
+            late.update(a.id for a, b in pairs if getattr(b, "id", None) in late)
+            self._walk(inner)
+            made = zip(node.outputs, inner.outputs, strict=False)
+            late.update(a.id for a, b in made if in_backward(node) or getattr(b, "id", None) in late)
 
     def _for_the_update(self, graph: Graph) -> None:
         """Step counts and rates that only the update reads belong to it, although they read nothing of the backward pass."""
         if BACKWARD not in self.phases.values():
             return
         for node in reversed(self.nodes):
-            block = graph.block_of[node.id]
-            if self.phases[node.id] != FORWARD:
-                continue
-            makers = (block.producer.get(v.id) for v in node.values)
-            if any(m is not None and in_differentiated(m) for m in (node, *makers)):
-                continue
-            readers = [n for v in node.outputs for n in block.users.get(v.id, ())]
-            if all(self.phases.get(n.id) == UPDATE for n in readers):
+            if self.phases[node.id] == FORWARD and self._only_updates(node, graph.block_of[node.id]):
                 self.phases[node.id] = UPDATE
+
+    def _only_updates(self, node: Node, block: Block) -> bool:
+        makers = (block.producer.get(v.id) for v in node.values)
+        if any(m is not None and in_differentiated(m) for m in (node, *makers)):
+            return False
+        readers = (n for v in node.outputs for n in block.users.get(v.id, ()))
+        return all(self.phases.get(n.id) == UPDATE for n in readers)
+
+
+def turns_of(loops: Sequence[Node]) -> int:
+    """How often the innermost of nested loops runs; 0 for no loop, -1 where nobody knows."""
+    found = 1
+    for node in loops:
+        length = int(node.params.get("length", -1)) if node.primitive == "scan" else -1
+        if node.primitive not in _LOOPS:
+            return 0
+        if length < 0:
+            return -1
+        found *= length
+    return found if loops else 0
 
 
 def _whole_loops(graph: Graph, weights: Mapping[int, int]) -> tuple[Node, ...]:
     """The loop that is nearly the whole program, if there is one, and the one that is nearly all of its body."""
     total = sum(weights[n.id] for n in graph.top.nodes) or 1
-    found: list[Node] = []
-    nodes: Collection[Node] = graph.top.nodes
-    while True:
-        heavy = [n for n in nodes if is_region(n) and weights[n.id] > _WHOLE * total]
-        if not heavy or len(heavy) > 1:
-            return tuple(found)
-        if heavy[0].primitive in _LOOPS:
-            found.append(heavy[0])
-        nodes = [n for block in heavy[0].blocks for n in block.nodes]
+    loops: list[Node] = []
+    heavy = _heavy(graph.top.nodes, total, weights)
+    while heavy is not None:
+        if heavy.primitive in _LOOPS:
+            loops.append(heavy)
+        heavy = _heavy([n for block in heavy.blocks for n in block.nodes], total, weights)
+    return tuple(loops)
+
+
+def _heavy(nodes: Collection[Node], total: int, weights: Mapping[int, int]) -> Node | None:
+    """The one region that is nearly the whole program."""
+    found = [n for n in nodes if is_region(n) and weights[n.id] > _WHOLE * total]
+    return found[0] if len(found) == 1 else None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionlab.graph.program.ir import all_nodes, type_text
@@ -11,7 +12,7 @@ from fusionlab.graph.program.scopes import Source
 from ..cards.card import PHASES
 from .flows import Flows
 from .frames import shared, spoken
-from .groups import Group, grouped
+from .groups import Group, grouped, ids_of
 from .items import Item
 from .names import lines_text, run_name
 from .phases import BACKWARD, FORWARD, UPDATE
@@ -85,20 +86,31 @@ def _tops(
     """The outermost groups of a lane. The first lane says which groups are looked through (`dissolved`), the others follow."""
     tops = _keyed(grouped(items, calls=inner), (), leading)
     total = sum(weights[n.id] for i in items for n in i.nodes) or 1
-    while True:
-        out: list[Top] = []
-        changed = False
-        if leading is None:
-            dissolved |= _come_again(tops) | {key for key, group in tops if _wraps(group, total, weights)}
-        for key, group in tops:
-            if key in dissolved and group.key[0] not in ("lines", "scope" if not group.opens else ""):
-                out += _named_by(group, _keyed(group.children, key, leading))
-                changed = True
-            else:
-                out.append((key, group))
-        tops = out
-        if not changed:
-            return _merged(out)
+    through = _looked_through(tops, total, weights, dissolved, leading)
+    while through:
+        inside = (_inside(top, leading) if top[0] in through else [top] for top in tops)
+        tops = [*itertools.chain.from_iterable(inside)]
+        through = _looked_through(tops, total, weights, dissolved, leading)
+    return _merged(tops)
+
+
+def _looked_through(
+    tops: Sequence[Top], total: int, weights: Mapping[int, int], dissolved: set[Key], leading: Sequence[Top] | None
+) -> frozenset[Key]:
+    """Keys of the groups in whose place stands what is in them; the first lane adds to those of all lanes."""
+    if leading is None:
+        dissolved |= _come_again(tops) | {key for key, group in tops if _wraps(group, total, weights)}
+    return frozenset(key for key, group in tops if key in dissolved and _dissolves(group))
+
+
+def _dissolves(group: Group) -> bool:
+    """Whether what is in a group can be rows in its place."""
+    return group.key[0] != "lines" and (group.opens or group.key[0] != "scope")
+
+
+def _inside(top: Top, leading: Sequence[Top] | None) -> list[Top]:
+    key, group = top
+    return _named_by(group, _keyed(group.children, key, leading))
 
 
 def _named_by(group: Group, inside: list[Top]) -> list[Top]:
@@ -151,16 +163,15 @@ def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | N
 
 def _take_line(out: list[Top], item: Item, outer: Key, lines: Mapping[tuple[str, int], Key]) -> None:
     """Adds an item that stands alone to the group of lines before it, or begins one."""
-    frame = item.frames[-1] if item.frames else None
-    function = frame.function if frame is not None else None
-    key = lines.get((frame.function, frame.line)) if frame is not None else None
+    function, line = (item.frames[-1].function, item.frames[-1].line) if item.frames else ("", 0)
     last = out[-1] if out else None
+    key = lines.get((function, line))
     if key is None:
-        goes_on = last is not None and last[1].key == ("lines", function)
-        key = last[0] if goes_on and last is not None else (*outer, ("lines", function, len(out)))
+        key = last[0] if last and last[1].key == ("lines", function) else (*outer, ("lines", function, len(out)))
     if last is None or last[0] != key:
-        out.append((key, Group(("lines", function), spoken(function or ""))))
-    _add(out[-1][1], item)
+        last = key, Group(("lines", function), spoken(function))
+        out.append(last)
+    _add(last[1], item)
 
 
 def _name_lines(group: Group) -> None:
@@ -206,54 +217,50 @@ def _merged(tops: Sequence[Top]) -> list[Top]:
 
 def _updates(items: Sequence[Item], tops: Mapping[str, Sequence[Top]], flows: Flows) -> list[Top]:
     """An update stands in the row of the gradient that it reads; a function whose work joins several rows is a row of its own."""
-    row_of = {n.id: key for found in tops.values() for key, g in found for i in g.items for n in all_nodes(i.nodes)}
     label_of = {key: g.label for found in tops.values() for key, g in found}
-    gradient = {n.id for _, g in tops.get(BACKWARD, ()) for i in g.items for n in all_nodes(i.nodes)}
-    rows = _rows_read(items, row_of, gradient, flows)
-    rows = _rows_of_readers(items, rows, flows)
+    gradients = {nid: key for key, g in tops.get(BACKWARD, ()) for nid in ids_of(g)}
+    rows = _rows_of_readers(items, _rows_read(items, gradients, flows), flows)
     joins = {_function(i) for i, row in zip(items, rows, strict=True) if row == _SEVERAL}
     found: dict[Key, Group] = {}
     for item, row in zip(items, rows, strict=True):
         function = _function(item)
-        key = function if row is None or row == _SEVERAL or function in joins else row
-        group = found.setdefault(key, Group(("update", key), label_of.get(key, str(key[-1])), [], []))
-        _add(group, item)
+        key = function if row in (None, _SEVERAL) or function in joins else row
+        _add(found.setdefault(key, Group(("update", key), label_of.get(key, str(key[-1])))), item)
     return list(found.items())
 
 
-def _rows_read(
-    items: Sequence[Item], row_of: Mapping[int, Key], gradient: Collection[int], flows: Flows
-) -> list[Key | None]:
-    """The row whose gradient each item reads, directly or not; None where there is none, `_SEVERAL` where there are more."""
-    own: dict[int, Key | None] = {}
+def _rows_read(items: Sequence[Item], gradients: Mapping[int, Key], flows: Flows) -> list[Key | None]:
+    """The row whose gradient each item reads, directly or not; None where there is none, `_SEVERAL` where there are more.
+
+    `gradients`: id of a node of the backward pass -> its row.
+    """
+    known: dict[int, Key | None] = dict(gradients)
     rows: list[Key | None] = []
     for item in items:
-        read = {
-            row_of[p] if p in gradient else own[p]
-            for n in all_nodes(item.nodes)
-            for p in flows.makers(n.id)
-            if p in gradient or p in own
-        }
-        named = read - {None, _SEVERAL}
-        rows.append(named.pop() if len(named) == 1 else _SEVERAL if named or _SEVERAL in read else None)
-        own.update((n.id, rows[-1]) for n in all_nodes(item.nodes))
+        read = {known[p] for nid in item.ids for p in flows.makers(nid) if p in known}
+        rows.append(_one_of(read))
+        known.update((nid, rows[-1]) for nid in item.ids if nid not in gradients)
     return rows
+
+
+def _one_of(read: set[Key | None]) -> Key | None:
+    named = read - {None}
+    return next(iter(named)) if len(named) == 1 else _SEVERAL if named else None
 
 
 def _rows_of_readers(items: Sequence[Item], rows: Sequence[Key | None], flows: Flows) -> list[Key | None]:
     """What reads no gradient (a decayed moment) stands in the row of what reads it."""
-    own = {n.id: row for i, row in zip(items, rows, strict=True) for n in all_nodes(i.nodes)}
-    out = list(rows)
-    for k in range(len(items) - 1, -1, -1):
-        if out[k] is not None:
-            continue
-        readers = {
-            own.get(r) for n in items[k].nodes for r in flows.readers(n.id) if r not in {m.id for m in items[k].nodes}
-        }
-        if len(readers) == 1:
-            out[k] = readers.pop()
-            own.update((n.id, out[k]) for n in all_nodes(items[k].nodes))
-    return out
+    row_of = {nid: row for i, row in zip(items, rows, strict=True) for nid in i.ids}
+    for item in reversed(items):
+        if row_of[item.main.id] is None:
+            readers = {row_of.get(r) for r in _readers(item.ids, flows)}
+            row_of.update((nid, next(iter(readers)) if len(readers) == 1 else None) for nid in item.ids)
+    return [row_of[i.main.id] for i in items]
+
+
+def _readers(ids: Sequence[int], flows: Flows) -> set[int]:
+    """Ids of the nodes that read what these make, without these."""
+    return {r for nid in ids for r in flows.readers(nid)}.difference(ids)
 
 
 def _function(item: Item) -> Key:
@@ -262,35 +269,42 @@ def _function(item: Item) -> Key:
 
 
 def _absorbed(tops: Sequence[Top], flows: Flows, weights: Mapping[int, int]) -> tuple[list[Top], dict[Key, Key]]:
-    """Trifles that only one row reads stand with it: masks, tables of angles. Also: the key of each such row -> whose it is now."""
+    """Trifles that only one row reads stand with it: masks, tables of angles; what nothing reads, a loop's condition, with the last.
+
+    Also: the key of each such row -> whose it is now.
+    """
     least = _TRIFLE * sum(_weight(g, weights) for _, g in tops)
-    row_of = {nid: key for key, g in tops for nid in _ids(g)}
+    row_of = {nid: key for key, g in tops for nid in ids_of(g)}
     group_of = dict(tops)
     gone: dict[Key, Key] = {}
     for key, group in reversed(tops):
-        if not _is_trifle(group, flows, weights, least):
-            continue
-        readers = {row_of.get(r) for nid in _ids(group) for r in flows.readers(nid)} - {key, None}
-        homes = {gone.get(r, r) for r in readers if r is not None}
-        if len(homes) == 1:
-            gone[key] = home = homes.pop()
+        home = _home(key, group, row_of, gone, flows) if _is_trifle(group, flows, weights, least) else None
+        if home is not None:
+            gone[key] = home
             group_of[home].items[:0] = group.items
             group_of[home].children[:0] = group.children
     return [(k, g) for k, g in tops if k not in gone], gone
 
 
+def _home(key: Key, group: Group, row_of: Mapping[int, Key], gone: Mapping[Key, Key], flows: Flows) -> Key | None:
+    """The only row that reads a group; the last one where nothing does."""
+    ids = ids_of(group)
+    if not flows.results(ids):
+        left = [k for k in dict.fromkeys(row_of.values()) if k not in gone and k != key]
+        return left[-1] if left else None
+    readers = {row_of.get(r) for r in _readers(ids, flows)} - {key, None}
+    homes = {gone.get(r, r) for r in readers if r is not None}
+    return homes.pop() if len(homes) == 1 else None
+
+
 def _is_trifle(group: Group, flows: Flows, weights: Mapping[int, int], least: float) -> bool:
     if group.key[0] not in ("lines", "call") or any(i.sites for i in group.items):
         return False
-    return _weight(group, weights) <= least and not flows.parameters(_ids(group))
+    return _weight(group, weights) <= least and not flows.parameters(ids_of(group))
 
 
 def _weight(group: Group, weights: Mapping[int, int]) -> int:
     return sum(weights[n.id] for i in group.items for n in i.nodes)
-
-
-def _ids(group: Group) -> list[int]:
-    return [n.id for i in group.items for n in all_nodes(i.nodes)]
 
 
 def _stacked(tops: Sequence[Top], phase: str) -> list[Places]:

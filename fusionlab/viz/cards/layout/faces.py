@@ -276,11 +276,12 @@ def _pass(strip: Strip, rect: Rect, y: float, counted: float, scale: Scale) -> l
 
 
 def _cells(card: Card, rect: Rect, y: float, scale: Scale) -> list[Mark]:
-    """The dearest parts, in program order, as wide as they are dear."""
+    """The dearest parts, in program order, as wide as they are dear; of a stack, with what all its copies cost."""
+    children = [child.times(card.count) for child in card.children]
     inner = rect.width - 2 * PAD
     most = max(1, int((inner + 3) // (_LEAST_CELL + 3)))
-    dearest = sorted(range(len(card.children)), key=lambda i: (-_weight(card.children[i], scale), i))[:most]
-    shown = [card.children[i] for i in sorted(dearest)]
+    dearest = sorted(range(len(children)), key=lambda i: (-_weight(children[i], scale), i))[:most]
+    shown = [children[i] for i in sorted(dearest)]
     least = min(_LEAST_CELL, inner / len(shown) - 3)
     free = inner - 3 * (len(shown) - 1) - least * len(shown)
     whole = sum(_weight(c, scale) for c in shown) or 1.0

@@ -67,7 +67,9 @@ def spans_of(phases: Sequence[str], width: float, buses: Sequence[float], depths
 
 def lane_of(phase: str, span: Span, bottom: float, overview: Overview) -> Lane:
     """A lane with its title and its share of the program."""
-    title = Text(span.x + 12, TOP + 19, phase, TITLE, True, kind="lane-title")
+    title = Text(
+        span.x + 12, TOP + 19, " ".join(filter(None, (phase, _turns(overview)))), TITLE, True, kind="lane-title"
+    )
     cost = (overview.totals or {}).get(phase, Amount())
     operations, moved = map(share_text, Scale(overview.total).shares(cost))
     of_bytes = f"{moved} of bytes" if moved else ""
@@ -76,6 +78,13 @@ def lane_of(phase: str, span: Span, bottom: float, overview: Overview) -> Lane:
     text = next((t for t in (both, of_bytes, moved) if t and text_width(t, 10) <= room), "")
     share = Text(span.right - 12, TOP + 19, text, muted=True, kind="lane-share", anchor="end")
     return Lane(phase, Rect(span.x, TOP, span.width, bottom - TOP), (title, share) if text else (title,))
+
+
+def _turns(overview: Overview) -> str:
+    """How often a program that is one loop runs what the lane shows."""
+    if not overview.turns:
+        return ""
+    return f"×{overview.turns:,} turns" if overview.turns > 0 else "in a loop, turns unknown"
 
 
 def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float], overview: Overview) -> list[Text]:

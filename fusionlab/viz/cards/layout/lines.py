@@ -210,17 +210,28 @@ def level_wires(
     edges: Sequence[Edge], ports: Mapping[str, Port], buses: Mapping[str, int], widths: Widths, room: Rect
 ) -> list[Wire]:
     """The edges between two lanes; `room` is the space between these. Those of one row are level, others join a vertical line."""
-    level = [e for e in edges if ports[e.start].row == ports[e.end].row]
-    off = [e for e in edges if e.end in buses and ports[e.start].row != ports[e.end].row]
-    zone = Rect(room.x + bus_room(buses), room.y, room.width - bus_room(buses), room.height)
+    level, off = [], {}
+    for edge in edges:
+        if ports[edge.start].row == ports[edge.end].row:
+            level.append(edge)
+        elif edge.end in buses:
+            off.setdefault(edge.end, []).append(edge)
+    taken = bus_room(buses)
+    zone = Rect(room.x + taken, room.y, room.width - taken, room.height)
     wires = [_level(e, ports, widths, zone) for e in level]
-    met = {ports[e.end].row for e in (*level, *off)}
     level_ends = {e.end for e in level}
-    for end in dict.fromkeys(e.end for e in off):
-        x = room.x + 7 + 7 * buses[end]
-        one, *others = [_bus(e, ports, end not in level_ends, met, x, widths) for e in off if e.end == end]
-        wires += [one, *(w if end in level_ends else _joining(w) for w in others)]
+    met = {ports[end].row for end in level_ends.union(off)}
+    for end, meeting in off.items():
+        wires += _meeting(meeting, ports, end in level_ends, met, room.x + 7 + 7 * buses[end], widths)
     return wires
+
+
+def _meeting(
+    edges: Sequence[Edge], ports: Mapping[str, Port], joins: bool, met: Collection[int], x: float, widths: Widths
+) -> list[Wire]:
+    """Edges that meet in one vertical line; where it joins a level one (`joins`), that one has the arrow."""
+    one, *others = [_bus(e, ports, not joins, met, x, widths) for e in edges]
+    return [one, *(others if joins else map(_joining, others))]
 
 
 def bus_room(buses: Mapping[str, int]) -> float:
