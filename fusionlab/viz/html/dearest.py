@@ -61,8 +61,14 @@ def _row(place: Place, total: int) -> str:
     colour = f"--pass:{colour_of(site.pass_name)}" if site is not None else ""
     css = site.state if site is not None else "empty"
     return (
-        f'<li><span class="fl-swatch {css}" style="{colour}"></span>{pick(place.card.id, place.card.name)}'
+        f'<li><span class="fl-swatch {css}" style="{colour}"></span>{pick(_selects(place.card), place.card.name)}'
         f"<b>{text(share_text(share) or '< 0.1 %')}</b>"
         f'<span class="quiet">{text(place.phase)} · {text(state)}</span>'
         f'<span class="fl-share" style="--share:{share:.4f}"></span></li>'
     )
+
+
+def _selects(card: Card) -> str:
+    """What a click selects: a site, where it says why it is fused or not; else the card."""
+    site = card.site
+    return site.id if site is not None and site.id and not site.backward else card.id
