@@ -11,6 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence
 
+from fusionlab.graph.program.ir import type_text
+
 from .items import Item
 
 _CONTAINER = re.compile(r"(.*?[A-Za-z_]\w*)\[\d+\]")
@@ -154,4 +156,5 @@ def _common_end(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
 
 
 def _signature(item: Item) -> Hashable:
-    return item.main.primitive
+    main = item.main
+    return main.primitive, type_text(main.outputs[0].aval) if main.outputs else "", main.scope, item.frames[-1:]

@@ -54,9 +54,9 @@ def run_name(first: str, last: str) -> str:
     if turn and other and turn[1] == other[1]:
         return f"{turn[1]}turns {turn[2]} … {other[2]}"
     shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
-    if shared.endswith("[") and first.endswith("]"):
-        return f"{shared}{first[len(shared) : -1]} … {last[len(shared) :]}"
     cut = re.split(r"\d*$", shared)[0]
+    if cut.endswith("[") and first.endswith("]"):
+        return f"{cut}{first[len(cut) : -1]} … {last[len(cut) :]}"
     return f"{first} … {last[len(cut) :]}" if cut else f"{first} … {last}"
 
 

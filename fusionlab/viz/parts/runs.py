@@ -16,7 +16,8 @@ def boxed(children: Iterable[Group | Item]) -> list[Group | Item]:
     for child in children:
         last = out[-1] if out else None
         if isinstance(child, Item) and isinstance(last, Item) and _joins(last, child):
-            last = out[-1] = Item([*last.nodes, *child.nodes], last.main, None, [*last.sites, *child.sites])
+            main = child.main if _has_product(child) else last.main
+            out[-1] = Item([*last.nodes, *child.nodes], main, None, [*last.sites, *child.sites])
             continue
         out.append(child)
     return out

@@ -48,7 +48,7 @@ def sites_of(
         found.append(Found(record, state, _whole(graph, own) | (pair - late)))
         if late:
             found.append(Found(record, state, late - found[-1].nodes, backward=True))
-    return [*found, *_declined_backward(graph, found, late_ids)]
+    return found
 
 
 def _whole(graph: Graph, ids: Iterable[int]) -> frozenset[int]:
@@ -59,7 +59,7 @@ def _whole(graph: Graph, ids: Iterable[int]) -> frozenset[int]:
 # The backward pass of a declined site ------------------------------------------------------------------------------------
 
 
-def _declined_backward(graph: Graph, found: Sequence[Found], backward: frozenset[int]) -> Iterator[Found]:
+def declined_backward(graph: Graph, found: Sequence[Found], backward: Collection[int]) -> Iterator[Found]:
     """The backward passes of declined sites for which no record says where they are.
 
     JAX gives a node of the backward pass the source line and scope of the node that it differentiates: those are taken that have the
@@ -68,12 +68,40 @@ def _declined_backward(graph: Graph, found: Sequence[Found], backward: frozenset
     alone = [s for s in found if s.state == "declined" and not s.backward and s.record.backward is None]
     if not alone:
         return
-    at = _by_place(graph, backward.difference(*(site.nodes for site in found)))
-    for sites in _of_equal_places(graph, alone):
+    late = frozenset(backward)
+    at = _by_place(graph, late.difference(*(site.nodes for site in found)))
+    for sites in _unshared(graph, [*_of_equal_places(graph, alone)], late):
         mine = _differentiated(graph, sites[0], at)
         for site, piece in zip(reversed(sites), _pieces(mine, len(sites)), strict=False):
             yield Found(site.record, site.state, frozenset(n.id for n in piece), backward=True)
             _remove(piece, at)
+
+
+def _unshared(graph: Graph, each: Sequence[list[Found]], backward: Collection[int]) -> Iterator[list[Found]]:
+    """Sites at whose places no other layer does the same: else nobody could say whose the nodes of the backward pass are."""
+    twins = _twins(graph, [_main(graph, sites[0]) for sites in each], backward)
+    for sites in each:
+        main = _work(_main(graph, sites[0]))
+        if sum(_work(n) == main for site in sites for n in _solid(graph, site)) >= twins[main]:
+            yield sites
+
+
+def _main(graph: Graph, site: Found) -> Node:
+    solid = _solid(graph, site)
+    return next((n for n in solid if n.primitive in PRODUCTS), solid[0])
+
+
+def _work(node: Node) -> Place:
+    """Equal for nodes that do the same at the same place, the first time or again."""
+    return node.primitive, type_text(node.outputs[0].aval), is_recomputed(node), _place(node)
+
+
+def _twins(graph: Graph, nodes: Sequence[Node], backward: Collection[int]) -> Counter[Place]:
+    """How many nodes of the whole program do what each of these does, the backward pass of such work left out."""
+    primitives = {n.primitive for n in nodes}
+    asked = {_work(n) for n in nodes}
+    same = (n for n in graph.nodes() if n.primitive in primitives and (n.id not in backward or is_recomputed(n)))
+    return Counter(work for work in map(_work, same) if work in asked)
 
 
 def _remove(nodes: Iterable[Node], at: Mapping[Place, list[Node]]) -> None:

@@ -25,7 +25,7 @@ from .naming import Naming
 from .phases import BACKWARD, FORWARD, UPDATE, Stretch, turns_of
 from .places import Places, rows_of
 from .runs import boxed, runs_of
-from .sites import Found, sites_of
+from .sites import Found, declined_backward, sites_of
 from .strips import site_of, strips_of
 
 Chain = tuple[str, ...]  # ids of the cards around something, outermost first
@@ -84,12 +84,23 @@ class Maker:
         return drawing.overview(), drawing.chains
 
     def _found(self, enabled: Collection[str] | None) -> list[Found]:
+        return [*self._recorded(enabled), *self._declined]
+
+    def _recorded(self, enabled: Collection[str] | None) -> list[Found]:
         if self.findings is None:
             return []
-        backward = {i for i, phase in self.phases.items() if phase == BACKWARD}
         states = [(c, "applied" if is_applied(c, enabled) else "candidate") for c in self.findings.candidates]
         declined = [(r, "declined") for r in self.findings.rejections]
-        return sites_of(self.graph, [*states, *declined], backward)
+        return sites_of(self.graph, [*states, *declined], self._backward)
+
+    @functools.cached_property
+    def _declined(self) -> list[Found]:
+        """The backward passes of declined sites; no toggle changes them."""
+        return [*declined_backward(self.graph, self._recorded(()), self._backward)]
+
+    @functools.cached_property
+    def _backward(self) -> frozenset[int]:
+        return frozenset(i for i, phase in self.phases.items() if phase == BACKWARD)
 
 
 class _Drawing:
