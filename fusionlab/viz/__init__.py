@@ -2,9 +2,11 @@
 
 palette.py, markup.py   colours; pieces of escaped HTML.
 model/                  all that a picture shows, as plain data: no drawing.
-draw/                   from that data to DOT, SVG, PNG and PDF.
+draw/                   from that data to DOT, and from DOT to pictures by Graphviz; PNG and PDF.
+parts/                  how a program falls into parts that have names.
+cards/                  the picture: those parts as cards in lanes and rows, placed and drawn.
 plots.py, roofline_plots.py, route_plots.py, gpu_record.py   matplotlib's figures.
 html/                   the report and the panes that the explorer shares with it.
 explorer/               the widget, its session, and what it is saved as.
-assets/                 scripts and styles of the browser.
+browser.py, assets/      scripts and styles of the browser.
 """

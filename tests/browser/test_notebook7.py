@@ -50,7 +50,7 @@ def test_the_explorer_works_in_notebook_7(book, problems, tmp_path, artifacts):
     group.focus()
     lab.page.keyboard.press("Space")
     expect(lab.picture.locator(f'[id="{name}"]')).to_have_attribute("aria-expanded", "false")
-    lab.redrawn(drawn)
+    lab.draws(drawn)  # closing gives the former picture back
 
     lab.page.screenshot(path=artifacts / "notebook7.png")
     svg = ElementTree.fromstring(lab.exported(".svg", tmp_path).read_text(encoding="utf-8"))

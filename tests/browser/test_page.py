@@ -16,6 +16,7 @@ from fusionlab.viz.html.report import report_html
 from tests.browser.explorer import Explorer
 
 LAYERS = 6
+AT_REST = "() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))"
 
 
 def step(params, x):
@@ -44,15 +45,30 @@ def report(tmp_path_factory):
     return path, found
 
 
-@pytest.fixture
-def shown(page, problems, report):
-    """The page's explorer; when the test is over nothing may have gone wrong, nor anything been asked of a network."""
+@pytest.fixture(scope="module")
+def opened(tab):
+    """A tab for the page, what went wrong in it, and what it asked for."""
+    problems: list[str] = []
     asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
+    with tab(problems) as page:
+        page.on("request", lambda request: asked.append(request.url))
+        yield page, problems, asked
+
+
+@pytest.fixture
+def shown(opened, keep, report):
+    """The page's explorer, opened anew; when the test is over nothing may have gone wrong, nor anything been asked of a network."""
+    page, problems, asked = opened
+    for told in (problems, asked):
+        told.clear()
+    page.set_viewport_size({"width": 1600, "height": 1200})
+    page.emulate_media(color_scheme="light")
+    page.mouse.move(0, 0)
     page.goto(report[0].as_uri())
     explorer = Explorer(page)
     expect(explorer.picture).to_be_visible()
-    yield explorer
+    with keep(page):
+        yield explorer
     assert problems == []
     assert all(url.startswith(("file:", "blob:", "data:")) for url in asked), asked
 
@@ -142,12 +158,6 @@ def test_everything_is_reached_by_keyboard(shown):
     expect(tab).to_have_attribute("data-fl-tab", name)
 
 
-def test_one_box_of_the_graph_is_a_tab_stop(shown):
-    assert shown.picture.locator('[role=button][tabindex="0"]').count() == 1
-    assert shown.boxes.count() > 10
-    assert not [b for b in shown.boxes.all() if not b.get_attribute("aria-label")]
-
-
 def test_tabs_show_the_recorded_sections(shown):
     for name, text in (("Sites", "3 nodes → 1"), ("Declined", "escapes"), ("Timing", "Nothing was measured.")):
         shown.root.locator(f'[role=tab][data-fl-tab="{name}"]').click()
@@ -155,7 +165,7 @@ def test_tabs_show_the_recorded_sections(shown):
         expect(shown.root.locator("[role=tabpanel]:visible")).to_contain_text(text)
 
 
-def test_the_theme_is_switched(shown):
+def test_the_theme_is_switched_and_all_stays_readable_in_it(shown):
     shown.page.emulate_media(color_scheme="light")
     paper = "e => getComputedStyle(e).backgroundColor"
     light = shown.root.evaluate(paper)
@@ -169,6 +179,14 @@ def test_the_theme_is_switched(shown):
         assert shown.page.locator("body").evaluate(paper) == colour
     shown.hook("theme").click()
     assert shown.root.get_attribute("data-theme") is None
+    quiet, pressed = shown.root.locator(".fl-quiet").first, shown.hook("before")
+    for _ in range(3):
+        assert style(shown.hook("search"), "color", "::placeholder") == style(quiet, "color")
+        shown.page.mouse.move(0, 0)
+        colours = [style(pressed, name) for name in ("backgroundColor", "color")]
+        pressed.hover()
+        assert [style(pressed, name) for name in ("backgroundColor", "color")] == colours
+        shown.hook("theme").click()
 
 
 def test_toggles_say_that_they_need_a_kernel(shown):
@@ -219,36 +237,8 @@ def test_the_picture_is_saved(shown, suffix, tmp_path):
     assert shown.root.locator('button[data-fl-export=".pdf"]').is_disabled()
 
 
-def test_zooming_and_panning_move_the_picture(shown):
-    style = "svg => svg.style.transform"
-    svg = shown.picture
-    seen = [svg.evaluate(style)]
-    for hook in ("zoom-in", "fit", "zoom-out"):
-        shown.hook(hook).click()
-        seen.append(svg.evaluate(style))
-    shown.boxes.first.focus()
-    shown.page.keyboard.press("Shift+ArrowDown")
-    seen.append(svg.evaluate(style))
-    assert len(set(seen)) == len(seen), seen
-
-
 def style(locator, name, of=None):
     return locator.evaluate("(e, [name, of]) => getComputedStyle(e, of)[name]", [name, of])
-
-
-def test_a_pressed_button_stays_readable_under_the_mouse(shown):
-    pressed = shown.hook("before")
-    shown.page.mouse.move(0, 0)
-    colours = [style(pressed, name) for name in ("backgroundColor", "color")]
-    pressed.hover()
-    assert [style(pressed, name) for name in ("backgroundColor", "color")] == colours
-
-
-def test_the_search_says_what_it_takes_in_a_quiet_colour_in_every_theme(shown):
-    quiet = shown.root.locator(".fl-quiet").first
-    for _ in range(3):
-        assert style(shown.hook("search"), "color", "::placeholder") == style(quiet, "color")
-        shown.hook("theme").click()
 
 
 def test_a_quiet_box_is_marked_as_any_other(shown):
@@ -266,7 +256,7 @@ def test_a_quiet_box_is_marked_as_any_other(shown):
 def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(shown):
     shown.boxes.last.focus()
     shown.page.keyboard.press("End")
-    shown.page.evaluate("() => new Promise(go => requestAnimationFrame(() => requestAnimationFrame(go)))")  # at rest
+    shown.page.evaluate(AT_REST)
     moved = shown.picture.evaluate("svg => svg.style.transform")
     shown.hook("after").click()
     expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")
@@ -278,7 +268,10 @@ def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(s
     assert shown.picture.evaluate("svg => svg.style.transform") == moved
 
 
-def test_focus_set_by_a_screen_reader_is_where_the_keys_start(shown):
+def test_one_box_is_a_tab_stop_and_focus_set_by_a_screen_reader_is_where_the_keys_start(shown):
+    assert shown.picture.locator('[role=button][tabindex="0"]').count() == 1
+    assert shown.boxes.count() > 10
+    assert not [b for b in shown.boxes.all() if not b.get_attribute("aria-label")]
     last = shown.picture.locator("g.node[role=button]").last
     last.evaluate("e => e.focus({ preventScroll: true })")
     expect(last).to_be_in_viewport()
@@ -302,8 +295,12 @@ def test_the_nearest_miss_of_a_declined_site_comes_into_sight(shown, report):
 @pytest.mark.parametrize("width", [700, 1000, 1600])
 def test_nothing_is_wider_than_the_window(shown, width):
     shown.page.set_viewport_size({"width": width, "height": 900})
+    shown.page.evaluate(AT_REST)
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
     for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", "[role=tablist]"):
+        folded = {".fl-passes": "open-left", "[data-fl=inspector]": "open-right"}.get(part)
+        if folded and shown.hook(folded).is_visible():
+            shown.hook(folded).click()
         box = shown.root.locator(part).bounding_box()
         assert box["width"] > 180, part
         assert box["x"] >= 0

@@ -2,13 +2,21 @@
 // what was clicked. It knows nothing about graphs. `mount(el, store)` draws it; `render` is what anywidget calls.
 //
 // A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
+// `panels.js` (what stands beside the graph) and `reading.js` (what can be read at a scale) follow it in the same module.
+//
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
 const PAN = 60; // pixels that Shift + an arrow key moves the picture by
 const LEGIBLE = 1; // the scale below which a picture is cut off at first rather than shrunk
 const SMALL = 0.7; // what is too wide for the pane is not shrunk below this at first
+const HALF = 0.5; // of the pane, that a framed box fills at most
+const LARGEST = 16; // px on screen of the smallest text of a framed box, at most
+const HINTED = 5000; // ms that the hint of the wheel stays
+const KEPT = 100; // selections to go back to
+const SAME = 8; // px that a pane may grow or shrink by without another layout
 const WAIT = 160; // ms without a key before a search is sent
 const FEW_SITES = 12; // up to here the panel lists every site at once
+const LIVE = "needs a live kernel: fusionlab.explore(fn, *args)";
 const SUFFIXES = [".svg", ".png", ".pdf", ".dot", ".json", ".html"];
 const STATES = { on: "applied", partial: "partly applied", off: "not applied", none: "nothing found" };
 let views = 0; // tells the ids of several views in one document apart
@@ -97,9 +105,12 @@ function header(ui) {
   const sentence = h("p", { class: "fl-sentence", "data-fl": "sentence" });
   const theme = button("theme", "", null, { class: "fl-icon" });
   const menu = h("details", { "data-fl": "export", class: "fl-menu" }, h("summary", {}, "Export"), h("div", { class: "fl-drop" }));
-  const search = h("div", { class: "fl-search", role: "search" }, input, found, hits);
+  const count = h("span", { class: "fl-hit-count", "data-fl": "hit-count", hidden: true });
+  const step = (hook, text, name, key) => h("button", { type: "button", class: "fl-icon", "data-fl": hook, hidden: true, title: `${name} (${key})`, "aria-label": name, "aria-keyshortcuts": key }, text);
+  const back = step("previous-hit", "↑", "previous hit", "N"), on = step("next-hit", "↓", "next hit", "n");
+  const search = h("div", { class: "fl-search", role: "search" }, input, count, back, on, found, hits);
   const el = h("header", { class: "fl-top" }, h("div", { class: "fl-say" }, title, sentence), h("div", { class: "fl-actions" }, search, theme, menu));
-  let timer = 0, asked = "", enter = false;
+  let timer = 0, asked = "", enter = false, at = -1;
 
   const ask = () => {
     clearTimeout(timer);
@@ -109,16 +120,34 @@ function header(ui) {
   };
   const rows = () => [...hits.querySelectorAll("button")];
   const close = () => { hits.hidden = true; };
+  const allHits = () => ui.store.get("hits")?.rows || [];
+  const counted = () => {
+    const { query = "", total = 0 } = ui.store.get("hits") || {}, n = allHits().length, shown = !!query && query === input.value.trim();
+    for (const e of [count, back, on]) e.hidden = !shown;
+    for (const e of [back, on]) e.disabled = !n;
+    const all = total.toLocaleString();
+    count.textContent = at >= 0 ? `${at + 1} of ${n < total ? `${n} (${all})` : n}` : `${all} hit${total === 1 ? "" : "s"}`;
+    count.title = n < total ? `the first ${n} of ${all} hits can be walked through: a longer text finds fewer` : "";
+  };
+  const visit = (k) => {
+    const hit = allHits()[k];
+    if (!hit) return;
+    at = k;
+    counted();
+    ui.frame(hit.id);
+  };
+  const stepHit = (by) => { const n = allHits().length; if (n && !count.hidden) visit(at < 0 ? (by > 0 ? 0 : n - 1) : (at + by + n) % n); };
   const choose = (row) => {
     close();
-    ui.store.send({ type: "pick", name: row.dataset.flHit });
-    ui.reveal = true;
+    visit(rows().indexOf(row));
   };
   const walk = (event, step) => {
     const all = rows(), at = all.indexOf(event.target);
     (at + step < 0 ? input : all[Math.min(at + step, all.length - 1)])?.focus();
   };
-  ui.on(input, "input", () => { clearTimeout(timer); enter = false; timer = setTimeout(ask, WAIT); });
+  ui.on(back, "click", () => stepHit(-1));
+  ui.on(on, "click", () => stepHit(1));
+  ui.on(input, "input", () => { clearTimeout(timer); enter = false; counted(); timer = setTimeout(ask, WAIT); });
   ui.on(input, "focus", () => { hits.hidden = !hits.hasChildNodes() || !input.value; });
   ui.on(search, "focusout", (e) => { if (!search.contains(e.relatedTarget)) close(); });
   ui.on(hits, "click", (e) => { const row = e.target.closest("button"); if (row) choose(row); });
@@ -157,10 +186,11 @@ function header(ui) {
   const draw = {
     head({ title: text = "", sentence: said = "", device = "", can = {} }) {
       fill(title, h("strong", {}, text), device && h("span", { class: "fl-chip" }, device));
-      if (sentence.textContent !== said) sentence.textContent = said;
+      if (sentence.textContent !== said) [sentence.textContent, sentence.title] = [said, said]; // it is cut where the whole is narrow
       const possible = can.export ?? SUFFIXES;
+      const missing = ui.fixed() ? LIVE : "needs the extra: pip install 'fusionlab[png]'";
       fill(menu.lastChild, SUFFIXES.map((s) => button(null, s.slice(1).toUpperCase(), null, {
-        "data-fl-export": s, disabled: !possible.includes(s), title: possible.includes(s) ? `save as ${s}` : "needs a live kernel",
+        "data-fl-export": s, disabled: !possible.includes(s), title: possible.includes(s) ? `save as ${s}` : missing,
       })));
     },
     theme(name = "auto") {
@@ -170,7 +200,9 @@ function header(ui) {
       theme.title = `theme: ${name}`;
       theme.setAttribute("aria-label", `theme: ${name}; press to change`);
     },
-    hits({ query = "", total = 0, rows: all = [] }) {
+    hits({ query = "", total = 0, rows: all = [] } = {}) {
+      if (query !== hits.dataset.flQuery) at = -1;
+      counted();
       if (!query || query !== input.value.trim()) return close();
       fill(hits, h("p", { class: "fl-quiet" }, total > all.length ? `${all.length} of ${total.toLocaleString()} hits` : `${total} hit${total === 1 ? "" : "s"}`),
         all.map((r, i) => h("button", { type: "button", "data-fl-hit": r.id, "data-key": `${i} ${r.id}` },
@@ -182,7 +214,7 @@ function header(ui) {
       enter = false;
     },
   };
-  return { el, draw, focus: () => { input.focus(); input.select(); } };
+  return { el, draw, step: stepHit, focus: () => { input.focus(); input.select(); } };
 }
 
 // Passes: a check box per pass, group of identical sites, and site ----------------------------------------------------
@@ -247,9 +279,12 @@ function passes(ui) {
     fill(list, ui.head().offline && h("p", { class: "fl-note", "data-key": "offline" }, ui.head().offline),
       some.map((p) => pass(p, few)), declined(kinds),
       none.length > 0 && h("details", { class: "fl-declined", "data-key": "none" }, h("summary", {}, `Nothing found by ${none.length} pass${none.length > 1 ? "es" : ""}`), none.map((p) => pass(p, few))));
-    const off = { disabled: ui.fixed() };
-    fill(foot, button("all-on", "All on", { type: "all", on: true }, off), button("all-off", "All off", { type: "all", on: false }, off),
-      button("reset", "Reset", { type: "reset" }, off), button("undo", "Undo", { type: "undo" }, { disabled: ui.fixed() || !ui.can("undo"), title: "take back the last change" }));
+    const act = (hook, text, message, why, title) => button(hook, text, message, { disabled: ui.fixed() || !!why, title: ui.fixed() ? LIVE : why || title });
+    const count = (name) => all.reduce((sum, p) => sum + p[name], 0), sites = count("sites"), applied = count("applied");
+    fill(foot, act("all-on", "All on", { type: "all", on: true }, applied === sites && (sites ? "every site is on" : "nothing was found"), "switch every site on"),
+      act("all-off", "All off", { type: "all", on: false }, !applied && "no site is on", "switch every site off"),
+      act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "all is as it was opened", "go back to what was on when it was opened"),
+      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change"));
   };
   ui.on(el, "click", (e) => {
     const key = e.target.dataset.open;
@@ -279,14 +314,15 @@ function passes(ui) {
 function graph(ui) {
   const canvas = h("div", { class: "fl-canvas" });
   const minimap = h("div", { class: "fl-minimap", "aria-hidden": "true", hidden: true });
+  const hint = h("p", { class: "fl-hint", role: "status", hidden: true });
   const legend = h("ul", { class: "fl-legend" });
   const pane = h("div", { class: "fl-graph fl-pane", "data-fl": "graph", role: "group", "data-lm-suppress-shortcuts": "true",
-    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom" }, canvas, minimap);
+    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames what is selected" }, canvas, minimap, hint);
   const tools = h("div", { class: "fl-tools", role: "toolbar", "aria-label": "graph" });
   const el = h("section", { class: "fl-middle", "aria-label": "graph" }, tools, pane, legend);
   const place = { x: 0, y: 0, scale: 1 };
   const places = {}; // where the reader was in the other program
-  let boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = false, size = { width: 1, height: 1 };
+  let boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = null, size = { width: 1, height: 1 }, read = null, readAt = 0, drag = null;
 
   const svg = () => canvas.querySelector("svg");
   const shape = (id) => (id ? canvas.querySelector(`[id="${CSS.escape(id)}"]`) : null);
@@ -299,6 +335,7 @@ function graph(ui) {
     place.y = Math.min(pane.clientHeight - keep, Math.max(keep - size.height * place.scale, place.y));
     canvas.classList.toggle("fl-glide", glide);
     picture.style.transform = `translate(${place.x}px, ${place.y}px) scale(${place.scale})`;
+    if (readAt !== place.scale) drawReadable(read, (readAt = place.scale));
     drawMap();
   };
   const zoom = (factor, x = pane.clientWidth / 2, y = pane.clientHeight / 2, glide = false) => {
@@ -310,23 +347,27 @@ function graph(ui) {
   };
   const fit = (whole = true, glide = true) => {
     if (!svg() || !pane.clientWidth) return;
-    const [across, down] = [(pane.clientWidth - 16) / size.width, (pane.clientHeight - 16) / size.height];
-    place.scale = Math.min(1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
+    const margin = read ? 0 : 16; // cards have their own
+    const [across, down] = [(pane.clientWidth - margin) / size.width, (pane.clientHeight - margin) / size.height];
+    place.scale = Math.min(read ? 1 : 1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
     const solid = [...boxes].filter(([id]) => !items()[id]?.group || items()[id].closed).map(([, b]) => b); // frames are wide and mostly empty
     const first = solid.reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
     place.x = (pane.clientWidth - size.width * place.scale) / 2;
-    if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
-    place.y = Math.max(8, (pane.clientHeight - size.height * place.scale) / 2);
-    fitted = true;
+    if (read) place.x = Math.max(0, place.x);
+    else if (place.x < 8) place.x = Math.min(8, Math.max(place.x * 2 - 8, pane.clientWidth / 2 - (first.x + first.w / 2) * place.scale));
+    place.y = Math.max(margin / 2, (pane.clientHeight - size.height * place.scale) / 2);
     move(glide);
+    fitted = { whole, at: at() };
   };
+  const at = () => `${place.x} ${place.y} ${place.scale}`;
   const measure = () => { // where the boxes are in the picture itself, in its own units
     const whole = svg()?.getBoundingClientRect();
     boxes = new Map();
     if (!whole?.width) return;
+    if (!read) [read, readAt] = [readPicture(svg(), size.width), 0];
     const unit = size.width / whole.width;
-    for (const id of [...Object.keys(items()), ...Object.keys(ui.store.get("scene")?.hull_items || {})]) {
-      const r = shape(id)?.getBoundingClientRect();
+    for (const id of Object.keys(items())) {
+      const r = (shape(id)?.querySelector(":scope > .card-body") || shape(id))?.getBoundingClientRect();
       if (r) boxes.set(id, { x: (r.left - whole.left) * unit, y: (r.top - whole.top) * unit, w: r.width * unit, h: r.height * unit });
     }
   };
@@ -346,6 +387,22 @@ function graph(ui) {
     place.x += dx;
     place.y += dy;
     move(glide);
+  };
+  // The smallest text of a box, in the picture's units.
+  const smallest = (id) => Math.min(...[...shape(id).querySelectorAll("text")].map((text) => read?.sizes.get(text) ?? sizeOf(text)));
+  const frame = (id) => { // half of the pane, or less; larger where its text could not be read
+    const b = boxes.get(id);
+    if (!b) return fit();
+    const text = smallest(id), half = Math.min((HALF * pane.clientWidth) / b.w, (HALF * pane.clientHeight) / b.h);
+    place.scale = Number.isFinite(text) ? Math.max(LEAST / text, Math.min(half, LARGEST / text)) : half;
+    place.x = Math.max(pane.clientWidth / 2 - (b.x + b.w / 2) * place.scale, b.w * place.scale > pane.clientWidth - 16 ? 8 - b.x * place.scale : -Infinity);
+    place.y = Math.max(pane.clientHeight / 2 - (b.y + b.h / 2) * place.scale, b.h * place.scale > pane.clientHeight - 16 ? 8 - b.y * place.scale : -Infinity);
+    fitted ??= {};
+    move(true);
+  };
+  const readable = (id) => { // as it stands, and whole in the pane
+    const b = boxes.get(id);
+    return smallest(id) * place.scale >= LEAST && b.w * place.scale < pane.clientWidth - 16 && b.h * place.scale < pane.clientHeight - 16;
   };
   const focus = (id = current) => {
     const box = shape(id) || shape(boxes.keys().next().value);
@@ -395,13 +452,15 @@ function graph(ui) {
       size = picture ? picture.viewBox.baseVal : size;
       if (picture) Object.assign(picture.style, { width: `${size.width}px`, height: `${size.height}px` });
       picture?.setAttribute("aria-hidden", "false");
+      read = null;
     }
-    const all = { ...scene.items, ...scene.hull_items };
+    const all = scene.items || {};
     if (!(current in all)) current = anchor && anchor.id in all ? anchor.id : Object.keys(all)[0];
     for (const [id, item] of Object.entries(all)) label(id, item, id === current);
     for (const title of canvas.querySelectorAll("svg > title, svg > g > title")) title.remove(); // "layout" as a tooltip everywhere
     measure();
-    if (!fitted || (turned && !places[side])) fit(false, false);
+    const opened = Object.values(all).some((i) => i.group && !i.closed); // it pushes others: the picture is no longer of the pane's size
+    if (!fitted || (turned && !places[side]) || (read && !opened && fitted.at === at())) fit(!!read, false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
     else stay();
     if (had) focus();
@@ -411,6 +470,7 @@ function graph(ui) {
     drawTools();
   };
   const stay = () => { // the box that was opened or closed stays where it was on screen
+    if (read) return move(); // cards grow from their upper left corner
     const now = anchor?.x !== undefined && on(anchor.id);
     if (now) {
       place.x += anchor.x + Math.min(anchor.w, pane.clientWidth) / 2 - now.x - Math.min(now.w, pane.clientWidth) / 2;
@@ -429,10 +489,9 @@ function graph(ui) {
     for (const e of canvas.querySelectorAll("[aria-current]")) e.removeAttribute("aria-current");
     for (const id of marked().selected || []) shape(id)?.setAttribute("aria-current", "true");
     const said = { near: "nearest miss", found: "search hit", linked: "same kernel or line" };
-    const kinds = ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`));
+    const kinds = read ? [] : ["candidate", "applied", "declined", "fused"].filter((k) => canvas.querySelector(`.${k}`)); // cards bring their own
     const li = (css, text) => h("li", {}, h("span", { class: `fl-swatch ${css}` }), text);
     fill(legend, kinds.map((k) => li(k, { candidate: "candidate (filled)", applied: "applied (double border)", declined: "declined (dashed, matched/total)", fused: "fused op (bold)" }[k])),
-      Object.keys(ui.store.get("scene")?.hull_items || {}).length > 0 && li("hull", "XLA's own fusion"),
       Object.entries(said).filter(([k]) => marked()[k]?.length).map(([k, text]) => li(`fl-${k}`, text)));
   };
   const reveal = () => {
@@ -448,8 +507,12 @@ function graph(ui) {
     show(id);
     const near = marked().near?.find((n) => boxes.has(n)); // what one came to see of a declined site
     if (near) show(near);
-    if (ui.reveal) focus(id);
+    if (ui.reveal) bring(id);
     ui.reveal = false;
+  };
+  const bring = (id) => {
+    if (!readable(id)) frame(id);
+    focus(id);
   };
 
   // A picture of the picture: rectangles only, and the part in sight.
@@ -468,13 +531,26 @@ function graph(ui) {
   };
   const drawMap = () => {
     const [w, t] = [pane.clientWidth / place.scale, pane.clientHeight / place.scale];
-    minimap.hidden = !boxes.size || (size.width <= w * 1.05 && size.height <= t * 1.05) || pane.clientWidth < 340;
+    const all = [...boxes.keys()].map(on).every((b) => b.x >= -1 && b.y >= -1 && b.x + b.w <= pane.clientWidth + 1 && b.y + b.h <= pane.clientHeight + 1);
+    minimap.hidden = !boxes.size || all || pane.clientWidth < 340 || (!drag?.map && !corner());
     const view = minimap.lastChild;
     if (minimap.hidden || !view) return;
     const s = minimap.flScale, clip = (v, most) => Math.min(most, Math.max(0, v));
     const [left, top] = [clip(-place.x / place.scale, size.width), clip(-place.y / place.scale, size.height)];
     const [right, bottom] = [clip(-place.x / place.scale + w, size.width), clip(-place.y / place.scale + t, size.height)];
     Object.assign(view.style, { left: `${left * s}px`, top: `${top * s}px`, width: `${(right - left) * s}px`, height: `${(bottom - top) * s}px` });
+  };
+  // Puts the map into a corner where it lies over no box, the lower ones first; false where there is none.
+  const corner = () => {
+    const [w, t] = [parseFloat(minimap.style.width), parseFloat(minimap.style.height)], far = [pane.clientWidth - w - 10, pane.clientHeight - t - 10];
+    const spots = [[far[0], far[1]], [10, far[1]], [far[0], 10], [10, 10]];
+    const free = ([x, y]) => [...boxes.keys()].every((id) => {
+      const b = on(id), high = items()[id]?.group && !items()[id].closed ? Math.min(b.h, 24 * place.scale) : b.h; // of a frame its title
+      return b.x > x + w + 4 || b.x + b.w < x - 4 || b.y > y + t + 4 || b.y + high < y - 4;
+    });
+    const spot = spots.find(free);
+    if (spot) Object.assign(minimap.style, { left: `${spot[0]}px`, top: `${spot[1]}px` });
+    return !!spot;
   };
   const jump = (event) => {
     const r = minimap.getBoundingClientRect();
@@ -485,17 +561,20 @@ function graph(ui) {
 
   const drawTools = () => {
     const { shown = "before", hulls = false } = ui.head(), id = marked().selected?.[0], item = items()[id];
-    const side = (name) => button(name, name, { type: "shown", value: name }, { "aria-pressed": String(shown === name), disabled: name === "after" && !ui.can("after"),
-      title: name === "before" ? "the program as written" : "the program with the sites fused" });
-    const icon = (hook, text, name) => button(hook, text, null, { class: "fl-icon", title: name, "aria-label": name });
-    fill(tools, h("h3", {}, "Graph"), h("div", { class: "fl-switch", role: "group", "aria-label": "which program" }, side("before"), side("after")),
-      button("hulls", "XLA hulls", { type: "hulls", on: !hulls }, { "aria-pressed": String(hulls), disabled: !ui.can("xla"), title: "outline what XLA fuses by itself" }),
+    const titles = { before: "the program as written", after: ui.can("after") ? "the program with the sites fused" : ui.fixed() ? "the page holds no fused program" : `only findings are known here; ${LIVE}` };
+    const side = (name) => button(name, name, { type: "shown", value: name }, { "aria-pressed": String(shown === name), disabled: name === "after" && !ui.can("after"), title: titles[name] });
+    const icon = (hook, text, name, more = {}) => button(hook, text, null, { class: "fl-icon", title: name, "aria-label": name, ...more });
+    const step = (hook, text, by, name, none) => icon(hook, text, ui.past.can(by) ? name : none, { disabled: !ui.past.can(by) });
+    fill(tools, step("back", "◂", -1, "what was selected before (Alt+←)", "nothing was selected before"), step("forward", "▸", 1, "what was selected after it (Alt+→)", "nothing was selected after it"),
+      h("h3", {}, "Graph"), h("div", { class: "fl-switch", role: "group", "aria-label": "which program" }, side("before"), side("after")),
+      button("hulls", "XLA kernels", { type: "hulls", on: !hulls }, { "aria-pressed": String(hulls), disabled: !ui.can("xla"), title: ui.can("xla") ? "say in each box which kernel of XLA's it runs in" : LIVE }),
       h("span", { class: "fl-space" }),
-      button("fold", item?.group && !item.closed ? "Close group" : "Open group", null, { disabled: !item?.group, title: "open or close the selected group (Space, or a double click)" }),
-      icon("zoom-out", "−", "zoom out"), icon("zoom-in", "+", "zoom in"), icon("fit", "⤢", "fit the whole graph"));
+      button("fold", item?.group && !item.closed ? "Close" : "Open", null, { disabled: !item?.group, title: item?.group ? "open or close the selected group (Space, or a double click)" : id ? "what is selected holds nothing to open" : "select a group to open it" }),
+      icon("zoom-out", "−", "zoom out"), icon("zoom-in", "+", "zoom in"), icon("frame", "⊡", "frame what is selected (f)", { disabled: !boxes.has(id), ...(!boxes.has(id) && { title: "nothing that is selected is in the picture" }) }),
+      icon("fit", "⤢", "fit the whole graph (0)"));
   };
   ui.on(tools, "click", (e) => {
-    const act = { fit: () => fit(), "zoom-in": () => zoom(1.25, undefined, undefined, true), "zoom-out": () => zoom(0.8, undefined, undefined, true),
+    const act = { fit: () => fit(), frame: () => frame(marked().selected?.[0]), back: () => ui.past.go(-1), forward: () => ui.past.go(1), "zoom-in": () => zoom(1.25, undefined, undefined, true), "zoom-out": () => zoom(0.8, undefined, undefined, true),
       fold: () => fold(marked().selected[0]) }[e.target.dataset.fl];
     act?.();
   });
@@ -504,7 +583,6 @@ function graph(ui) {
     const box = event.target.closest?.('[role="button"]');
     return box && canvas.contains(box) ? box.id : null;
   };
-  let drag = null;
   ui.on(pane, "pointerdown", (e) => {
     if (e.button) return;
     drag = { x: e.clientX - place.x, y: e.clientY - place.y, moved: false, map: minimap.contains(e.target), id: target(e) };
@@ -539,27 +617,32 @@ function graph(ui) {
   ui.on(pane, "pointerup", (e) => {
     const clicked = drag && !drag.moved && !drag.map && drag.id === target(e) ? drag.id : null;
     drag = null;
-    if (clicked) ui.store.send({ type: "select", id: clicked });
+    const step = clicked && e.target.closest("[data-step]"); // to another one of equal parts
+    if (step) ui.store.send({ type: "step", id: clicked, by: Number(step.dataset.step) });
+    else if (clicked) ui.store.send({ type: "select", id: clicked });
   });
   ui.on(pane, "pointercancel", () => { drag = null; });
   ui.on(pane, "dblclick", (e) => { const id = target(e); if (items()[id]?.group) fold(id); });
-  ui.on(pane, "wheel", (e) => {
-    const box = pane.getBoundingClientRect(), before = [place.x, place.y];
-    if (e.ctrlKey || e.metaKey) return e.preventDefault(), zoom(Math.exp(-e.deltaY / 200), e.clientX - box.left, e.clientY - box.top);
-    // At the picture's end the page scrolls on.
-    const room = (at, length, by, whole) => (by > 0 ? Math.min(by, Math.max(0, at + length + 16 - whole)) : -Math.min(-by, Math.max(0, 16 - at)));
-    place.x -= room(place.x, size.width * place.scale, e.deltaX, pane.clientWidth);
-    place.y -= room(place.y, size.height * place.scale, e.deltaY, pane.clientHeight);
-    if (before[0] === place.x && before[1] === place.y) return;
+  ui.on(pane, "wheel", (e) => { // the wheel alone scrolls the page, whatever is under it
+    if (!e.ctrlKey && !e.metaKey && !e.shiftKey) return hinted();
+    const box = pane.getBoundingClientRect();
     e.preventDefault();
-    move();
+    zoom(Math.exp(-(e.deltaY || e.deltaX) / 200), e.clientX - box.left, e.clientY - box.top); // Shift turns a wheel sideways
   }, { passive: false });
+  const hinted = () => {
+    const larger = size.width * place.scale > pane.clientWidth || size.height * place.scale > pane.clientHeight;
+    if (document.flHinted || !larger) return;
+    document.flHinted = true; // once in a document
+    hint.textContent = `${/Mac/.test(navigator.platform) ? "⌘" : "Ctrl"} + scroll zooms, drag moves`;
+    hint.hidden = false;
+    setTimeout(() => { hint.hidden = true; }, HINTED);
+  };
   ui.on(pane, "keydown", (e) => {
     const id = target(e), shift = (x, y) => () => { place.x += x; place.y += y; move(); };
     const pans = { ArrowLeft: shift(PAN, 0), ArrowRight: shift(-PAN, 0), ArrowUp: shift(0, PAN), ArrowDown: shift(0, -PAN) };
     const all = [...boxes.keys()];
     const act = e.key in pans ? (e.shiftKey || !id ? pans[e.key] : () => { const next = neighbour(e.key); if (next) focus(next); })
-      : { "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), 0: () => fit(), Home: () => focus(all[0]), End: () => focus(all.at(-1)),
+      : { "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), Home: () => focus(all[0]), End: () => focus(all.at(-1)),
         Escape: () => ui.leave(), Enter: () => id && (e.shiftKey ? fold(id) : ui.store.send({ type: "select", id })), " ": () => id && fold(id) }[e.key];
     if (!act || e.ctrlKey || e.metaKey || e.altKey) return;
     e.preventDefault();
@@ -571,16 +654,27 @@ function graph(ui) {
     pane.scrollTo(0, 0);
     move();
   });
+  const told = { width: 0, height: 0, timer: 0 };
+  const tellSize = () => { // the picture is laid out anew for the pane it has
+    const [width, height] = [pane.clientWidth, pane.clientHeight];
+    if (ui.abort.signal.aborted || !width || (Math.abs(width - told.width) < SAME && Math.abs(height - told.height) < SAME)) return;
+    Object.assign(told, { width, height });
+    ui.store.send({ type: "pane", width, height });
+  };
   const resized = new ResizeObserver(() => {
     if (!pane.clientWidth) return;
-    if (!boxes.size) { measure(); buildMap(); }
-    if (fitted) move();
-    else fit(false, false);
+    if (!boxes.size) measure();
+    buildMap();
+    clearTimeout(told.timer); // a panel that is dragged changes the size at every step
+    told.timer = setTimeout(tellSize, told.width ? WAIT : 0);
+    if (!fitted) fit(!!read, false);
+    else if (fitted.at === at()) fit(fitted.whole, false); // nobody has moved it since
+    else move();
   });
   resized.observe(pane);
-  ui.abort.signal.addEventListener("abort", () => resized.disconnect());
+  ui.abort.signal.addEventListener("abort", () => (clearTimeout(told.timer), resized.disconnect()));
 
-  return { el, focus: () => focus(), draw: { scene: (s) => draw(s || {}), marks: reveal, head: drawTools,
+  return { el, pane, focus: () => focus(), fit: () => fit(), tools: drawTools, frame: () => frame(marked().selected?.[0]), draw: { scene: (s) => draw(s || {}), marks: reveal, inspector: () => { if (ui.reveal) reveal(); }, head: drawTools,
     busy: ({ running }) => { pane.classList.toggle("fl-dimmed", !!running); pane.setAttribute("aria-busy", String(!!running)); } } };
 }
 
@@ -591,6 +685,7 @@ function inspector(ui) {
   return { el, draw: { inspector(shown) {
     const text = shown?.title || "Inspector";
     if (title.textContent !== text) { title.textContent = text; el.scrollTop = 0; }
+    ui.panels?.say("right", shown?.title || "");
     fillHtml(body, shown?.html || '<p class="quiet">Select a box: click it, or walk there with the arrow keys and press Enter. Space or a double click opens a group.</p>');
   } } };
 }
@@ -601,9 +696,9 @@ function tabs(ui) {
   const panels = h("div", { class: "fl-panels" });
   const status = h("span", { "data-fl": "status", role: "status", class: "fl-status" });
   const progress = h("progress", { "data-fl": "progress", hidden: true, "aria-label": "measuring" });
-  const measure = button("measure", "Measure", { type: "measure" }), cancel = button("cancel", "Cancel", { type: "cancel" });
-  const run = h("div", { class: "fl-run" }, progress, status, measure, cancel);
-  const el = h("section", { class: "fl-evidence", "aria-label": "evidence" }, h("div", { class: "fl-tabbar" }, list, run), panels);
+  const measure = button("measure", "Measure", { type: "measure" }, { class: "fl-go" }), cancel = button("cancel", "Cancel", { type: "cancel" }, { hidden: true });
+  const run = h("div", { class: "fl-run" }, progress, status, measure, cancel), bar = h("div", { class: "fl-tabbar" }, list, run);
+  const el = h("section", { class: "fl-evidence", "aria-label": "evidence" }, bar, panels);
   let active = null;
   const all = () => ui.store.get("tabs") || [];
   const id = (kind, name) => `${ui.uid}-${kind}-${name.replace(/\W/g, "_")}`;
@@ -633,16 +728,21 @@ function tabs(ui) {
     e.preventDefault();
     choose(names[to]);
   });
-  return { el, draw: { tabs: redraw,
-    head() { run.hidden = !!ui.head().offline; measure.disabled = !ui.can("measure"); measure.title = ui.can("measure") ? "measure before and after with these sites" : "nothing to measure with"; },
+  return { el, bar, draw: { tabs: redraw,
+    head() {
+      const { counts, can = {} } = ui.head();
+      const why = !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
+      run.hidden = ui.fixed();
+      [measure.disabled, measure.title] = [!!why, why || "measure before and after with these sites"];
+    },
     busy({ running = false, what = "", done = 0, total = 0, status: said = "" }) {
       const text = running ? `${what}${total ? ` ${done}/${total}` : ""}` : said;
-      if (status.textContent !== text) status.textContent = text;
+      if (status.textContent !== text) [status.textContent, status.title] = [text, text];
       progress.hidden = !running;
       if (total) [progress.max, progress.value] = [total, done];
       else progress.removeAttribute("value");
       if (!running && focused(cancel)) measure.focus();
-      cancel.disabled = !running;
+      cancel.hidden = !running;
     } } };
 }
 
@@ -662,6 +762,36 @@ function download({ name, mime, text, base64 }) {
   setTimeout(() => URL.revokeObjectURL(url), 10000);
 }
 
+// What was selected, to go back to it: names as Python gives them, each with the program it was selected in ----------------
+function history(ui) {
+  const names = [];
+  let at = -1, awaited = null;
+  const can = (by) => at + by >= 0 && at + by < names.length;
+  const same = (a, b) => a?.name === b?.name && a?.shown === b?.shown;
+  return { can,
+    go(by) {
+      if (!can(by)) return;
+      at += by;
+      const { name, shown } = (awaited = names[at]);
+      if (shown !== ui.head().shown) ui.store.send({ type: "shown", value: shown });
+      ui.store.send({ type: "pick", name });
+    },
+    draw: {
+      inspector(inspected) {
+        const now = { name: inspected?.name || "", shown: ui.head().shown };
+        if (!now.name || (awaited && !same(now, awaited))) return ui.graph?.tools();
+        if (!awaited && !same(now, names[at])) {
+          names.splice(at + 1, Infinity, now);
+          if (names.length > KEPT) names.shift();
+          at = names.length - 1;
+        }
+        awaited = null;
+        ui.graph?.tools();
+      },
+      problem(p) { if (p) awaited = null; },
+    } };
+}
+
 // All of it ----------------------------------------------------------------------------------------------------------------
 export function mount(el, store) {
   const abort = new AbortController();
@@ -669,12 +799,21 @@ export function mount(el, store) {
   const ui = { store, root, abort, uid: `fl-view${++views}`, expecting: false, reveal: false,
     on: (target, type, f, options = {}) => target.addEventListener(type, f, { signal: abort.signal, ...options }),
     head: () => store.get("head") || {}, can: (what) => !!ui.head().can?.[what], fixed: () => !!ui.head().offline,
-    leave: () => parts[4].el.focus() };
-  const parts = [header(ui), problem(ui), passes(ui), graph(ui), inspector(ui), tabs(ui)];
+    leave: () => ui.panels.focus("right") };
+  // Selects what a search found, brings it into sight at a readable size and gives it the focus.
+  ui.frame = (name) => {
+    store.send({ type: "pick", name });
+    ui.reveal = true;
+  };
+  ui.past = history(ui);
+  const parts = [header(ui), problem(ui), passes(ui), graph(ui), inspector(ui), tabs(ui), ui.past];
   const [top, alert, side, middle, about, below] = parts;
   ui.graph = middle;
-  root.append(top.el, alert.el, h("div", { class: "fl-main" }, side.el, middle.el, about.el), below.el);
+  ui.panels = panels(ui, middle.el, { left: { el: side.el, name: "passes" }, right: { el: about.el, name: "inspector" } });
+  root.append(top.el, alert.el, ui.panels.el, below.el);
   el.append(root);
+  ui.panels.place();
+  room(ui, top.el, below.bar);
 
   // Traits that change together are drawn together, in this order, once.
   const names = ["theme", "head", "problem", "panel", "scene", "marks", "inspector", "tabs", "hits", "busy"];
@@ -705,9 +844,12 @@ export function mount(el, store) {
   ui.on(root, "keydown", (e) => {
     const typing = e.target.closest("input:not([type=checkbox]), select, textarea");
     const pick = e.target.closest("[data-fl-pick]:not(button)");
+    const steps = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
+    if (e.altKey && !e.ctrlKey && !e.metaKey && steps && !typing) return e.preventDefault(), e.stopPropagation(), ui.past.go(steps);
     if (e.ctrlKey || e.metaKey || e.altKey) return;
     e.stopPropagation(); // a notebook would take letters and arrows as commands of its own
-    if (e.key === "/" && !typing) [e.preventDefault(), top.focus()];
+    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right") }[e.key];
+    if (act) [e.preventDefault(), act()];
     else if (pick && (e.key === "Enter" || e.key === " ")) [e.preventDefault(), pick.click()];
     else if (e.key === "Escape" && !e.defaultPrevented) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys
   });

@@ -21,7 +21,7 @@ function rowsHtml(rows) {
 
 function bakedStore(data, pictures, tabs) {
   const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
-    inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items, hull_items: {} } };
+    inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
   const watchers = new Map(), listeners = new Set();
   const before = traits.scene;
   let index = null, known = null;
@@ -47,14 +47,14 @@ function bakedStore(data, pictures, tabs) {
   const scene = async (key) => {
     const made = await unpack(data.scenes[key]);
     Object.assign(await told(), made.inspector);
-    return { svg: made.svg, items: made.items, hull_items: {} };
+    return { svg: made.svg, items: made.items };
   };
 
   const select = async (id, more = {}, name = id) => {
     const { title = "", html = "", near = [] } = (await told())[name] || {};
     const scene = more.scene || traits.scene;
     const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.box, r.group)) : [];
-    set({ inspector: { title, html }, problem: null, ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
+    set({ inspector: { name, title, html }, problem: null, ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
   };
 
   // The scene that shows a box best: this one if it holds it, else the one of the innermost group that was baked.
@@ -76,8 +76,9 @@ function bakedStore(data, pictures, tabs) {
 
   const pick = async (name) => {
     const { byName, rows, number, groups } = await loaded();
-    const [box, node] = data.sites[name] || [];
-    const row = byName.get(name) || byName.get(`n${node}`);
+    if (name in traits.scene.items) return select(name); // a box by its id, as going back to it names it
+    const [box = number.has(name.slice(3)) && name.startsWith("fl-") ? name.slice(3) : undefined, node] = data.sites[name] || [];
+    const row = byName.get(name) || byName.get(`n${node}`) || rows.find((r) => r.box === name);
     const line = row ? [] : rows.filter((r) => r.where === name);
     const target = number.has(box) ? { box: `fl-${box}`, group: groups[number.get(box)][1] } : row || line[0];
     if (!target) return say(`${name} is not in this page. ${ELSEWHERE}`);
@@ -86,7 +87,7 @@ function bakedStore(data, pictures, tabs) {
     if (!id) return say(`${name} is not in this picture. ${ELSEWHERE}`);
     const linked = line.map((r) => visible(shown, r.box, r.group)).filter((x) => x && x !== id);
     const own = box ? `fl-${box}` : row ? row.box : name;
-    const brief = own in (await told()) || id === own ? {} : { inspector: hidden(row, id) };
+    const brief = own in (await told()) || id === own ? {} : { inspector: { name, ...hidden(row, id) } };
     await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked }, ...brief }, own);
   };
   // A node that no picture of the page shows by itself.
@@ -125,7 +126,7 @@ function bakedStore(data, pictures, tabs) {
 
   const shown = (value) => {
     const after = value === "after";
-    const now = after ? { svg: pictures.after, items: data.after, hull_items: {} } : before;
+    const now = after ? { svg: pictures.after, items: data.after } : before;
     set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: { title: "", html: "" }, problem: null });
   };
 

@@ -1,1 +1,1 @@
-"""From a picture's data to an image: `dot` (text), `render` (Graphviz, if there is one), `layered` (our own layout, if not), `hulls`."""
+"""From a picture's data to an image: `dot` (text), `render` (Graphviz, if there is one), `layered` (our own layout, if not)."""

@@ -7,6 +7,7 @@ dependency), else a small layout of our own. Which one it was is written on the 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import shutil
 from collections.abc import Callable
@@ -126,6 +127,11 @@ def to_pdf(svg: str) -> bytes:
       MissingDependencyError: the extra is not installed.
     """
     return _converter().svg_to_pdf(svg)
+
+
+def can_convert() -> bool:
+    """Whether PNG and PDF can be made here."""
+    return importlib.util.find_spec("vl_convert") is not None
 
 
 def _converter() -> Any:

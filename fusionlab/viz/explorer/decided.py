@@ -50,6 +50,10 @@ class Decided:
     def can_undo(self) -> bool:
         return bool(self._past)
 
+    @property
+    def can_reset(self) -> bool:
+        return self.setting != self.opened
+
     def decide(self, words: str, setting: Setting) -> bool:
         """Makes this the setting and writes a line into the ledger; False where it is the setting already.
 

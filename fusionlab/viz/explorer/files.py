@@ -15,7 +15,6 @@ from fusionlab.graph.program.text import graph_text
 from fusionlab.output import write_file
 
 from ..draw.dot import dot_of_view
-from ..draw.hulls import hulls, with_hulls
 from ..draw.render import to_pdf, to_png, to_svg
 from ..html.report import report_html
 from ..model.view_model import view_model
@@ -46,13 +45,10 @@ def export(
     """
 
     def svg() -> str:
-        drawn = to_svg(dot(), engine=engine)
-        compiled = session.compiled_shown
-        shown = hulls(compiled, view) if session.stage.hulls and compiled is not None else []
-        return with_hulls(drawn, shown, "fl-") if shown else drawn
+        return session.scene()["svg"]
 
     def dot() -> str:
-        return dot_of_view(view)
+        return dot_of_view(session.view())
 
     def page() -> str:
         after = session.fused_graph() if session.can_fuse else None
@@ -77,7 +73,6 @@ def export(
     }
     if suffix not in makers:
         raise ArgumentError(f"path: got the suffix {suffix!r} in {name!r}, needed one of {', '.join(sorted(makers))}")
-    view = session.view()
     return makers[suffix]()
 
 

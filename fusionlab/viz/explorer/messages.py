@@ -49,6 +49,16 @@ def _fold(lab: Explorer, message: Message) -> None:
     lab.refresh()
 
 
+def _step(lab: Explorer, message: Message) -> None:
+    lab.session.step(str(message["id"]), int(message["by"]))
+    lab.refresh()
+
+
+def _pane(lab: Explorer, message: Message) -> None:
+    if lab.session.stage.fit(float(message["width"]), float(message["height"])):
+        lab.refresh()
+
+
 def _toggle(lab: Explorer, message: Message) -> None:
     lab.toggles[str(message["name"])] = bool(message["on"])
 
@@ -76,6 +86,8 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "select": _select,
     "pick": lambda lab, m: lab.select(m["name"]),
     "fold": _fold,
+    "step": _step,
+    "pane": _pane,
     "toggle": _toggle,
     "group": lambda lab, m: lab.session.group([str(i) for i in m["ids"]], bool(m["on"])),
     "option": lambda lab, m: lab.option(str(m["pass"]), str(m["name"]), m["value"]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import anywidget
@@ -12,19 +11,19 @@ import traitlets
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..browser import asset, module
 from ..model.setting import Ledger, Setting
 from .session import Session
 from .toggles import Toggles
 
 IDLE = {"running": False, "what": "", "done": 0, "total": 0}
-_HERE = Path(__file__).parents[1] / "assets"
 
 
 class Observed(anywidget.AnyWidget):
     """The traits of an explorer (`Explorer` says what they mean) beside its session, and how status and errors come into them."""
 
-    _esm = _HERE / "explorer.js"
-    _css = _HERE / "explorer.css"
+    _esm = module()
+    _css = asset("explorer.css")
 
     enabled = traitlets.Instance(frozenset, args=())
     selected = traitlets.Unicode("")

@@ -15,11 +15,14 @@ from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..draw.render import can_convert
+from ..html.dearest import dearest_html
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
 from ..model.panel import panel
+from ..model.pictures import Pictures
 from ..model.search import search
 from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
@@ -33,7 +36,7 @@ _MOST_HITS = 60
 _MEASURED = ("Timing", "Errors", "Sites", "Memory")
 _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
-_HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a group."
+_HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a card."
 
 
 class Session(Decided):
@@ -47,7 +50,6 @@ class Session(Decided):
       find: `find(strategy) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
       after: `after(setting, findings) -> Graph`, the program with those sites fused; None where it cannot be shown.
       formulas: pass name -> what it computes.
-      engine: layout engine, as for `to_svg`.
       changed: called after every change of the setting.
     """
 
@@ -61,7 +63,6 @@ class Session(Decided):
         find: Callable[[Strategy | None], Findings] | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
         formulas: Mapping[str, str] | None = None,
-        engine: str | None = None,
         changed: Changed = lambda: None,
     ) -> None:
         super().__init__(findings, enabled, strategy, find, changed)
@@ -77,8 +78,9 @@ class Session(Decided):
         self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
-        self._selection = Selection()
-        self.stage = Stage(graph, engine)
+        self._selection, self._turn = Selection(), 0
+        self.stage = Stage(graph)
+        self._pictures: tuple[Any, Pictures] | None = None
 
     # What is shown -------------------------------------------------------------------------------------------------
     @property
@@ -131,16 +133,27 @@ class Session(Decided):
         if self.stage.shown == "after" and any(r.id == what for r in records):
             self.show("before")
         with self.lock:
-            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, self.stage.groups)
+            group = self.stage.group(self.drawn(), what)
+            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
             self._selection, self.selected = found, found.name
-            if reveal:
+            self._turn += 1
+            if reveal and found.kind == "group":
+                self.stage.reveal_card(self.drawn(), found.name)
+            elif reveal:
                 self.stage.reveal(self.drawn(), found.nodes)
         return found.info(self.shown_graph, self.shown_findings, self.enabled)
 
     def fold(self, item: str) -> None:
-        """Opens a closed group, closes an open one, by its id in the picture; anything else is no group and stays."""
+        """Opens a closed card, closes an open one, by its id in the picture; anything else does not open and stays."""
         with self.lock:
             self.stage.fold(self.drawn(), item)
+
+    def step(self, item: str, by: int) -> None:
+        """Shows the next (`by` 1) or the last (-1) of the equal parts that a card stands for."""
+        with self.lock:
+            self.stage.step(self.drawn(), item, by)
+            if self._selection.kind == "group" and self.clicked(item) == self._selection.name:
+                self.select(self._selection.name)  # another part's nodes now
 
     def clicked(self, item: str) -> str | None:
         """The name that a click on an id in the picture selects; None for what is not there."""
@@ -201,7 +214,7 @@ class Session(Decided):
     # As plain data -------------------------------------------------------------------------------------------------
     def head(self) -> dict[str, Any]:
         """The line on top, and what can be done."""
-        whole = self._summary()
+        whole = self.summary()
         return {
             "title": whole["title"],
             "sentence": sentence(whole["counts"], whole["evidence"]),
@@ -209,7 +222,13 @@ class Session(Decided):
             "shown": self.stage.shown,
             "hulls": self.stage.hulls,
             "device": str(getattr(self.findings, "device", "")),
-            "can": {"after": self._after is not None, "options": self._find is not None, "undo": self.can_undo},
+            "can": {
+                "after": self._after is not None,
+                "options": self._find is not None,
+                "undo": self.can_undo,
+                "reset": self.can_reset,
+                "export": _exported(),
+            },
         }
 
     def panel(self) -> dict[str, Any]:
@@ -217,11 +236,15 @@ class Session(Decided):
         shares = self.shares.get(self.setting)
         named = {s.site: s for s in shares.sites} if shares is not None else {}
         idle = {c.id for c in self.findings.candidates if c.idle}
-        return panel(self._summary(), self.setting.strategy, named, idle)
+        return panel(self.summary(), self.setting.strategy, named, idle)
 
     def view(self) -> dict[str, Any]:
-        """The view model of what is visible (see `view_model`)."""
-        return self.stage.view(self.drawn())
+        """The view model of the program shown (see `view_model`): what files of its graph are made of."""
+        graph, findings, enabled = self.drawn()
+        key = id(graph), id(findings)
+        if self._pictures is None or self._pictures[0] != key:
+            self._pictures = key, Pictures(graph, findings)
+        return self._pictures[1].view(enabled=enabled, formulas=self._formulas)
 
     def scene(self) -> dict[str, Any]:
         """The picture and what can be clicked in it."""
@@ -233,15 +256,19 @@ class Session(Decided):
         hits = self._hits().rows if self.query else ()
         return {
             "selected": self.stage.ids(self.drawn(), self._selection),
-            "near": self.stage.places(self.drawn(), info.near),
+            "near": [] if self._selection.kind == "group" else self.stage.places(self.drawn(), info.near),
             "linked": self.stage.places(self.drawn(), info.linked),
             "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }
 
-    def inspector(self) -> dict[str, str]:
-        """What is known of the selection: title, and HTML whose texts are escaped."""
+    def inspector(self) -> dict[str, Any]:
+        """What is known of the selection: the name that selects it again, title, and HTML whose texts are escaped.
+
+        `turn` counts selections: the screen is told of one that selects the same again.
+        """
         info = self._inspected()
-        return {"title": info.title, "html": info.html}
+        title = self.stage.name(self.drawn(), self._selection.name) or info.title
+        return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
         """What the search found."""
@@ -294,7 +321,8 @@ class Session(Decided):
             self._roofs[key] = roofline_of(self.findings, self.rates)
         return self._roofs[key]
 
-    def _summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
+        """The view model without its picture."""
         key = self.setting, id(self.evidence)
         if self._last_summary[0] != key:
             # Structures are left out: looking for them takes as long as the search itself.
@@ -311,7 +339,7 @@ class Session(Decided):
     def _inspected(self) -> Any:
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
-            return Inspected("", quiet(_HINT))
+            return Inspected("Where the bytes go", dearest_html(self.stage.overview(self.drawn())) + quiet(_HINT))
         return inspect(
             self.shown_graph,
             self.shown_findings,
@@ -321,6 +349,11 @@ class Session(Decided):
             shares=shares,
             roofline=self._under() if self.stage.shown == "before" else None,
         )
+
+
+def _exported() -> list[str]:
+    """The kinds of files that an explorer can be saved as here."""
+    return [".svg", *((".png", ".pdf") if can_convert() else ()), ".dot", ".json", ".html"]
 
 
 def _stale(html: str) -> str:

@@ -3,148 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
-from fusionlab.graph.xla.modules import CompiledModule
+from fusionlab.graph.xla.modules import CONTROL, CompiledModule
 
-from ..draw.dot import dom_id
-from ..draw.hulls import hulls, with_hulls
-from ..html.page import ID_PREFIX, items
-from ..html.report import picture
-from ..model.pictures import Pictures
+from ..cards.album import PANE, Album
+from ..cards.card import Card, Overview
+from ..html.page import ID_PREFIX
 from ..model.selection import Selection
-from ..model.view_model import members_of
 
-_REVEALED = 3  # selections whose surroundings stay open
 _MOST_REVEALED = 12  # nodes of one selection that are opened to
+_LEAST_PANE = 240.0  # px
 
 Drawn = tuple[Graph, Findings | None, frozenset[str]]
 
 
-@dataclass
-class _Folds:
-    """What was opened and closed by hand, and the nodes of the last selections, which have to be visible."""
-
-    expanded: set[str] = field(default_factory=set)
-    collapsed: set[str] = field(default_factory=set)
-    reveal: tuple[tuple[int, ...], ...] = ()
-
-
 class Stage:
-    """What is drawn. `shown` is "before" or "after"; `hulls` asks for the kernels that XLA made to be outlined."""
+    """What is drawn. `shown` is "before" or "after"; `hulls` asks for the kernels that XLA made, told in the boxes."""
 
-    def __init__(self, graph: Graph, engine: str | None = None) -> None:
+    def __init__(self, graph: Graph) -> None:
         self.shown = "before"
         self.hulls = False
-        self.groups: dict[str, Collection[int]] = {}
-        self._engine = engine
-        self._hull_names: dict[str, str] = {}
-        self._pictures: tuple[Any, Any] = (None, None)
-        self._view: tuple[Any, dict[str, Any]] = (None, {})
+        self._albums: dict[str, Album] = {"before": Album(graph)}
+        self._pane = PANE
+        self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
-        self._placed: tuple[Any, dict[int, str]] = (None, {})
-        self._folds = {"before": _Folds(), "after": _Folds()}
 
     # What is open --------------------------------------------------------------------------------------------------
     def fold(self, drawn: Drawn, item: str) -> None:
-        """Opens a closed group, closes an open one; anything else is no group and stays."""
-        found = self._item(drawn, item)
-        if found is None or found["kind"] in ("node", "input", "output"):
-            return
-        closed, group, folds = bool(found.get("closed")), found["id"], self._folds[self.shown]
-        (folds.expanded if closed else folds.collapsed).add(group)
-        (folds.collapsed if closed else folds.expanded).discard(group)
-        if not closed:
-            folds.reveal = ()
+        """Opens a closed card, closes an open one; anything else does not open and stays."""
+        self._album(drawn).toggle(drawn[2], _card_id(item))
+
+    def step(self, drawn: Drawn, item: str, by: int) -> None:
+        """Shows the next or the last one of the equal parts that a card stands for."""
+        self._album(drawn).step(drawn[2], _card_id(item), by)
 
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
-        """Opens what lies around these nodes, unless they are all to be seen."""
-        wanted = tuple(nodes)[:_MOST_REVEALED]
-        place = self._place(drawn)
-        closed = {b["id"] for b in self.view(drawn)["boxes"] if b["closed"] and b["node"] not in wanted}
-        if any(place.get(n) in closed for n in wanted):
-            folds = self._folds[self.shown]
-            folds.reveal = (*folds.reveal, wanted)[-_REVEALED:]
+        """Opens what lies around these nodes."""
+        self._album(drawn).reveal(drawn[2], tuple(nodes)[:_MOST_REVEALED])
+
+    def reveal_card(self, drawn: Drawn, card_id: str) -> None:
+        """Opens what lies around a card."""
+        self._album(drawn).open_around(drawn[2], card_id)
+
+    def overview(self, drawn: Drawn) -> Overview:
+        """The lanes and rows that are drawn."""
+        return self._album(drawn).overview(drawn[2])
+
+    def fit(self, width: float, height: float) -> bool:
+        """Draws for a pane of this size from now on; False where it is that already."""
+        pane = max(_LEAST_PANE, float(width)), max(_LEAST_PANE, float(height))
+        changed, self._pane = pane != self._pane, pane
+        return changed
 
     # The drawing ---------------------------------------------------------------------------------------------------
-    def view(self, drawn: Drawn) -> dict[str, Any]:
-        """The view model of what is visible; the same object until something changes."""
-        graph, findings, enabled = drawn
-        now = self._folds[self.shown]
-        folds = (frozenset(now.expanded), frozenset(now.collapsed), now.reveal)
-        key = (id(graph), id(findings), enabled, folds)
-        if self._view[0] != key:
-            pictures = self._of(graph, findings)
-            reveal = tuple(n for nodes in now.reveal for n in nodes if n in graph.node_by_id)
-            view = pictures.view(enabled=enabled, expanded=folds[0], collapsed=folds[1], reveal=reveal)
-            self._view = key, view
-        return self._view[1]
-
     def scene(self, drawn: Drawn, compiled: CompiledModule | None = None) -> dict[str, Any]:
-        """SVG text, what can be clicked in it, and the names of the outlined kernels."""
-        view = self.view(drawn)
-        if self._svg[0] != self._view[0]:
-            self._svg = self._view[0], picture(view, ID_PREFIX, self._engine)
-        outlined = hulls(compiled, view) if self.hulls and compiled is not None else []
-        self._hull_names = {ID_PREFIX + h["id"]: h["kernel"] for h in outlined}
-        svg = with_hulls(self._svg[1], outlined, ID_PREFIX) if outlined else self._svg[1]
-        return {
-            "svg": svg,
-            "items": items(view, ID_PREFIX),
-            "hull_items": {ID_PREFIX + h["id"]: h["label"] for h in outlined},
-        }
+        """SVG text and what can be clicked in it."""
+        album, enabled = self._album(drawn), drawn[2]
+        noted = compiled if self.hulls else None
+        key = (id(album), enabled, frozenset(album.opened), tuple(album.copies.items()), album.pane, id(noted))
+        if self._svg[0] != key:
+            notes = kernel_notes(noted) if noted is not None else None
+            self._svg = key, album.svg(enabled, ID_PREFIX, notes)
+        items = {ID_PREFIX + name: item for name, item in album.items(enabled).items()}
+        return {"svg": self._svg[1], "items": items}
 
-    def _of(self, graph: Graph, findings: Findings | None) -> Pictures:
-        key = (id(graph), id(findings))
-        if self._pictures[0] != key:
-            self._pictures = key, Pictures(graph, findings)
-        return self._pictures[1]
+    def _album(self, drawn: Drawn) -> Album:
+        graph, findings, _ = drawn
+        album = self._albums.get(self.shown)
+        if album is None or album.graph is not graph or album.findings is not findings:
+            old, album = album, Album(graph, findings)
+            if old is not None:  # the same program with other findings, or fused otherwise: what was open stays open
+                album.opened, album.copies = old.opened, old.copies
+            self._albums[self.shown] = album
+        album.pane = self._pane
+        return album
 
     # Names ---------------------------------------------------------------------------------------------------------
-    def id_of(self, name: str) -> str:
-        """The id in the picture of a box or group."""
-        return ID_PREFIX + dom_id(name)
-
     def clicked(self, drawn: Drawn, item: str) -> str | None:
-        """What a click on an id in the picture selects: a site's id, "n12", a kernel or a group's id; None for what is not there."""
-        if item in self._hull_names:
-            return self._hull_names[item]
-        found = self._item(drawn, item)
-        if found is None:
+        """What a click on an id in the picture selects: a site's id, "n12", or a card's id; None for what is not there."""
+        card = self._card(drawn, item)
+        if card is None:
             return None
-        if found["kind"] == "site" and found["site"] is not None:
-            return found["site"]
-        if found["node"] is not None:
-            return f"n{found['node']}"
-        self.groups = {found["id"]: members_of(found)}
-        return found["id"]
+        self._clicked = card
+        if card.site is not None and card.site.id:
+            return card.site.id
+        if len(card.nodes) == 1:
+            return f"n{card.nodes[0]}"
+        return card.id
+
+    def group(self, drawn: Drawn, name: object) -> dict[str, Collection[int]]:
+        """The card with this id and its nodes, if there is one: it can be selected by that."""
+        card = self._card(drawn, str(name))
+        return {} if card is None else {card.id: card.nodes}
+
+    def name(self, drawn: Drawn, card_id: str) -> str:
+        """What a card is called; "" for what is no card."""
+        card = self._card(drawn, card_id)
+        return "" if card is None else f"{card.prefix} {card.name}".strip()
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
-        """Ids in the picture of what is selected: its own outline if it has one, else the boxes that hold its nodes."""
-        view = self.view(drawn)
-        names = {i["id"] for i in (*view["groups"], *view["boxes"])}
-        if chosen.name in names:
-            return [self.id_of(chosen.name)]
+        """Ids in the picture of what is selected: its own card if it has one, else the cards that hold its nodes."""
+        if self._card(drawn, chosen.name) is not None:
+            return [ID_PREFIX + chosen.name]
+        last = self._clicked  # of a site and its backward pass, the one that was clicked
+        if last is not None and last.site is not None and last.site.id == chosen.name:
+            return [ID_PREFIX + last.id]
         return self.places(drawn, chosen.nodes)
 
     def places(self, drawn: Drawn, nodes: Iterable[int]) -> list[str]:
-        """Ids in the picture of the boxes that hold these nodes, each once."""
-        place, shown = self._place(drawn), self._of(drawn[0], drawn[1]).shown
-        found = (place.get(n) or place.get(shown(n)) for n in nodes)
-        return list(dict.fromkeys(self.id_of(box) for box in found if box is not None))
+        """Ids in the picture of the cards that hold these nodes, each once."""
+        album = self._album(drawn)
+        found = (album.place(drawn[2], n) for n in nodes)
+        return list(dict.fromkeys(ID_PREFIX + card for card in found if card is not None))
 
-    def _place(self, drawn: Drawn) -> dict[int, str]:
-        """Node id -> the box it is seen in; the frame of an open region for the region's own node."""
-        view = self.view(drawn)
-        if self._placed[0] is not view:
-            place = {g["node"]: g["id"] for g in view["groups"] if g["node"] is not None}
-            place |= {n: box["id"] for box in view["boxes"] if box["nodes"] for n in members_of(box)}
-            self._placed = view, place
-        return self._placed[1]
+    def _card(self, drawn: Drawn, item: str) -> Card | None:
+        return self._album(drawn).card(drawn[2], _card_id(item))
 
-    def _item(self, drawn: Drawn, item: str) -> dict[str, Any] | None:
-        view = self.view(drawn)
-        return next((i for i in (*view["boxes"], *view["groups"]) if item in (i["id"], self.id_of(i["id"]))), None)
+
+def _card_id(item: str) -> str:
+    return item.removeprefix(ID_PREFIX)
+
+
+def kernel_notes(compiled: CompiledModule) -> dict[int, str]:
+    """Node id -> the name of the kernel of XLA's that it runs in, where that is known."""
+    return {
+        nid: kernel.name
+        for kernel in compiled.kernels
+        if kernel.kind != CONTROL and not kernel.inferred
+        for nid in kernel.nodes
+    }

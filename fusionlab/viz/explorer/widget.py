@@ -51,7 +51,7 @@ class Explorer(Observed):
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
       formulas: pass name -> what it computes.
-      engine: layout engine, as for `to_svg`.
+      engine: layout engine of the page that `save` writes, as for `to_svg`.
 
     Attributes (traits, `observe` them):
       enabled: frozenset of the site ids that are on.
@@ -95,7 +95,6 @@ class Explorer(Observed):
             find=find,
             after=after,
             formulas=formulas,
-            engine=engine,
             changed=self._setting_changed,
         )
         super().__init__(enabled=self.session.enabled, busy=IDLE | {"status": "not measured"})
@@ -372,8 +371,7 @@ class Explorer(Observed):
         bundle: Any = super()._repr_mimebundle_(**kwargs)
         data, rest = (bundle[0], bundle[1:]) if isinstance(bundle, tuple) else (bundle, ())
         session = self.session
-        svg = session.stage.scene(session.drawn())["svg"]
-        still = still_html(session.view(), svg, session.shown_findings)
+        still = still_html(session.summary(), session.scene()["svg"], session.shown_findings)
         data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
         return (data, *rest) if rest else data
 

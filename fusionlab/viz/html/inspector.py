@@ -217,7 +217,7 @@ class _Inspector:
     def fate(self, node: Node, kernels: tuple[ModuleKernel, ...]) -> str:
         if self.compiled is None:
             return quiet(
-                "Not compiled yet: XLA hulls in a live explorer, or findings.xla(), compiles it and says which kernel this went into."
+                "Not compiled yet: XLA kernels in a live explorer, or findings.xla(), compiles it and says which kernel this went into."
             )
         rows: list[Fact] = []
         for k in kernels:

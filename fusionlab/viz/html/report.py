@@ -9,20 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from html import escape as _escape
-from importlib.resources import files
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..browser import asset, module
+from ..cards.album import Album
 from ..draw.dot import dom_id, dot_of_view
 from ..draw.render import to_svg
 from ..gpu_record import record_html
 from ..markup import inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.pictures import Pictures
+from ..model.summaries import summary
 from ..model.view_model import view_model
 from .baked import slim
 from .page import AFTER_ID_PREFIX, ID_PREFIX, page_data
@@ -31,6 +33,10 @@ from .sections import candidates_html, declined_html, legend, passes_html, resid
 _LIVE = (
     "Switching sites on and off and measuring again need a live kernel: <code>fusionlab.explore(fn, *args)</code> in a "
     "notebook."
+)
+
+_LIVE_PICTURE = (
+    "To open these cards, switch sites on and off and measure them: <code>fusionlab.explore(fn, *args)</code>."
 )
 
 
@@ -105,22 +111,20 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
     return _page(title, "\n".join(body))
 
 
-def graph_html(
-    graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = (), engine: str | None = None
-) -> str:
-    """A static picture with header and legend, for `_repr_html_`: no script, nothing to install."""
-    view = Pictures(graph, findings).view(enabled=enabled)
-    return still_html(view, picture(view, "fl-", engine), findings)
+def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()) -> str:
+    """A static picture with header, for `_repr_html_`: no script, nothing to install."""
+    return still_html(summary(graph, findings, enabled), Album(graph, findings).still(enabled), findings)
 
 
 def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
-    """`graph_html` of a view model whose picture is drawn already, with ids that start with "fl-"."""
+    """`graph_html` of a view model's `summary` and a picture that is drawn already, with ids that start with "fl-"."""
     # Ids must not meet those of another picture in the same notebook; the content tells them apart.
-    prefix = dom_id(f"fl {view['header']} {len(view['boxes'])}")
-    own = svg.replace(' id="fl-', f' id="{prefix}-')
+    prefix = dom_id(f"fl {view['header']} {len(svg)}")
+    own = inline_svg(svg).replace(' id="fl-', f' id="{prefix}-')
+    live = f'<p class="quiet">{_LIVE_PICTURE}</p>' if findings is not None else ""
     return (
         f'<div class="fl">{style()}<p class="fl-header">{_e(view["header"])}</p>'
-        f'{legend(view)}<div class="fl-graph" style="max-height:640px">{own}</div>'
+        f'<div class="fl-graph" style="max-height:900px">{own}</div>{live}'
         f"{_reasons(view, findings)}</div>"
     )
 
@@ -167,26 +171,21 @@ def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     scripts = ""
     if data is not None:
         text = json.dumps(data, sort_keys=True).replace("<", "\\u003c")
-        code = _asset("explorer.js") + "\n" + _asset("report.js")
+        code = module() + "\n" + asset("report.js")
         scripts = (
             f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
         )
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_e(title)}</title>\n<style>\n{_asset('explorer.css')}\n{_asset('report.css')}\n</style>\n</head>\n"
+        f"<title>{_e(title)}</title>\n<style>\n{asset('explorer.css')}\n{asset('report.css')}\n</style>\n</head>\n"
         f'<body class="fl">\n<main>\n{body}\n</main>\n{scripts}</body>\n</html>\n'
     )
 
 
 def style() -> str:
     """The style sheet all pictures share, as an HTML element."""
-    return f"<style>{_asset('explorer.css')}</style>"
-
-
-@cache
-def _asset(name: str) -> str:
-    return (files("fusionlab.viz") / "assets" / name).read_text(encoding="utf-8")
+    return f"<style>{asset('explorer.css')}</style>"
 
 
 def _e(value: Any) -> str:

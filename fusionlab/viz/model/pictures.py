@@ -79,11 +79,6 @@ class Pictures:
             "inspector": inspector,
         }
 
-    def shown(self, node: int) -> int:
-        """The node that stands for this one in the last view: itself, or its twin in the copy of a repeated block that is shown."""
-        with self._lock:
-            return node if self._folded is None else self._folded[1].twin(node)
-
     def _tree(self, enabled: Collection[str] | None, max_nodes: int) -> tuple[GroupTree, list[ShownSite]]:
         """The folded program with these sites on, all that were asked for last if they are the same."""
         found = self.findings.candidates if self.findings is not None else ()

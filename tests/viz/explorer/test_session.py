@@ -18,7 +18,7 @@ from ..conftest import candidate, findings_of, linear_nodes
 
 @pytest.fixture
 def session(case):
-    return Session(case.graph, case.findings, engine="builtin")
+    return Session(case.graph, case.findings)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def mixed():
 
 def live(mixed, **options):
     graph, found = mixed
-    return Session(graph, found, find=lambda strategy: fl.find(graph, passes=strategy), engine="builtin", **options)
+    return Session(graph, found, find=lambda strategy: fl.find(graph, passes=strategy), **options)
 
 
 def words(session):
@@ -58,6 +58,23 @@ def test_every_decision_is_a_line_of_the_ledger_and_can_be_undone(session, case)
     assert not session.reset()
     assert session.undo()
     assert session.enabled == frozenset()
+
+
+def test_the_screen_is_told_what_can_act_and_what_selects_again(session, case, monkeypatch):
+    assert not session.head()["can"]["reset"]
+    assert {".svg", ".json", ".html"} <= set(session.head()["can"]["export"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not {".png", ".pdf"} & set(session.head()["can"]["export"])
+    session.toggles["gemm_epilogue"] = False
+    assert session.head()["can"]["reset"]
+    turns = []
+    for name in (case.findings.candidates[0].id, "n3", "n3"):
+        session.select(name)
+        told = session.inspector()
+        turns.append(told["turn"])
+        session.select(told["name"])
+        assert session.inspector()["name"] == told["name"]
+    assert turns == [1, 3, 5]  # selecting the same again is told too
 
 
 def test_what_changes_nothing_is_no_decision(session):
@@ -103,7 +120,7 @@ def test_an_option_that_is_none_is_refused_and_changes_nothing(mixed, session):
 
 
 def test_identical_sites_are_one_group_that_is_switched_as_one(stack):
-    session = Session(stack.graph, stack.findings, engine="builtin") if stack.findings.candidates else None
+    session = Session(stack.graph, stack.findings) if stack.findings.candidates else None
     assert session is not None
     (group,) = next(p["groups"] for p in session.panel()["passes"] if p["name"] == "gemm_epilogue")
     assert (group["count"], group["state"]) == (24, "on")
@@ -121,7 +138,7 @@ def test_identical_sites_are_one_group_that_is_switched_as_one(stack):
 def test_sites_that_differ_are_not_one_group(case):
     graph, nodes = case.graph, linear_nodes(case.graph)
     two = [candidate(graph, f"gemm_epilogue@layer_{i}#1", nodes[i], f"formula {i}") for i in (0, 1)]
-    session = Session(graph, findings_of(graph, two), engine="builtin")
+    session = Session(graph, findings_of(graph, two))
     groups = next(p["groups"] for p in session.panel()["passes"] if p["name"] == "gemm_epilogue")
     assert [g["label"] for g in groups] == ["formula 0", "formula 1"]
     assert [g["names"] for g in groups] == ["", ""]
@@ -131,23 +148,23 @@ def test_groups_of_one_formula_are_told_apart_by_their_modules(case):
     graph, nodes = case.graph, linear_nodes(case.graph)
     two = [candidate(graph, f"gemm_epilogue@layer_{i}/{n}#1", nodes[i]) for i, n in enumerate(("query", "out"))]
     two[1] = dataclasses.replace(two[1], nodes_after=4)
-    groups = Session(graph, findings_of(graph, two), engine="builtin").panel()["passes"][0]["groups"]
+    groups = Session(graph, findings_of(graph, two)).panel()["passes"][0]["groups"]
     assert [(g["label"], g["names"]) for g in groups] == [("x @ w + b", "query"), ("x @ w + b", "out")]
 
 
 def test_a_site_in_no_module_is_named_by_its_line(case):
     graph, nodes = case.graph, linear_nodes(case.graph)
-    session = Session(graph, findings_of(graph, [candidate(graph, "gemm_epilogue@#1", nodes[0])]), engine="builtin")
+    session = Session(graph, findings_of(graph, [candidate(graph, "gemm_epilogue@#1", nodes[0])]))
     (group,) = session.panel()["passes"][0]["groups"]
     assert group["sites"][0]["label"] == f"{nodes[0][0].source.short} #1"
 
 
 def test_the_picture_is_drawn_again_only_when_it_changes(session, case, monkeypatch):
-    from fusionlab.viz.explorer import stage
+    from fusionlab.viz.cards import album
 
     drawn = []
-    real = stage.picture
-    monkeypatch.setattr(stage, "picture", lambda *a: drawn.append(1) or real(*a))
+    real = album.svg
+    monkeypatch.setattr(album, "svg", lambda *a: drawn.append(1) or real(*a))
     session.scene()
     session.select("n1")
     session.search("tanh")

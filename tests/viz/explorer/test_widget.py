@@ -3,14 +3,16 @@
 import json
 import threading
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
-from fusionlab.viz.draw.dot import dom_id
+from fusionlab.graph.program.trace import trace
 from fusionlab.viz.explorer.widget import Explorer
 from fusionlab.viz.html.report import graph_html
 
-from ..conftest import linear_nodes
+from ..conftest import Case, findings_of, linear_nodes
 
 
 class Meter:
@@ -36,6 +38,25 @@ def lab(case, meter):
 
 def ids(case):
     return [c.id for c in case.findings.candidates]
+
+
+def card_of(lab, name):
+    """The id in the picture of the first card whose spoken label begins so."""
+    return next(card for card, item in lab.scene["items"].items() if item["label"].startswith(name))
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """Three equal layers of two products."""
+
+    def layers(params, x):
+        for i, (w, v) in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w) @ v
+        return x
+
+    graph = trace(layers, [(jnp.ones((8, 16)), jnp.ones((16, 8)))] * 3, jnp.ones((4, 8)))
+    return Case(graph, findings_of(graph))
 
 
 def click(lab, kind, **content):
@@ -133,9 +154,10 @@ def test_an_error_behind_a_click_is_shown_and_the_widget_goes_on(lab, case):
 
 def test_the_picture_follows_the_toggles(lab, case):
     first = ids(case)[0]
-    assert f'id="fl-{dom_id(first)}-inner"' in lab.scene["svg"]
+    card = card_of(lab, "layer_0")
+    assert f'id="{card}" class="card site applied"' in lab.scene["svg"]
     lab.toggles[first] = False
-    assert f'id="fl-{dom_id(first)}-inner"' not in lab.scene["svg"]
+    assert f'id="{card}" class="card site candidate"' in lab.scene["svg"]
 
 
 def test_all_that_goes_to_the_browser_is_json(lab):
@@ -342,14 +364,15 @@ def test_an_observer_of_a_measurement_may_measure(case):
 
 def test_selecting_from_python_and_by_click_is_the_same(lab, case):
     node = linear_nodes(case.graph)[1][0]
+    card = card_of(lab, "layer_1")
     info = lab.select(node.outputs[0].name)
     assert info["primitive"] == "dot_general"
-    assert (lab.selected, lab.marks["selected"]) == (node.outputs[0].name, [f"fl-n{node.id}"])
+    assert (lab.selected, lab.marks["selected"]) == (node.outputs[0].name, [card])
     assert "x = jnp.tanh(x @ w + b)" in lab.inspector["html"]
     lab.select(ids(case)[0])
     assert "tanh(x @ w + b)" in lab.inspector["html"]
-    click(lab, "select", id=f"fl-n{node.id}")
-    assert lab.selected == node.outputs[0].name
+    click(lab, "select", id=card)
+    assert (lab.selected, lab.marks["selected"]) == (ids(case)[1], [card])
     click(lab, "pick", name=ids(case)[0])
     assert lab.selected == ids(case)[0]
 
@@ -358,7 +381,7 @@ def test_a_source_line_selects_its_equations(lab, case):
     node = linear_nodes(case.graph)[0][0]
     info = lab.select(node.source.short)
     assert len(info["nodes"]) == 12
-    assert len(lab.marks["selected"]) > 4
+    assert lab.marks["selected"] == [card_of(lab, f"layer_{i}") for i in range(3)]
 
 
 def test_selecting_what_is_not_there_is_refused(lab):
@@ -371,29 +394,36 @@ def test_selecting_what_is_not_there_is_refused(lab):
 def test_searching_marks_what_is_found(lab, case):
     rows = lab.search("dot_general")
     assert [r["id"] for r in rows] == [f"n{nodes[0].id}" for nodes in linear_nodes(case.graph)]
-    assert lab.marks["found"] == [f"fl-n{nodes[0].id}" for nodes in linear_nodes(case.graph)]
+    assert lab.marks["found"] == [card_of(lab, f"layer_{i}") for i in range(3)]
     click(lab, "search", text="")
     assert (lab.hits["rows"], lab.marks["found"]) == ([], [])
 
 
-def test_groups_close_and_open(lab):
-    frame = "fl-" + dom_id("layer_0")
-    assert lab.scene["items"][frame]["label"] == "layer_0"
-    click(lab, "fold", id=frame)
-    assert lab.scene["items"][frame]["label"].startswith("layer_0, 4 nodes")
-    assert lab.scene["items"][frame]["closed"]
-    click(lab, "fold", id=frame)
-    assert lab.scene["items"][frame]["label"] == "layer_0"
+def test_a_card_opens_where_it_stands_and_closing_it_gives_the_former_picture_back(deep):
+    lab = Explorer(deep.graph, deep.findings)
+    first = lab.scene
+    card = card_of(lab, "layer_0")
+    assert lab.scene["items"][card] == lab.scene["items"][card] | {"group": True, "closed": True}
+    click(lab, "fold", id=card)
+    assert not lab.scene["items"][card]["closed"]
+    assert {k for k, v in lab.scene["items"].items() if v["group"] and not v["closed"]} == {card}
+    click(lab, "fold", id=card)
+    assert lab.scene == first
     click(lab, "fold", id="nonsense")
     assert lab.problem is None
 
 
-def test_selecting_a_folded_node_unfolds_what_is_around_it(lab, case):
-    click(lab, "fold", id="fl-" + dom_id("layer_0"))
-    node = linear_nodes(case.graph)[0][0]
-    lab.select(f"n{node.id}")
-    assert lab.marks["selected"] == [f"fl-n{node.id}"]
-    assert f'id="fl-n{node.id}"' in lab.scene["svg"]
+def test_selecting_a_node_opens_the_cards_around_it_and_shows_its_copy(deep):
+    lab = Explorer(deep.graph, deep.findings)
+    card = card_of(lab, "layer_0")
+    products = [n for n in deep.graph.nodes() if n.primitive == "dot_general"]
+    lab.select(f"n{products[-1].id}")
+    assert lab.scene["items"][card]["label"].startswith("layer 2 of 3")
+    (seen,) = lab.marks["selected"]
+    assert seen != card
+    assert "x @ " in lab.scene["items"][seen]["label"]
+    click(lab, "step", id=card, by=1)
+    assert lab.scene["items"][card]["label"].startswith("layer 0 of 3")
 
 
 def test_a_site_in_a_copy_that_is_not_drawn_is_marked_where_its_block_is(stack):
@@ -404,24 +434,21 @@ def test_a_site_in_a_copy_that_is_not_drawn_is_marked_where_its_block_is(stack):
     assert set(lab.marks["selected"]) <= set(lab.scene["items"])
 
 
-def test_a_click_on_a_closed_site_selects_it_and_leaves_it_closed(lab, case):
-    site = ids(case)[0]
-    frame = "fl-" + dom_id(site)
-    click(lab, "fold", id=frame)
-    assert lab.scene["items"][frame]["closed"]
-    click(lab, "select", id=frame)
-    assert (lab.selected, lab.marks["selected"]) == (site, [frame])
-    assert lab.scene["items"][frame]["closed"]
-    lab.select(f"n{min(case.findings.candidates[0].node_ids)}")  # a script's selection is shown
-    assert frame not in lab.scene["items"] or not lab.scene["items"][frame]["closed"]
+def test_a_click_on_a_closed_card_selects_it_and_leaves_it_closed(deep):
+    lab = Explorer(deep.graph, deep.findings)
+    card = card_of(lab, "layer_0")
+    click(lab, "select", id=card)
+    assert lab.marks["selected"] == [card]
+    assert lab.scene["items"][card]["closed"]
+    assert lab.inspector["title"] == "layer_0 … 2"
 
 
-def test_selecting_a_group_tells_what_it_holds(lab):
-    frame = "fl-" + dom_id("layer_0")
-    click(lab, "fold", id=frame)
-    click(lab, "select", id=frame)
-    assert lab.selected == "layer_0"
-    assert lab.marks["selected"] == [frame]
+def test_a_pane_of_another_size_gets_a_picture_of_that_size(lab):
+    click(lab, "pane", width=640, height=500)
+    assert 'width="640"' in lab.scene["svg"]
+    before = lab.scene
+    click(lab, "pane", width=640, height=500)
+    assert lab.scene is before
 
 
 def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
@@ -434,14 +461,10 @@ def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
     lab = Explorer(case.graph, case.findings, after=after, engine="builtin")
     lab.shown = "after"
     assert set(asked) == {lab.enabled}
-    assert "dashed" not in lab.scene["svg"]
-    frame = "fl-" + dom_id("layer_0")
-    click(lab, "fold", id=frame)
+    assert "declined" not in lab.scene["svg"].partition("legend")[0]
     click(lab, "shown", value="before")
     assert lab.shown == "before"
-    assert not lab.scene["items"][frame]["closed"]  # each side keeps its own folding
-    click(lab, "shown", value="after")
-    assert lab.scene["items"][frame]["closed"]
+    assert "declined" in lab.scene["svg"].partition("legend")[0]
 
 
 # Showing and saving -----------------------------------------------------------------------------------------------------------
@@ -450,7 +473,8 @@ def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
 def test_the_bundle_has_the_widget_and_a_static_picture(lab, case):
     bundle, _ = lab._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert bundle["text/html"] == graph_html(case.graph, case.findings, enabled=lab.enabled, engine="builtin")
+    assert lab.scene["svg"][-200:] in bundle["text/html"]
+    assert "fusionlab.explore(fn, *args)" in graph_html(case.graph, case.findings, enabled=lab.enabled)
     assert bundle["text/plain"] == "Explorer('mlp', 2 of 2 sites on, not measured)"
 
 

@@ -16,6 +16,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.viz import palette
+from fusionlab.viz.browser import module as browser_module
 from fusionlab.viz.html import baked as scenes
 from fusionlab.viz.html.report import graph_html, report_html
 from fusionlab.viz.model.pictures import Pictures
@@ -188,7 +189,7 @@ const state = {
     groups: [{key: "k", label: "two", where: "", count: 2, ids: ["p@1", "p@2"], state: "partial", sites: [
       {id: "p@1", label: "1", on: true, note: "", losing: false}, {id: "p@2", label: "2", on: false, note: "+1.8%", losing: true}]}]}],
     declined: []},
-  scene: {svg: `<svg viewBox="0 0 200 100" width="9" height="9">${drawn}</svg>`, hull_items: {},
+  scene: {svg: `<svg viewBox="0 0 200 100" width="9" height="9">${drawn}</svg>`,
           items: {"fl-a": {label: "box a", closed: true, group: true}, "fl-b": {label: "box b"}}},
   marks: {}, inspector: {title: "", html: ""}, hits: {}, busy: {running: false, status: "idle"}, problem: null,
   tabs: [{name: "Timing", html: "<p>t</p>"}, {name: "Code", html: "<p>c</p>"}],
@@ -205,11 +206,7 @@ const el = document.getElementById("here");
 
 def run_module(tmp_path, browser, script):
     """What a script logs that has the explorer's module, a stand-in for the kernel (`model`, `state`, `sent`) and an element `el`."""
-    module = (
-        (files("fusionlab.viz") / "assets" / "explorer.js")
-        .read_text(encoding="utf-8")
-        .replace("export default {", "const widget = {")
-    )
+    module = browser_module().replace("export default {", "const widget = {")
     css = (files("fusionlab.viz") / "assets" / "explorer.css").read_text(encoding="utf-8")
     page = tmp_path / "module.html"
     page.write_text(

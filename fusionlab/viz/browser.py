@@ -1,0 +1,19 @@
+"""What runs in the browser, in one piece: the explorer's module is written in several files, and is handed out as one text."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+_PARTS = ("explorer.js", "panels.js", "reading.js")
+
+
+@cache
+def asset(name: str) -> str:
+    """The text of a file in `assets`."""
+    return (files("fusionlab.viz") / "assets" / name).read_text(encoding="utf-8")
+
+
+def module() -> str:
+    """The explorer's module, which anywidget and the standalone page load; only `explorer.js` exports."""
+    return "\n".join(map(asset, _PARTS))

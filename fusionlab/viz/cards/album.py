@@ -1,0 +1,175 @@
+"""The pictures of one program as one clicks through them: which cards are open, where a node is seen, what a card stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fusionlab.fusers.engine.outcomes import Candidate, Rejection
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+
+from ..parts.tree import Maker
+from .card import Card, Overview
+from .plan import described, plan, shown
+from .svg import svg
+
+PANE = (932.0, 700.0)  # px: the pane of a notebook 1440 px wide, and what a picture without one is drawn for
+_ONE_LANE = 460.0  # px: the width of a still picture of a program that is not differentiated
+_AROUND, _ROW = 170.0, 115.0  # px: the height of a still picture, without rows and for each
+Chains = Mapping[int, tuple[str, ...]]
+
+
+class Album:
+    """Pictures of a graph and what was found in it.
+
+    The first picture reads the whole program; opening a card costs what is drawn.
+
+    Attributes:
+      opened: ids of the cards that are open.
+      copies: id of a card of several equal parts -> which of them it shows, from 0.
+      pane: width and height in px.
+    """
+
+    def __init__(self, graph: Graph, findings: Findings | None = None) -> None:
+        self.graph, self.findings = graph, findings
+        self.opened: set[str] = set()
+        self.copies: dict[str, int] = {}
+        self.pane = PANE
+        self._maker: Maker | None = None
+        self._made: tuple[Any, Overview, Chains] | None = None
+        self._fitted: tuple[Any, Overview, dict[str, Card], dict[str, str]] | None = None
+
+    # What is drawn -----------------------------------------------------------------------------------------------------
+    def overview(self, enabled: Collection[str] | None) -> Overview:
+        """The lanes and rows with these sites applied, as they fit into the pane."""
+        return self._fit(enabled)[0]
+
+    def svg(
+        self, enabled: Collection[str] | None, id_prefix: str = "fl-", notes: Mapping[int, str] | None = None
+    ) -> str:
+        """The picture with the cards open that are.
+
+        Args:
+          enabled: ids of the applied sites; None means all that are not idle.
+          id_prefix: before the ids of the cards.
+          notes: node id -> what to say instead of the source line in boxes whose nodes all have it.
+        """
+        drawn = self.overview(enabled)
+        if notes is not None:
+            drawn = _noted(drawn, notes)
+        return svg(plan(drawn, *self.pane, self.opened), id_prefix)
+
+    def still(self, enabled: Collection[str] | None, id_prefix: str = "fl-") -> str:
+        """The picture for a page that cannot be clicked: no larger than the program needs."""
+        drawn = self.overview(enabled)
+        lanes, rows = len(drawn.phases), len(drawn.rows)
+        width = _ONE_LANE if lanes == 1 else PANE[0]
+        return svg(plan(drawn, width, min(PANE[1], _AROUND + _ROW * rows)), id_prefix)
+
+    def items(self, enabled: Collection[str] | None) -> dict[str, dict[str, Any]]:
+        """Card id -> spoken label, kind and whether it opens, of all that can be selected now."""
+        found = described(self.overview(enabled), self.opened)
+        return {k: v for k, v in found.items() if v["kind"] not in ("input", "output")}
+
+    def card(self, enabled: Collection[str] | None, card_id: str) -> Card | None:
+        """The card with this id."""
+        return self._fit(enabled)[1].get(card_id)
+
+    def _fit(self, enabled: Collection[str] | None) -> tuple[Overview, dict[str, Card], dict[str, str]]:
+        made, _ = self._make(enabled)
+        key = id(made), self.pane[1]
+        if self._fitted is None or self._fitted[0] != key:
+            fitted = shown(made, self.pane[1])
+            parents = {child.id: card.id for card in fitted.cards() for child in card.children}
+            self._fitted = key, fitted, {card.id: card for card in fitted.cards()}, parents
+        return self._fitted[1], self._fitted[2], self._fitted[3]
+
+    def _make(self, enabled: Collection[str] | None) -> tuple[Overview, Chains]:
+        key = (None if enabled is None else frozenset(enabled), tuple(sorted(self.copies.items())))
+        if self._made is None or self._made[0] != key:
+            if self._maker is None:
+                self._maker = Maker(self.graph, self.findings)
+            self._made = key, *self._maker.overview(enabled, self.copies)
+        return self._made[1], self._made[2]
+
+    # Opening -----------------------------------------------------------------------------------------------------------
+    def toggle(self, enabled: Collection[str] | None, card_id: str) -> None:
+        """Opens a closed card, closes an open one, with nothing else opened or closed; what does not open stays."""
+        card = self.card(enabled, card_id)
+        if card is None or not card.children:
+            return
+        self.opened ^= {card_id}
+
+    def step(self, enabled: Collection[str] | None, card_id: str, by: int) -> None:
+        """Shows the next or the last one of several equal parts."""
+        card = self.card(enabled, card_id)
+        if card is not None and card.count > 1:
+            self.copies[card_id] = (card.copy + by) % card.count
+
+    def reveal(self, enabled: Collection[str] | None, nodes: Iterable[int]) -> None:
+        """Opens the cards around these nodes, and shows the copies that they are in."""
+        nodes = [*nodes]
+        for nid in nodes:
+            self._show_copy(enabled, nid)
+        for nid in nodes:
+            self.open_around(enabled, self._innermost(enabled, nid) or "")
+
+    def open_around(self, enabled: Collection[str] | None, card_id: str) -> None:
+        """Opens the cards around a card."""
+        _, _, parents = self._fit(enabled)
+        card = parents.get(card_id)
+        while card is not None:
+            self.opened.add(card)
+            card = parents.get(card)
+
+    def _show_copy(self, enabled: Collection[str] | None, nid: int) -> None:
+        for _ in range(8):  # a copy within a copy, at most so deep
+            chain = self._make(enabled)[1].get(nid, ())
+            card, sign, number = chain[-1].rpartition("~") if chain else ("", "", "")
+            if not sign or card not in chain or not number.isdigit():
+                return
+            self.copies[card] = int(number)
+
+    # Where things are ----------------------------------------------------------------------------------------------------
+    def place(self, enabled: Collection[str] | None, nid: int) -> str | None:
+        """The card in which a node is seen now: the innermost one around it that is drawn."""
+        _, _, parents = self._fit(enabled)
+        card = self._innermost(enabled, nid)
+        seen = card
+        while card is not None and card in parents:
+            card = parents[card]
+            if card not in self.opened:
+                seen = card
+        return seen
+
+    def _innermost(self, enabled: Collection[str] | None, nid: int) -> str | None:
+        _, cards, _ = self._fit(enabled)
+        chain = self._make(enabled)[1].get(nid, ())
+        return next((c for c in reversed(chain) if c in cards), None)
+
+    def site(self, card: Card) -> Candidate | Rejection | None:
+        """The record of the site that a card is."""
+        if card.site is None or self.findings is None:
+            return None
+        records = (*self.findings.candidates, *self.findings.rejections)
+        return next((r for r in records if r.id == card.site.id), None)
+
+
+def _noted(overview: Overview, notes: Mapping[int, str]) -> Overview:
+    rows = tuple(
+        replace(row, cards={phase: _with_note(card, notes) for phase, card in row.cards.items()})
+        for row in overview.rows
+    )
+    return replace(overview, rows=rows)
+
+
+def _with_note(card: Card, notes: Mapping[int, str]) -> Card:
+    if card.children:
+        return replace(card, children=tuple(_with_note(c, notes) for c in card.children))
+    said = [notes[nid] for nid in card.nodes if nid in notes]
+    different = [*dict.fromkeys(said)]
+    return replace(
+        card, where=different[0] if len(different) == 1 else f"{len(different)} kernels" if different else ""
+    )

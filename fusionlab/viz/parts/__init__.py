@@ -1,0 +1,6 @@
+"""How a program falls into parts that have names: what `cards` shows.
+
+Read `phases` first (forward, backward, update), then `nodes`, `sites` and `items` (what a reader takes for one thing), `frames` and
+`instances` (which call and which layer it is in), `groups` and `places` (parts, and the rows they stand in), `runs` (equal neighbours),
+`flows` (who reads what), `names` and `naming`, `strips`, and `tree`, which makes cards of it all.
+"""

@@ -1,0 +1,194 @@
+"""What a card is called: a name one can say aloud, never an id, a count of nodes or the name of a wrapper."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from fusionlab.fusers.engine.outcomes import Candidate
+from fusionlab.graph.program.ir import Literal, Node, Value, literal_text
+from fusionlab.graph.program.scopes import Source
+
+from .frames import frames_of, spoken
+from .items import Item
+from .nodes import PRODUCTS, is_light
+
+ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter that it holds, or ""
+# What libraries call the parameters of every layer.
+_ALIKE = frozenset({"kernel", "weight", "scale", "bias", "embedding", "w", "b", "value"})
+_WORDS = {
+    "dot_general": "@",
+    "add": "+",
+    "add_any": "+",
+    "sub": "−",
+    "mul": "×",
+    "div": "÷",
+    "neg": "−",
+    "max": "max",
+    "min": "min",
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "exp": "exp",
+    "log": "log",
+    "tanh": "tanh",
+    "logistic": "sigmoid",
+    "rsqrt": "rsqrt",
+    "sqrt": "sqrt",
+    "erf": "erf",
+    "select_n": "where",
+    "conv_general_dilated": "conv",
+    "scatter-add": "scatter add",
+}
+_TURN = re.compile(r"(.*)turn (\d+)")
+_INDEX = re.compile(r"\[(['\"]?)([^\]]*?)\1\]")
+
+
+def run_name(first: str, last: str) -> str:
+    """The name of equal parts in a row: "layer_0 … 23", "blocks[0] … [11]", "relu" where both are called so."""
+    if first == last:
+        return first
+    turn, other = _TURN.fullmatch(first), _TURN.fullmatch(last)
+    if turn and other and turn[1] == other[1]:
+        return f"{turn[1]}turns {turn[2]} … {other[2]}"
+    shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
+    cut = re.split(r"\d*$", shared)[0]
+    if cut.endswith("[") and first.endswith("]"):
+        return f"{cut}{first[len(cut) : -1]} … {last[len(cut) :]}"
+    return f"{first} … {last[len(cut) :]}" if cut else f"{first} … {last}"
+
+
+def lines_text(sources: Iterable[Source]) -> str:
+    """ "model.py:22-24"; the lines of the file that has most of them, "" for none."""
+    known = list(sources)
+    if not known:
+        return ""
+    file = Counter(s.file for s in known).most_common(1)[0][0]
+    here = [s for s in known if s.file == file]
+    lines = sorted({s.line for s in here})
+    name = here[0].short.rpartition(":")[0]
+    return f"{name}:{lines[0]}" + (f"-{lines[-1]}" if lines[-1] > lines[0] else "")
+
+
+def parameter_name(path: str) -> str:
+    """An argument's path as one says it, without the container that it stands in: "params['blocks'][3]['q']" -> "blocks[3].q"."""
+    path = _INDEX.sub(lambda m: f"[{m[2]}]" if m[2].isdigit() else f".{m[2]}", path)
+    path = re.sub(r"\.(?:value|raw_value)\b", "", path)
+    return path.partition(".")[2] or path
+
+
+def shared_parameter(paths: Sequence[str]) -> str:
+    """The part that all parameters of a group have in common: "blocks[3]" of blocks[3].q and blocks[3].norm.scale; "" for none."""
+    if not paths:
+        return ""
+    parts = [re.split(r"\.|(?=\[)", p) for p in paths]
+    common = [same[0] for same in _same(parts)]
+    if len(paths) == 1 or len(common) == len(parts[0]):
+        common = common[:-1]
+    return "".join(p if p.startswith("[") or not k else f".{p}" for k, p in enumerate(common))
+
+
+def _same(parts: Sequence[Sequence[str]]) -> Iterable[tuple[str, ...]]:
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            return
+        yield column
+
+
+def short_parameter(name: str) -> str:
+    """ "w_out" of "layers[3].w_out", but "q.kernel" of "blocks[3].q.kernel": libraries call all that layers hold alike."""
+    parts = re.split(r"\.", name)
+    last, before = parts[-1], parts[-2] if len(parts) > 1 else ""
+    if last in _ALIKE and before and not before.endswith("]"):
+        return f"{before}.{last}"
+    return last if re.search(r"[^\W\d]", last) else name
+
+
+def item_name(item: Item, argument_of: ArgumentOf) -> str:
+    """The name of one thing: a site's formula, a product by its parameter, a function, or what it computes."""
+    if item.site is not None:
+        return _site_name(item.site.record)
+    if item.is_region:
+        return _region_name(item.main)
+    products = [n for n in item.nodes if n.primitive in PRODUCTS]
+    return (_product(products[0], argument_of) if products else "") or works_on(item.nodes)
+
+
+def _site_name(record: object) -> str:
+    return record.formula if isinstance(record, Candidate) else str(getattr(record, "pass_name", ""))
+
+
+def _region_name(node: Node) -> str:
+    names = {"scan": "scan", "while": "loop", "cond": "choice", "shard_map": "sharded"}
+    function = spoken(node.source.function) if node.source else ""
+    kind = names.get(node.primitive, node.primitive)
+    return f"{function} ({kind})" if function else kind
+
+
+def _product(node: Node, argument_of: ArgumentOf) -> str:
+    """ "x @ w_out"; "" for a product without a parameter."""
+    names = [argument_of(v.id) if isinstance(v, Value) else "" for v in node.inputs[:2]]
+    sign = "@" if node.primitive != "conv_general_dilated" else "∗"
+    return f" {sign} ".join(short_parameter(n) if n else "x" for n in names) if any(names) else ""
+
+
+def works_on(nodes: Sequence[Node]) -> str:
+    """ "conv_block :182": function and lines of a few nodes; what they compute where no function has a name."""
+    solid = [n for n in nodes if not is_light(n)] or list(nodes)
+    if all(n.primitive == "add_any" for n in solid):
+        return "sum of gradients"
+    sources: dict[str, list[Source]] = {}
+    for frames in filter(None, map(frames_of, solid)):
+        sources.setdefault(spoken(frames[-1].function), []).append(frames[-1])
+    function, here = max(sources.items(), key=lambda pair: len(pair[1]), default=("", []))
+    lines = lines_text(here).rpartition(":")[2]
+    return f"{function} :{lines}" if function and lines else computes(nodes)
+
+
+def computes(nodes: Sequence[Node]) -> str:
+    """ "add", "exp · sum", "where and 7 more": the operations of a few nodes, those that only move data left out."""
+    solid = [n for n in nodes if not is_light(n)] or list(nodes)
+    words = [w for w, _ in itertools.groupby(_plain(n) for n in solid)]
+    if len(words) <= 3:
+        return " · ".join(words)
+    return f"{Counter(words).most_common(1)[0][0]} and {len(words) - 1} more"
+
+
+def _plain(node: Node) -> str:
+    named = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "select_n": "where", "add_any": "add"}
+    return named.get(node.primitive, node.primitive).replace("_", " ")
+
+
+def ribbon(nodes: Sequence[Node], argument_of: ArgumentOf) -> tuple[str, ...]:
+    """Operations in program order, as one would write the formula: "sum", "÷ 1024", "−", "× g"."""
+    words = []
+    for node in nodes:
+        if is_light(node):
+            continue
+        if node.primitive == "integer_pow":
+            words.append(f"^{node.params['y']}")
+            continue
+        words.append(" ".join([_WORDS.get(node.primitive, node.primitive), *_operands(node, argument_of)]))
+    return tuple(words)
+
+
+def _operands(node: Node, argument_of: ArgumentOf) -> list[str]:
+    if node.primitive not in ("add", "sub", "mul", "div", "dot_general", "max", "min"):
+        return []
+    named = []
+    for atom in node.inputs:
+        if isinstance(atom, Literal):
+            named.append(f"{float(literal_text(atom.val)):.4g}" if _is_number(atom) else literal_text(atom.val))
+        elif name := argument_of(atom.id):
+            named.append(name.rpartition(".")[2])
+    return named[:1]
+
+
+def _is_number(atom: Literal) -> bool:
+    try:
+        float(literal_text(atom.val))
+    except ValueError:
+        return False
+    return True

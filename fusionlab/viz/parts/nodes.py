@@ -1,0 +1,22 @@
+"""What single nodes are to a reader: a product, work, or only a view, a cast or a mask of what others made."""
+
+from __future__ import annotations
+
+from fusionlab.graph.cost.traffic import is_region
+from fusionlab.graph.program.ir import Node
+
+from ..model.folding import LAYOUT_OPS
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+ALONE = PRODUCTS | {"sort", "top_k", "fft"}  # each is a thing of its own
+_COMPARISONS = frozenset({"eq", "lt", "le", "gt", "ge", "and"})
+
+
+def is_light(node: Node) -> bool:
+    """Whether a node only moves, converts or makes up data: it is told with what reads it."""
+    return not is_region(node) and (node.primitive in LAYOUT_OPS or node.primitive in _COMPARISONS)
+
+
+def is_recomputed(node: Node) -> bool:
+    """Whether the backward pass computes here again what the forward pass did not keep."""
+    return any("rematted_computation" in str(e.source_info.name_stack) for e in (*node.calls, node.eqn))
