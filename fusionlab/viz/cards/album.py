@@ -12,6 +12,7 @@ from fusionlab.graph.program.graph import Graph
 
 from ..parts.tree import Maker
 from .card import Card, Overview
+from .layout.picture import Picture
 from .plan import described, plan, shown
 from .svg import svg
 
@@ -56,10 +57,12 @@ class Album:
           id_prefix: before the ids of the cards.
           notes: node id -> what to say instead of the source line in boxes whose nodes all have it.
         """
+        return svg(self.picture(enabled, notes), id_prefix)
+
+    def picture(self, enabled: Collection[str] | None, notes: Mapping[int, str] | None = None) -> Picture:
+        """Where everything stands in it."""
         drawn = self.overview(enabled)
-        if notes is not None:
-            drawn = _noted(drawn, notes)
-        return svg(plan(drawn, *self.pane, self.opened), id_prefix)
+        return plan(drawn if notes is None else _noted(drawn, notes), *self.pane, self.opened)
 
     def still(self, enabled: Collection[str] | None, id_prefix: str = "fl-") -> str:
         """The picture for a page that cannot be clicked: no larger than the program needs."""

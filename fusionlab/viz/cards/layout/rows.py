@@ -68,10 +68,12 @@ def _with_strips(rows: Sequence[Row], fit: _Fit, details: list[int], dearest: Se
         if details[i] != PLAIN or not _has_sites(rows[i]):
             continue
         wished = [*details[:i], STRIP, *details[i + 1 :]]
-        for j in reversed(dearest):
+        # First those go down to one line that have no sites, then any that cost less: their strip stands beside their title.
+        cheaper = [*reversed(dearest[dearest.index(i) + 1 :])]
+        for j in sorted(cheaper, key=lambda j: _has_sites(rows[j])):
             if fit.fits(wished, LEAST_GAP):
                 break
-            if wished[j] == PLAIN and not _has_sites(rows[j]):
+            if wished[j] == PLAIN:
                 wished[j] = COMPACT
         if fit.fits(wished, LEAST_GAP):
             details = wished
