@@ -622,7 +622,7 @@ function graph(ui) {
     else if (clicked) ui.store.send({ type: "select", id: clicked });
   });
   ui.on(pane, "pointercancel", () => { drag = null; });
-  ui.on(pane, "dblclick", (e) => { const id = target(e); if (items()[id]?.group) fold(id); });
+  ui.on(pane, "dblclick", (e) => { if (e.target.closest("[data-step]")) return; const id = target(e); if (items()[id]?.group) fold(id); });
   ui.on(pane, "wheel", (e) => { // the wheel alone scrolls the page, whatever is under it
     if (!e.ctrlKey && !e.metaKey && !e.shiftKey) return hinted();
     const box = pane.getBoundingClientRect();

@@ -82,8 +82,8 @@ class Album:
 
     def _fit(self, enabled: Collection[str] | None) -> tuple[Overview, dict[str, Card], dict[str, str]]:
         made, _ = self._make(enabled)
-        key = id(made), self.pane[1]
-        if self._fitted is None or self._fitted[0] != key:
+        key = made, self.pane[1]
+        if self._fitted is None or self._fitted[0][0] is not made or self._fitted[0][1] != key[1]:
             fitted = shown(made, self.pane[1])
             parents = {child.id: card.id for card in fitted.cards() for child in card.children}
             self._fitted = key, fitted, {card.id: card for card in fitted.cards()}, parents
@@ -138,10 +138,14 @@ class Album:
     # Where things are ----------------------------------------------------------------------------------------------------
     def place(self, enabled: Collection[str] | None, nid: int) -> str | None:
         """The card in which a node is seen now: the innermost one around it that is drawn."""
-        _, _, parents = self._fit(enabled)
         card = self._innermost(enabled, nid)
-        seen = card
-        while card is not None and card in parents:
+        return None if card is None else self.seen(enabled, card)
+
+    def seen(self, enabled: Collection[str] | None, card_id: str) -> str:
+        """A card that is drawn: this one, or the closed one that it is in."""
+        _, _, parents = self._fit(enabled)
+        card = seen = card_id
+        while card in parents:
             card = parents[card]
             if card not in self.opened:
                 seen = card

@@ -79,6 +79,7 @@ class Session(Decided):
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection, self._turn = Selection(), 0
+        self._chosen_of: Graph | None = None  # the program that the selection is of
         self.stage = Stage(graph)
         self._pictures: tuple[Any, Pictures] | None = None
 
@@ -136,6 +137,7 @@ class Session(Decided):
             group = self.stage.group(self.drawn(), what)
             found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
             self._selection, self.selected = found, found.name
+            self._chosen_of = self.shown_graph
             self._turn += 1
             if reveal and found.kind == "group":
                 self.stage.reveal_card(self.drawn(), found.name)
@@ -152,12 +154,26 @@ class Session(Decided):
         """Shows the next (`by` 1) or the last (-1) of the equal parts that a card stands for."""
         with self.lock:
             self.stage.step(self.drawn(), item, by)
-            if self._selection.kind == "group" and self.clicked(item) == self._selection.name:
-                self.select(self._selection.name)  # another part's nodes now
+            self.follow()
+
+    def follow(self) -> None:
+        """What is selected after the program or the copy that is shown has changed: a card of the same name, with its nodes now; nothing
+        where what was selected is gone."""
+        chosen, graph = self._selection, self.shown_graph
+        if chosen.kind == "group":
+            nodes = self.stage.group(self.drawn(), chosen.name).get(chosen.name)
+            if nodes is not None and tuple(nodes) != chosen.nodes:
+                self._selection = Selection(chosen.name, "group", tuple(nodes), tuple(nodes))
+                return
+            if nodes is not None:
+                return
+        if self._chosen_of is not graph and chosen.name and self.stage.shown == "after":
+            self._selection, self.selected = Selection(), ""
 
     def clicked(self, item: str) -> str | None:
         """The name that a click on an id in the picture selects; None for what is not there."""
-        return self.stage.clicked(self.drawn(), item)
+        with self.lock:
+            return self.stage.clicked(self.drawn(), item)
 
     def search(self, text: str) -> dict[str, Any]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; the hits are marked in the picture."""
@@ -337,6 +353,7 @@ class Session(Decided):
         return selection(self.shown_graph, self.shown_findings, name, self.compiled_shown, {}).nodes
 
     def _inspected(self) -> Any:
+        self.follow()
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
             return Inspected("Where the bytes go", dearest_html(self.stage.overview(self.drawn())) + quiet(_HINT))

@@ -11,6 +11,7 @@ from fusionlab.graph.xla.modules import CONTROL, CompiledModule
 
 from ..cards.album import PANE, Album
 from ..cards.card import Card, Overview
+from ..cards.layout.opened import opened_name
 from ..html.page import ID_PREFIX
 from ..model.selection import Selection
 
@@ -100,17 +101,16 @@ class Stage:
         return {} if card is None else {card.id: card.nodes}
 
     def name(self, drawn: Drawn, card_id: str) -> str:
-        """What a card is called; "" for what is no card."""
+        """What a card is called, of equal parts the one that it shows; "" for what is no card."""
         card = self._card(drawn, card_id)
-        return "" if card is None else f"{card.prefix} {card.name}".strip()
+        return "" if card is None else f"{card.prefix} {opened_name(card)}".strip()
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
         """Ids in the picture of what is selected: its own card if it has one, else the cards that hold its nodes."""
-        if self._card(drawn, chosen.name) is not None:
-            return [ID_PREFIX + chosen.name]
         last = self._clicked  # of a site and its backward pass, the one that was clicked
-        if last is not None and last.site is not None and last.site.id == chosen.name:
-            return [ID_PREFIX + last.id]
+        own = last.id if last is not None and last.site is not None and last.site.id == chosen.name else chosen.name
+        if self._card(drawn, own) is not None:
+            return [ID_PREFIX + self._album(drawn).seen(drawn[2], own)]
         return self.places(drawn, chosen.nodes)
 
     def places(self, drawn: Drawn, nodes: Iterable[int]) -> list[str]:

@@ -341,6 +341,7 @@ class Explorer(Observed):
         """Hands to the browser what has changed; from whatever thread."""
         with self.session.lock, self.hold_sync():
             session = self.session
+            session.follow()
             self.evidence = session.evidence
             if not self._background.running and (self.evidence is not None or self.status == "measured"):
                 self._say("measured" if self.evidence is not None else "not measured")

@@ -57,7 +57,13 @@ def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
 
 def _row(place: Place, total: int) -> str:
     site, share = place.card.site, place.bytes / total
-    state = f"{site.pass_name}, {_SAYS[site.state]}" if site is not None else "no pass looks for it"
+    state = (
+        f"{site.pass_name}, {_SAYS[site.state]}"
+        if site is not None
+        else "not as one site"
+        if place.card.strips
+        else "no pass looks for it"
+    )
     colour = f"--pass:{colour_of(site.pass_name)}" if site is not None else ""
     css = site.state if site is not None else "empty"
     return (

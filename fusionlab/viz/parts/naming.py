@@ -43,9 +43,9 @@ class Naming:
             if any(c.isalpha() for c in named):
                 return named
         if kind == "region":
-            return item_name(group.items[0], self.argument_of)
+            return item_name(next(i for i in group.items if i.is_region), self.argument_of)
         if kind == "call":
-            return " ".join(filter(None, (label, self._only_parameter(group))))
+            label = " ".join(filter(None, (label, self._only_parameter(group))))
         return label or works_on([n for i in group.items for n in i.nodes])
 
     def _read_by(self, group: Group) -> list[str]:

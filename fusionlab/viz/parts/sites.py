@@ -42,10 +42,12 @@ def sites_of(
     found = []
     late_ids = frozenset(backward)
     for record, state in records:
-        own = record.node_ids if isinstance(record, Candidate) else (record.site_ids or record.node_ids)
+        own = _whole(graph, record.node_ids if isinstance(record, Candidate) else (record.site_ids or record.node_ids))
         pair = _whole(graph, record.backward.node_ids if record.backward is not None else ())
+        if not own <= late_ids:  # of a site that reaches into the backward pass, what is there is its backward pass
+            own, pair = own - late_ids, pair | (own & late_ids)
         late = pair & late_ids
-        found.append(Found(record, state, _whole(graph, own) | (pair - late)))
+        found.append(Found(record, state, own | (pair - late)))
         if late:
             found.append(Found(record, state, late - found[-1].nodes, backward=True))
     return found
@@ -93,7 +95,12 @@ def _main(graph: Graph, site: Found) -> Node:
 
 def _work(node: Node) -> Place:
     """Equal for nodes that do the same at the same place, the first time or again."""
-    return node.primitive, type_text(node.outputs[0].aval), is_recomputed(node), _place(node)
+    return node.primitive, _type(node), is_recomputed(node), _place(node)
+
+
+def _type(node: Node) -> str:
+    """Of its first result; "" of what has none."""
+    return type_text(node.outputs[0].aval) if node.outputs else ""
 
 
 def _twins(graph: Graph, nodes: Sequence[Node], backward: Collection[int]) -> Counter[Place]:
@@ -160,5 +167,5 @@ def _pieces(nodes: Sequence[Node], count: int) -> list[Sequence[Node]]:
     if not size or rest:
         return []
     pieces = [nodes[k * size : (k + 1) * size] for k in range(count)]
-    alike = {frozenset(Counter((n.primitive, type_text(n.outputs[0].aval)) for n in p).items()) for p in pieces}
+    alike = {frozenset(Counter((n.primitive, _type(n)) for n in p).items()) for p in pieces}
     return pieces if len(alike) == 1 else []

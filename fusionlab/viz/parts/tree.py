@@ -220,7 +220,7 @@ class _Drawing:
         for body in bodies:
             card_id = self._fresh(f"{around[-1]}/{body.label}")
             children = self._of_block(body, (*around, card_id))
-            items = [Item(list(body.nodes), body.nodes[-1])]
+            items = items_of(list(self.maker.stretch.flat(body)), self.sites, self.maker.weights)
             cards.append(self._card(card_id, body.label, items, children=children))
         return tuple(cards)
 

@@ -12,7 +12,7 @@ from fusionlab.graph.program.trace import trace
 from fusionlab.viz.explorer.widget import Explorer
 from fusionlab.viz.html.report import graph_html
 
-from ..conftest import Case, findings_of, linear_nodes
+from ..conftest import Case, candidate, findings_of, linear_nodes
 
 
 class Meter:
@@ -440,7 +440,39 @@ def test_a_click_on_a_closed_card_selects_it_and_leaves_it_closed(deep):
     click(lab, "select", id=card)
     assert lab.marks["selected"] == [card]
     assert lab.scene["items"][card]["closed"]
-    assert lab.inspector["title"] == "layer_0 … 2"
+    assert lab.inspector["title"] == "layer 0 of 3"
+
+
+def test_what_is_selected_follows_the_copy_that_is_shown_and_the_card_that_holds_it(deep):
+    lab = Explorer(deep.graph, deep.findings)
+    card = card_of(lab, "layer_0")
+    click(lab, "fold", id=card)
+    child = next(k for k in lab.scene["items"] if k != card and k.startswith(card))
+    click(lab, "select", id=child)
+    assert lab.marks["selected"] == [child]
+    click(lab, "step", id=card, by=1)
+    assert set(lab.marks["selected"]) <= set(lab.scene["items"])
+    click(lab, "fold", id=card)
+    assert lab.marks["selected"] == [card]
+
+
+def test_a_selection_in_the_fused_program_is_dropped_when_it_is_fused_otherwise(deep):
+    graphs = [deep.graph, trace(jnp.sin, jnp.ones(3))]
+
+    def after(setting, findings):
+        return graphs[len(setting.enabled) % 2]
+
+    nodes = [n for n in deep.graph.nodes() if n.primitive == "dot_general"]
+    found = findings_of(deep.graph, [candidate(deep.graph, "gemm_epilogue@layer_0#1", nodes[:1])])
+    lab = Explorer(deep.graph, found, after=after, enabled=frozenset())
+    lab.shown = "after"
+    click(lab, "select", id=card_of(lab, "layer_0"))
+    assert lab.selected
+    lab.toggles["gemm_epilogue"] = True
+    assert (lab.selected, lab.problem) == ("", None)
+    lab.select("n0")
+    lab.toggles["gemm_epilogue"] = False
+    assert lab.selected == ""
 
 
 def test_a_pane_of_another_size_gets_a_picture_of_that_size(lab):
