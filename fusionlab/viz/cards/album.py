@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
@@ -155,13 +154,6 @@ class Album:
         _, cards, _ = self._fit(enabled)
         chain = self._make(enabled)[1].get(nid, ())
         return next((c for c in reversed(chain) if c in cards), None)
-
-    def site(self, card: Card) -> Candidate | Rejection | None:
-        """The record of the site that a card is."""
-        if card.site is None or self.findings is None:
-            return None
-        records = (*self.findings.candidates, *self.findings.rejections)
-        return next((r for r in records if r.id == card.site.id), None)
 
 
 def _noted(overview: Overview, notes: Mapping[int, str]) -> Overview:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 PHASES = ("forward", "backward", "update")
-STATES = ("applied", "candidate", "declined")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,6 @@ class Site:
       id: the record's ("gemm_epilogue@layer_0#1").
       pass_name, state: as of a `Strip`.
       backward: whether this is the site's backward pass.
-      ribbon: its operations in program order as one would write them ("@ w", "+ b", "tanh").
       note: one line: why it was chosen, stays or was declined.
     """
 
@@ -77,7 +75,6 @@ class Site:
     pass_name: str
     state: str
     backward: bool = False
-    ribbon: tuple[str, ...] = ()
     note: str = ""
 
 

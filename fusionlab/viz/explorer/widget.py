@@ -60,7 +60,7 @@ class Explorer(Observed):
       shown: "before" or "after".
       status: what the measurement is doing, in words.
       measuring: whether every change is measured again; `start` sets it, `cancel` clears it.
-      hulls: whether the kernels that XLA makes are outlined (compiles the program, in the background).
+      hulls: whether the boxes name the kernels that XLA makes of them (compiles the program, in the background).
       theme: "auto", "light" or "dark".
     """
 

@@ -54,8 +54,3 @@ def view_model(
         max_nodes=max_nodes,
         structures=True,
     )
-
-
-def members_of(item: Mapping[str, Any]) -> list[int]:
-    """The ids of the nodes that a box or a group of a view model stands for, ascending."""
-    return [nid for first, last in item["members"] for nid in range(first, last + 1)]

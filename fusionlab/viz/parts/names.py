@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from fusionlab.fusers.engine.outcomes import Candidate
-from fusionlab.graph.program.ir import Literal, Node, Value, literal_text
+from fusionlab.graph.program.ir import Node, Value
 from fusionlab.graph.program.scopes import Source
 
 from .frames import frames_of, spoken
@@ -18,30 +18,6 @@ from .nodes import PRODUCTS, is_light
 ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter that it holds, or ""
 # What libraries call the parameters of every layer.
 _ALIKE = frozenset({"kernel", "weight", "scale", "bias", "embedding", "w", "b", "value"})
-_WORDS = {
-    "dot_general": "@",
-    "add": "+",
-    "add_any": "+",
-    "sub": "−",
-    "mul": "×",
-    "div": "÷",
-    "neg": "−",
-    "max": "max",
-    "min": "min",
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "exp": "exp",
-    "log": "log",
-    "tanh": "tanh",
-    "logistic": "sigmoid",
-    "rsqrt": "rsqrt",
-    "sqrt": "sqrt",
-    "erf": "erf",
-    "select_n": "where",
-    "conv_general_dilated": "conv",
-    "scatter-add": "scatter add",
-}
 _TURN = re.compile(r"(.*)turn (\d+)")
 _INDEX = re.compile(r"\[(['\"]?)([^\]]*?)\1\]")
 
@@ -159,36 +135,3 @@ def computes(nodes: Sequence[Node]) -> str:
 def _plain(node: Node) -> str:
     named = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "select_n": "where", "add_any": "add"}
     return named.get(node.primitive, node.primitive).replace("_", " ")
-
-
-def ribbon(nodes: Sequence[Node], argument_of: ArgumentOf) -> tuple[str, ...]:
-    """Operations in program order, as one would write the formula: "sum", "÷ 1024", "−", "× g"."""
-    words = []
-    for node in nodes:
-        if is_light(node):
-            continue
-        if node.primitive == "integer_pow":
-            words.append(f"^{node.params['y']}")
-            continue
-        words.append(" ".join([_WORDS.get(node.primitive, node.primitive), *_operands(node, argument_of)]))
-    return tuple(words)
-
-
-def _operands(node: Node, argument_of: ArgumentOf) -> list[str]:
-    if node.primitive not in ("add", "sub", "mul", "div", "dot_general", "max", "min"):
-        return []
-    named = []
-    for atom in node.inputs:
-        if isinstance(atom, Literal):
-            named.append(f"{float(literal_text(atom.val)):.4g}" if _is_number(atom) else literal_text(atom.val))
-        elif name := argument_of(atom.id):
-            named.append(name.rpartition(".")[2])
-    return named[:1]
-
-
-def _is_number(atom: Literal) -> bool:
-    try:
-        float(literal_text(atom.val))
-    except ValueError:
-        return False
-    return True

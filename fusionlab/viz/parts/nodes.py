@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from fusionlab.graph.cost.traffic import is_region
+from fusionlab.graph.primitives import having
 from fusionlab.graph.program.ir import Node
 
 from ..model.folding import LAYOUT_OPS
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"})
+PRODUCTS = having("product", "ragged product")
 ALONE = PRODUCTS | {"sort", "top_k", "fft"}  # each is a thing of its own
-_COMPARISONS = frozenset({"eq", "lt", "le", "gt", "ge", "and"})
+_COMPARISONS = having("order") | {"eq", "and"}  # what masks are made of
 
 
 def is_light(node: Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from fusionlab.graph.cost.traffic import is_region
+from fusionlab.graph.primitives import having
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, values_in
 from fusionlab.graph.program.scopes import in_backward, in_differentiated
@@ -14,22 +15,8 @@ from ..cards.card import PHASES
 FORWARD, BACKWARD, UPDATE = PHASES
 _WHOLE = 0.9  # a loop with more of the program than this is the program: its body is what the rows show
 # Regions that only say how what is in them is differentiated, stored or placed: a reader sees through them.
-_SEEN_THROUGH = frozenset(
-    {
-        "checkpoint",
-        "remat",
-        "remat2",
-        "custom_jvp_call",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "closed_call",
-        "core_call",
-        "jit",
-        "pjit",
-        "shard_map",
-    }
-)
-_LOOPS = ("scan", "while")
+_SEEN_THROUGH = having("remat", "rule", "call", "mesh")
+_LOOPS = having("loop")
 
 
 class Stretch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.program.ir import Node
@@ -10,7 +10,6 @@ from fusionlab.graph.program.ir import Node
 from ..cards.card import Amount, Site, Strip
 from ..palette import pass_of_op
 from .items import Item
-from .names import ribbon
 from .sites import Found
 
 Kind = tuple[str, str, bool]  # pass, state, whether it is the backward pass
@@ -42,14 +41,13 @@ def _sites_in(items: Sequence[Item], sites: Collection[Found]) -> Collection[Fou
     return found.values()
 
 
-def site_of(item: Item, argument_of: Callable[[int], str]) -> Site | None:
+def site_of(item: Item) -> Site | None:
     """The site that an item is, as its card says it."""
     if item.site is None:
         return _fused(item.main)
     record = item.site.record
     note = record.formula if isinstance(record, Candidate) else record.sentence
-    words = ribbon(item.nodes, argument_of)
-    return Site(record.id, record.pass_name, item.site.state, item.site.backward, words, note)
+    return Site(record.id, record.pass_name, item.site.state, item.site.backward, note)
 
 
 def _fused(node: Node) -> Site | None:

@@ -206,7 +206,7 @@ class _Drawing:
         children, turns = (), 0
         if item.is_region and item.site is None:
             children, turns = self._inside(item.main, here), turns_of([item.main])
-        site = site_of(item, self.naming.argument_of)
+        site = site_of(item)
         kind = "site" if site is not None else "region" if children else "nodes"
         self._place([item], here)
         return self._card(card_id, name, [item], kind=kind, children=children, turns=turns, site=site)
