@@ -307,7 +307,7 @@ def tensor_parallel_runs_and_shows_its_story(tensor_parallel):
     assert sent == [("4", "65.5 kB", "4", "65.5 kB")] * 2
     (picture,) = [o.data["text/html"] for c in cells for o in c.outputs if "text/html" in o.get("data", {})]
     assert "shard_map, mesh data=2 x tensor=4" in words(picture)
-    assert sum(w.endswith("over tensor: 16.4 kB") for w in words(picture)) == 2  # two layers, drawn once
+    assert sum(w.endswith("over tensor: 16.4 kB") for w in words(picture)) == 2  # two layers, each says what it sends
 
 
 @pytest.mark.notebook

@@ -93,6 +93,7 @@ class Card:
       nodes: ids of the nodes of the shown copy, ascending.
       cost: of all copies.
       params: bytes of the parameters it reads, all copies.
+      sends: its collectives, of one copy ("2 × psum over tensor: 16.4 kB"); "" for none.
       where: source lines, "model.py:22-24"; "" where unknown.
       type: of its result, "f32[8,1024]"; "" where there are several.
       site: the site it is, else None.
@@ -112,6 +113,7 @@ class Card:
     nodes: tuple[int, ...] = ()
     cost: Amount = Amount()
     params: int = 0
+    sends: str = ""
     where: str = ""
     type: str = ""
     site: Site | None = None
@@ -153,6 +155,7 @@ class Overview:
       kept, gradients: bytes that forward keeps for the backward pass; that backward hands to the update.
       turns: how often the loop runs that is the whole program, so that the rows are its body; 0 for a program that is no loop, -1 where
         the count is not known.
+      mesh: of the shard_maps that the rows look through ("shard_map, mesh data=2 x tensor=4"); "" for none.
     """
 
     title: str
@@ -165,6 +168,7 @@ class Overview:
     kept: int = 0
     gradients: int = 0
     turns: int = 0
+    mesh: str = ""
 
     @property
     def total(self) -> Amount:

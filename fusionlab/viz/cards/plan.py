@@ -148,7 +148,9 @@ class _Plan:
             boxes=tuple(boxes),
             pills=tuple(pills),
             wires=tuple(wires),
-            legend=tuple(legend_of(self.spans, bottom + 19, "backward" in self.phases)) if self.spans else (),
+            legend=tuple(legend_of(self.spans, bottom + 19, "backward" in self.phases, self.overview.mesh))
+            if self.spans
+            else (),
         )
 
     # -- columns --

@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from fusionlab.fusers.engine.outcomes import Candidate
+from fusionlab.graph.cost.cost import quantity
 from fusionlab.graph.program.ir import Node, Value
+from fusionlab.graph.program.meshes import collective_axes, collective_bytes
 from fusionlab.graph.program.scopes import Source
 
 from .frames import frames_of, spoken
@@ -132,6 +134,19 @@ def computes(nodes: Sequence[Node]) -> str:
     return f"{Counter(words).most_common(1)[0][0]} and {len(words) - 1} more"
 
 
+def sent(nodes: Iterable[Node]) -> str:
+    """The collectives among nodes, equal ones counted: "2 × psum over tensor: 16.4 kB"."""
+    found = Counter(text for n in nodes if (text := _collective(n)))
+    return ", ".join(f"{count} × {text}" if count > 1 else text for text, count in found.items())
+
+
+def _collective(node: Node) -> str:
+    axes = collective_axes(node)
+    return f"{node.primitive} over {', '.join(axes)}: {quantity(collective_bytes(node))}B" if axes else ""
+
+
 def _plain(node: Node) -> str:
+    if text := _collective(node):
+        return text
     named = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "select_n": "where", "add_any": "add"}
     return named.get(node.primitive, node.primitive).replace("_", " ")

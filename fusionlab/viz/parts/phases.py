@@ -11,6 +11,7 @@ from fusionlab.graph.program.ir import Block, Node, all_nodes, values_in
 from fusionlab.graph.program.scopes import in_backward, in_differentiated
 
 from ..cards.card import PHASES
+from ..model.folding import region_label
 
 FORWARD, BACKWARD, UPDATE = PHASES
 _WHOLE = 0.9  # a loop with more of the program than this is the program: its body is what the rows show
@@ -100,6 +101,12 @@ def turns_of(loops: Sequence[Node]) -> int:
             return -1
         found *= length
     return found if loops else 0
+
+
+def mesh_of(graph: Graph) -> str:
+    """The meshes of the shard_maps of a program, those inside others too; "" for a program without any."""
+    labels = dict.fromkeys(region_label(n) for n in graph.nodes() if n.primitive in having("mesh"))
+    return "; ".join(labels)
 
 
 def _whole_loops(graph: Graph, weights: Mapping[int, int]) -> tuple[Node, ...]:

@@ -20,9 +20,9 @@ from .flows import Flows
 from .groups import Group, grouped, products_in
 from .instances import as_forward, told_apart
 from .items import Item, items_of
-from .names import lines_text, run_name
+from .names import lines_text, run_name, sent
 from .naming import Naming
-from .phases import BACKWARD, FORWARD, UPDATE, Stretch, turns_of
+from .phases import BACKWARD, FORWARD, UPDATE, Stretch, mesh_of, turns_of
 from .places import Places, rows_of
 from .runs import boxed, runs_of
 from .sites import Found, declined_backward, sites_of
@@ -124,7 +124,9 @@ class _Drawing:
         totals = {p: self._amount(lanes[p]) for p in phases}
         kept, gradients = (sum(e.bytes for e in edges if e.kind == kind) for kind in ("kept", "gradients"))
         turns = turns_of(self.maker.stretch.loops)
-        return Overview(graph.name, phases, rows, inputs, results, edges, totals, kept, gradients, turns)
+        return Overview(
+            graph.name, phases, rows, inputs, results, edges, totals, kept, gradients, turns, mesh_of(graph)
+        )
 
     def _items(self, phase: str) -> list[Item]:
         phases = self.maker.phases
@@ -249,6 +251,7 @@ class _Drawing:
             nodes=tuple(ids),
             cost=self._amount(items),
             params=self.maker.flows.parameters(ids),
+            sends=sent(n for i in items for n in i.every),
             where=lines_text(sources),
             type=self._type(items),
             strips=strips_of(items, self.sites, self.maker.cost),

@@ -110,7 +110,9 @@ def _strip_beside(card: Card, right: float, left: float, y: float) -> list[Mark]
 
 def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
     room = rect.width - 2 * PAD - _title_width(card)
-    for text in (f"params {bytes_text(card.params)}", bytes_text(card.params)) if card.params else ():
+    params = (f"params {bytes_text(card.params)}", bytes_text(card.params)) if card.params else ()
+    sends = (*(f"{text} · {card.sends}" for text in params[:1]), card.sends) if card.sends else ()
+    for text in (*sends, *params):
         if text_width(text, 10) <= room:
             return [Text(rect.right - PAD, y, text, muted=True, kind="params", line=1, anchor="end")]
     return []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..card import Amount, Overview
 from .faces import STATE_WORDS, TITLE, Scale
-from .measure import bytes_text, share_text, text_width
+from .measure import bytes_text, cut, share_text, text_width
 from .picture import Lane, Mark, Rect, Swatch, Text
 from .rows import TOP
 
@@ -101,8 +101,8 @@ def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float
     return heads
 
 
-def legend_of(spans: Sequence[Span], y: float, backward: bool) -> list[Mark]:
-    """What forms, widths and bars mean."""
+def legend_of(spans: Sequence[Span], y: float, backward: bool, mesh: str = "") -> list[Mark]:
+    """What forms, widths and bars mean, and the mesh that the program's work is spread over."""
     marks: list[Mark] = []
     x, right = spans[0].x + 2, spans[-1].right - 2
     entries = [(s, word, False) for s, word in STATE_WORDS.items()]
@@ -112,6 +112,9 @@ def legend_of(spans: Sequence[Span], y: float, backward: bool) -> list[Mark]:
             return marks
         marks += [Swatch(Rect(x, y - 9, 11, 11), "", state, is_backward), text]
         x = text.rect.right + 15
+    if mesh:
+        text = Text(x, y, cut(mesh, right - x, 10), bold=True, kind="mesh")
+        marks, x = [*marks, text], text.rect.right + 15
     note = "bars: share of all operations (dark) and bytes"
     for words in (f"an edge is as wide as the bytes it carries · {note}", note, "bars: operations (dark), bytes"):
         if x + 10 + text_width(words, 10) <= right:
