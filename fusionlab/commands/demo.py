@@ -236,7 +236,6 @@ def _write(
         title=f"FusionLab: {elsewhere.graph.name} on {elsewhere.device}; judged, not run",
     )
     write_file(work / f"report-{ELSEWHERE}.html", simulated)
-    save(found.graph, work / "overview.svg", found, max_nodes=16)
     save(found.graph, work / "found.svg", found)
     save(after, work / "fused.svg")
     for name, figure in evidence_figures(result):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -129,6 +130,19 @@ def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
 
 def _num(index: int, numeric: Collection[int]) -> str:
     return ' class="num"' if index in numeric else ""
+
+
+def printable(text: str) -> str:
+    """A text with a space for each character that no printer shows, and that XML and DOT do not take."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def dom_id(name: str) -> str:
+    """A name as one that SVG, CSS and DOT all take; the same name always gives the same id."""
+    if re.fullmatch(r"[A-Za-z0-9_]{1,60}", name):
+        return name
+    slug = re.sub(r"[^A-Za-z0-9_]+", "_", name)[:40]
+    return f"{slug}_{zlib.crc32(name.encode()):08x}"
 
 
 def inline_svg(svg: str) -> str:

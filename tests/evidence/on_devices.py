@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from fusionlab.viz.model.view_model import view_model
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,7 +21,6 @@ from fusionlab.verbs.comparison import Comparison
 from fusionlab.viz.html.inspector import inspect
 from fusionlab.viz.html.report import report_html
 from fusionlab.viz.html.tabs import evidence_tabs
-from fusionlab.viz.model.view_model import view_model
 
 TRIALS: dict[str, Callable[[], None]] = {}
 SPECS = (P("data"), P(None, "tensor"), P("tensor"), P())

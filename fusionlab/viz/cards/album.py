@@ -47,7 +47,11 @@ class Album:
         return self._fit(enabled)[0]
 
     def svg(
-        self, enabled: Collection[str] | None, id_prefix: str = "fl-", notes: Mapping[int, str] | None = None
+        self,
+        enabled: Collection[str] | None,
+        id_prefix: str = "fl-",
+        notes: Mapping[int, str] | None = None,
+        caption: str = "",
     ) -> str:
         """The picture with the cards open that are.
 
@@ -55,20 +59,21 @@ class Album:
           enabled: ids of the applied sites; None means all that are not idle.
           id_prefix: before the ids of the cards.
           notes: node id -> what to say instead of the source line in boxes whose nodes all have it.
+          caption: one line below, for a file of its own.
         """
-        return svg(self.picture(enabled, notes), id_prefix)
+        return svg(self.picture(enabled, notes), id_prefix, caption)
 
     def picture(self, enabled: Collection[str] | None, notes: Mapping[int, str] | None = None) -> Picture:
         """Where everything stands in it."""
         drawn = self.overview(enabled)
         return plan(drawn if notes is None else _noted(drawn, notes), *self.pane, self.opened)
 
-    def still(self, enabled: Collection[str] | None, id_prefix: str = "fl-") -> str:
-        """The picture for a page that cannot be clicked: no larger than the program needs."""
+    def still(self, enabled: Collection[str] | None, id_prefix: str = "fl-", caption: str = "") -> str:
+        """The picture for a page that cannot be clicked: no larger than the program needs; `caption` stands below it."""
         drawn = self.overview(enabled)
         lanes, rows = len(drawn.phases), len(drawn.rows)
         width = _ONE_LANE if lanes == 1 else PANE[0]
-        return svg(plan(drawn, width, min(PANE[1], _AROUND + _ROW * rows)), id_prefix)
+        return svg(plan(drawn, width, min(PANE[1], _AROUND + _ROW * rows), self.opened), id_prefix, caption)
 
     def items(self, enabled: Collection[str] | None) -> dict[str, dict[str, Any]]:
         """Card id -> spoken label, kind and whether it opens, of all that can be selected now."""
@@ -104,6 +109,10 @@ class Album:
             return
         self.opened ^= {card_id}
 
+    def open_all(self, enabled: Collection[str] | None) -> None:
+        """Opens every card."""
+        self.opened = {name for name, card in self._fit(enabled)[1].items() if card.children}
+
     def step(self, enabled: Collection[str] | None, card_id: str, by: int) -> None:
         """Shows the next or the last one of several equal parts."""
         card = self.card(enabled, card_id)
@@ -120,11 +129,15 @@ class Album:
 
     def open_around(self, enabled: Collection[str] | None, card_id: str) -> None:
         """Opens the cards around a card."""
+        self.opened.update(self.around(enabled, card_id))
+
+    def around(self, enabled: Collection[str] | None, card_id: str) -> tuple[str, ...]:
+        """Ids of the cards around a card, innermost first."""
         _, _, parents = self._fit(enabled)
-        card = parents.get(card_id)
-        while card is not None:
-            self.opened.add(card)
-            card = parents.get(card)
+        found = []
+        while (card_id := parents.get(card_id, "")) != "":
+            found.append(card_id)
+        return tuple(found)
 
     def _show_copy(self, enabled: Collection[str] | None, nid: int) -> None:
         for _ in range(8):  # a copy within a copy, at most so deep
@@ -139,6 +152,25 @@ class Album:
         """The card in which a node is seen now: the innermost one around it that is drawn."""
         card = self._innermost(enabled, nid)
         return None if card is None else self.seen(enabled, card)
+
+    def homes(self, enabled: Collection[str] | None) -> dict[int, str]:
+        """Node id -> the innermost card that it is in, open or not; of a copy that is not shown, the one in which its twin is."""
+        _, cards, _ = self._fit(enabled)
+        found: dict[int, str] = {}
+        hidden: dict[str, list[int]] = {}
+        for nid, chain in sorted(self._make(enabled)[1].items()):
+            if chain and "~" in chain[-1]:
+                hidden.setdefault(chain[-1], []).append(nid)
+            elif (card := self._innermost(enabled, nid)) is not None:
+                found[nid] = card
+        for copy, nodes in hidden.items():
+            stack = copy.rpartition("~")[0]
+            twins = cards[stack].nodes if stack in cards else ()
+            same = len(twins) == len(nodes)
+            found |= {
+                nid: found.get(twins[k], stack) if same else stack for k, nid in enumerate(nodes) if stack in cards
+            }
+        return found
 
     def seen(self, enabled: Collection[str] | None, card_id: str) -> str:
         """A card that is drawn: this one, or the closed one that it is in."""

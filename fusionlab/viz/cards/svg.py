@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as _escape
 
+from fusionlab.viz.markup import printable
 from fusionlab.viz.palette import colour_of, tint_of
 
 from .layout.picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
@@ -25,12 +26,13 @@ NEUTRAL, NEUTRAL_TINT = "#5c86b8", "#c9d8ea"  # of the legend
 _BROAD = 5.0  # from this width on an edge is light
 
 
-def svg(picture: Picture, id_prefix: str = "fl-") -> str:
+def svg(picture: Picture, id_prefix: str = "fl-", caption: str = "") -> str:
     """The picture as the text of an SVG file.
 
     Args:
       picture: what `plan` gave.
       id_prefix: stands before the ids of cards, so that several pictures can be on one page.
+      caption: one line below a picture that stands for itself, on paper of its own.
     """
     parts = [
         *map(_lane, picture.lanes),
@@ -41,9 +43,19 @@ def svg(picture: Picture, id_prefix: str = "fl-") -> str:
         *(_text(t) for wire in picture.wires for t in wire.label),
         f'<g class="legend">{_marks(picture.legend)}</g>' if picture.legend else "",
     ]
-    size = f'width="{_n(picture.width)}" height="{_n(picture.height)}" viewBox="0 0 {_n(picture.width)} {_n(picture.height)}"'
+    height = picture.height
+    if caption:
+        parts.insert(0, _frame(Rect(0, 0, picture.width, height + 16), "paper", PAPER))
+        parts.append(_text(Text(picture.width - 18, height + 6, caption, muted=True, kind="caption", anchor="end")))
+        height += 16
+    size = f'width="{_n(picture.width)}" height="{_n(height)}" viewBox="0 0 {_n(picture.width)} {_n(height)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fl-cards" {size} font-family="{FONT}" font-size="10">'
     return "\n".join([head, f"<title>{escape(picture.title)}</title>", *filter(None, parts), "</svg>"])
+
+
+def escape(text: str) -> str:
+    """A text as XML takes it."""
+    return _escape(printable(text))
 
 
 def _n(number: float) -> str:

@@ -15,14 +15,13 @@ from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
-from ..draw.render import can_convert
+from ..convert import can_convert
 from ..html.dearest import dearest_html
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
 from ..model.panel import panel
-from ..model.pictures import Pictures
 from ..model.search import search
 from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
@@ -81,7 +80,6 @@ class Session(Decided):
         self._selection, self._turn = Selection(), 0
         self._chosen_of: Graph | None = None  # the program that the selection is of
         self.stage = Stage(graph)
-        self._pictures: tuple[Any, Pictures] | None = None
 
     # What is shown -------------------------------------------------------------------------------------------------
     @property
@@ -254,13 +252,13 @@ class Session(Decided):
         idle = {c.id for c in self.findings.candidates if c.idle}
         return panel(self.summary(), self.setting.strategy, named, idle)
 
-    def view(self) -> dict[str, Any]:
-        """The view model of the program shown (see `view_model`): what files of its graph are made of."""
-        graph, findings, enabled = self.drawn()
-        key = id(graph), id(findings)
-        if self._pictures is None or self._pictures[0] != key:
-            self._pictures = key, Pictures(graph, findings)
-        return self._pictures[1].view(enabled=enabled, formulas=self._formulas)
+    def svg(self) -> str:
+        """The picture as the text of an SVG file."""
+        return self.stage.file(self.drawn(), self.compiled_shown)
+
+    def dot(self) -> str:
+        """The picture as Graphviz DOT text."""
+        return self.stage.dot(self.drawn())
 
     def scene(self) -> dict[str, Any]:
         """The picture and what can be clicked in it."""

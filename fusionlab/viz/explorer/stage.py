@@ -11,7 +11,9 @@ from fusionlab.graph.xla.modules import CONTROL, CompiledModule
 
 from ..cards.album import PANE, Album
 from ..cards.card import Card, Overview
+from ..cards.dot import dot
 from ..cards.layout.opened import opened_name
+from ..export import CAPTION
 from ..html.page import ID_PREFIX
 from ..model.selection import Selection
 
@@ -70,6 +72,16 @@ class Stage:
             self._svg = key, album.svg(enabled, ID_PREFIX, notes)
         items = {ID_PREFIX + name: item for name, item in album.items(enabled).items()}
         return {"svg": self._svg[1], "items": items}
+
+    def file(self, drawn: Drawn, compiled: CompiledModule | None = None) -> str:
+        """The picture as the text of an SVG file."""
+        notes = kernel_notes(compiled) if compiled is not None and self.hulls else None
+        return self._album(drawn).svg(drawn[2], ID_PREFIX, notes, CAPTION)
+
+    def dot(self, drawn: Drawn) -> str:
+        """The picture as Graphviz DOT text."""
+        album = self._album(drawn)
+        return dot(album.overview(drawn[2]), album.opened)
 
     def _album(self, drawn: Drawn) -> Album:
         graph, findings, _ = drawn

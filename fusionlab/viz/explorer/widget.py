@@ -51,7 +51,6 @@ class Explorer(Observed):
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
       formulas: pass name -> what it computes.
-      engine: layout engine of the page that `save` writes, as for `to_svg`.
 
     Attributes (traits, `observe` them):
       enabled: frozenset of the site ids that are on.
@@ -79,12 +78,11 @@ class Explorer(Observed):
         enabled: frozenset[str] | None = None,
         strategy: Strategy | None = None,
         formulas: Mapping[str, str] | None = None,
-        engine: str | None = None,
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
         self._script_with = script
         self._rates_at_once = rates is not None and rates_at_once
-        self._engine, self._formulas = engine, dict(formulas or {})
+        self._formulas = dict(formulas or {})
         self._background = Background()
         self._ready = False
         self.session = Session(
@@ -361,7 +359,7 @@ class Explorer(Observed):
         """The content of a file of this kind (see `save`); `name` is the file's, for the error."""
         from .files import export  # draws with much that a first picture does not need
 
-        return export(self.session, suffix, name, self._formulas, self._engine, self._saved)
+        return export(self.session, suffix, name, self._formulas, self._saved)
 
     def _saved(self) -> str:
         return saved_text(self.session)

@@ -10,9 +10,9 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Value, type_text
 
 from ..cards.card import PHASES, Card, Edge, Row
-from ..model.flow import FlowEnd, flow
 from .nodes import is_light
 from .phases import BACKWARD, FORWARD, UPDATE
+from .readers import FlowEnd, flow
 
 Chains = Mapping[int, tuple[str, ...]]
 _COEFFICIENTS = 64  # bytes

@@ -14,7 +14,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, type_text
 
 from ..cards.card import PHASES, Amount, Card, Overview, Row
-from ..draw.dot import dom_id
+from ..markup import dom_id
 from ..model.sites import is_applied
 from .flows import Flows
 from .groups import Group, grouped, products_in

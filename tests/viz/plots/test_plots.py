@@ -8,6 +8,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from fusionlab.viz.model.view_model import view_model
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import Evidence
@@ -19,7 +20,6 @@ from fusionlab.viz.explorer.widget import Explorer
 from fusionlab.viz.html.report import evidence_html, report_html
 from fusionlab.viz.model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline
 from fusionlab.viz.model.setting import Decision, Ledger, Setting
-from fusionlab.viz.model.view_model import view_model
 from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing, plot_ulps
 
 
@@ -209,7 +209,7 @@ def test_the_commit_of_the_environment_says_whose_it_is(evidence):
 
 
 def test_the_explorer_shows_evidence_only_for_the_sites_it_was_measured_with(case, evidence):
-    lab = Explorer(case.graph, case.findings, measure=lambda *a: evidence, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=lambda *a: evidence)
     assert lab.measure() is evidence
     tabs = {t["name"]: t["html"] for t in lab.tabs}
     assert "11.4 ms" in lab.head["sentence"]
@@ -252,7 +252,7 @@ def test_the_last_measurement_stays_dimmed_while_the_next_is_awaited(case, evide
     def timing():
         return next(t["html"] for t in lab.tabs if t["name"] == "Timing")
 
-    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=measure)
     lab.start().join(10)
     assert "fl-stale" not in timing()
     lab.toggles["gemm_epilogue"] = False

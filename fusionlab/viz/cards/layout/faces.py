@@ -272,7 +272,7 @@ def _pass(strip: Strip, rect: Rect, y: float, counted: float, scale: Scale) -> l
     count = Text(counted, y, f"{strip.count:,}", bold=True, kind="number", line=2, anchor="end")
     x = counted + 7
     name = Text(x, y, cut(strip.pass_name, end - x, 10), kind="strip", line=2)
-    word = Text(x + name.width + 7, y, STATE_WORDS[strip.state], 9.5, muted=True, kind="state", line=2)
+    word = Text(x + name.width + 7, y, STATE_WORDS[strip.state], 10, muted=True, kind="state", line=2)
     words = [t for t in (name, word) if t.text and t.rect.right <= end]
     return [_swatch(strip, rect.x + PAD, y, 2), count, *words, *share]
 

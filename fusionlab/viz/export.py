@@ -1,0 +1,81 @@
+"""A graph and what was found in it as SVG, DOT and plain data: the picture that explorer, page and notebook show."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+
+from .cards.album import Album
+from .cards.dot import dot
+from .cards.plain import plain
+from .model.selection import selection
+from .model.summaries import summary
+
+LIVE = "fusionlab.explore(fn, *args)"
+CAPTION = f"FusionLab · to open cards, switch sites and measure them: {LIVE}"
+Show = Collection[object] | str
+
+
+def album(graph: Graph, findings: Findings | None, enabled: Collection[str] | None, show: Show = ()) -> Album:
+    """The pictures of a graph, with what is asked for in sight.
+
+    Args:
+      graph, findings: the program, and candidates and rejections over it, or None.
+      enabled: ids of the candidates that are applied; None means all of them that are not idle.
+      show: names of what is to be in sight: nodes ("%143", "n12"), sites, structures, source lines ("model.py:41"); "all" opens every card.
+
+    Raises:
+      ArgumentError: nothing of that name is in the graph.
+    """
+    pictures = Album(graph, findings)
+    if isinstance(show, str) and show == "all":
+        pictures.open_all(enabled)
+        return pictures
+    for what in (show,) if isinstance(show, str) else show:
+        pictures.reveal(enabled, selection(graph, findings, what, None, {}).nodes)
+    return pictures
+
+
+def to_svg(
+    graph: Graph, findings: Findings | None = None, enabled: Collection[str] | None = (), *, show: Show = ()
+) -> str:
+    """The picture as the text of an SVG file; args and errors as of `album`."""
+    return album(graph, findings, enabled, show).still(enabled, caption=CAPTION)
+
+
+def to_dot(
+    graph: Graph,
+    findings: Findings | None = None,
+    enabled: Collection[str] | None = (),
+    *,
+    show: Show = (),
+    direction: str = "TB",
+) -> str:
+    """The picture as Graphviz DOT text; args and errors as of `album` and `dot`."""
+    pictures = album(graph, findings, enabled, show)
+    return dot(pictures.overview(enabled), pictures.opened, direction)
+
+
+def view_model(
+    graph: Graph,
+    findings: Findings | None = None,
+    *,
+    enabled: Collection[str] | None = (),
+    evidence: Any = None,
+    formulas: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """All that a picture and its tables show, as plain data that JSON can hold.
+
+    Top keys: `format`, `version`, `title`, `header` (one sentence), `counts`, `passes`, `sites` (the ledger's rows), `structures`,
+    `evidence`, and `picture`: its lanes, rows, cards and edges, as `cards/card.py` names them.
+
+    Args:
+      graph, findings, enabled: as for `album`.
+      evidence: a measured comparison, or None.
+      formulas: pass name -> what it computes.
+    """
+    facts = summary(graph, findings, enabled, evidence, formulas)
+    return facts | {"picture": plain(Album(graph, findings).overview(enabled))}
