@@ -7,6 +7,7 @@ from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
+from fusionlab.graph.program.ir import Node, Value, literal_text, type_text
 
 from .cards.album import Album
 from .cards.dot import dot
@@ -70,7 +71,7 @@ def view_model(
     """All that a picture and its tables show, as plain data that JSON can hold.
 
     Top keys: `format`, `version`, `title`, `header` (one sentence), `counts`, `passes`, `sites` (the ledger's rows), `structures`,
-    `evidence`, and `picture`: its lanes, rows, cards and edges, as `cards/card.py` names them.
+    `evidence`, `picture` (its lanes, rows, cards and edges, as `cards/card.py` names them) and `nodes`, which cards name by `id`.
 
     Args:
       graph, findings, enabled: as for `album`.
@@ -78,4 +79,16 @@ def view_model(
       formulas: pass name -> what it computes.
     """
     facts = summary(graph, findings, enabled, evidence, formulas)
-    return facts | {"picture": plain(Album(graph, findings).overview(enabled))}
+    nodes = [_node_dict(node) for node in graph.nodes()]
+    return facts | {"picture": plain(Album(graph, findings).overview(enabled)), "nodes": nodes}
+
+
+def _node_dict(node: Node) -> dict[str, Any]:
+    return {
+        "id": node.id,
+        "primitive": node.primitive,
+        "inputs": [a.name if isinstance(a, Value) else literal_text(a.val) for a in node.inputs],
+        "outputs": [{"name": v.name, "type": type_text(v.aval)} for v in node.outputs],
+        "scope": node.scope,
+        "source": node.source.short if node.source else "",
+    }

@@ -28,6 +28,7 @@ from .sections import candidates_html, declined_html, legend, passes_html, resid
 
 _LIVE = f"Switching sites on and off and measuring again need a live kernel: <code>{LIVE}</code> in a notebook."
 
+_PANE = (800.0, 640.0)  # px: the graph's room in a page in a window of 1440 x 900
 _LIVE_PICTURE = f"To open these cards, switch sites on and off and measure them: <code>{LIVE}</code>."
 
 
@@ -52,10 +53,10 @@ def report_html(
       record: of `python -m benchmarks gemm_epilogue` on a GPU, shown below what was measured here (see `gpu_record`).
       title: the page's title; the graph's name without it.
     """
-    album = Album(graph, findings)
+    album = _album(graph, findings)
     view = summary(graph, findings, enabled, evidence, formulas)
     title = title or f"FusionLab: {view['title']}"
-    later = Album(after) if after is not None else None
+    later = _album(after) if after is not None else None
 
     body = [
         f"<h1>{_e(title)}</h1>",
@@ -78,6 +79,12 @@ def report_html(
     whole = "\n".join(body)
     used = len(_page(title, whole, {}).encode())
     return _page(title, whole, page_data(album, enabled, view, later, used))
+
+
+def _album(graph: Graph, findings: Findings | None = None) -> Album:
+    album = Album(graph, findings)
+    album.pane = _PANE
+    return album
 
 
 def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") -> str:
@@ -147,7 +154,7 @@ def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     """A page that loads nothing; with `data`, its explorer: the widget's module and the page's stand-in for a kernel."""
     scripts = ""
     if data is not None:
-        text = json.dumps(data, sort_keys=True).replace("<", "\\u003c")
+        text = json.dumps(data).replace("<", "\\u003c")
         code = module() + "\n" + asset("report.js")
         scripts = (
             f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
