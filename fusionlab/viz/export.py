@@ -41,10 +41,15 @@ def album(graph: Graph, findings: Findings | None, enabled: Collection[str] | No
 
 
 def to_svg(
-    graph: Graph, findings: Findings | None = None, enabled: Collection[str] | None = (), *, show: Show = ()
+    graph: Graph,
+    findings: Findings | None = None,
+    enabled: Collection[str] | None = (),
+    *,
+    show: Show = (),
+    id_prefix: str = "fl-",
 ) -> str:
-    """The picture as the text of an SVG file; args and errors as of `album`."""
-    return album(graph, findings, enabled, show).still(enabled, caption=CAPTION)
+    """The picture as the text of an SVG file; args and errors as of `album`. `id_prefix` tells the ids of pictures on one page apart."""
+    return album(graph, findings, enabled, show).still(enabled, id_prefix, CAPTION)
 
 
 def to_dot(

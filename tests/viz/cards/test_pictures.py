@@ -13,7 +13,7 @@ from fusionlab.viz.cards.album import Album
 from .geometry import check
 from .test_programs import NAMES, built
 
-SIZES = ((932.0, 700.0), (592.0, 455.0))  # of the pane at 1440 px and at 1100 px
+SIZES = ((932.0, 700.0), (606.0, 361.0))  # of the pane at 1440 x 900, and at 1100 x 700 beside a file browser
 MOST_OPENED = 20
 MOVED = 20.0  # px
 

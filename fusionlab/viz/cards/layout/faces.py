@@ -96,16 +96,22 @@ def _wide_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark]:
 def _title_width(card: Card) -> float:
     """Of the whole title and a gap behind it."""
     prefix = text_width(card.prefix, TITLE) + 5 if card.prefix else 0
-    chip = text_width(chip_text(card), 10, True) + 22 if chip_text(card) else 0
-    return prefix + text_width(card.name, TITLE, True) + chip + 12
+    return prefix + text_width(card.name, TITLE, True) + _chip_width(card) + 12
+
+
+def _chip_width(card: Card) -> float:
+    return text_width(chip_text(card), 10, True) + 22 if chip_text(card) else 0
 
 
 def _strip_beside(card: Card, right: float, left: float, y: float) -> list[Mark]:
-    """The strip right of a title: with names where the whole title fits, else counts; a long title gives way to these."""
+    """The strip right of a title: with names where the whole title fits, else counts; a long title, then the chip gives way to these."""
     whole = _title_width(card)
-    return strip_marks(card.strips, right, right - left - whole, y) or strip_marks(
-        card.strips, right, right - left - min(whole, _LONG_TITLE), y
-    )
+    marks: list[Mark] = []
+    for title in (whole, min(whole, _LONG_TITLE), min(whole - _chip_width(card), _LONG_TITLE)):
+        marks = strip_marks(card.strips, right, right - left - title, y)
+        if sum(isinstance(m, Swatch) for m in marks) == len(card.strips):
+            break
+    return marks
 
 
 def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
