@@ -2,8 +2,8 @@
 // what was clicked. It knows nothing about graphs. `mount(el, store)` draws it; `render` is what anywidget calls.
 //
 // A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
-// The other files follow it in the same module: `header.js`, `passes.js`, `graph.js` with `tools.js`, `minimap.js` and
-// `reading.js`, and `panels.js`, which lays them beside each other.
+// The other files follow it in the same module: `header.js`, `passes.js`, `outline.js`, `graph.js` with `tools.js`, `trail.js`,
+// `minimap.js` and `reading.js`, and `panels.js`, which lays them beside each other.
 //
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
@@ -210,18 +210,25 @@ export function mount(el, store) {
     store.send({ type: "pick", name });
     ui.reveal = true;
   };
+  // Selects a line of the outline or a step of the path, and brings it into sight; the focus stays.
+  ui.visit = (id) => {
+    store.send({ type: "select", id, reveal: true });
+    ui.reveal = id && "look";
+  };
   ui.past = history(ui);
-  const parts = [header(ui), problem(ui), passes(ui), graph(ui), inspector(ui), tabs(ui), ui.past];
-  const [top, alert, side, middle, about, below] = parts;
+  const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), ui.past];
+  const [top, alert, list, tree, middle, about, below] = parts;
+  const side = sidePanel(ui, { passes: { el: list.el, why: () => "" }, outline: tree });
+  parts.push(side);
   ui.graph = middle;
-  ui.panels = panels(ui, middle.el, { left: { el: side.el, name: "passes" }, right: { el: about.el, name: "inspector" } });
+  ui.panels = panels(ui, middle.el, { left: { el: side.el, name: "passes and outline" }, right: { el: about.el, name: "inspector" } });
   root.append(top.el, alert.el, ui.panels.el, below.el);
   el.append(root);
   ui.panels.place();
   room(ui, top.el, below.bar);
 
   // Traits that change together are drawn together, in this order, once.
-  const names = ["theme", "head", "problem", "panel", "scene", "marks", "inspector", "tabs", "hits", "busy"];
+  const names = ["theme", "head", "problem", "panel", "scene", "outline", "trail", "marks", "inspector", "tabs", "hits", "busy"];
   const waiting = new Set();
   const flush = () => {
     const now = names.filter((name) => waiting.delete(name));
@@ -253,7 +260,7 @@ export function mount(el, store) {
     if (e.altKey && !e.ctrlKey && !e.metaKey && steps && !typing) return e.preventDefault(), e.stopPropagation(), ui.past.go(steps);
     if (e.ctrlKey || e.metaKey || e.altKey) return;
     e.stopPropagation(); // a notebook would take letters and arrows as commands of its own
-    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right") }[e.key];
+    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), ",": () => middle.step(-1), ".": () => middle.step(1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right") }[e.key];
     if (act) [e.preventDefault(), act()];
     else if (pick && (e.key === "Enter" || e.key === " ")) [e.preventDefault(), pick.click()];
     else if (e.key === "Escape" && !e.defaultPrevented) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys

@@ -14,7 +14,7 @@ function graph(ui) {
   const hint = h("p", { class: "fl-hint", role: "status", hidden: true });
   const legend = h("ul", { class: "fl-legend" });
   const pane = h("div", { class: "fl-graph fl-pane", "data-fl": "graph", role: "group", "data-lm-suppress-shortcuts": "true",
-    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames what is selected" }, canvas, hint);
+    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames what is selected, comma and full stop step through equal parts" }, canvas, hint);
   const el = h("section", { class: "fl-middle", "aria-label": "graph" });
   const place = { x: 0, y: 0, scale: 1 };
   const places = {}; // where the reader was in the other program
@@ -132,6 +132,11 @@ function graph(ui) {
     ui.store.send({ type: "fold", id });
   };
 
+  const step = (by) => { // to another one of equal parts: of the box that has the focus, else of what is selected
+    const id = canvas.contains(ui.root.getRootNode().activeElement) ? current : ui.store.get("trail")?.at(-1)?.id;
+    if (id && (!ui.fixed() || ui.can("step"))) ui.store.send({ type: "step", id, by });
+  };
+
   const label = (id, item, tab) => {
     const box = shape(id);
     if (!box) return;
@@ -207,12 +212,12 @@ function graph(ui) {
     show(id);
     const near = marked().near?.find((n) => boxes.has(n)); // what one came to see of a declined site
     if (near) show(near);
-    if (ui.reveal) bring(id);
+    if (ui.reveal) bring(id, ui.reveal !== "look");
     ui.reveal = false;
   };
-  const bring = (id) => {
+  const bring = (id, take) => {
     if (!readable(id)) frame(id);
-    focus(id);
+    if (take) focus(id);
   };
 
   const target = (event) => {
@@ -311,6 +316,6 @@ function graph(ui) {
   resized.observe(pane);
   ui.abort.signal.addEventListener("abort", () => (clearTimeout(told.timer), resized.disconnect()));
 
-  return { el, pane, focus: () => focus(), fit: () => fit(), tools: bar.draw, frame: () => frame(marked().selected?.[0]), draw: { scene: (s) => draw(s || {}), marks: reveal, inspector: () => { if (ui.reveal) reveal(); }, head: bar.draw,
+  return { el, pane, focus: () => focus(), step, fit: () => fit(), tools: bar.draw, frame: () => frame(marked().selected?.[0]), draw: { scene: (s) => draw(s || {}), marks: reveal, trail: bar.path, inspector: () => { if (ui.reveal) reveal(); }, head: () => (bar.draw(), bar.path()),
     busy: ({ running }) => { pane.classList.toggle("fl-dimmed", !!running); pane.setAttribute("aria-busy", String(!!running)); } } };
 }

@@ -30,23 +30,27 @@ function header(ui) {
   const rows = () => [...hits.querySelectorAll("button")];
   const close = () => { hits.hidden = true; };
   const allHits = () => ui.store.get("hits")?.rows || [];
+  const reach = () => ui.store.get("hits")?.reach ?? allHits().length; // how many can be gone to; a page has those of the list alone
   const counted = () => {
-    const { query = "", total = 0 } = ui.store.get("hits") || {}, n = allHits().length, shown = !!query && query === input.value.trim();
+    const { query = "", total = 0 } = ui.store.get("hits") || {}, n = reach(), shown = !!query && query === input.value.trim();
     for (const e of [count, back, on]) e.hidden = !shown;
     for (const e of [back, on]) e.disabled = !n;
     const all = total.toLocaleString();
-    count.textContent = at >= 0 ? `${at + 1} of ${n < total ? `${n} (${all})` : n}` : `${all} hit${total === 1 ? "" : "s"}`;
+    count.textContent = at >= 0 ? `${(at + 1).toLocaleString()} of ${n < total ? `${n} (${all})` : all}` : `${all} hit${total === 1 ? "" : "s"}`;
     count.title = n < total ? `the first ${n} of ${all} hits can be walked through: a longer text finds fewer` : "";
   };
   const visit = (k) => {
+    if (k < 0 || k >= reach()) return;
     const hit = allHits()[k];
-    if (!hit) return;
     at = k;
     counted();
-    ui.frame(hit.id);
+    if (hit) return ui.frame(hit.id);
+    ui.store.send({ type: "hit", index: k });
+    ui.reveal = true;
   };
-  const stepHit = (by) => { const n = allHits().length; if (n && !count.hidden) visit(at < 0 ? (by > 0 ? 0 : n - 1) : (at + by + n) % n); };
+  const stepHit = (by) => { const n = reach(); if (n && !count.hidden) visit(at < 0 ? (by > 0 ? 0 : n - 1) : (at + by + n) % n); };
   const choose = (row) => {
+    if (row.dataset.fl === "more-hits") return ui.store.send({ type: "more" });
     close();
     visit(rows().indexOf(row));
   };
@@ -115,7 +119,8 @@ function header(ui) {
       if (!query || query !== input.value.trim()) return close();
       fill(hits, h("p", { class: "fl-quiet" }, total > all.length ? `${all.length} of ${total.toLocaleString()} hits` : `${total} hit${total === 1 ? "" : "s"}`),
         all.map((r, i) => h("button", { type: "button", "data-fl-hit": r.id, "data-key": `${i} ${r.id}` },
-          h("span", { class: "fl-mono" }, r.label), h("span", { class: "fl-quiet" }, r.where))));
+          h("span", { class: "fl-mono" }, r.label), h("span", { class: "fl-quiet" }, r.where))),
+        all.length < reach() && h("button", { type: "button", "data-fl": "more-hits", "data-key": "more" }, h("b", {}, "more"), h("span", { class: "fl-quiet" }, `and ${(total - all.length).toLocaleString()} more hits`)));
       found.textContent = `${total} hits`;
       if (enter && all.length) choose(rows()[0]);
       else hits.hidden = !search.contains(ui.root.getRootNode().activeElement);

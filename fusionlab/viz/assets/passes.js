@@ -7,7 +7,7 @@ function passes(ui) {
   const opened = new Map(); // what the reader opened or closed by hand
   const list = h("div", { class: "fl-list" });
   const foot = h("div", { class: "fl-foot" });
-  const el = h("section", { class: "fl-passes", "aria-label": "passes" }, h("h3", {}, "Passes"), list, foot);
+  const el = h("section", { class: "fl-passes", "aria-label": "passes" }, list, foot);
   const box = (attrs, state, label) => h("input", { type: "checkbox", ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
