@@ -45,7 +45,7 @@ function sidePanel(ui, parts) {
 
 // The tree. A line tells its name, its sites and its share; what is inside a card is there when it is opened.
 function outline(ui) {
-  const opened = new Map(); // what the reader, or a selection, opened or closed
+  const opened = new Map(), asked = new Set(); // what the reader, or a selection, opened or closed; what is told because it was asked for
   const scale = h("button", { type: "button", class: "fl-link fl-scale", "data-fl": "outline-scale" });
   const tree = h("div", { class: "fl-tree", role: "tree", "data-fl": "outline", "aria-label": "outline" });
   const el = h("section", { class: "fl-outline", "aria-label": "outline" }, h("div", { class: "fl-treehead" }, scale), tree);
@@ -116,16 +116,21 @@ function outline(ui) {
     walk(id);
     ui.visit(id);
   };
-  // The line of what is selected, or of what it lies in; the lines around it are opened.
+  // The line of what is selected, or of what it lies in; the lines around it are opened, and what is not told yet is asked for.
   const follow = () => {
-    const way = steps().map((step) => step.id), selected = way.length > 1 ? way.at(-1) : null;
-    if (selected !== followed) for (const id of way.slice(0, -1)) opened.set(id, true);
-    const found = told().line ? new Map(flat(told().line).map((one) => [one.line.id, one])) : new Map();
-    marked = selected === null ? null : [...way].reverse().find((id) => found.has(id)) ?? null;
-    if (selected !== followed && !tree.contains(ui.root.getRootNode().activeElement)) current = marked ?? current;
-    redraw();
-    if (selected !== followed) bring(element(marked));
+    if (!told().line) return redraw();
+    const way = steps().map((step) => step.id), selected = way.length > 1 ? way.at(-1) : null, other = selected !== followed;
+    if (other) for (const id of way.slice(0, -1)) opened.set(id, true);
     followed = selected;
+    const found = new Map(flat(told().line).map((one) => [one.line.id, one.line]));
+    marked = selected === null ? null : way.findLast((id) => found.has(id)) ?? null;
+    if (other && !tree.contains(ui.root.getRootNode().activeElement)) current = marked ?? current;
+    redraw();
+    if (other) bring(element(marked));
+    const last = found.get(marked);
+    if (marked === selected || !last || !inside(last) || last.lines || asked.has(marked)) return;
+    asked.add(marked);
+    ui.store.send({ type: "outline", id: marked });
   };
   ui.on(scale, "click", () => { by = by === "bytes" ? "operations" : "bytes"; redraw(); });
   ui.on(tree, "click", (e) => {
@@ -152,5 +157,5 @@ function outline(ui) {
     e.preventDefault();
     act();
   });
-  return { el, why, shown: () => bring(element(marked)), draw: { outline: redraw, trail: follow, head: redraw } };
+  return { el, why, shown: () => bring(element(marked)), draw: { outline: follow, trail: follow, head: redraw } };
 }

@@ -8,7 +8,7 @@ function passes(ui) {
   const list = h("div", { class: "fl-list" });
   const foot = h("div", { class: "fl-foot" });
   const el = h("section", { class: "fl-passes", "aria-label": "passes" }, list, foot);
-  const box = (attrs, state, label) => h("input", { type: "checkbox", ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
+  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? LIVE : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
   const site = (s, note = s.note || (s.idle && "idle")) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
@@ -37,12 +37,14 @@ function passes(ui) {
     const control = choices ? h("select", attrs, choices) : h("input", { type: "text", ...attrs, value: String(o.value ?? "") });
     return h("label", { class: "fl-option", title: o.doc, "data-key": o.name }, h("span", { class: "fl-quiet" }, o.name), control);
   };
-  const pass = (p, few) => h("div", { class: `fl-pass fl-${p.state}`, "data-key": p.name, style: `--pass:${p.colour};--tint:${p.tint}` },
+  const declinedOf = (name) => (ui.store.get("panel")?.declined || []).flatMap((kind) => kind.rows.filter((r) => r.id.startsWith(`${name}@`)).map(() => kind.code));
+  const pass = (p, few, codes = p.sites ? [] : declinedOf(p.name)) => h("div", { class: `fl-pass fl-${p.state}`, "data-key": p.name, style: `--pass:${p.colour};--tint:${p.tint}` },
     h("div", { class: "fl-row" },
       box({ "data-fl-toggle": p.name }, p.state, `apply all of ${p.name}`),
-      h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || "empty"}`, title: STATES[p.state] }),
+      h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || (codes.length ? "declined" : "empty")}`, title: codes.length ? "declined" : STATES[p.state] }),
       h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name),
-      h("span", { class: "fl-count", title: "applied of found" }, p.sites ? `${p.applied}/${p.sites}` : "–")),
+      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "applied of found" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
+    codes.length > 0 && h("div", { class: "fl-formula", "data-key": "why" }, `declined: ${[...new Set(codes)].join(", ")}`),
     p.sites > 0 && p.formula && h("div", { class: "fl-formula", title: p.formula }, p.formula),
     p.sites > 0 && p.options.length > 0 && h("div", { class: "fl-options" }, p.options.map((o) => option(p.name, o))),
     h("div", { class: "fl-groups" }, p.groups.map((g) => group(g, few))));
@@ -60,7 +62,7 @@ function passes(ui) {
   const redraw = () => {
     const { passes: all = [], declined: kinds = [] } = ui.store.get("panel") || {};
     const few = all.reduce((sum, p) => sum + p.sites, 0) <= FEW_SITES;
-    const none = all.filter((p) => p.state === "none"), some = all.filter((p) => p.state !== "none");
+    const none = all.filter((p) => p.state === "none" && !declinedOf(p.name).length), some = all.filter((p) => !none.includes(p));
     fill(list, ui.head().offline && h("p", { class: "fl-note", "data-key": "offline" }, ui.head().offline),
       some.map((p) => pass(p, few)), declined(kinds),
       none.length > 0 && h("details", { class: "fl-declined", "data-key": "none" }, h("summary", {}, `Nothing found by ${none.length} pass${none.length > 1 ? "es" : ""}`), none.map((p) => pass(p, few))));
