@@ -149,7 +149,7 @@ def test_everything_is_reached_by_keyboard(shown):
     keyboard.press("Home")
     keyboard.press("Escape")
     expect(shown.hook("inspector")).to_be_focused()
-    tab = shown.root.locator('[role=tab][aria-selected="true"]')
+    tab = shown.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')
     name = tab.get_attribute("data-fl-tab")
     tab.focus()
     keyboard.press("End")
@@ -162,8 +162,8 @@ def test_everything_is_reached_by_keyboard(shown):
 def test_tabs_show_the_recorded_sections(shown):
     for name, text in (("Sites", "3 nodes → 1"), ("Declined", "escapes"), ("Timing", "Nothing was measured.")):
         shown.root.locator(f'[role=tab][data-fl-tab="{name}"]').click()
-        expect(shown.root.locator("[role=tabpanel]:visible")).to_have_count(1)
-        expect(shown.root.locator("[role=tabpanel]:visible")).to_contain_text(text)
+        expect(shown.root.locator(".fl-panels [role=tabpanel]:visible")).to_have_count(1)
+        expect(shown.root.locator(".fl-panels [role=tabpanel]:visible")).to_contain_text(text)
 
 
 def test_the_theme_is_switched_and_all_stays_readable_in_it(shown):
@@ -285,7 +285,7 @@ def test_nothing_is_wider_than_the_window(shown, width):
     shown.page.set_viewport_size({"width": width, "height": 900})
     shown.page.evaluate(AT_REST)
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
-    for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", "[role=tablist]"):
+    for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", ".fl-tablist"):
         folded = {".fl-passes": "open-left", "[data-fl=inspector]": "open-right"}.get(part)
         if folded and shown.hook(folded).is_visible():
             shown.hook(folded).click()

@@ -84,6 +84,12 @@ class Album:
         """The card with this id."""
         return self._fit(enabled)[1].get(card_id)
 
+    def lane(self, enabled: Collection[str] | None, phase: str) -> tuple[int, ...]:
+        """Ids of the nodes in a lane, those of all copies."""
+        made, chains = self._make(enabled)
+        tops = {row.cards[phase].id for row in made.rows if phase in row.cards}
+        return tuple(nid for nid, chain in chains.items() if chain and chain[0] in tops)
+
     def _fit(self, enabled: Collection[str] | None) -> tuple[Overview, dict[str, Card], dict[str, str]]:
         made, _ = self._make(enabled)
         key = made, self.pane[1]

@@ -123,7 +123,8 @@ def _swatch(swatch: Swatch) -> str:
     fill, stroke, dashes = _form(swatch.pass_name, swatch.state, swatch.backward)
     r = swatch.rect
     kind = f"swatch {swatch.state}{' backward' if swatch.backward else ''}"
-    more = f' stroke-width="1.5"{dashes} data-pass="{escape(swatch.pass_name)}" data-line="{swatch.line}"'
+    hue = f' color="{stroke}"' if fill not in (stroke, PAPER) else ""  # for a style sheet that thins it on dark paper
+    more = f' stroke-width="1.5"{dashes}{hue} data-pass="{escape(swatch.pass_name)}" data-line="{swatch.line}"'
     return _frame(Rect(r.x + 0.75, r.y + 0.75, r.width - 1.5, r.height - 1.5), kind, fill, stroke, 2.5, more)
 
 
@@ -168,7 +169,8 @@ def _body(box: Box) -> str:
     full = colour_of(box.pass_name)
     fill = tint_of(box.pass_name, 0.1 if box.backward else 0.2) if box.state == "applied" else PAPER
     dashes = ' stroke-dasharray="4 3"' if box.state == "declined" else ""
-    return _frame(box.rect, "card-body", fill, full, radius, f' stroke-width="1.4"{dashes}')
+    hue = f' color="{full}"' if box.state == "applied" else ""
+    return _frame(box.rect, "card-body", fill, full, radius, f' stroke-width="1.4"{dashes}{hue}')
 
 
 def _pill(pill: Pill, id_prefix: str) -> str:

@@ -40,6 +40,8 @@ class Observed(anywidget.AnyWidget):
     scene: Any = traitlets.Dict().tag(sync=True)
     marks: Any = traitlets.Dict().tag(sync=True)
     inspector: Any = traitlets.Dict().tag(sync=True)
+    outline: Any = traitlets.Dict().tag(sync=True)
+    trail: Any = traitlets.List().tag(sync=True)
     tabs: Any = traitlets.List().tag(sync=True)
     hits: Any = traitlets.Dict().tag(sync=True)
     busy: Any = traitlets.Dict().tag(sync=True)

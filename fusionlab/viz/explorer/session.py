@@ -22,16 +22,16 @@ from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
 from ..model.panel import panel
-from ..model.search import search
+from ..model.search import Hit, search
 from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
 from .decided import Decided
 from .stage import Stage
 from .state_file import Saved, program_digest
+from .walk import PAGE, Walk
 
 Changed = Callable[[], None]
-_MOST_HITS = 60
 _MEASURED = ("Timing", "Errors", "Sites", "Memory")
 _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
@@ -80,6 +80,7 @@ class Session(Decided):
         self._selection, self._turn = Selection(), 0
         self._chosen_of: Graph | None = None  # the program that the selection is of
         self.stage = Stage(graph)
+        self.walk = Walk(self)
 
     # What is shown -------------------------------------------------------------------------------------------------
     @property
@@ -120,7 +121,7 @@ class Session(Decided):
         return self._fused[self.setting]
 
     def select(self, what: object, reveal: bool = True) -> dict[str, Any]:
-        """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, or a source line ("model.py:41").
+        """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, a line ("model.py:41"), nothing ("").
 
         Opens the groups around it, unless `reveal` is False (what was clicked is to be seen already), and returns what is known of it as
         plain data (`Selection.info`).
@@ -133,7 +134,8 @@ class Session(Decided):
             self.show("before")
         with self.lock:
             group = self.stage.group(self.drawn(), what)
-            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
+            known = self.shown_graph, self.shown_findings, what, self.compiled_shown, group
+            found = Selection() if what == "" else selection(*known)
             self._selection, self.selected = found, found.name
             self._chosen_of = self.shown_graph
             self._turn += 1
@@ -147,12 +149,6 @@ class Session(Decided):
         """Opens a closed card, closes an open one, by its id in the picture; anything else does not open and stays."""
         with self.lock:
             self.stage.fold(self.drawn(), item)
-
-    def step(self, item: str, by: int) -> None:
-        """Shows the next (`by` 1) or the last (-1) of the equal parts that a card stands for."""
-        with self.lock:
-            self.stage.step(self.drawn(), item, by)
-            self.follow()
 
     def follow(self) -> None:
         """What is selected after the program or the copy that is shown has changed: a card of the same name, with its nodes now; nothing
@@ -175,7 +171,7 @@ class Session(Decided):
 
     def search(self, text: str) -> dict[str, Any]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; the hits are marked in the picture."""
-        self.query = text
+        self.query, self.walk.listed = text, PAGE
         return self.hits()
 
     def kernels(self) -> Any:
@@ -269,11 +265,15 @@ class Session(Decided):
         info = self._inspected()
         hits = self._hits().rows if self.query else ()
         return {
-            "selected": self.stage.ids(self.drawn(), self._selection),
+            "selected": self.chosen_ids(),
             "near": [] if self._selection.kind == "group" else self.stage.places(self.drawn(), info.near),
             "linked": self.stage.places(self.drawn(), info.linked),
             "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }
+
+    def chosen_ids(self) -> list[str]:
+        """Ids in the picture of what is selected."""
+        return self.stage.ids(self.drawn(), self._selection)
 
     def inspector(self) -> dict[str, Any]:
         """What is known of the selection: the name that selects it again, title, and HTML whose texts are escaped.
@@ -285,10 +285,15 @@ class Session(Decided):
         return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
-        """What the search found."""
+        """What the search found: the first of it as `rows`, and how many can be reached by their number."""
         if not self.query:
-            return {"query": "", "total": 0, "rows": []}
-        return self._hits().to_dict()
+            return {"query": "", "total": 0, "rows": [], "reach": 0}
+        found = self._hits()
+        return found.to_dict() | {"reach": found.total}
+
+    def found(self, most: int, start: int = 0) -> tuple[Hit, ...]:
+        """So many hits of the search from the one with this number on."""
+        return search(self.shown_graph, self.shown_findings, self.query, most, start).rows
 
     def tabs(self, script: str = "", awaited: bool = False) -> list[dict[str, str]]:
         """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
@@ -345,7 +350,7 @@ class Session(Decided):
         return self._last_summary[1]
 
     def _hits(self) -> Any:
-        return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)
+        return search(self.shown_graph, self.shown_findings, self.query, self.walk.listed)
 
     def _nodes_of(self, name: str) -> tuple[int, ...]:
         return selection(self.shown_graph, self.shown_findings, name, self.compiled_shown, {}).nodes

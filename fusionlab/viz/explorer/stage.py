@@ -10,7 +10,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.xla.modules import CONTROL, CompiledModule
 
 from ..cards.album import PANE, Album
-from ..cards.card import Card, Overview
+from ..cards.card import PHASES, Card, Overview
 from ..cards.dot import dot
 from ..cards.layout.opened import opened_name
 from ..export import CAPTION
@@ -108,13 +108,17 @@ class Stage:
         return card.id
 
     def group(self, drawn: Drawn, name: object) -> dict[str, Collection[int]]:
-        """The card with this id and its nodes, if there is one: it can be selected by that."""
-        card = self._card(drawn, str(name))
-        return {} if card is None else {card.id: card.nodes}
+        """The card with this id and its nodes, or the lane of this name, if there is one: it can be selected by that."""
+        card, album = self._card(drawn, str(name)), self._album(drawn)
+        if card is not None:
+            return {card.id: card.nodes}
+        return {str(name): album.lane(drawn[2], str(name))} if name in PHASES else {}
 
     def name(self, drawn: Drawn, card_id: str) -> str:
         """What a card is called, of equal parts the one that it shows; "" for what is no card."""
         card = self._card(drawn, card_id)
+        if card is None and card_id in PHASES:
+            return card_id
         return "" if card is None else f"{card.prefix} {opened_name(card)}".strip()
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:

@@ -26,14 +26,15 @@ from ..html.report import still_html
 from ..model.setting import Setting
 from .background import Background, Cancel
 from .messages import act
-from .observed import IDLE, Observed
+from .observed import IDLE
+from .selecting import Selecting
 from .session import Session
 from .state_file import Saved, saved_text
 
 OnProgress = Callable[[str, int, int], None]
 
 
-class Explorer(Observed):
+class Explorer(Selecting):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
@@ -101,22 +102,6 @@ class Explorer(Observed):
         self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
-    def select(self, what: object) -> dict[str, Any]:
-        """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, or a source line ("model.py:41"); tells what it is.
-
-        Raises:
-          ArgumentError: nothing of that name is in the graph shown.
-        """
-        info = self.session.select(what)
-        self.refresh()
-        return info
-
-    def search(self, text: str) -> list[dict[str, str]]:
-        """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
-        rows = self.session.search(text)["rows"]
-        self.refresh()
-        return rows
-
     def option(self, name: str, option: str, value: Any) -> None:
         """Sets an option of a pass, as `Strategy` takes it, and searches again.
 
@@ -349,6 +334,7 @@ class Explorer(Observed):
             head = session.head()
             self.head = head | {"can": head["can"] | {"measure": self._measure_with is not None, "xla": True}}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
+            self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
     def _tabs(self) -> list[dict[str, str]]:
