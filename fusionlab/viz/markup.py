@@ -13,6 +13,7 @@ from fusionlab.graph.program.ir import Node, Value
 from fusionlab.graph.program.scopes import Source
 from fusionlab.graph.program.text import node_text
 
+ID_PREFIX = "fl-"  # of ids in a picture
 Fact = tuple[str, str]  # name, HTML
 _PICKS, _MORE = 12, 60
 _VALUE = re.compile(r"(%\d+)(?!\d)")

@@ -1,7 +1,7 @@
 // Stands in for the kernel in the standalone page: answers the explorer's messages from what Python baked into the page.
 // Follows explorer.js in one module, and calls its `mount`.
 const ELSEWHERE = "It opens in a live kernel: fusionlab.explore(fn, *args).";
-const MOST_HITS = 50;
+const PAGE = 60; // hits that the list shows at once
 
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
@@ -24,10 +24,22 @@ function rowsHtml(rows) {
 
 function bakedStore(data, pictures, tabs) {
   const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
-    inspector: idle(data), hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
+    inspector: idle(data), outline: data.outline, trail: [], hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
   const watchers = new Map(), listeners = new Set();
   const before = traits.scene;
-  let index = null, known = null;
+  let index = null, known = null, listed = PAGE, hits = [];
+
+  // The lines of the outline from the program to a card.
+  const way = (id, line = data.outline.line) => {
+    if (line.id === id) return [line];
+    for (const inside of line.lines || []) {
+      const found = way(id, inside);
+      if (found.length) return [line, ...found];
+    }
+    return [];
+  };
+  const trail = (id) => (way(id).length ? way(id) : [data.outline.line]).map(({ id: own, name, prefix = "", count }) => ({ id: own, name, prefix, ...(count && { at: 1, of: count }) }));
+  traits.trail = trail("");
 
   const set = (changes) => {
     Object.assign(traits, changes);
@@ -57,7 +69,7 @@ function bakedStore(data, pictures, tabs) {
     const { title = "", html = "", near = [] } = (await told())[name] || {};
     const scene = more.scene || traits.scene;
     const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.card)) : [];
-    set({ inspector: { name, title, html }, problem: null, ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
+    set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
   };
 
   // The scene that shows a card best: this one if it holds it, else the one of the innermost card around it that was baked.
@@ -93,6 +105,14 @@ function bakedStore(data, pictures, tabs) {
   const hidden = (row, id) => ({ title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true], ["source", row.where, true],
     ["inside", traits.scene.items[id]?.label || "", false]].filter((r) => r[1])) });
 
+  // A line of the outline, or a step of the path.
+  const visit = async (id) => {
+    const { number } = await loaded();
+    if (number.has(id)) return choose(number.get(id), id);
+    const { title = "", html = "" } = (await told())[id] || {};
+    set({ inspector: title ? { name: id, title, html } : idle(data), trail: trail(id), marks: {}, problem: null });
+  };
+
   const search = async (text) => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
     if (!words.length) return set({ hits: { query: "", total: 0, rows: [] }, marks: { ...traits.marks, found: [] } });
@@ -103,7 +123,9 @@ function bakedStore(data, pictures, tabs) {
     for (const r of rows) r.hay ??= `${r.op} ${r.value} ${r.type} ${r.scope} ${r.where}`.toLowerCase();
     const all = [...sites.filter((s) => holds(s.hay.toLowerCase())), ...rows.filter((r) => holds(r.hay))];
     const found = all.map((r) => visible(traits.scene, (r.op ? r : index.byName.get(`n${data.sites[r.id]}`))?.card ?? -1)).filter(Boolean);
-    const shown = all.slice(0, MOST_HITS).map((r) => (r.op ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
+    if (text !== traits.hits.query) listed = PAGE;
+    hits = all;
+    const shown = all.slice(0, listed).map((r) => (r.op ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
     set({ hits: { query: text, total: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
   };
 
@@ -121,7 +143,7 @@ function bakedStore(data, pictures, tabs) {
   const shown = (value) => {
     const after = value === "after";
     const now = after ? { svg: pictures.after, items: data.after } : before;
-    set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: idle(data), problem: null });
+    set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: idle(data), trail: trail(""), problem: null });
   };
 
   const exporting = async (suffix) => {
@@ -138,7 +160,8 @@ function bakedStore(data, pictures, tabs) {
     send({ mime: "image/png", base64: canvas.toDataURL("image/png").split(",")[1] });
   };
 
-  const answers = { select: (m) => select(m.id), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text),
+  const answers = { select: (m) => (m.reveal ? visit(m.id) : select(m.id)), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text), hit: (m) => hits[m.index] && pick(hits[m.index].id),
+    more: () => { listed += PAGE; return search(traits.hits.query); },
     shown: (m) => shown(m.value), step: () => say(`One of equal parts is shown here. ${ELSEWHERE}`), export: (m) => exporting(m.suffix), dismiss: () => say("") };
   return {
     get: (name) => traits[name],

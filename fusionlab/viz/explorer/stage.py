@@ -14,7 +14,7 @@ from ..cards.card import PHASES, Card, Overview
 from ..cards.dot import dot
 from ..cards.layout.opened import opened_name
 from ..export import CAPTION
-from ..html.page import ID_PREFIX
+from ..markup import ID_PREFIX
 from ..model.selection import Selection
 
 _MOST_REVEALED = 12  # nodes of one selection that are opened to

@@ -12,7 +12,7 @@ from fusionlab.errors import ArgumentError
 from ..cards.card import Card, Overview
 from ..cards.layout.opened import opened_name
 from ..html.outline import outline, trail, way_to
-from ..html.page import ID_PREFIX
+from ..markup import ID_PREFIX
 from ..model.search import Hit
 from .stage import Drawn, Stage
 

@@ -9,8 +9,8 @@ from typing import Any
 from ..cards.card import Amount, Card, Overview, Strip
 from ..cards.layout.measure import bytes_text, operations_text, share_text
 from ..cards.layout.opened import opened_name
+from ..markup import ID_PREFIX
 from ..palette import colour_of
-from .page import ID_PREFIX
 
 MOST_LINES = 240  # told at once; what is deeper is told when it is asked for
 

@@ -15,12 +15,13 @@ from fusionlab.graph.cost.cost import cost_of
 from ..cards.album import Album
 from ..cards.card import Card
 from ..cards.layout.opened import opened_name
+from ..markup import ID_PREFIX
 from ..model.panel import panel
 from .baked import MAX_BYTES, bake, index, packed_json
 from .dearest import dearest_html
 from .inspector import inspect
+from .outline import outline
 
-ID_PREFIX = "fl-"
 AFTER_ID_PREFIX = "fl-after-"
 MAX_PAGE = 1_350_000  # bytes that a page is filled up to with pictures; measurements and tables come first
 OFFLINE = "A record. Switching sites and measuring need a live kernel: fusionlab.explore(fn, *args)."
@@ -42,7 +43,7 @@ def page_data(
       after: of the fused graph, whose picture the page holds too.
       used: bytes of the page without these data; pictures are baked until the page has `MAX_PAGE`.
     """
-    findings = album.findings
+    findings, overview = album.findings, album.overview(enabled)
     teller = Teller(album, enabled, ID_PREFIX)
 
     def scene() -> dict[str, Any]:
@@ -57,7 +58,8 @@ def page_data(
         "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
         "items": items(album, enabled, ID_PREFIX),
         "after": items(after, None, AFTER_ID_PREFIX) if after is not None else None,
-        "dearest": dearest_html(album.overview(enabled)),
+        "dearest": dearest_html(overview),
+        "outline": outline(overview, [card.id for card in overview.cards()]),
         "inspector": packed_json(panes),
         "sites": {s["id"]: s["nodes"][0] for s in view["sites"] if s["nodes"]},
         "index": packed_json(index(album, enabled)),
@@ -106,8 +108,10 @@ class Teller:
         return panes
 
     def names(self) -> dict[str, Any]:
-        """Of the sites and source lines that a text can name, wherever they are drawn."""
+        """Of lanes, and of the sites and source lines that a text can name, wherever they are drawn."""
         panes: dict[str, Any] = {}
+        for phase in self.album.overview(self.enabled).phases:
+            self._tell(panes, self.prefix + phase, tuple(self.album.lane(self.enabled, phase)), phase)
         found = self.album.findings
         for record in (*found.candidates, *found.rejections)[:_MOST_NAMES] if found is not None else ():
             self._tell(panes, record.id, record.id)

@@ -20,10 +20,10 @@ from ..browser import asset, module
 from ..cards.album import Album
 from ..export import LIVE
 from ..gpu_record import record_html
-from ..markup import dom_id, inline_svg, table
+from ..markup import ID_PREFIX, dom_id, inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.summaries import summary
-from .page import AFTER_ID_PREFIX, ID_PREFIX, page_data
+from .page import AFTER_ID_PREFIX, page_data
 from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
 
 _LIVE = f"Switching sites on and off and measuring again need a live kernel: <code>{LIVE}</code> in a notebook."
