@@ -210,10 +210,11 @@ export function mount(el, store) {
     store.send({ type: "pick", name });
     ui.reveal = true;
   };
-  // Selects a line of the outline or a step of the path, and brings it into sight; the focus stays.
+  // Selects a line of the outline or a step of the path, and brings it into sight, the whole for the program; the focus stays.
   ui.visit = (id) => {
     store.send({ type: "select", id, reveal: true });
     ui.reveal = id && "look";
+    if (!id) ui.graph.fit();
   };
   ui.past = history(ui);
   const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), ui.past];

@@ -18,7 +18,8 @@ class Selecting(Observed):
         raise NotImplementedError
 
     def select(self, what: object) -> dict[str, Any]:
-        """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, or a source line ("model.py:41"); tells what it is.
+        """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, a source line ("model.py:41"), a lane ("backward") or nothing
+        (""); tells what it is.
 
         Raises:
           ArgumentError: nothing of that name is in the graph shown.
