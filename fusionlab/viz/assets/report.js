@@ -126,7 +126,7 @@ function bakedStore(data, pictures, tabs) {
     if (text !== traits.hits.query) listed = PAGE;
     hits = all;
     const shown = all.slice(0, listed).map((r) => (r.op ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
-    set({ hits: { query: text, total: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
+    set({ hits: { query: text, total: all.length, reach: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
   };
 
   const fold = async (id) => {

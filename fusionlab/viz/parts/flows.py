@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Value, type_text
+from fusionlab.graph.program.meshes import sharding_text
 
 from ..cards.card import PHASES, Card, Edge, Row
 from .nodes import is_light
@@ -117,8 +118,7 @@ class Flows:
         drawn = tuple(Row(row.name, {p: _with_edges(c, inside) for p, c in row.cards.items()}) for row in rows)
         read = {e.start for e in edges}
         inputs = tuple(
-            Card(f"in{k}", self.graph.in_names[k], kind="input", type=type_text(self.graph.top.inputs[k].aval))
-            for k in self.inputs
+            Card(f"in{k}", self.graph.in_names[k], kind="input", type=_input_type(self.graph, k)) for k in self.inputs
             if f"in{k}" in read
         )
         return drawn, edges, inputs, self._results(edges)
@@ -148,6 +148,12 @@ class Flows:
                 name = "result" if edge.values == 1 else f"{edge.values} results"
                 cards.append(Card(edge.end, name, kind="output", type=edge.type))
         return tuple(cards)
+
+
+def _input_type(graph: Graph, k: int) -> str:
+    """ "f32[8,16] P('data')": the type of an argument, and how it is laid over devices."""
+    sharding = sharding_text(next(iter(graph.in_shardings[k:]), None))
+    return " ".join(filter(None, (type_text(graph.top.inputs[k].aval), sharding)))
 
 
 def _plain_inputs(graph: Graph) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ def equal():
 @pytest.fixture
 def lab(equal):
     graph, findings = equal
-    return Explorer(graph, findings, engine="builtin")
+    return Explorer(graph, findings)
 
 
 def names(lab):
