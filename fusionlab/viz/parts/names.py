@@ -142,7 +142,8 @@ def sent(nodes: Iterable[Node]) -> str:
 
 def _collective(node: Node) -> str:
     axes = collective_axes(node)
-    return f"{node.primitive} over {', '.join(axes)}: {quantity(collective_bytes(node))}B" if axes else ""
+    name = node.primitive.removesuffix("_invariant")  # what JAX makes of a psum where replication is checked
+    return f"{name} over {', '.join(axes)}: {quantity(collective_bytes(node))}B" if axes else ""
 
 
 def _plain(node: Node) -> str:
