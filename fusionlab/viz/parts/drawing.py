@@ -110,17 +110,20 @@ class Drawing:
         if single is not None:
             card = self._item(single, around, name if single.site is None or group.key[0] == "scope" else "", card_id)
             card = replace(card, prefix=prefix)
+            if len(group.items) > 1:  # a loop, with the trifles that it alone reads
+                ids = tuple(sorted(nid for i in group.items for nid in i.ids))
+                card = replace(card, nodes=ids, cost=self.known.amount(group.items))
         else:
             children = self._cards(_without_echo(group), here, name) if _opens(group) else ()
             kind = "part" if children else "nodes"
             card = self._card(card_id, name, group.items, kind=kind, prefix=prefix, children=children)
-        self._place(group.items, here)  # of a loop, also the trifles that it alone reads
+        self._place(group.items, here)
         return card
 
     def _cards(self, parts: Iterable[Group | Item], around: Chain, parent: str = "") -> tuple[Card, ...]:
         """Parts and items that stand beside each other, equal neighbours as one card."""
         boxes = boxed(parts)
-        return tuple(self._run(run, boxes, around, parent) for run in runs_of(boxes))
+        return told_from_each_other([self._run(run, boxes, around, parent) for run in runs_of(boxes)])
 
     def _run(self, run: Sequence[Group | Item], beside: Sequence[Group | Item], around: Chain, parent: str) -> Card:
         names = [
@@ -203,6 +206,28 @@ class Drawing:
         for item in items:
             for nid in item.ids:
                 self.chains.setdefault(nid, chain)
+
+
+def told_from_each_other(cards: Sequence[Card]) -> tuple[Card, ...]:
+    """Single operations that stand beside each other under one name, with their lines, else their types, else numbers."""
+    same: dict[str, list[Card]] = {}
+    for card in cards:
+        if card.kind == "nodes":
+            same.setdefault(card.name, []).append(card)
+    names: dict[str, str] = {}
+    for name, several in same.items():
+        if len(several) > 1:
+            marks = _distinct([f":{c.where.rpartition(':')[2]}" for c in several]) or _distinct(
+                [c.type for c in several]
+            )
+            for k, card in enumerate(several):
+                names[card.id] = f"{name} {marks[k] if marks else f'({k + 1})'}"
+    return tuple(replace(c, name=names[c.id]) if c.id in names else c for c in cards)
+
+
+def _distinct(marks: Sequence[str]) -> Sequence[str]:
+    """The marks, if each is there and is none of the others."""
+    return marks if all(m.strip(":") for m in marks) and len(set(marks)) == len(marks) else ()
 
 
 def _single(group: Group) -> Item | None:

@@ -18,6 +18,7 @@ from .drawing import Chain, Drawing, Known, Names, Title
 from .flows import Flows
 from .instances import as_forward, told_apart
 from .items import Item, items_of
+from .names import program_name
 from .naming import Naming
 from .phases import BACKWARD, FORWARD, UPDATE, Stretch, mesh_of, turns_of
 from .places import Places, rows_of
@@ -163,7 +164,7 @@ class Maker:
         drawn, edges, inputs, results = self.known.flows.between(rows, chains)
         kept, gradients = (sum(e.bytes for e in edges if e.kind == kind) for kind in ("kept", "gradients"))
         turns, mesh = turns_of(self.known.stretch.loops), mesh_of(self.graph)
-        title, phases = self.graph.name, tuple(self._totals)
+        title, phases = program_name(self.graph), tuple(self._totals)
         return Overview(title, phases, drawn, inputs, results, edges, self._totals, kept, gradients, turns, mesh)
 
     def _place_regions(self, chains: dict[int, Chain]) -> None:
