@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from fusionlab.viz.export import to_svg, view_model
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.graph.xla.collectives import Traffic
 from fusionlab.verbs.comparison import Comparison
+from fusionlab.viz.export import to_svg, view_model
 from fusionlab.viz.html.inspector import inspect
 from fusionlab.viz.html.report import report_html
 from fusionlab.viz.html.tabs import evidence_tabs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -36,10 +37,20 @@ class Album:
         self.graph, self.findings = graph, findings
         self.opened: set[str] = set()
         self.copies: dict[str, int] = {}
-        self.pane = PANE
+        self._pane = PANE
         self._maker: Maker | None = None
         self._made: tuple[Any, Overview, Chains] | None = None
         self._fitted: tuple[Any, Overview, dict[str, Card], dict[str, str]] | None = None
+
+    @property
+    def pane(self) -> tuple[float, float]:
+        return self._pane
+
+    @pane.setter
+    def pane(self, size: tuple[float, float]) -> None:
+        """A width or height that is no number, or without end, is that of the usual pane."""
+        width, height = (s if math.isfinite(s) else usual for s, usual in zip(size, PANE, strict=True))
+        self._pane = width, height
 
     # What is drawn -----------------------------------------------------------------------------------------------------
     def overview(self, enabled: Collection[str] | None) -> Overview:

@@ -125,12 +125,24 @@ class Flows:
 
     def _between(self, chains: Chains, places: Mapping[str, tuple[int, str]]) -> _Found:
         found = _Found(places)
-        for producer, reader, value in self.edges:
-            if isinstance(reader, int) and reader in self._light:
-                continue  # told of where it is read
-            maker, made = self.origin(producer, value)
-            found.add(self._chain(maker, chains), self._chain(reader, chains), made)
+        ends: dict[FlowEnd, tuple[str, ...]] = {}  # most ends are asked for several times
+        for maker, reader, made in self._drawn:
+            for end in (maker, reader):
+                if end not in ends:
+                    ends[end] = self._chain(end, chains)
+            if ends[maker] is not ends[reader]:
+                found.add(ends[maker], ends[reader], made)
         return found
+
+    @functools.cached_property
+    def _drawn(self) -> list[tuple[FlowEnd, FlowEnd, Value]]:
+        """Who made and who reads each value, each once; what only moves data is told of where it is read."""
+        found: dict[tuple[FlowEnd, FlowEnd, int], tuple[FlowEnd, FlowEnd, Value]] = {}
+        for producer, reader, value in self.edges:
+            if reader not in self._light:
+                maker, made = self.origin(producer, value)
+                found.setdefault((maker, reader, made.id), (maker, reader, made))
+        return [*found.values()]
 
     def _chain(self, end: FlowEnd, chains: Chains) -> tuple[str, ...]:
         if isinstance(end, int):

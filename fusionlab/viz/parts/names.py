@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.cost.cost import quantity
+from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node, Value
 from fusionlab.graph.program.meshes import collective_axes, collective_bytes
 from fusionlab.graph.program.scopes import Source
@@ -22,6 +23,15 @@ ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter 
 _ALIKE = frozenset({"kernel", "weight", "scale", "bias", "embedding", "w", "b", "value"})
 _TURN = re.compile(r"(.*)turn (\d+)")
 _INDEX = re.compile(r"\[(['\"]?)([^\]]*?)\1\]")
+
+
+def program_name(graph: Graph) -> str:
+    """The function's name; "lambda · model.py:12" of one that has none."""
+    if spoken(graph.name):
+        return graph.name
+    outermost = [frames[0] for n in graph.nodes() if (frames := frames_of(n))]
+    word = "lambda" if "lambda" in graph.name else "program"
+    return " · ".join(filter(None, (word, lines_text(outermost))))
 
 
 def run_name(first: str, last: str) -> str:

@@ -18,6 +18,7 @@ _WHOLE = 0.9  # a loop with more of the program than this is the program: its bo
 # Regions that only say how what is in them is differentiated, stored or placed: a reader sees through them.
 _SEEN_THROUGH = having("remat", "rule", "call", "mesh")
 _LOOPS = having("loop")
+_MESHES = having("mesh")
 
 
 class Stretch:
@@ -105,7 +106,7 @@ def turns_of(loops: Sequence[Node]) -> int:
 
 def mesh_of(graph: Graph) -> str:
     """The meshes of the shard_maps of a program, those inside others too; "" for a program without any."""
-    meshes = (f"{n.primitive}, {region_mesh_text(n)}" for n in graph.nodes() if n.primitive in having("mesh"))
+    meshes = (f"{n.primitive}, {region_mesh_text(n)}" for n in graph.nodes() if n.primitive in _MESHES)
     return "; ".join(dict.fromkeys(meshes))
 
 
