@@ -561,12 +561,13 @@ function graph(ui) {
 
   const drawTools = () => {
     const { shown = "before", hulls = false } = ui.head(), id = marked().selected?.[0], item = items()[id];
-    const titles = { before: "the program as written", after: ui.can("after") ? "the program with the sites fused" : ui.fixed() ? "the page holds no fused program" : `only findings are known here; ${LIVE}` };
-    const side = (name) => button(name, name, { type: "shown", value: name }, { "aria-pressed": String(shown === name), disabled: name === "after" && !ui.can("after"), title: titles[name] });
+    const titles = { before: "the program as written", after: ui.can("after") ? "the program with the sites fused" : ui.fixed() ? "the page holds no fused program" : `only findings are known here; ${LIVE}`,
+      both: ui.can("both") ? "before and after beside each other: one row is the same work" : ui.fixed() ? LIVE : `only findings are known here; ${LIVE}` };
+    const side = (name) => button(name, name, { type: "shown", value: name }, { "aria-pressed": String(shown === name), disabled: name !== "before" && !ui.can(name), title: titles[name] });
     const icon = (hook, text, name, more = {}) => button(hook, text, null, { class: "fl-icon", title: name, "aria-label": name, ...more });
     const step = (hook, text, by, name, none) => icon(hook, text, ui.past.can(by) ? name : none, { disabled: !ui.past.can(by) });
     fill(tools, step("back", "◂", -1, "what was selected before (Alt+←)", "nothing was selected before"), step("forward", "▸", 1, "what was selected after it (Alt+→)", "nothing was selected after it"),
-      h("h3", {}, "Graph"), h("div", { class: "fl-switch", role: "group", "aria-label": "which program" }, side("before"), side("after")),
+      h("h3", {}, "Graph"), h("div", { class: "fl-switch", role: "group", "aria-label": "which program" }, side("before"), side("after"), side("both")),
       button("hulls", "XLA kernels", { type: "hulls", on: !hulls }, { "aria-pressed": String(hulls), disabled: !ui.can("xla"), title: ui.can("xla") ? "say in each box which kernel of XLA's it runs in" : LIVE }),
       h("span", { class: "fl-space" }),
       button("fold", item?.group && !item.closed ? "Close" : "Open", null, { disabled: !item?.group, title: item?.group ? "open or close the selected group (Space, or a double click)" : id ? "what is selected holds nothing to open" : "select a group to open it" }),

@@ -13,10 +13,11 @@ from fusionlab.graph.cost.cost import Costs, cost_of
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, type_text
 
-from ..cards.card import PHASES, Amount, Card, Overview, Row
+from ..cards.card import PHASES, Amount, Card, Fused, Overview, Row
 from ..draw.dot import dom_id
 from ..model.sites import is_applied
 from .flows import Flows
+from .fused import fused_amounts, said_after, said_before
 from .groups import Group, grouped, products_in
 from .instances import as_forward, told_apart
 from .items import Item, items_of
@@ -80,8 +81,17 @@ class Maker:
 
         A node of a copy that is not shown ends in a name of its own, "CARD~5" for the sixth copy of CARD.
         """
-        drawing = _Drawing(self, self._found(enabled), copies or {})
+        drawing = _Drawing(self, self._found(enabled), copies or {}, self.cost)
         return drawing.overview(), drawing.chains
+
+    def fused(self, enabled: Collection[str] | None, graph: Graph, copies: Mapping[str, int] | None = None) -> Fused:
+        """The same cards with what they cost in `graph`, the program with these sites fused."""
+        found = self._found(enabled)
+        amounts, total = fused_amounts(self.cost, found, self.costs, graph)
+        overview = _Drawing(self, found, copies or {}, amounts).overview()
+        why = said_after(self.findings, enabled) if self.findings is not None else {}
+        written = {c.id: said_before(self.graph, c.nodes) for c in overview.cards() if c.site is not None}
+        return Fused({c.id: c for c in overview.cards()}, total, written, why)
 
     def _found(self, enabled: Collection[str] | None) -> list[Found]:
         return [*self._recorded(enabled), *self._declined]
@@ -106,8 +116,8 @@ class Maker:
 class _Drawing:
     """One overview in the making."""
 
-    def __init__(self, maker: Maker, sites: list[Found], copies: Mapping[str, int]) -> None:
-        self.maker, self.sites, self.copies = maker, sites, copies
+    def __init__(self, maker: Maker, sites: list[Found], copies: Mapping[str, int], cost: Mapping[int, Amount]) -> None:
+        self.maker, self.sites, self.copies, self.cost = maker, sites, copies, cost
         self.naming = maker.naming
         self.used: dict[str, int] = {}
         self.chains: dict[int, Chain] = {}  # node id -> ids of the cards around it, outermost first
@@ -169,7 +179,7 @@ class _Drawing:
             copy=copy,
             cost=self._amount(items),
             params=self.maker.flows.parameters(nid for i in items for nid in i.ids),
-            strips=strips_of(items, self.sites, self.maker.cost),
+            strips=strips_of(items, self.sites, self.cost),
         )
 
     def _part(self, card_id: str, name: str, prefix: str, group: Group, around: Chain) -> Card:
@@ -254,7 +264,7 @@ class _Drawing:
             sends=sent(n for i in items for n in i.every),
             where=lines_text(sources),
             type=self._type(items),
-            strips=strips_of(items, self.sites, self.maker.cost),
+            strips=strips_of(items, self.sites, self.cost),
             children=children,
             **fields,
         )
@@ -266,8 +276,7 @@ class _Drawing:
 
     # Small things ----------------------------------------------------------------------------------------------------
     def _amount(self, items: Iterable[Item]) -> Amount:
-        cost = self.maker.cost
-        return sum((cost[nid] for item in items for nid in item.ids), Amount())
+        return sum((self.cost[nid] for item in items for nid in item.ids), Amount())
 
     def _fresh(self, wanted: str) -> str:
         number = self.used[wanted] = self.used.get(wanted, 0) + 1
