@@ -19,7 +19,7 @@ from ..model.sites import is_applied
 from .nodes import is_light
 from .sites import Found
 
-_LETTERS = 57  # of a line
+_LETTERS = 46  # of a line
 Key = tuple[str, str]  # primitive of a fused op, scope
 _NODE = re.compile(r"^:\S+ = \S+ ?: ")  # what a sentence says first of the node that it is of
 _SIGNS = {
@@ -131,7 +131,7 @@ def _of_candidate(site: Candidate, applied: bool) -> tuple[str, ...]:
 
 
 def _of_rejection(site: Rejection) -> tuple[str, ...]:
-    why = _lines(f"stays: {_NODE.sub('', nameless(site.sentence))}", 2)
+    why = _lines(f"stays: {_NODE.sub('', nameless(site.sentence))}", 3)
     return (*why, *_lines(f"would help: {nameless(site.edit)}", 1)) if site.edit else why
 
 
