@@ -115,8 +115,14 @@ def equation(node: Node) -> str:
     return f'<p class="fl-equation"><code>{shown}</code></p>'
 
 
+class Html(str):
+    """Text that is HTML already, as a cell of a table."""
+
+    __slots__ = ()
+
+
 def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Collection[int] = ()) -> str:
-    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class."""
+    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class, one of `Html` is as it is."""
     if not rows:
         return ""
     head = "".join(f'<th{_num(i, numeric)} scope="col">{escape(str(h))}</th>' for i, h in enumerate(heads))
@@ -125,6 +131,8 @@ def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Co
 
 
 def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
+    if isinstance(value, Html):
+        return f"<td>{value}</td>"
     text, css = value if isinstance(value, tuple) else (value, "num" if index in numeric else "")
     return f'<td class="{css}">{escape(str(text))}</td>' if css else f"<td>{escape(str(text))}</td>"
 

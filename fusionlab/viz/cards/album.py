@@ -11,7 +11,8 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..parts.tree import Maker
-from .card import Card, Overview
+from .beside import beside
+from .card import Card, Fused, Overview
 from .layout.picture import Picture
 from .plan import described, plan, shown
 from .svg import svg
@@ -31,6 +32,7 @@ class Album:
       opened: ids of the cards that are open.
       copies: id of a card of several equal parts -> which of them it shows, from 0.
       pane: width and height in px.
+      fused: the program with the sites fused, to stand beside this one; None for this one alone, lane by lane.
     """
 
     def __init__(self, graph: Graph, findings: Findings | None = None) -> None:
@@ -38,8 +40,10 @@ class Album:
         self.opened: set[str] = set()
         self.copies: dict[str, int] = {}
         self._pane = PANE
+        self.fused: Graph | None = None
         self._maker: Maker | None = None
         self._made: tuple[Any, Overview, Chains] | None = None
+        self._weighed: tuple[Any, Fused] | None = None
         self._fitted: tuple[Any, Overview, dict[str, Card], dict[str, str]] | None = None
 
     @property
@@ -103,12 +107,21 @@ class Album:
 
     def _fit(self, enabled: Collection[str] | None) -> tuple[Overview, dict[str, Card], dict[str, str]]:
         made, _ = self._make(enabled)
-        key = made, self.pane[1]
-        if self._fitted is None or self._fitted[0][0] is not made or self._fitted[0][1] != key[1]:
-            fitted = shown(made, self.pane[1])
+        key = made, self.pane, self.fused
+        if self._fitted is None or any(a is not b and a != b for a, b in zip(self._fitted[0], key, strict=True)):
+            fitted = self._beside(made, enabled) if self.fused is not None else shown(made, self.pane[1])
             parents = {child.id: card.id for card in fitted.cards() for child in card.children}
             self._fitted = key, fitted, {card.id: card for card in fitted.cards()}, parents
         return self._fitted[1], self._fitted[2], self._fitted[3]
+
+    def _beside(self, made: Overview, enabled: Collection[str] | None) -> Overview:
+        """The program in one lane, and in a second one as it is with the sites fused."""
+        assert self._maker is not None
+        assert self.fused is not None
+        key = made, self.fused
+        if self._weighed is None or any(a is not b for a, b in zip(self._weighed[0], key, strict=True)):
+            self._weighed = key, self._maker.fused(enabled, self.fused, self.copies)
+        return beside(made, self._weighed[1], *self.pane)
 
     def _make(self, enabled: Collection[str] | None) -> tuple[Overview, Chains]:
         key = (None if enabled is None else frozenset(enabled), tuple(sorted(self.copies.items())))

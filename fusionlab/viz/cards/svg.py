@@ -8,6 +8,7 @@ from html import escape as _escape
 from fusionlab.viz.markup import printable
 from fusionlab.viz.palette import colour_of, tint_of
 
+from .card import BESIDE
 from .layout.picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
 
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -20,6 +21,7 @@ INK, MUTED, PAPER, LANE, BORDER, TRACK, CELL = (
     "#e4e8ed",
     "#e6e9ee",
 )
+LESS = "#19703e"  # fewer bytes than before
 DARK, LIGHT = "#36424f", "#8a98a8"  # bars of operations and of bytes
 THIN, WIDE = "#7b8794", "#a7b2bf"  # edges
 NEUTRAL, NEUTRAL_TINT = "#5c86b8", "#c9d8ea"  # of the legend
@@ -41,6 +43,7 @@ def svg(picture: Picture, id_prefix: str = "fl-", caption: str = "") -> str:
         *(_pill(pill, id_prefix) for pill in picture.pills),
         *map(_wire, picture.wires),
         *(_text(t) for wire in picture.wires for t in wire.label),
+        f'<g class="between">{_marks(picture.between)}</g>' if picture.between else "",
         f'<g class="legend">{_marks(picture.legend)}</g>' if picture.legend else "",
     ]
     height = picture.height
@@ -80,7 +83,7 @@ def _text(text: Text) -> str:
     weight = ' font-weight="bold"' if text.bold else ""
     anchor = "" if text.anchor == "start" else f' text-anchor="{text.anchor}"'
     kind = " ".join(filter(None, (text.kind, "muted" if text.muted else "", "strong" if text.bold else "")))
-    fill = MUTED if text.muted else INK
+    fill = LESS if text.kind == "less" else MUTED if text.muted else INK
     where = f'x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}"'
     if len(text.text) > 1:  # as wide as it was measured, whatever font the reader's machine has
         where += f' textLength="{_n(text.width)}" lengthAdjust="spacingAndGlyphs"'
@@ -131,6 +134,10 @@ def _swatch(swatch: Swatch) -> str:
 def _bar(bar: Bar) -> str:
     wide = max(bar.rect.width * bar.share, 1.0) if bar.share > 0 else 0.0
     more = f' data-line="{bar.line}"'
+    if bar.kind in BESIDE:
+        fill = colour_of(bar.pass_name) if bar.pass_name else DARK if bar.kind == "after" else LIGHT
+        known = f' data-pass="{escape(bar.pass_name)}"' if bar.pass_name else ""
+        return _frame(Rect(bar.rect.x, bar.rect.y, wide, bar.rect.height), f"bar-{bar.kind}", fill, more=more + known)
     track = _frame(bar.rect, "bar-track", TRACK, radius=1, more=more)
     r = bar.rect
     return track + _frame(
@@ -167,7 +174,8 @@ def _body(box: Box) -> str:
             box.rect, "card-body", PAPER if box.state != "opened" or box.level % 2 else "#fafbfc", BORDER, radius
         )
     full = colour_of(box.pass_name)
-    fill = tint_of(box.pass_name, 0.1 if box.backward else 0.2) if box.state == "applied" else PAPER
+    strength = (0.1 if box.backward else 0.2) * (2 if box.lane == BESIDE[1] else 1)
+    fill = tint_of(box.pass_name, strength) if box.state == "applied" else PAPER
     dashes = ' stroke-dasharray="4 3"' if box.state == "declined" else ""
     hue = f' color="{full}"' if box.state == "applied" else ""
     return _frame(box.rect, "card-body", fill, full, radius, f' stroke-width="1.4"{dashes}{hue}')

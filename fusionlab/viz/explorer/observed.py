@@ -28,7 +28,7 @@ class Observed(anywidget.AnyWidget):
     enabled = traitlets.Instance(frozenset, args=())
     selected = traitlets.Unicode("")
     evidence = traitlets.Any(None, allow_none=True)
-    shown = traitlets.Enum(["before", "after"], "before")
+    shown = traitlets.Enum(["before", "after", "both"], "before")
     status = traitlets.Unicode("not measured")
     measuring = traitlets.Bool(False)
     hulls = traitlets.Bool(False)

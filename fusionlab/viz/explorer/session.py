@@ -27,7 +27,7 @@ from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
 from .decided import Decided
-from .stage import Stage
+from .stage import SHOWN, Stage
 from .state_file import Saved, program_digest
 from .walk import PAGE, Walk
 
@@ -79,7 +79,7 @@ class Session(Decided):
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection, self._turn = Selection(), 0
         self._chosen_of: Graph | None = None  # the program that the selection is of
-        self.stage = Stage(graph)
+        self.stage = Stage(graph, self.fused_graph if after is not None else None)
         self.walk = Walk(self)
 
     # What is shown -------------------------------------------------------------------------------------------------
@@ -89,29 +89,31 @@ class Session(Decided):
         return self.measured.get(self.setting)
 
     def show(self, which: str) -> None:
-        """ "before" or "after": the program as written, or with the enabled sites fused.
+        """ "before" or "after": the program as written, or with the enabled sites fused; "both": beside each other.
 
         Raises:
-          ArgumentError: neither, or this explorer cannot fuse.
+          ArgumentError: none of these, or this explorer cannot fuse.
         """
-        if which not in ("before", "after"):
-            raise ArgumentError(f"shown: got {which!r}, needed 'before' or 'after'")
-        if which == "after" and self._after is None:
+        if which not in SHOWN:
+            raise ArgumentError(f"shown: got {which!r}, needed 'before', 'after' or 'both'")
+        if which != "before" and self._after is None:
             raise ArgumentError("shown: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
         if which != self.stage.shown:
             with self.lock:
+                graph = self.shown_graph
                 self.stage.shown = which
-                self._selection, self.selected = Selection(), ""
+                if self.shown_graph is not graph:
+                    self._selection, self.selected = Selection(), ""
 
     @property
     def shown_graph(self) -> Graph:
         """The graph that is drawn."""
-        return self.graph if self.stage.shown == "before" else self.fused_graph()
+        return self.graph if self.stage.shown != "after" else self.fused_graph()
 
     @property
     def shown_findings(self) -> Findings | None:
         """What is drawn over it; nothing over the fused graph."""
-        return self.findings if self.stage.shown == "before" else None
+        return self.findings if self.stage.shown != "after" else None
 
     def fused_graph(self) -> Graph:
         """The program with the enabled sites fused."""
@@ -188,7 +190,7 @@ class Session(Decided):
     @property
     def compiled_shown(self) -> Any:
         """What XLA made of the graph that is drawn, if it was asked."""
-        return self.compiled if self.stage.shown == "before" else None
+        return self.compiled if self.stage.shown != "after" else None
 
     def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
         return self.shown_graph, self.shown_findings, self.enabled
@@ -234,6 +236,7 @@ class Session(Decided):
             "device": str(getattr(self.findings, "device", "")),
             "can": {
                 "after": self._after is not None,
+                "both": self._after is not None,
                 "options": self._find is not None,
                 "undo": self.can_undo,
                 "reset": self.can_reset,
@@ -367,7 +370,7 @@ class Session(Decided):
             enabled=self.enabled,
             compiled=self.compiled_shown,
             shares=shares,
-            roofline=self._under() if self.stage.shown == "before" else None,
+            roofline=self._under() if self.stage.shown != "after" else None,
         )
 
 

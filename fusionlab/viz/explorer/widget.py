@@ -57,7 +57,7 @@ class Explorer(Selecting):
       enabled: frozenset of the site ids that are on.
       selected: the node, site, kernel, line or group selected, as text ("%143", "gemm_epilogue@mlp#1"); "" for none.
       evidence: the measurement that belongs to `enabled`, or None.
-      shown: "before" or "after".
+      shown: "before", "after" or "both" beside each other.
       status: what the measurement is doing, in words.
       measuring: whether every change is measured again; `start` sets it, `cancel` clears it.
       hulls: whether the boxes name the kernels that XLA makes of them (compiles the program, in the background).

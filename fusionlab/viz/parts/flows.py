@@ -118,7 +118,8 @@ class Flows:
         drawn = tuple(Row(row.name, {p: _with_edges(c, inside) for p, c in row.cards.items()}) for row in rows)
         read = {e.start for e in edges}
         inputs = tuple(
-            Card(f"in{k}", self.graph.in_names[k], kind="input", type=_input_type(self.graph, k)) for k in self.inputs
+            Card(f"in{k}", self.graph.in_names[k], kind="input", type=_input_type(self.graph, k))
+            for k in self.inputs
             if f"in{k}" in read
         )
         return drawn, edges, inputs, self._results(edges)

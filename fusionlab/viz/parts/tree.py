@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.cost.cost import Costs, cost_of
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import all_nodes
 
-from ..cards.card import PHASES, Amount, Card, Overview, Row
+from ..cards.card import PHASES, Amount, Card, Fused, Overview, Row
 from ..model.sites import is_applied
 from .drawing import Chain, Drawing, Known, Names, Title
 from .flows import Flows
+from .fused import fused_amounts, said_after, said_before
 from .instances import as_forward, told_apart
 from .items import Item, items_of
 from .names import program_name
@@ -80,9 +81,23 @@ class Maker:
         shown = dict(copies or {})
         if self._last is None or self._last.shown != shown:
             self._last = self._with_copies(shown)
+        return stated(self._last.overview, self._last.marks, self._applied(enabled)), self._last.chains
+
+    def fused(self, enabled: Collection[str] | None, graph: Graph, copies: Mapping[str, int] | None = None) -> Fused:
+        """The same cards with what they cost in `graph`, the program with these sites fused."""
+        known = self.known
+        amounts, total = fused_amounts(known.cost, known.sites, self._applied(enabled), self.costs, graph)
+        after = Maker(self.graph, self.findings, self.costs)
+        after.known = replace(known, cost=amounts, marks=Marks(known.sites, self.graph.nodes(), amounts))
+        after._lanes, after._places = self._lanes, self._places
+        overview, _ = after.overview(enabled, copies)
+        why = said_after(self.findings, enabled) if self.findings is not None else {}
+        written = {c.id: said_before(self.graph, c.nodes) for c in overview.cards() if c.site is not None}
+        return Fused({c.id: c for c in overview.cards()}, total, written, why)
+
+    def _applied(self, enabled: Collection[str] | None) -> frozenset[str]:
         candidates = self.findings.candidates if self.findings is not None else ()
-        applied = frozenset(c.id for c in candidates if is_applied(c, enabled))
-        return stated(self._last.overview, self._last.marks, applied), self._last.chains
+        return frozenset(c.id for c in candidates if is_applied(c, enabled))
 
     # What is known of the program ------------------------------------------------------------------------------------
     @functools.cached_property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ..card import Amount, Card, Strip
 from .measure import bytes_text, cut, operations_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
+from .said import SAID, said_marks
 
 COMPACT, PLAIN, STRIP, PASSES, CELLS = range(5)  # how much a card says; each says what those before it say
 HEIGHT, LOW, LINE = 42.0, 26.0, 24.0  # of a card, of one that is a title alone, of a box inside a card
@@ -54,7 +55,7 @@ def height_of(card: Card, detail: int) -> float:
     if detail == COMPACT:
         return LOW
     lines = min(len(card.strips), _MOST_PASSES) * (detail >= PASSES)
-    height = HEIGHT + (_PASS if detail == STRIP else 8 + _PASS * lines if lines else 0)
+    height = HEIGHT + (_PASS if detail == STRIP else 8 + _PASS * lines + SAID * len(card.said) if lines else 0)
     return height + (_cell_height(card) + 14 if detail == CELLS else 0)
 
 
@@ -70,6 +71,7 @@ def closed_face(card: Card, rect: Rect, scale: Scale, detail: int) -> tuple[Mark
     if detail >= PASSES and card.strips:
         marks += [_rule(rect, y + 1), *_passes(card.strips, rect, y, scale)]
         y += 8 + _PASS * min(len(card.strips), _MOST_PASSES)
+        marks += said_marks(card.said, rect, y - 4)
     if detail == CELLS:
         marks += [_rule(rect, y), *_cells(card, rect, y + 7, scale)]
     return tuple(marks)
@@ -341,7 +343,7 @@ def _own_strip(card: Card) -> tuple[Strip, ...]:
 
 def line_face(card: Card, rect: Rect, scale: Scale) -> tuple[Mark, ...]:
     """A box of one line: name, source line, state; type, bar and share at the right. The line gives way first, then the type."""
-    y = rect.y + rect.height / 2 + 3.7
+    y = rect.y + LINE / 2 + 3.7
     left, right = rect.x + 9, rect.right - 9
     marks: list[Mark] = [_swatch(s, left, y, 0) for s in _own_strip(card)]
     left += 17 * len(marks)
@@ -358,7 +360,8 @@ def line_face(card: Card, rect: Rect, scale: Scale) -> tuple[Mark, ...]:
     )
     granted = _granted(wishes, spare)
     at_right = _line_right(granted, right, y, scale.share(card.cost))
-    return (*marks, *_line_left(card, granted, left, right, y), *at_right, *share)
+    said = said_marks(card.said, rect, rect.y + LINE - 4)
+    return (*marks, *_line_left(card, granted, left, right, y), *at_right, *share, *said)
 
 
 def _granted(wishes: Sequence[tuple[str, str, float]], spare: float) -> dict[str, str]:

@@ -17,7 +17,7 @@ _BOLD = """
 333 556 611 556 611 556 333 611 611 278 278 556 278 889 611 611 611 611 389 556 333 611 556 778 556 556 500 389 280 389 584
 """
 _WIDTHS = tuple(tuple(map(int, table.split())) for table in (_REGULAR, _BOLD))
-_OTHERS = {"…": 1000, "·": 278, "×": 584, "−": 584, "–": 556, "‹": 333, "›": 333, "÷": 584}
+_OTHERS = {"…": 1000, "·": 278, "×": 584, "−": 584, "–": 556, "‹": 333, "›": 333, "→": 1000, "÷": 584}
 _LETTER, _IDEOGRAPH, _EMOJI = 780, 1000, 1400
 _SLACK = 1.01  # viewers round
 
@@ -49,6 +49,17 @@ def cut(text: str, room: float, size: float, bold: bool = False) -> str:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if text_width(_shortened(text, middle), size, bold) <= room else (low, middle - 1)
     return _shortened(text, low) if low >= 2 else ""
+
+
+@functools.lru_cache(maxsize=20_000)
+def cut_at_end(text: str, room: float, size: float) -> str:
+    """As many of its first words as fit, with "…" behind them; "" where not even one does."""
+    if text_width(text, size) <= room:
+        return text
+    words = text.split()
+    while words and text_width(f"{' '.join(words)} …", size) > room:
+        words.pop()
+    return f"{' '.join(words)} …" if words else ""
 
 
 def _shortened(text: str, letters: int) -> str:
