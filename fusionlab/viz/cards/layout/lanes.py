@@ -120,7 +120,9 @@ def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float
     heads: list[Text] = []
     if overview.is_beside:
         x = (spans[0].right + spans[1].x) / 2
-        return [Text(x, TOP + 19, "bytes of each row", muted=True, kind="column-title", anchor="middle")]
+        room, words = spans[1].x - spans[0].right - 8, "bytes of each row, counted"
+        words = words if text_width(words, 10) <= room else words.partition(",")[0]
+        return [Text(x, TOP + 19, words, muted=True, kind="column-title", anchor="middle")]
     titles = {"backward": ("kept", overview.kept), "update": ("gradients", overview.gradients)}
     for i, phase in enumerate(phases[1:]):
         title, amount = titles.get(phase, ("", 0))
