@@ -76,7 +76,7 @@ def test_dot_frames_what_is_open_and_ends_edges_at_frames(stack):
     pictures = album(stack.graph, stack.findings, (), "all")
     assert pictures.opened
     assert {"forward", *pictures.opened} == set(re.findall(r'subgraph "?cluster_([^"{]+?)"? \{', text))
-    with pytest.raises(UnknownNameError, match="TB, LR, BT, RL"):
+    with pytest.raises(UnknownNameError, match="BT, LR, RL, TB"):
         to_dot(stack.graph, direction="up")
 
 

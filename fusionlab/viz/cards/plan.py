@@ -109,7 +109,8 @@ class _Plan:
         self.rooms = [bus_room(b) for b in self.buses]
         self.base = spans_of(self.phases, width, self.rooms, {})
         self.spans = spans_of(self.phases, width, self.rooms, {p: self._depth(p) for p in self.phases})
-        narrow = any(s.width - 2 * _INSET < NARROW for s in self.base[:2])
+        self.channels = {p: channels_of(self._order(p), self._flows(p), self._most_channels(p)) for p in self.phases}
+        narrow = any(self._room(p)[0] < NARROW for p in self.phases[:2])
         self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"), narrow)
 
     def _names(self) -> dict[str, str]:
@@ -136,8 +137,8 @@ class _Plan:
 
     def picture(self) -> Picture:
         """All of it."""
-        channels = {p: channels_of(self._order(p), self._flows(p), self._most_channels(p)) for p in self.phases}
-        columns = {p: self._column(p, channels[p]) for p in self.phases}
+        channels = self.channels
+        columns = {p: self._column(p) for p in self.phases}
         boxes, wires, rects = self._boxes(columns)
         pills = self._pills(columns, rects)
         slots = [Slot(name, rect) for name, rect in rects.items()] + [Slot(p.id, p.rect, True) for p in pills]
@@ -188,16 +189,21 @@ class _Plan:
         wide = self.base[self.phases.index(phase)].width
         return 5 if wide >= 260 else 3 if wide >= 180 else 2
 
-    def _column(self, phase: str, channels: Mapping[str, int]) -> _Lane:
-        """The stretch that the cards of a lane have, and where its edges run."""
-        at = self.phases.index(phase)
-        base, span = self.base[at], self.spans[at]
+    def _room(self, phase: str) -> tuple[float, float, float]:
+        """The width of closed cards in a lane, of all its channels, and of one."""
+        channels, base = self.channels[phase], self.base[self.phases.index(phase)]
         step = 12.0 if base.width >= 260 else 8.0
         taken = step * (max(channels.values()) + 1) + 2 if channels else 0.0
+        return base.width - 2 * _INSET - taken, taken, step
+
+    def _column(self, phase: str) -> _Lane:
+        """The stretch that the cards of a lane have, and where its edges run."""
+        span = self.spans[self.phases.index(phase)]
+        closed, taken, step = self._room(phase)
         side = 1 if phase in ("backward", "update") else -1
         indent = taken if side < 0 else 0.0
         x, wide = span.x + _INSET + indent, span.width - 2 * _INSET - taken
-        straight = x + min(wide, base.width - 2 * _INSET - taken) / 2
+        straight = x + min(wide, closed) / 2
         edge = x if side < 0 else x + wide + 2 * SHEET
         return _Lane(Column(straight, side, step, edge, x + wide), Span(x, wide))
 

@@ -99,10 +99,21 @@ class Drawing:
         shown = self._part(card_id, name, prefix, groups[copy], around)
         if len(groups) == 1:
             return shown
+        if not around and not shown.children:
+            shown = self._one_inside(shown, groups[copy])
         items = [i for g in groups for i in g.items]
         self.marks[card_id] = self.known.marks.inside(items)
         params = self.known.flows.parameters(nid for i in items for nid in i.ids)
         return replace(shown, count=len(groups), copy=copy, cost=self.known.amount(items), params=params)
+
+    def _one_inside(self, card: Card, group: Group) -> Card:
+        """A stack of what does not open by itself opens to the one of them that it shows."""
+        single = _single(group)
+        name = self.naming.item(single) if single is not None else self.naming.group(group)
+        inner = replace(card, id=self._names.fresh(f"{card.id}/{name}"), name=name, prefix="")
+        self.marks[inner.id] = self.marks[card.id]
+        self.chains |= dict.fromkeys(inner.nodes, (card.id, inner.id))
+        return replace(card, kind="part", site=None, where="", children=(inner,))
 
     def _part(self, card_id: str, name: str, prefix: str, group: Group, around: Chain) -> Card:
         here = (*around, card_id)
@@ -234,14 +245,16 @@ def _single(group: Group) -> Item | None:
     """The site or the region that a group is, where it is one."""
     items = group.items
     found = [i for i in items if i.is_region] if group.key[0] == "region" else items if len(items) == 1 else []
-    return next((i for i in found[:1] if i.site is not None or i.is_region), None)
+    return next((i for i in found[:1] if i.site is not None or i.is_fused or i.is_region), None)
 
 
 def _opens(group: Group) -> bool:
     """Whether its inside says more than its name: several products, a site, a loop."""
     items = group.items
     return len(group.children) > 1 and (
-        products_in(group) > 1 or any(i.sites or i.is_region for i in items) or len({i.scope for i in items}) > 1
+        products_in(group) > 1
+        or any(i.sites or i.is_fused or i.is_region for i in items)
+        or len({i.scope for i in items}) > 1
     )
 
 

@@ -16,7 +16,7 @@ from fusionlab.graph.program.scopes import Source
 
 from .frames import frames_of, spoken
 from .items import Item
-from .nodes import PRODUCTS, is_light
+from .nodes import PRODUCTS, fused_name, is_light
 
 ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter that it holds, or ""
 # What libraries call the parameters of every layer.
@@ -100,6 +100,8 @@ def item_name(item: Item, argument_of: ArgumentOf) -> str:
         return _site_name(item.site.record)
     if item.is_region:
         return _region_name(item.main)
+    if name := fused_name(item.main):
+        return name
     products = [n for n in item.nodes if n.primitive in PRODUCTS]
     return (_product(products[0], argument_of) if products else "") or works_on(item.nodes)
 

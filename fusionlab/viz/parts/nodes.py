@@ -6,6 +6,8 @@ from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.primitives import having
 from fusionlab.graph.program.ir import Node
 
+from ..palette import pass_of_op
+
 # Only move, convert or make up data.
 _LAYOUT = having("layout", "cast", "copy", "variance", "precision") | {
     "iota",
@@ -22,6 +24,14 @@ _COMPARISONS = having("order") | {"eq", "and"}  # what masks are made of
 def is_light(node: Node) -> bool:
     """Whether a node only moves, converts or makes up data: it is told with what reads it."""
     return not is_region(node) and (node.primitive in _LAYOUT or node.primitive in _COMPARISONS)
+
+
+def fused_name(node: Node) -> str:
+    """ "multi_transformer attention": what a fused op is, in a program whose sites are fused already; "" for any other node."""
+    if pass_of_op(node.primitive) is None:
+        return ""
+    part = node.params.get("part")
+    return f"{node.primitive} {str(part).replace('_', '-')}" if part else node.primitive
 
 
 def is_recomputed(node: Node) -> bool:
