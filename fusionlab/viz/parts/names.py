@@ -159,7 +159,7 @@ def _collective(node: Node) -> str:
 
 
 def _plain(node: Node) -> str:
-    if text := _collective(node):
+    if text := _collective(node) or fused_name(node):
         return text
     named = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "select_n": "where", "add_any": "add"}
     return named.get(node.primitive, node.primitive).replace("_", " ")
