@@ -49,17 +49,18 @@ function outline(ui) {
   const scale = h("button", { type: "button", class: "fl-link fl-scale", "data-fl": "outline-scale" });
   const tree = h("div", { class: "fl-tree", role: "tree", "data-fl": "outline", "aria-label": "outline" });
   const el = h("section", { class: "fl-outline", "aria-label": "outline" }, h("div", { class: "fl-treehead" }, scale), tree);
-  let by = "bytes", current = null, marked = null, followed = null, lines = new Map();
+  let counted = false, current = null, marked = null, followed = null, lines = new Map();
 
   const told = () => ui.store.get("outline") || {};
+  const unit = () => told().unit || "bytes", by = () => (counted ? "operations" : unit());
   const steps = () => ui.store.get("trail") || [];
   const why = () => (told().line ? "" : "there is no outline of this picture");
   const inside = (line) => (line.inside && (line.lines || !ui.fixed() || ui.can("outline")) ? line.inside : 0);
   const isOpen = (line, depth) => !!inside(line) && (opened.get(line.id) ?? depth < 2);
   const name = (line) => [line.prefix, line.name, line.count && `×${line.count}`].filter(Boolean).join(" ");
-  const share = (line) => line[by]?.[1] || "";
+  const share = (line) => line[by()]?.[1] || "";
   const strips = (line) => (line.strips || []).map(([pass, state, n, backward]) => `${n.toLocaleString()} ${pass}${backward ? ", backward," : ""} ${WORDS[state] || state}`);
-  const spoken = (line) => [name(line), `${line[by][0]}${share(line) ? `, ${share(line)} of ${by}` : ""}`, ...strips(line)].join("; ");
+  const spoken = (line) => [name(line), `${line[by()][0]}${share(line) ? `, ${share(line)} of ${by()}` : ""}`, ...strips(line)].join("; ");
 
   // The lines to be seen, from above: { line, depth, at, of, parent }.
   const flat = (line, depth = 0, at = 1, of = 1, parent = null, found = []) => {
@@ -88,8 +89,8 @@ function outline(ui) {
     lines = new Map(all.map((one) => [one.line.id, one]));
     if (!lines.has(current)) current = lines.has(marked) ? marked : "";
     fill(tree, all.map(row));
-    fill(scale, `share of ${by}`);
-    scale.title = `show the share of ${by === "bytes" ? "operations" : "bytes"}`;
+    fill(scale, `share of ${by()}`);
+    scale.title = `show the share of ${counted ? unit() : "operations"}`;
   };
   const element = (id) => [...tree.children].find((e) => e.dataset.line === id);
   const walk = (id) => {
@@ -132,7 +133,7 @@ function outline(ui) {
     asked.add(marked);
     ui.store.send({ type: "outline", id: marked });
   };
-  ui.on(scale, "click", () => { by = by === "bytes" ? "operations" : "bytes"; redraw(); });
+  ui.on(scale, "click", () => { counted = !counted; redraw(); });
   ui.on(tree, "click", (e) => {
     const line = e.target.closest("[data-line]");
     if (!line) return;

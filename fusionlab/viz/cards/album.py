@@ -32,6 +32,7 @@ class Album:
       opened: ids of the cards that are open.
       copies: id of a card of several equal parts -> which of them it shows, from 0.
       pane: width and height in px.
+      times: node id -> seconds, where the program's kernels were timed; they take the place of bytes, but for a program beside another.
       fused: the program with the sites fused, to stand beside this one; None for this one alone, lane by lane.
     """
 
@@ -40,6 +41,7 @@ class Album:
         self.opened: set[str] = set()
         self.copies: dict[str, int] = {}
         self._pane = PANE
+        self._times: Mapping[int, float] = {}
         self.fused: Graph | None = None
         self._maker: Maker | None = None
         self._made: tuple[Any, Overview, Chains] | None = None
@@ -55,6 +57,15 @@ class Album:
         """A width or height that is no number, or without end, is that of the usual pane."""
         width, height = (s if math.isfinite(s) else usual for s, usual in zip(size, PANE, strict=True))
         self._pane = width, height
+
+    @property
+    def times(self) -> Mapping[int, float]:
+        return self._times
+
+    @times.setter
+    def times(self, seconds: Mapping[int, float]) -> None:
+        if seconds is not self._times:
+            self._times, self._maker, self._made = seconds, None, None
 
     # What is drawn -----------------------------------------------------------------------------------------------------
     def overview(self, enabled: Collection[str] | None) -> Overview:
@@ -121,13 +132,13 @@ class Album:
         key = made, self.fused
         if self._weighed is None or any(a is not b for a, b in zip(self._weighed[0], key, strict=True)):
             self._weighed = key, self._maker.fused(enabled, self.fused, self.copies)
-        return beside(made, self._weighed[1], *self.pane)
+        return beside(made.counted(), self._weighed[1], *self.pane)
 
     def _make(self, enabled: Collection[str] | None) -> tuple[Overview, Chains]:
         key = (None if enabled is None else frozenset(enabled), tuple(sorted(self.copies.items())))
         if self._made is None or self._made[0] != key:
             if self._maker is None:
-                self._maker = Maker(self.graph, self.findings)
+                self._maker = Maker(self.graph, self.findings, times=self._times)
             self._made = key, *self._maker.overview(enabled, self.copies)
         return self._made[1], self._made[2]
 

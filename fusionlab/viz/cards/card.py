@@ -12,16 +12,17 @@ AFTER = "after--"  # before the ids of the cards of the second
 
 @dataclass(frozen=True)
 class Amount:
-    """What work costs, counted node by node: operations, and bytes read and written."""
+    """What work costs: operations, and bytes read and written, counted node by node; seconds where its kernels were timed, else 0."""
 
     operations: int = 0
     bytes: int = 0
+    seconds: float = 0.0
 
     def __add__(self, other: Amount) -> Amount:
-        return Amount(self.operations + other.operations, self.bytes + other.bytes)
+        return Amount(self.operations + other.operations, self.bytes + other.bytes, self.seconds + other.seconds)
 
     def __mul__(self, copies: int) -> Amount:
-        return Amount(self.operations * copies, self.bytes * copies)
+        return Amount(self.operations * copies, self.bytes * copies, self.seconds * copies)
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,12 @@ class Card:
     children: tuple[Card, ...] = ()
     edges: tuple[Edge, ...] = ()
 
+    def counted(self) -> Card:
+        """The card without times."""
+        strips = tuple(replace(s, cost=replace(s.cost, seconds=0.0)) for s in self.strips)
+        children = tuple(child.counted() for child in self.children)
+        return replace(self, cost=replace(self.cost, seconds=0.0), strips=strips, children=children)
+
     def times(self, copies: int) -> Card:
         """The card with the costs and sites of so many of it."""
         strips = tuple(replace(s, count=s.count * copies, cost=s.cost * copies) for s in self.strips)
@@ -191,6 +198,12 @@ class Overview:
             for phase in self.phases:
                 if phase in row.cards:
                     yield from row.cards[phase].walk()
+
+    def counted(self) -> Overview:
+        """The program without times."""
+        rows = tuple(Row(row.name, {p: card.counted() for p, card in row.cards.items()}) for row in self.rows)
+        totals = {p: replace(cost, seconds=0.0) for p, cost in (self.totals or {}).items()}
+        return replace(self, rows=rows, totals=totals)
 
 
 @dataclass(frozen=True)

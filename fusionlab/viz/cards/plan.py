@@ -163,7 +163,7 @@ class _Plan:
     def _legend(self, y: float) -> Sequence[Mark]:
         beside = self.overview.is_beside
         backward = "backward" in self.phases or (beside and any(s.backward for _, _, c in self.cards for s in c.strips))
-        return legend_of(self.spans, y, backward, self.overview.mesh, beside)
+        return legend_of(self.spans, y, backward, self.overview.mesh, beside, self.drawing.scale.unit)
 
     # -- columns --
 

@@ -137,11 +137,19 @@ def _bar(bar: Bar) -> str:
     if bar.kind in BESIDE:
         fill = colour_of(bar.pass_name) if bar.pass_name else DARK if bar.kind == "after" else LIGHT
         known = f' data-pass="{escape(bar.pass_name)}"' if bar.pass_name else ""
-        return _frame(Rect(bar.rect.x, bar.rect.y, wide, bar.rect.height), f"bar-{bar.kind}", fill, more=more + known)
+        return _frame(
+            Rect(bar.rect.x, bar.rect.y, wide, bar.rect.height),
+            f"bar-{bar.kind}",
+            fill,
+            more=more + known,
+        )
     track = _frame(bar.rect, "bar-track", TRACK, radius=1, more=more)
     r = bar.rect
     return track + _frame(
-        Rect(r.x, r.y, wide, r.height), f"bar-{bar.kind}", DARK if bar.kind == "operations" else LIGHT, more=more
+        Rect(r.x, r.y, wide, r.height),
+        "bar-operations" if bar.kind == "operations" else "bar-bytes",
+        DARK if bar.kind == "operations" else LIGHT,
+        more=more,
     )
 
 

@@ -16,7 +16,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..convert import can_convert
-from ..html.dearest import dearest_html
+from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
@@ -362,7 +362,8 @@ class Session(Decided):
         self.follow()
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
-            return Inspected("Where the bytes go", dearest_html(self.stage.overview(self.drawn())) + quiet(_HINT))
+            overview = self.stage.overview(self.drawn())
+            return Inspected(dearest_title(overview), dearest_html(overview) + quiet(_HINT))
         return inspect(
             self.shown_graph,
             self.shown_findings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
@@ -37,6 +37,7 @@ class Stage:
         self.hulls = False
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self._pane = PANE
+        self.times: Mapping[int, float] = {}  # seconds of the nodes of the program as written
         self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
 
@@ -75,6 +76,7 @@ class Stage:
         key = (
             id(album),
             id(album.fused),
+            id(album.times),
             enabled,
             frozenset(album.opened),
             tuple(album.copies.items()),
@@ -107,6 +109,7 @@ class Stage:
                 album.opened, album.copies = old.opened, old.copies
             self._albums[side] = album
         album.pane = self._pane
+        album.times = self.times if self.shown != "after" else {}
         album.fused = self._fused() if self.shown == "both" and self._fused is not None else None
         return album
 

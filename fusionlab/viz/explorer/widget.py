@@ -44,6 +44,7 @@ class Explorer(Selecting):
         `progress(task, done, total)`, and should stop once `cancel()` is True.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
+      times: `times() -> {node id: seconds}`, what each node of the program takes (`node_times`); shown in place of bytes once measured.
       rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
@@ -71,6 +72,7 @@ class Explorer(Selecting):
         *,
         measure: Callable[[Setting, OnProgress, Cancel], Any] | None = None,
         shares: Callable[[Setting, Findings, OnProgress, Cancel], Any] | None = None,
+        times: Callable[[], Mapping[int, float]] | None = None,
         rates: Callable[[], Device] | None = None,
         rates_at_once: bool = False,
         after: Callable[[Setting, Findings], Graph] | None = None,
@@ -81,7 +83,7 @@ class Explorer(Selecting):
         formulas: Mapping[str, str] | None = None,
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
-        self._script_with = script
+        self._script_with, self._times_with = script, times
         self._rates_at_once = rates is not None and rates_at_once
         self._formulas = dict(formulas or {})
         self._background = Background()
@@ -224,6 +226,9 @@ class Explorer(Selecting):
                 shares = self._shares_with(setting, findings, progress, token)
                 if shares is not None and not token.is_set():
                     self.session.shares[setting] = shares
+            if self._times_with is not None and not self.session.stage.times and not token.is_set():
+                progress("time of each kernel", 0, 0)
+                self._time_nodes(self._times_with)
             if self._rates_at_once and self.session.rates is None and not token.is_set():
                 progress("rates of this device", 0, 0)
                 self.measure_rates()
@@ -232,6 +237,13 @@ class Explorer(Selecting):
             raise
         self._finish(token, "measured")
         return evidence
+
+    def _time_nodes(self, times_with: Callable[[], Mapping[int, float]]) -> None:
+        """Times take the place of bytes in the picture. What was measured before stays where the profiler gives none."""
+        try:
+            self.session.stage.times = times_with()
+        except Exception as error:  # the profiler's, of which JAX names no kinds
+            self._tell(error)
 
     def _quietly(self, run: Callable[[Setting, Cancel], Any], setting: Setting, token: Cancel) -> None:
         # The user's function runs here, so anything may come; the status line and the banner say what happened.

@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from ..cards.card import Amount, Card, Overview, Strip
-from ..cards.layout.measure import bytes_text, operations_text, share_text
+from ..cards.layout.faces import Scale
+from ..cards.layout.measure import operations_text, share_text
 from ..cards.layout.opened import opened_name
 from ..markup import ID_PREFIX
 from ..palette import colour_of
@@ -20,8 +21,9 @@ Line = dict[str, Any]
 def outline(overview: Overview, asked: Collection[str] = (), id_prefix: str = ID_PREFIX) -> dict[str, Any]:
     """The cards of a picture as a tree: the program, its lanes where there are several, rows, and what is inside them.
 
-    Keys: `colours` (pass -> its colour) and `line`, that of the program. A line has `id` (what selects it: "" for the program, a lane,
-    or the card in the picture), `name`, `prefix` and `count` of a card, `bytes` and `operations` (amount, and share of the program's),
+    Keys: `colours` (pass -> its colour), `unit` ("time" where kernels were timed, else "bytes") and `line`, that of the program. A line has
+    `id` (what selects it: "" for the program, a lane, or the card in the picture), `name`, `prefix` and `count` of a card, `operations` and
+    that of its unit (amount, and share of the program's),
     `strips` ([pass, state, how many, whether backward]), `inside` (how many lines), and `lines` where these are told. What is inside a
     stack is told of all its copies, so that the shares add up.
 
@@ -32,7 +34,7 @@ def outline(overview: Overview, asked: Collection[str] = (), id_prefix: str = ID
     """
     tree = _Tree(overview, _told(overview, asked), id_prefix)
     passes = dict.fromkeys(s.pass_name for card in overview.cards() for s in card.strips)
-    return {"colours": {name: colour_of(name) for name in passes}, "line": tree.program()}
+    return {"colours": {name: colour_of(name) for name in passes}, "unit": tree.scale.unit, "line": tree.program()}
 
 
 def trail(overview: Overview, shown: Sequence[str], id_prefix: str = ID_PREFIX) -> list[dict[str, Any]]:
@@ -112,7 +114,7 @@ class _Tree:
 
     def __init__(self, overview: Overview, told: set[str], id_prefix: str) -> None:
         self.overview, self.told, self.id_prefix = overview, told, id_prefix
-        self.total = overview.total
+        self.total, self.scale = overview.total, Scale(overview.total)
 
     def program(self) -> Line:
         phases = self.overview.phases
@@ -136,12 +138,12 @@ class _Tree:
         return line
 
     def _line(self, line_id: str, name: str, cost: Amount) -> Line:
-        of = self.total
+        operations, share = map(share_text, self.scale.shares(cost))
         return {
             "id": line_id,
             "name": name,
-            "bytes": [bytes_text(cost.bytes), share_text(cost.bytes / (of.bytes or 1))],
-            "operations": [operations_text(cost.operations), share_text(cost.operations / (of.operations or 1))],
+            self.scale.unit: [self.scale.said(cost), share],
+            "operations": [operations_text(cost.operations), operations],
         }
 
 

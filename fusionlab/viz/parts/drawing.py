@@ -38,13 +38,14 @@ class Known:
 
     def amount(self, items: Iterable[Item]) -> Amount:
         """What items cost together."""
-        operations = moved = 0
+        operations, moved, seconds = 0, 0, 0.0
         for item in items:
             for nid in item.ids:
                 own = self.cost[nid]
                 operations += own.operations
                 moved += own.bytes
-        return Amount(operations, moved)
+                seconds += own.seconds
+        return Amount(operations, moved, seconds)
 
 
 @dataclass

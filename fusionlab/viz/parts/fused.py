@@ -40,7 +40,9 @@ _SIGNS = {
 def fused_amounts(
     written: Mapping[int, Amount], found: Collection[Found], applied: Collection[str], costs: Costs, fused: Graph
 ) -> tuple[dict[int, Amount], Amount]:
-    """Node id -> its cost where the applied sites are fused, and the cost of the whole fused program.
+    """Node id -> its cost where the applied sites are fused, and the cost of the whole program then.
+
+    A site that runs what XLA runs anyway changes nothing, and costs what it costs as written.
 
     A fused site moves what its ops move in the fused program; where these cannot be told from others, what comes from outside read
     once and what is read outside written once. All of it is counted at one of the site's nodes.
@@ -55,11 +57,15 @@ def fused_amounts(
     after = cost_of(fused)
     ops = _by_key(fused.nodes(), {_primitive(s) for s in found})
     amounts = dict(written)
-    for key, sites in _sites_by_key(s for s in found if s.record.id in applied).items():
+    for key, sites in _sites_by_key(s for s in found if s.record.id in applied and _changes(s)).items():
         for site, nodes in zip(sites, _dealt(ops.get(key, []), len(sites)), strict=True):
             moved = sum(after.nodes[n.id].bytes_moved for n in nodes) if nodes else _ideal(costs, site, written)
             amounts |= _at_one(site.nodes, moved, written)
-    return amounts, Amount(after.total.operations, after.total.bytes_moved)
+    return amounts, Amount(after.total.operations, sum(a.bytes for a in amounts.values()))
+
+
+def _changes(site: Found) -> bool:
+    return not (isinstance(site.record, Candidate) and site.record.same_code)
 
 
 def _primitive(site: Found) -> str:

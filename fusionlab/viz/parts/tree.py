@@ -65,8 +65,15 @@ class Maker:
     What stands where is worked out once; showing another copy makes the card of its row anew, and a toggle changes only states.
     """
 
-    def __init__(self, graph: Graph, findings: Findings | None = None, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        findings: Findings | None = None,
+        costs: Costs | None = None,
+        times: Mapping[int, float] | None = None,
+    ) -> None:
         self.graph, self.findings = graph, findings
+        self.times = times or {}  # node id -> seconds, where its kernels were timed
         self.costs = costs or (findings.cost() if findings is not None else cost_of(graph))
         self._drawn: dict[Title, Drawing] = {}
         self._last: _Copies | None = None
@@ -90,7 +97,7 @@ class Maker:
         after = Maker(self.graph, self.findings, self.costs)
         after.known = replace(known, cost=amounts, marks=Marks(known.sites, self.graph.nodes(), amounts))
         after._lanes, after._places = self._lanes, self._places
-        overview, _ = after.overview(enabled, copies)
+        overview = after.overview(enabled, copies)[0].counted()
         why = said_after(self.findings, enabled) if self.findings is not None else {}
         written = {c.id: said_before(self.graph, c.nodes) for c in overview.cards() if c.site is not None}
         return Fused({c.id: c for c in overview.cards()}, total, written, why)
@@ -103,7 +110,8 @@ class Maker:
     @functools.cached_property
     def known(self) -> Known:
         """All that neither copies nor toggles change."""
-        cost = {i: Amount(c.operations, c.bytes_moved) for i, c in self.costs.nodes.items()}
+        times = self.times
+        cost = {i: Amount(c.operations, c.bytes_moved, times.get(i, 0.0)) for i, c in self.costs.nodes.items()}
         weights = {
             n.id: sum(cost[i.id].bytes for i in all_nodes([n])) if n.blocks else cost[n.id].bytes
             for n in self.graph.nodes()

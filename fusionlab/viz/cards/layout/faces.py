@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..card import Amount, Card, Strip
-from .measure import bytes_text, cut, operations_text, share_text, text_width
+from .measure import bytes_text, cut, operations_text, seconds_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
 from .said import SAID, said_marks
 
@@ -28,13 +28,27 @@ class Scale:
 
     total: Amount
 
-    def shares(self, cost: Amount) -> tuple[float, float]:
-        """Of its operations, of its bytes."""
+    @property
+    def unit(self) -> str:
+        """What the second share is of: "time" where kernels were timed, else "bytes"."""
+        return "time" if self.total.seconds else "bytes"
+
+    def counted(self, cost: Amount) -> tuple[float, float]:
+        """Of its operations, of its bytes: these say how the picture is laid out, whatever was measured."""
         return cost.operations / max(self.total.operations, 1), cost.bytes / max(self.total.bytes, 1)
 
+    def shares(self, cost: Amount) -> tuple[float, float]:
+        """Of its operations, of its time or bytes."""
+        operations, moved = self.counted(cost)
+        return operations, cost.seconds / self.total.seconds if self.total.seconds else moved
+
     def share(self, cost: Amount) -> float:
-        """The share that is said where there is room for one: of bytes."""
+        """The share that is said where there is room for one: of time or bytes."""
         return self.shares(cost)[1]
+
+    def said(self, cost: Amount) -> str:
+        """Its time or bytes."""
+        return seconds_text(cost.seconds) if self.total.seconds else bytes_text(cost.bytes)
 
 
 def opens(card: Card) -> bool:
@@ -200,10 +214,10 @@ def _left_of(mark: Mark) -> float:
 
 
 def _numbers(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
-    """Bars and amounts of operations and bytes, as wide as fits: in halves of the card, else closer."""
+    """Bars and amounts of operations and of time or bytes, as wide as fits: in halves of the card, else closer."""
     inner = rect.width - 2 * PAD
     shares = scale.shares(card.cost)
-    amounts = operations_text(card.cost.operations), bytes_text(card.cost.bytes)
+    amounts = operations_text(card.cost.operations), scale.said(card.cost)
     written = [share_text(s) for s in shares]
     both = [" · ".join(filter(None, pair)) for pair in zip(amounts, written, strict=True)]
     for bar, texts in ((34, both), (24, both), (20, both), (24, amounts), (16, amounts)):
@@ -215,7 +229,7 @@ def _numbers(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
         bar, texts, second = inner / 2 - 8, ("", ""), inner / 2
     return [
         *_amount(rect.x + PAD, rect.y + 34, bar, shares[0], texts[0], "operations"),
-        *_amount(rect.x + PAD + second, rect.y + 34, bar, shares[1], texts[1], "bytes"),
+        *_amount(rect.x + PAD + second, rect.y + 34, bar, shares[1], texts[1], scale.unit),
     ]
 
 
@@ -309,7 +323,7 @@ def _cell_height(card: Card) -> float:
 
 
 def _weight(card: Card, scale: Scale) -> float:
-    return sum(scale.shares(card.cost))
+    return sum(scale.counted(card.cost))
 
 
 def _cell(card: Card, rect: Rect, scale: Scale) -> Cell:

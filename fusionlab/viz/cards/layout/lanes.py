@@ -83,8 +83,9 @@ def lane_of(phase: str, span: Span, bottom: float, overview: Overview) -> Lane:
             phase, Rect(span.x, TOP, span.width, bottom - TOP), (title, *_side_texts(overview, phase, span, title))
         )
     cost = (overview.totals or {}).get(phase, Amount())
-    operations, moved = map(share_text, Scale(overview.total).shares(cost))
-    of_bytes = f"{moved} of bytes" if moved else ""
+    scale = Scale(overview.total)
+    operations, moved = map(share_text, scale.shares(cost))
+    of_bytes = f"{moved} of {scale.unit}" if moved else ""
     both = f"{operations} of operations · {of_bytes}" if operations and moved else ""
     room = span.width - 24 - title.width - 12
     text = next((t for t in (both, of_bytes, moved) if t and text_width(t, 10) <= room), "")
@@ -141,7 +142,9 @@ _BESIDE_NOTES = (
 )
 
 
-def legend_of(spans: Sequence[Span], y: float, backward: bool, mesh: str = "", beside: bool = False) -> list[Mark]:
+def legend_of(
+    spans: Sequence[Span], y: float, backward: bool, mesh: str = "", beside: bool = False, unit: str = "bytes"
+) -> list[Mark]:
     """What forms, widths and bars mean, and the mesh that the program's work is spread over."""
     marks: list[Mark] = []
     x, right = spans[0].x + 2, spans[-1].right - 2
@@ -155,8 +158,8 @@ def legend_of(spans: Sequence[Span], y: float, backward: bool, mesh: str = "", b
     if mesh:
         text = Text(x, y, cut(mesh, right - x, 10), bold=True, kind="mesh")
         marks, x = [*marks, text], text.rect.right + 15
-    note = "bars: share of all operations (dark) and bytes"
-    wishes = (f"an edge is as wide as the bytes it carries · {note}", note, "bars: operations (dark), bytes")
+    note = f"bars: share of all operations (dark) and {unit}"
+    wishes = (f"an edge is as wide as the bytes it carries · {note}", note, f"bars: operations (dark), {unit}")
     for words in _BESIDE_NOTES if beside else wishes:
         if x + 10 + text_width(words, 10) <= right:
             return [*marks, Text(right, y, words, muted=True, kind="legend", anchor="end")]

@@ -22,7 +22,7 @@ from .faces import (
     title_marks,
 )
 from .lines import Column, Slot, Widths, channels_of, column_wires, summed
-from .measure import bytes_text, share_text, text_width
+from .measure import share_text, text_width
 from .picture import SHEET, Box, Chip, Mark, Rect, Text, Wire
 from .said import SAID
 
@@ -77,7 +77,7 @@ def spoken(card: Card, scale: Scale, is_open: bool) -> str:
     share = share_text(scale.share(card.cost))
     sites = [f"{s.count:,} {s.pass_name} {STATE_WORDS[s.state]}" for s in card.strips]
     state = STATE_WORDS[card.site.state] if card.site else ""
-    more = f"{share} of bytes" if share else ""
+    more = f"{share} of {scale.unit}" if share else ""
     note = "; ".join(filter(None, card.said)) or (card.site.note if card.site else "")
     opened = ("opened" if is_open else "closed") if opens(card) else ""
     return ", ".join(filter(None, (name, card.where, more, *sites, state, note, opened)))
@@ -178,8 +178,8 @@ def _head(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
 
 def _cost(card: Card, scale: Scale, room: float) -> str:
     share = share_text(scale.share(card.cost))
-    of = f"{share} of bytes" if share else ""
-    whole = " · ".join(filter(None, (bytes_text(card.cost.bytes), of)))
+    of = f"{share} of {scale.unit}" if share else ""
+    whole = " · ".join(filter(None, (scale.said(card.cost), of)))
     everyone = f"all {card.count}: {whole}" if card.count > 1 else whole
     return next((t for t in (everyone, whole, of, share) if text_width(t, 10) <= room), "")
 

@@ -89,7 +89,7 @@ def _has_sites(row: Row) -> bool:
 
 
 def _share(row: Row, scale: Scale) -> float:
-    return max(scale.shares(sum((c.cost for c in row.cards.values()), Amount())))
+    return max(scale.counted(sum((c.cost for c in row.cards.values()), Amount())))
 
 
 def is_stack(row: Row) -> bool:
