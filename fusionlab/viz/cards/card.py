@@ -137,6 +137,16 @@ class Card:
         strips = tuple(replace(s, count=s.count * copies, cost=s.cost * copies) for s in self.strips)
         return replace(self, cost=self.cost * copies, params=self.params * copies, strips=strips)
 
+    @property
+    def inside(self) -> tuple[Card, ...]:
+        """Its children with what all copies of them cost, so that shares inside a stack add up to its own; their sites are of one."""
+        return self.children if self.count < 2 else tuple(child._of_all(self.count) for child in self.children)
+
+    def _of_all(self, copies: int) -> Card:
+        strips = tuple(replace(s, cost=s.cost * copies) for s in self.strips)
+        children = tuple(child._of_all(copies) for child in self.children)
+        return replace(self, cost=self.cost * copies, params=self.params * copies, strips=strips, children=children)
+
     def walk(self) -> Iterator[Card]:
         """The card and all cards inside it."""
         yield self

@@ -78,7 +78,7 @@ def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dic
             "state": state_of(card, is_open),
         }
         if is_open:
-            todo[:0] = card.children
+            todo[:0] = card.inside
     return found
 
 

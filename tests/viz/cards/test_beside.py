@@ -38,10 +38,12 @@ def test_both_sides_are_level_in_the_pane_and_add_up(name, size):
     overview = album.overview(None)
     totals = overview.totals
     assert totals["before"].bytes == cost_of(album.graph).total.bytes_moved
-    assert totals["after"].bytes == cost_of(album.fused).total.bytes_moved
+    # What XLA runs anyway changes nothing; the others are counted in the program with them fused.
+    changing = [c.id for c in album.findings.candidates if not c.idle and not c.same_code]
+    fused = album.findings.apply(changing) if changing else album.graph
+    assert totals["after"].bytes == pytest.approx(cost_of(fused).total.bytes_moved, rel=0.01)
     for side, total in totals.items():
-        rows = sum(row.cards[side].cost.bytes for row in overview.rows)
-        assert rows == pytest.approx(total.bytes, rel=0.01)
+        assert sum(row.cards[side].cost.bytes for row in overview.rows) == total.bytes
 
 
 @pytest.mark.parametrize("size", SIZES)

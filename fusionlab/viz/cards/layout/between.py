@@ -16,25 +16,23 @@ _PAD, _BAR = 10.0, 4.0
 def between_marks(overview: Overview, boxes: Sequence[Box], spans: Sequence[Span]) -> Iterator[Mark]:
     """For each row, and each row inside an opened card: bars on one scale for all that is closed, and the numbers.
 
-    Of a part of several equal ones the number is of one and the bar of all, so that bars inside and outside of it compare.
+    Of a part of several equal ones they are of all, so that what is inside and outside of it compares.
     """
-    copies = dict(c for row in overview.rows for c in _copies(row.cards[BESIDE[0]], 1))
-    cards = {card.id: card for card in overview.cards()}
+    cards = {card.id: card for row in overview.rows for top in row.cards.values() for card in _walk(top)}
     rows = [(box, cards[box.id], cards[AFTER + box.id]) for box in boxes if box.lane == BESIDE[0] and box.id in cards]
-    largest = max((before.cost.bytes * copies[box.id] for box, before, _ in rows if box.state != "opened"), default=0)
+    largest = max((before.cost.bytes for box, before, _ in rows if box.state != "opened"), default=0)
     room = Span(spans[0].right + _PAD, spans[1].x - spans[0].right - 2 * _PAD)
     for box, before, after in rows:
         if box.state == "opened":
             yield from _numbers(before, after, room, box.rect.y + HEAD_ROOM / 2 + 3.7)
         elif before.cost.bytes:
-            yield from _row(before, after, room, box.rect.middle, largest / copies[box.id])
+            yield from _row(before, after, room, box.rect.middle, largest)
 
 
-def _copies(card: Card, copies: int) -> Iterator[tuple[str, int]]:
-    """Ids of a card and of all inside it, each with how many of it there are where its card says the cost of one."""
-    yield card.id, copies
-    for child in card.children:
-        yield from _copies(child, copies * card.count)
+def _walk(card: Card) -> Iterator[Card]:
+    yield card
+    for child in card.inside:
+        yield from _walk(child)
 
 
 def _row(before: Card, after: Card, room: Span, middle: float, largest: float) -> Iterator[Mark]:

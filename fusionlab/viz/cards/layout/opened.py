@@ -131,7 +131,7 @@ def _parts(
     """What is in an opened card, from above; what it is the backward pass of is not said again."""
     linked = {frozenset((e.start, e.end)) for e in edges}
     parts: list[Inside] = []
-    for before, child in zip((None, *card.children), card.children, strict=False):
+    for before, child in zip((None, *card.inside), card.inside, strict=False):
         y += _gap(before, child, linked)
         shown = replace(child, prefix="") if child.prefix == card.prefix else child
         parts.append(_part(shown, x, y, width, drawing, lane, level))
