@@ -78,3 +78,16 @@ def test_times_take_the_place_of_bytes_and_move_nothing():
     assert dearest_title(album.overview(None)) == "Where the time goes"
     assert "take 100 % of it" in dearest_html(album.overview(None))
     assert album.overview(None).counted() == Album(graph).overview(None)
+
+
+def test_a_place_that_takes_what_it_must_is_at_its_floor():
+    graph = fl.trace(two, *ARGS)
+    album = Album(graph)
+    album.times = dict.fromkeys(graph.node_by_id, 1e-3)
+    told = {
+        share: dearest_html(album.overview(None), lambda card, share=share: share * card.cost.seconds)
+        for share in (0.5, 0.9)
+    }
+    assert "at its floor" not in told[0.5]
+    assert "at its floor: no kernel of this device takes less than" in told[0.9]
+    assert "at its floor" not in dearest_html(album.overview(None))

@@ -10,11 +10,12 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.roofline import Roofline
+from fusionlab.evidence.roofline import Roofline, attainable
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
+from ..cards.card import Card
 from ..convert import can_convert
 from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
@@ -358,12 +359,19 @@ class Session(Decided):
     def _nodes_of(self, name: str) -> tuple[int, ...]:
         return selection(self.shown_graph, self.shown_findings, name, self.compiled_shown, {}).nodes
 
+    def _floor(self, card: Card) -> float:
+        """Seconds that a card takes at best as one kernel of this device; 0 where its rates were not measured, or it is no one kernel's."""
+        blocks = {self.graph.block_of[i].path for i in card.nodes}
+        if self.rates is None or self.stage.shown != "before" or len(blocks) != 1:
+            return 0.0
+        return attainable(self.findings.cost().fused(card.nodes), self.rates)[0]
+
     def _inspected(self) -> Any:
         self.follow()
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
             overview = self.stage.overview(self.drawn())
-            return Inspected(dearest_title(overview), dearest_html(overview) + quiet(_HINT))
+            return Inspected(dearest_title(overview), dearest_html(overview, self._floor) + quiet(_HINT))
         return inspect(
             self.shown_graph,
             self.shown_findings,

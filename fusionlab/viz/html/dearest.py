@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ..cards.card import Amount, Card, Overview
 from ..cards.layout.faces import Scale
-from ..cards.layout.measure import share_text
+from ..cards.layout.measure import seconds_text, share_text
 from ..markup import pick, quiet, text
 from ..palette import colour_of
 
 _MOST = 7
+_AT_FLOOR = 0.8  # of the time at best: what is left is no more than a few kernels' starts
 _SAYS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
 
 
 @dataclass
 class Place:
-    """Equal work in one phase: a card that shows it, and what all of it costs."""
+    """Equal work in one phase: a card that shows it, what all of it costs, and seconds at best where these are known."""
 
     card: Card
     phase: str
     cost: Amount = field(default_factory=Amount)
+    floor: float = 0.0
 
 
 def dearest_title(overview: Overview) -> str:
@@ -29,10 +31,15 @@ def dearest_title(overview: Overview) -> str:
     return f"Where the {Scale(overview.total).unit} {'goes' if overview.total.seconds else 'go'}"
 
 
-def dearest_html(overview: Overview) -> str:
-    """The dearest places of a program: each with its share of all time or bytes, its state, and a button that selects it."""
+def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = None) -> str:
+    """The dearest places of a program: each with its share of all time or bytes, its state, and a button that selects it.
+
+    Args:
+      overview: the program.
+      floor: the seconds that one copy of a card takes at best on the device that timed it, as one kernel; 0 where that is not known.
+    """
     scale = Scale(overview.total)
-    found = {key: place for key, place in _places(overview).items() if scale.share(place.cost)}
+    found = {key: place for key, place in _places(overview, floor).items() if scale.share(place.cost)}
     places = sorted(found.values(), key=lambda p: -scale.share(p.cost))[:_MOST]
     if not places:
         return ""
@@ -49,7 +56,7 @@ def dearest_html(overview: Overview) -> str:
     return f'{head}<ol class="fl-dearest">{"".join(_row(p, scale.share(p.cost)) for p in places)}</ol>'
 
 
-def _places(overview: Overview) -> dict[tuple[str, str, str], Place]:
+def _places(overview: Overview, floor: Callable[[Card], float] | None) -> dict[tuple[str, str, str], Place]:
     found: dict[tuple[str, str, str], Place] = {}
     for row in overview.rows:
         for phase, card in row.cards.items():
@@ -57,6 +64,7 @@ def _places(overview: Overview) -> dict[tuple[str, str, str], Place]:
                 state = leaf.site.state if leaf.site is not None else ""
                 place = found.setdefault((leaf.name, phase, state), Place(leaf, phase))
                 place.cost += leaf.cost * times
+                place.floor += floor(leaf) * times * leaf.count if floor is not None else 0.0
     return found
 
 
@@ -77,6 +85,8 @@ def _row(place: Place, share: float) -> str:
         if place.card.strips
         else "no pass looks for it"
     )
+    if place.cost.seconds and place.floor >= _AT_FLOOR * place.cost.seconds:
+        state += f", at its floor: no kernel of this device takes less than {seconds_text(place.floor)} for it"
     colour = f"--pass:{colour_of(site.pass_name)}" if site is not None else ""
     css = site.state if site is not None else "empty"
     return (
