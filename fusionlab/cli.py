@@ -219,7 +219,7 @@ def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, 
 def _trace(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
-    from .viz.model.view_model import view_model
+    from .viz.export import view_model
 
     function, args, kwargs, static = _load(options)
     graph = fl.trace(function, *args, **static, **kwargs)

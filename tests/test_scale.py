@@ -22,13 +22,9 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.models import transformer
-from fusionlab.viz.draw.dot import dot_of_view
-from fusionlab.viz.draw.render import to_svg
+from fusionlab.viz.cards.album import Album
 from fusionlab.viz.explorer.widget import Explorer
 from fusionlab.viz.html import tabs
-from fusionlab.viz.model import pictures as pictures_module
-from fusionlab.viz.model.folding import fold_graph
-from fusionlab.viz.model.pictures import Pictures
 from tests.asked import counts
 
 LARGE = {3: 6, 24: 96}  # layers -> those of the program it is compared with
@@ -169,49 +165,29 @@ def test_so_many_times_the_layers_take_hardly_more_than_so_many_times_the_calls(
 
 
 def test_the_picture_of_many_layers_opens_and_unfolds_at_once(measured, unit):
-    """Calls in this process; the layout, which `dot` does in its own, is that of a page whatever the program's size."""
     small, found = (found for found, *_ in measured)
-    drawn(Pictures(small.graph, small), [])  # what the first drawing of a process loads is not counted
-    pictures = Pictures(found.graph, found)
-    view, first = counted(lambda: pictures.view(enabled=None))
-    assert len(view["boxes"]) <= 300
-    asked: list[str] = []
+    Album(small.graph, small).svg(None)  # what the first drawing of a process loads is not counted
+    pictures = Album(found.graph, found)
+    _, first = counted(lambda: pictures.svg(None))
+    assert len(pictures.items(None)) <= 60
     most = 0
     for _ in range(6):
-        asked.append(max((b for b in view["boxes"] if b["closed"]), key=lambda b: b["nodes"])["id"])
-        (view, svg), calls = counted(lambda: drawn(pictures, asked))
+        closed = [name for name, item in pictures.items(None).items() if item["closed"]]
+        name = max(closed, key=lambda name: len(pictures.card(None, name).nodes), default=None)
+        if name is None:
+            break
+        pictures.toggle(None, name)
+        _, calls = counted(lambda: pictures.svg(None))
         most = max(most, calls)
-        assert asked[-1] in {g["id"] for g in view["groups"]}
-        assert len(view["boxes"]) <= 400
-        assert svg.count("<g ") > len(view["boxes"])
+        assert name in pictures.opened
     ids = [c.id for c in found.candidates]
-    _, toggled = counted(lambda: pictures.view(enabled=ids[1:]))
+    _, toggled = counted(lambda: pictures.svg(ids[1:]))
     print(
         f"calls: {first / unit:.3f} to open, {most / unit:.3f} at most to unfold, {toggled / unit:.3f} to switch a site"
     )
     assert first < OPEN_BAR * unit
-    assert most < FOLD_BAR * unit
+    assert 0 < most < FOLD_BAR * unit
     assert toggled < TOGGLE_BAR * unit
-
-
-def drawn(pictures, expanded):
-    view = pictures.view(enabled=None, expanded=expanded)
-    return view, to_svg(dot_of_view(view))
-
-
-def test_unfolding_a_group_does_not_fold_the_program_again(measured, layers, monkeypatch):
-    small, found = (found for found, *_ in measured)
-    drawn(Pictures(small.graph, small), [])
-    folds = []
-    monkeypatch.setattr(pictures_module, "fold_graph", lambda *a, **k: folds.append(1) or fold_graph(*a, **k))
-    pictures = Pictures(found.graph, found)
-    view, first = counted(lambda: pictures.view(enabled=None))
-    wanted = next(b["id"] for b in view["boxes"] if b["closed"])
-    _, again = counted(lambda: pictures.view(enabled=None, expanded=[wanted]))
-    print(f"{LARGE[layers]} layers: {first:,} calls to open, {again:,} to unfold")
-    assert len(folds) == 1
-    if LARGE[layers] == 96:  # a picture has as many boxes whatever the program's size
-        assert again < 0.25 * first
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["forward", "gradient"])

@@ -236,8 +236,7 @@ def _write(
         title=f"FusionLab: {elsewhere.graph.name} on {elsewhere.device}; judged, not run",
     )
     write_file(work / f"report-{ELSEWHERE}.html", simulated)
-    save(found.graph, work / "overview.svg", found, max_nodes=16)
-    save(found.graph, work / "found.svg", found)
-    save(after, work / "fused.svg")
+    save(found.graph, work / "found.svg", found, show="all")
+    save(after, work / "fused.svg", show="all")
     for name, figure in evidence_figures(result):
         write_file(work / f"{name.lower()}.svg", figure_svg(figure))

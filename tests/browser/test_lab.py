@@ -228,8 +228,10 @@ def test_everything_is_reached_by_keyboard(lab):
     expect(lab.toggle(MLP)).to_be_focused()
     lab.root.locator('[role=tab][data-fl-tab="Timing"]').focus()
     keyboard.press("ArrowRight")
-    expect(lab.root.locator('[role=tab][aria-selected="true"]')).to_be_focused()
-    expect(lab.root.locator('[role=tab][aria-selected="true"]')).not_to_have_attribute("data-fl-tab", "Timing")
+    expect(lab.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')).to_be_focused()
+    expect(lab.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')).not_to_have_attribute(
+        "data-fl-tab", "Timing"
+    )
 
 
 def test_escape_leads_back_to_the_notebook(lab):

@@ -39,7 +39,7 @@ def report(tmp_path_factory):
     found = fl.find(step, params, jnp.ones((4, 8)), passes="gemm_epilogue")
     assert found.candidates
     assert found.rejections
-    text = report_html(found.graph, found, enabled=None, after=found.apply(), max_nodes=24)
+    text = report_html(found.graph, found, enabled=None, after=found.apply())
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path, found
@@ -81,19 +81,20 @@ def current(shown):
     return shown.picture.locator("[aria-current=true]")
 
 
-def test_a_click_on_a_node_shows_the_inspector(shown):
-    box = shown.picture.locator("g.node[role=button]:not([aria-expanded])").first
+def test_a_click_on_a_card_shows_the_inspector(shown):
+    box = shown.picture.locator("g.card[role=button]").first
     box.click()
-    expect(shown.hook("inspector")).to_contain_text(box.get_attribute("aria-label").split(",")[0].split()[0])
+    expect(shown.hook("inspector").locator("h3")).to_have_text("layer_0")
     expect(shown.hook("inspector")).to_contain_text("test_page.py")
     expect(box).to_have_attribute("aria-current", "true")
     name = box.get_attribute("id")
+    shown.hook("inspector").locator("summary", has_text="all nodes").click()
     shown.hook("inspector").locator("button[data-fl-pick^=n]").first.click()
     expect(current(shown)).not_to_have_attribute("id", name)
     expect(current(shown)).to_be_in_viewport()
 
 
-def test_a_group_opens_where_it_is_and_closes_again(shown):
+def test_a_card_opens_where_it_is_and_closes_again(shown):
     group = closed(shown).first
     name, boxes = group.get_attribute("id"), shown.boxes.count()
     group.click()
@@ -103,7 +104,7 @@ def test_a_group_opens_where_it_is_and_closes_again(shown):
     expect(frame).to_have_attribute("aria-expanded", "true")
     assert shown.boxes.count() > boxes
     now = frame.bounding_box()
-    assert abs((now["x"] + now["width"] / 2) - (before["x"] + before["width"] / 2)) < 60
+    assert max(abs(now[side] - before[side]) for side in ("x", "y")) < 20
     frame.focus()
     shown.page.keyboard.press("Space")
     expect(shown.picture.locator(f'[id="{name}"]')).to_have_attribute("aria-expanded", "false")
@@ -118,7 +119,7 @@ def test_search_finds_what_is_folded_away_and_opens_the_way_to_it(shown):
     expect(hits).to_have_count(1)
     hits.first.click()
     expect(shown.hook("inspector")).to_contain_text("cos")
-    expect(current(shown)).to_contain_text("cos")
+    expect(current(shown)).to_contain_text("tail")
     expect(current(shown)).to_be_in_viewport()
     shown.hook("search").fill("no such thing")
     expect(shown.hook("hits")).to_contain_text("0 hits")
@@ -148,7 +149,7 @@ def test_everything_is_reached_by_keyboard(shown):
     keyboard.press("Home")
     keyboard.press("Escape")
     expect(shown.hook("inspector")).to_be_focused()
-    tab = shown.root.locator('[role=tab][aria-selected="true"]')
+    tab = shown.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')
     name = tab.get_attribute("data-fl-tab")
     tab.focus()
     keyboard.press("End")
@@ -161,8 +162,8 @@ def test_everything_is_reached_by_keyboard(shown):
 def test_tabs_show_the_recorded_sections(shown):
     for name, text in (("Sites", "3 nodes → 1"), ("Declined", "escapes"), ("Timing", "Nothing was measured.")):
         shown.root.locator(f'[role=tab][data-fl-tab="{name}"]').click()
-        expect(shown.root.locator("[role=tabpanel]:visible")).to_have_count(1)
-        expect(shown.root.locator("[role=tabpanel]:visible")).to_contain_text(text)
+        expect(shown.root.locator(".fl-panels [role=tabpanel]:visible")).to_have_count(1)
+        expect(shown.root.locator(".fl-panels [role=tabpanel]:visible")).to_contain_text(text)
 
 
 def test_the_theme_is_switched_and_all_stays_readable_in_it(shown):
@@ -214,7 +215,7 @@ def test_the_fused_program_is_the_other_picture(shown):
     shown.hook("after").click()
     expect(shown.picture).to_contain_text("gemm_epilogue")
     expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")
-    shown.picture.locator("g.node.fused[role=button]").first.click()
+    shown.picture.locator("g.card[data-pass=gemm_epilogue][role=button]").first.click()
     expect(shown.hook("inspector")).to_contain_text("gemm_epilogue")
     shown.hook("before").click()
     expect(shown.hook("before")).to_have_attribute("aria-pressed", "true")
@@ -241,18 +242,6 @@ def style(locator, name, of=None):
     return locator.evaluate("(e, [name, of]) => getComputedStyle(e, of)[name]", [name, of])
 
 
-def test_a_quiet_box_is_marked_as_any_other(shown):
-    quiet, other = (shown.picture.locator(f"g.node{css}[role=button]").first for css in (".quiet", ":not(.quiet)"))
-    strokes = []
-    for box in (quiet, other):
-        box.focus()
-        box.press("Enter")
-        expect(box).to_have_attribute("aria-current", "true")
-        shape = box.locator("path, polygon").first
-        strokes.append(style(shape, "stroke"))
-    assert strokes[0] == strokes[1]
-
-
 def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(shown):
     shown.boxes.last.focus()
     shown.page.keyboard.press("End")
@@ -262,7 +251,6 @@ def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(s
     expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")
     top = "svg => svg.getBoundingClientRect().top - svg.closest('.fl-pane').getBoundingClientRect().top"
     assert shown.picture.evaluate(top) >= 0
-    expect(shown.root.locator(".fl-legend")).to_contain_text("fused op")
     shown.hook("before").click()
     expect(shown.hook("before")).to_have_attribute("aria-pressed", "true")
     assert shown.picture.evaluate("svg => svg.style.transform") == moved
@@ -270,9 +258,9 @@ def test_the_other_program_starts_at_its_top_and_the_place_in_this_one_is_kept(s
 
 def test_one_box_is_a_tab_stop_and_focus_set_by_a_screen_reader_is_where_the_keys_start(shown):
     assert shown.picture.locator('[role=button][tabindex="0"]').count() == 1
-    assert shown.boxes.count() > 10
+    assert shown.boxes.count() > 4
     assert not [b for b in shown.boxes.all() if not b.get_attribute("aria-label")]
-    last = shown.picture.locator("g.node[role=button]").last
+    last = shown.picture.locator("g.card[role=button]").last
     last.evaluate("e => e.focus({ preventScroll: true })")
     expect(last).to_be_in_viewport()
     assert last.get_attribute("tabindex") == "0"
@@ -287,7 +275,7 @@ def test_the_nearest_miss_of_a_declined_site_comes_into_sight(shown, report):
     near = shown.picture.locator(".fl-near").first
     expect(near).to_be_visible()
     swatch = shown.root.locator(".fl-legend .fl-swatch.fl-near")  # it is selected too, and looks as the legend says
-    assert style(near.locator("path, polygon").first, "stroke") == style(swatch, "borderTopColor")
+    assert style(near.locator("> .card-body"), "stroke") == style(swatch, "borderTopColor")
     pane, box = shown.hook("graph").bounding_box(), near.bounding_box()
     assert pane["y"] < box["y"] + box["height"] / 2 < pane["y"] + pane["height"]
 
@@ -297,7 +285,7 @@ def test_nothing_is_wider_than_the_window(shown, width):
     shown.page.set_viewport_size({"width": width, "height": 900})
     shown.page.evaluate(AT_REST)
     assert shown.page.evaluate("document.documentElement.scrollWidth") <= width
-    for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", "[role=tablist]"):
+    for part in (".fl-passes", "[data-fl=graph]", "[data-fl=inspector]", ".fl-tablist"):
         folded = {".fl-passes": "open-left", "[data-fl=inspector]": "open-right"}.get(part)
         if folded and shown.hook(folded).is_visible():
             shown.hook(folded).click()

@@ -1,4 +1,4 @@
-"""The pane that holds the picture, and the panels around it, over a picture of cards written by hand and a stand-in for the kernel."""
+"""The pane that holds the picture, what is around it, over a picture of cards written by hand and a stand-in for the kernel."""
 
 from __future__ import annotations
 
@@ -290,3 +290,85 @@ def test_the_minimap_is_there_only_where_it_tells_something_and_covers_no_card(s
         corner = [at["x"], at["y"], at["x"] + at["width"], at["y"] + at["height"]]
         assert not [c["id"] for c in shown.page.evaluate(SHOWN)["cards"] if meet(corner, c["body"])]
     assert seen
+
+
+def test_the_outline_is_a_tree_with_the_selection_of_the_picture(shown):
+    page, keyboard = shown.page, shown.page.keyboard
+    passes, tree = shown.root.locator("[data-fl-side=passes]"), shown.hook("outline")
+    expect(tree).to_be_hidden()
+    passes.focus()
+    keyboard.press("ArrowRight")
+    expect(tree).to_be_visible()
+    expect(shown.root.locator("[data-fl-side=outline]")).to_be_focused()
+    lines = tree.locator("[role=treeitem]")
+    assert lines.evaluate_all("all => all.map(e => e.dataset.line)")[:4] == ["", "fl-forward", "fl-c0", "fl-c1"]
+    stack = tree.locator("[data-line=fl-c1]")
+    expect(stack).to_have_attribute("aria-level", "3")
+    expect(stack).to_contain_text("×3")
+    assert "48 layer_norm fused; 2 layer_norm can be fused; 24 layer_norm declined" in stack.get_attribute("aria-label")
+    assert stack.locator(".fl-swatch").count() == 3
+    texts = tree.locator("span").evaluate_all("all => all.map(e => parseFloat(getComputedStyle(e).fontSize))")
+    assert min(texts) >= LEAST
+    shown.hook("outline-scale").click()
+    expect(stack.locator(".fl-part")).to_have_text("20 %")
+
+    lines.first.focus()
+    for key in ("ArrowDown", "ArrowDown", "Enter"):
+        keyboard.press(key)
+    chosen, current = tree.locator('[aria-selected="true"]'), shown.picture.locator("[aria-current=true]")
+    expect(chosen).to_have_attribute("data-line", "fl-c0")
+    expect(chosen).to_be_focused()
+    expect(current).to_have_attribute("id", "fl-c0")
+    keyboard.press("ArrowLeft")
+    keyboard.press("ArrowLeft")
+    expect(tree.locator("[data-line=fl-forward]")).to_have_attribute("aria-expanded", "false")
+    page.evaluate("pick('fl-c2')")
+    expect(chosen).to_have_attribute("data-line", "fl-c2")
+
+    page.evaluate("pick('fl-inner')")  # not told yet: it is asked for
+    expect(chosen).to_have_attribute("data-line", "fl-inner")
+    assert {"type": "outline", "id": "fl-b2"} in page.evaluate("sent")
+    tree.locator("[data-line=fl-b2] .fl-turn").click()
+    expect(tree.locator("[data-line=fl-inner]")).to_have_count(0)
+    page.reload()
+    expect(tree).to_be_visible()  # it is remembered
+    passes.click()
+    expect(tree).to_be_hidden()
+
+
+def test_the_path_leads_to_what_is_around_and_steps_through_equal_parts(shown):
+    page, keyboard = shown.page, shown.page.keyboard
+    crumbs, current = shown.root.locator("[data-crumb]"), shown.picture.locator("[aria-current=true]")
+    expect(crumbs).to_have_text(["train_step"])
+    page.evaluate("pick('fl-c1')")
+    expect(crumbs).to_have_text(["train_step", "forward", "layer 1 of 3"])
+    expect(crumbs.last).to_have_attribute("aria-current", "location")
+    shown.hook("copy-on").press("Enter")
+    expect(crumbs.last).to_have_text("layer 2 of 3")
+    shown.hook("copy-back").click()
+    expect(crumbs.last).to_have_text("layer 1 of 3")
+    shown.boxes.first.focus()
+    page.evaluate("sent.length = 0")
+    keyboard.press(".")
+    keyboard.press(",")
+    assert page.evaluate("sent") == [{"type": "step", "id": "fl-c0", "by": by} for by in (1, -1)]
+    crumbs.nth(1).click()
+    assert page.evaluate("sent").pop() == {"type": "select", "id": "fl-forward", "reveal": True}
+    crumbs.first.click()
+    expect(current).to_have_count(0)
+    expect(crumbs).to_have_text(["train_step"])
+
+
+def test_every_hit_is_reached_and_the_list_grows(shown):
+    page, keyboard = shown.page, shown.page.keyboard
+    shown.search("many")
+    hits = shown.root.locator("[data-fl-hit]")
+    expect(shown.hook("more-hits")).to_contain_text("and 137 more")
+    shown.hook("more-hits").press("Enter")
+    expect(hits).to_have_count(6)
+    shown.hook("search").press("Enter")
+    for key, count in (("N", "140 of 140"), ("N", "139 of 140"), ("n", "140 of 140"), ("n", "1 of 140")):
+        keyboard.press(key)
+        expect(shown.hook("hit-count")).to_have_text(count)
+    asked = [m["index"] for m in page.evaluate("sent") if m["type"] == "hit"]
+    assert asked == [139, 138, 139]

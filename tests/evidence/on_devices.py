@@ -17,10 +17,10 @@ from jax.sharding import PartitionSpec as P
 import fusionlab as fl
 from fusionlab.graph.xla.collectives import Traffic
 from fusionlab.verbs.comparison import Comparison
+from fusionlab.viz.export import to_svg, view_model
 from fusionlab.viz.html.inspector import inspect
 from fusionlab.viz.html.report import report_html
 from fusionlab.viz.html.tabs import evidence_tabs
-from fusionlab.viz.model.view_model import view_model
 
 TRIALS: dict[str, Callable[[], None]] = {}
 SPECS = (P("data"), P(None, "tensor"), P("tensor"), P())
@@ -122,13 +122,11 @@ def a_graph_shows_mesh_shardings_and_sums() -> None:
     assert "%0:f32[8,16] x P('data'), %1:f32[16,32] up P(None, 'tensor')" in text
     assert "shard_map %0 %1 %2 %3 [mesh data=2 x tensor=2, " in text
     assert text == str(fl.trace(over(), *args))
-    view = view_model(graph, expanded="all")
+    view = view_model(graph)
     assert "mesh data=2 x tensor=2" in view["header"]
-    (region,) = (g for g in view["groups"] if g["kind"] == "region")
-    assert region["label"] == "shard_map, mesh data=2 x tensor=2"
-    lines = [box["lines"] for box in view["boxes"]]
-    assert ["x", "f32[8,16]", "P('data')"] in lines
-    assert any(one[0].endswith("over tensor: 256 B") and one[0].startswith("psum") for one in lines), lines
+    assert view["picture"]["mesh"] == "shard_map, mesh data=2 x tensor=2"
+    assert ("x", "f32[8,16] P('data')") in [(card["name"], card["type"]) for card in view["picture"]["inputs"]]
+    assert "psum over tensor: 256 B" in to_svg(graph)
     (summed,) = (n for n in graph.nodes() if n.primitive.startswith("psum"))
     told = inspect(graph, None, summed).html
     assert "tensor" in told

@@ -13,7 +13,7 @@ import fusionlab as fl
 from fusionlab.commands.demo import _choices
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.viz.html.report import report_html
-from fusionlab.viz.model.view_model import view_model
+from fusionlab.viz.model.summaries import summary
 from tests.asked import by_default, by_name
 
 
@@ -128,7 +128,7 @@ def test_it_is_drawn_as_a_candidate_and_not_as_applied():
     f = found(device="sm_90")
     (norm,) = [c for c in f.candidates if c.pass_name == "layer_norm"]
     for enabled, state, on in ((None, "candidate", "off"), ([norm.id], "applied", "on")):
-        view = view_model(f.graph, f, enabled=enabled)
+        view = summary(f.graph, f, enabled=enabled)
         assert {s["pass"]: s["state"] for s in view["sites"]}["layer_norm"] == state
         assert {p["name"]: p["state"] for p in view["passes"]}["layer_norm"] == on
 

@@ -23,9 +23,10 @@ from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import plain_meaning_of
 from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
 from fusionlab.verbs.dump import write_dump
+from fusionlab.viz.export import album
 from fusionlab.viz.html.inspector import inspect
 from fusionlab.viz.html.report import report_html
-from fusionlab.viz.model.view_model import view_model
+from fusionlab.viz.model.summaries import summary
 
 from .checks import normal
 from .several import GatePass, gate
@@ -353,19 +354,17 @@ def test_all_its_results_are_told(registered):
     html = inspect(found.graph, found, site.id).html
     for value in (z, h):
         assert f'data-fl-pick="{value.name}"' in html.partition("gives")[2].partition("nodes")[0]
-    (record,) = view_model(found.graph, found)["sites"]
+    (record,) = summary(found.graph, found)["sites"]
     assert (record["root"], record["others"]) == (z.name, [h.name])
 
 
 @pytest.mark.parametrize("fn", [whole, in_scan])
-def test_it_is_drawn_with_an_edge_from_each_result_to_what_reads_it(registered, fn):
+def test_it_is_one_card_however_many_results_it_has(registered, fn):
     found = fl.find(fn, *ARGS, passes="gate")
-    for enabled in (None, []):
-        view = view_model(found.graph, found, enabled=enabled, expanded="all")
-        (frame,) = [g for g in view["groups"] if g["site"]]
-        inside = {b["id"] for b in view["boxes"] if b["parent"] == frame["id"]}
-        assert len(inside) == found.candidates[0].nodes_before
-        assert len({e["from"] for e in view["edges"] if e["from"] in inside and e["to"] not in inside}) == 2
+    for enabled, state in ((None, "applied"), ([], "candidate")):
+        pictures = album(found.graph, found, enabled, "all")
+        (site,) = [c for c in pictures.overview(enabled).cards() if c.site]
+        assert (site.site.state, set(site.nodes)) == (state, set(found.candidates[0].node_ids))
     after = found.apply()
-    assert "tanh" not in {b["lines"][0] for b in view_model(after)["boxes"]}
+    assert "tanh" not in {c.name for c in album(after, None, None, "all").overview(None).cards()}
     assert "gate@" in report_html(found.graph, found)

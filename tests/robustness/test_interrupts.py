@@ -164,7 +164,7 @@ def test_the_explorer_can_measure_again():
             interrupt()
         return fl.compare(layer, same, X, W, B, **EFFORT)
 
-    lab = Explorer(found.graph, found, measure=measure, engine="builtin")
+    lab = Explorer(found.graph, found, measure=measure)
     with pytest.raises(KeyboardInterrupt):
         lab.measure()
     assert lab.status.startswith("measurement failed: KeyboardInterrupt")

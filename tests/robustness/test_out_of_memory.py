@@ -211,7 +211,7 @@ def test_the_explorer_shows_it_with_its_code_and_measures_again():
                 exhausted()
         return fl.compare(layer, layer, X, W, B, **EFFORT)
 
-    lab = Explorer(found.graph, found, measure=measure, engine="builtin")
+    lab = Explorer(found.graph, found, measure=measure)
     lab.start().join()
     assert lab.status.startswith("measurement failed: [out_of_memory] after: a run of it ran out of memory")
     assert lab.problem["code"] == "out_of_memory"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +48,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """Size in bytes; extended dtypes count with their item size, tokens with 0."""
-        return int(np.prod(self.shape, dtype=np.int64)) * int(getattr(self.dtype, "itemsize", 0))
+        return math.prod(map(int, self.shape)) * int(getattr(self.dtype, "itemsize", 0))
 
     def __repr__(self) -> str:
         return f"{self.name}:{type_text(self.aval)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -93,7 +94,9 @@ def _graph_of(bound: Bound, name: str, args: tuple, kwargs: dict, found: tuple[A
 
 
 def name_of(fn: Callable) -> str:
-    """What a function is called."""
+    """What a function is called; a partial is called as its function is."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 

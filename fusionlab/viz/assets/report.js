@@ -1,13 +1,16 @@
 // Stands in for the kernel in the standalone page: answers the explorer's messages from what Python baked into the page.
 // Follows explorer.js in one module, and calls its `mount`.
 const ELSEWHERE = "It opens in a live kernel: fusionlab.explore(fn, *args).";
-const MOST_HITS = 50;
+const PAGE = 60; // hits that the list shows at once
 
 async function unpack(text) {
   const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
   return JSON.parse(await new Response(stream).text());
 }
+
+// What the inspector says while nothing is selected.
+const idle = (data) => ({ name: "", title: "Where the bytes go", html: data.dearest });
 
 // Rows of (name, text, monospaced) as HTML; texts enter as text.
 function rowsHtml(rows) {
@@ -21,22 +24,34 @@ function rowsHtml(rows) {
 
 function bakedStore(data, pictures, tabs) {
   const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
-    inspector: { title: "", html: "" }, hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
+    inspector: idle(data), outline: data.outline, trail: [], hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
   const watchers = new Map(), listeners = new Set();
   const before = traits.scene;
-  let index = null, known = null;
+  let index = null, known = null, listed = PAGE, hits = [];
+
+  // The lines of the outline from the program to a card.
+  const way = (id, line = data.outline.line) => {
+    if (line.id === id) return [line];
+    for (const inside of line.lines || []) {
+      const found = way(id, inside);
+      if (found.length) return [line, ...found];
+    }
+    return [];
+  };
+  const trail = (id) => (way(id).length ? way(id) : [data.outline.line]).map(({ id: own, name, prefix = "", count }) => ({ id: own, name, prefix, ...(count && { at: 1, of: count }) }));
+  traits.trail = trail("");
 
   const set = (changes) => {
     Object.assign(traits, changes);
     for (const name of Object.keys(changes)) for (const f of watchers.get(name) || []) f();
   };
   const say = (sentence) => set({ problem: sentence ? { code: "", sentence } : null });
-  const loaded = async () => { // every node by number and by name; each group with the one around it
+  const loaded = async () => { // every node by number and by name; each card with the one around it
     if (index) return index;
-    const { groups, strings, nodes } = await unpack(data.index);
-    const rows = nodes.map(([id, box, group, op, value, type, scope, where]) => ({
-      id: `n${id}`, box: `fl-${strings[box]}`, group, op: strings[op], value: strings[value], type: strings[type], scope: strings[scope], where: strings[where] }));
-    index = { groups, rows, byName: new Map(), number: new Map(groups.map(([name], k) => [name, k])) };
+    const { cards, strings, nodes } = await unpack(data.index);
+    const rows = nodes.map(([id, card, op, value, type, scope, where]) => ({
+      id: `n${id}`, card, op: strings[op], value: strings[value], type: strings[type], scope: strings[scope], where: strings[where] }));
+    index = { cards, rows, byName: new Map(), number: new Map(cards.map(([name], k) => [`fl-${name}`, k])) };
     for (const r of rows) {
       index.byName.set(r.id, r);
       if (r.value) index.byName.set(r.value, r);
@@ -53,46 +68,50 @@ function bakedStore(data, pictures, tabs) {
   const select = async (id, more = {}, name = id) => {
     const { title = "", html = "", near = [] } = (await told())[name] || {};
     const scene = more.scene || traits.scene;
-    const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.box, r.group)) : [];
-    set({ inspector: { name, title, html }, problem: null, ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
+    const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.card)) : [];
+    set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
   };
 
-  // The scene that shows a box best: this one if it holds it, else the one of the innermost group that was baked.
-  const reach = async (box, group) => {
-    if (box in traits.scene.items) return traits.scene;
-    const { groups } = await loaded();
-    for (let g = group; g >= 0; g = groups[g][1]) {
-      const [name, , open] = groups[g];
-      if (data.scenes[name]) return scene(name);
-      if (open) break;
-    }
+  // The scene that shows a card best: this one if it holds it, else the one of the innermost card around it that was baked.
+  const reach = async (card) => {
+    const { cards } = await loaded();
+    if (`fl-${cards[card][0]}` in traits.scene.items) return traits.scene;
+    for (let k = cards[card][1]; k >= 0; k = cards[k][1]) if (data.scenes[cards[k][0]]) return scene(cards[k][0]);
     return before;
   };
-  const visible = (shown, box, group) => { // the box itself, or the closed group it lies in
-    const chain = [box];
-    for (let g = group; g >= 0; g = index.groups[g][1]) chain.push(`fl-${index.groups[g][0]}`);
-    return chain.find((id) => id in shown.items);
+  const visible = (shown, card) => { // the card itself, or the closed one it lies in
+    for (let k = card; k >= 0; k = index.cards[k][1]) if (`fl-${index.cards[k][0]}` in shown.items) return `fl-${index.cards[k][0]}`;
+    return undefined;
   };
 
   const pick = async (name) => {
-    const { byName, rows, number, groups } = await loaded();
-    if (name in traits.scene.items) return select(name); // a box by its id, as going back to it names it
-    const [box = number.has(name.slice(3)) && name.startsWith("fl-") ? name.slice(3) : undefined, node] = data.sites[name] || [];
-    const row = byName.get(name) || byName.get(`n${node}`) || rows.find((r) => r.box === name);
-    const line = row ? [] : rows.filter((r) => r.where === name);
-    const target = number.has(box) ? { box: `fl-${box}`, group: groups[number.get(box)][1] } : row || line[0];
-    if (!target) return say(`${name} is not in this page. ${ELSEWHERE}`);
-    const shown = await reach(target.box, target.group);
-    const id = visible(shown, target.box, target.group);
-    if (!id) return say(`${name} is not in this picture. ${ELSEWHERE}`);
-    const linked = line.map((r) => visible(shown, r.box, r.group)).filter((x) => x && x !== id);
-    const own = box ? `fl-${box}` : row ? row.box : name;
-    const brief = own in (await told()) || id === own ? {} : { inspector: { name, ...hidden(row, id) } };
-    await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked }, ...brief }, own);
+    const { byName, rows, number } = await loaded();
+    if (name in traits.scene.items) return select(name); // a card by its id, as going back to it names it
+    if (number.has(`fl-${name}`) || number.has(name)) return choose(number.get(`fl-${name}`) ?? number.get(name), name);
+    const row = byName.get(name) || byName.get(`n${data.sites[name]}`), line = row ? [] : rows.filter((r) => r.where === name);
+    if (!row && !line.length) return say(`${name} is not in this page. ${ELSEWHERE}`);
+    return choose((row || line[0]).card, name, row, line);
   };
-  // A node that no picture of the page shows by itself.
+  const choose = async (card, name, row, line = []) => {
+    const shown = await reach(card), id = visible(shown, card);
+    if (!id) return say(`${name} is not in this picture. ${ELSEWHERE}`);
+    const linked = line.map((r) => visible(shown, r.card)).filter((x) => x && x !== id);
+    const known = await told(), own = [name, `fl-${index.cards[card][0]}`].find((key) => key in known && (key === name || !row || single(row)));
+    const brief = own || !row ? {} : { inspector: { name, ...hidden(row, id) } };
+    await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked }, ...brief }, own || id);
+  };
+  const single = (row) => index.rows.filter((r) => r.card === row.card).length === 1;
+  // A node that no card of the page shows by itself.
   const hidden = (row, id) => ({ title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true], ["source", row.where, true],
-    ["inside", `a closed group. ${data.scenes[id.slice(3)] ? "Press Space on it to open it." : ELSEWHERE}`, false]].filter((r) => r[1])) });
+    ["inside", traits.scene.items[id]?.label || "", false]].filter((r) => r[1])) });
+
+  // A line of the outline, or a step of the path.
+  const visit = async (id) => {
+    const { number } = await loaded();
+    if (number.has(id)) return choose(number.get(id), id);
+    const { title = "", html = "" } = (await told())[id] || {};
+    set({ inspector: title ? { name: id, title, html } : idle(data), trail: trail(id), marks: {}, problem: null });
+  };
 
   const search = async (text) => {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -103,31 +122,28 @@ function bakedStore(data, pictures, tabs) {
       .concat(traits.panel.declined.flatMap((k) => k.rows.map((r) => ({ id: r.id, label: r.id, where: r.where, hay: `${r.id} ${k.code} ${r.text}` }))));
     for (const r of rows) r.hay ??= `${r.op} ${r.value} ${r.type} ${r.scope} ${r.where}`.toLowerCase();
     const all = [...sites.filter((s) => holds(s.hay.toLowerCase())), ...rows.filter((r) => holds(r.hay))];
-    const found = all.map((r) => (r.box ? visible(traits.scene, r.box, r.group) : `fl-${(data.sites[r.id] || [])[0]}`)).filter((id) => id in traits.scene.items);
-    const shown = all.slice(0, MOST_HITS).map((r) => (r.box ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
-    set({ hits: { query: text, total: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
+    const found = all.map((r) => visible(traits.scene, (r.op ? r : index.byName.get(`n${data.sites[r.id]}`))?.card ?? -1)).filter(Boolean);
+    if (text !== traits.hits.query) listed = PAGE;
+    hits = all;
+    const shown = all.slice(0, listed).map((r) => (r.op ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
+    set({ hits: { query: text, total: all.length, reach: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
   };
 
   const fold = async (id) => {
     const name = id.replace(/^fl-(after-)?/, ""), item = traits.scene.items[id];
     if (traits.head.shown === "after") return say(`The fused program is one picture here. ${ELSEWHERE}`);
-    const { groups, number } = await loaded();
     if (item.closed) {
-      if (!data.scenes[name]) return say(`${item.label}: this group is closed in the page. ${ELSEWHERE}`);
+      if (!data.scenes[name]) return say(`${item.label}: this card is closed in the page. ${ELSEWHERE}`);
       return select(id, { scene: await scene(name) });
     }
-    if (data.scenes[`-${name}`] && !(id in before.items && before.items[id].closed)) return select(id, { scene: await scene(`-${name}`) });
-    for (let g = groups[number.get(name)]?.[1] ?? -1; ; g = groups[g][1]) { // back to the picture before it was opened
-      const back = g < 0 || groups[g][2] ? before : data.scenes[groups[g][0]] ? await scene(groups[g][0]) : null;
-      if (back && back.items[id]?.closed) return select(id, { scene: back });
-      if (g < 0) return say(`${item.label}: this group stays open in the page. ${ELSEWHERE}`);
-    }
+    const { cards, number } = await loaded(), around = cards[cards[number.get(id)]?.[1]]?.[0];
+    return select(id, { scene: around && data.scenes[around] ? await scene(around) : before });
   };
 
   const shown = (value) => {
     const after = value === "after";
     const now = after ? { svg: pictures.after, items: data.after } : before;
-    set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: { title: "", html: "" }, problem: null });
+    set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: idle(data), trail: trail(""), problem: null });
   };
 
   const exporting = async (suffix) => {
@@ -144,8 +160,9 @@ function bakedStore(data, pictures, tabs) {
     send({ mime: "image/png", base64: canvas.toDataURL("image/png").split(",")[1] });
   };
 
-  const answers = { select: (m) => select(m.id), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text),
-    shown: (m) => shown(m.value), export: (m) => exporting(m.suffix), dismiss: () => say("") };
+  const answers = { select: (m) => (m.reveal ? visit(m.id) : select(m.id)), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text), hit: (m) => hits[m.index] && pick(hits[m.index].id),
+    more: () => { listed += PAGE; return search(traits.hits.query); },
+    shown: (m) => shown(m.value), step: () => say(`One of equal parts is shown here. ${ELSEWHERE}`), export: (m) => exporting(m.suffix), dismiss: () => say("") };
   return {
     get: (name) => traits[name],
     set: (name, value) => set({ [name]: value }),

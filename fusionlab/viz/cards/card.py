@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 PHASES = ("forward", "backward", "update")
+BESIDE = ("before", "after")  # the lanes of a program beside the same program with its sites fused
+AFTER = "after--"  # before the ids of the cards of the second
 
 
 @dataclass(frozen=True)
 class Amount:
-    """What work costs, counted node by node: operations, and bytes read and written."""
+    """What work costs: operations, and bytes read and written, counted node by node; seconds where its kernels were timed, else 0."""
 
     operations: int = 0
     bytes: int = 0
+    seconds: float = 0.0
 
     def __add__(self, other: Amount) -> Amount:
-        return Amount(self.operations + other.operations, self.bytes + other.bytes)
+        return Amount(self.operations + other.operations, self.bytes + other.bytes, self.seconds + other.seconds)
 
     def __mul__(self, copies: int) -> Amount:
-        return Amount(self.operations * copies, self.bytes * copies)
+        return Amount(self.operations * copies, self.bytes * copies, self.seconds * copies)
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class Card:
       type: of its result, "f32[8,1024]"; "" where there are several.
       site: the site it is, else None.
       strips: its sites by pass and state.
+      said: further lines that a site says, where programs stand beside each other.
       children: what is inside, in program order; () for what does not open. Of several copies, what is inside one: its costs and
         strips are those of that copy.
       edges: between its children.
@@ -118,13 +122,30 @@ class Card:
     type: str = ""
     site: Site | None = None
     strips: tuple[Strip, ...] = ()
+    said: tuple[str, ...] = ()
     children: tuple[Card, ...] = ()
     edges: tuple[Edge, ...] = ()
+
+    def counted(self) -> Card:
+        """The card without times."""
+        strips = tuple(replace(s, cost=replace(s.cost, seconds=0.0)) for s in self.strips)
+        children = tuple(child.counted() for child in self.children)
+        return replace(self, cost=replace(self.cost, seconds=0.0), strips=strips, children=children)
 
     def times(self, copies: int) -> Card:
         """The card with the costs and sites of so many of it."""
         strips = tuple(replace(s, count=s.count * copies, cost=s.cost * copies) for s in self.strips)
         return replace(self, cost=self.cost * copies, params=self.params * copies, strips=strips)
+
+    @property
+    def inside(self) -> tuple[Card, ...]:
+        """Its children with what all copies of them cost, so that shares inside a stack add up to its own; their sites are of one."""
+        return self.children if self.count < 2 else tuple(child._of_all(self.count) for child in self.children)
+
+    def _of_all(self, copies: int) -> Card:
+        strips = tuple(replace(s, cost=s.cost * copies) for s in self.strips)
+        children = tuple(child._of_all(copies) for child in self.children)
+        return replace(self, cost=self.cost * copies, params=self.params * copies, strips=strips, children=children)
 
     def walk(self) -> Iterator[Card]:
         """The card and all cards inside it."""
@@ -151,7 +172,7 @@ class Overview:
       rows: from the program's beginning to its end.
       inputs, results: cards of kind "input" and "output" (none of parameters); `edges` name them by id.
       edges: between cards of the rows, inputs and results.
-      totals: phase -> cost of the lane.
+      totals: phase -> cost of the lane; of `BESIDE`, each is the whole program's.
       kept, gradients: bytes that forward keeps for the backward pass; that backward hands to the update.
       turns: how often the loop runs that is the whole program, so that the rows are its body; 0 for a program that is no loop, -1 where
         the count is not known.
@@ -172,8 +193,14 @@ class Overview:
 
     @property
     def total(self) -> Amount:
-        """The cost of the program."""
-        return sum((self.totals or {}).values(), Amount())
+        """The cost of the program, as written."""
+        totals = self.totals or {}
+        return totals[BESIDE[0]] if self.is_beside else sum(totals.values(), Amount())
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether its lanes are the program before and after."""
+        return self.phases == BESIDE
 
     def cards(self) -> Iterator[Card]:
         """Every card, those inside others included."""
@@ -181,3 +208,26 @@ class Overview:
             for phase in self.phases:
                 if phase in row.cards:
                     yield from row.cards[phase].walk()
+
+    def counted(self) -> Overview:
+        """The program without times."""
+        rows = tuple(Row(row.name, {p: card.counted() for p, card in row.cards.items()}) for row in self.rows)
+        totals = {p: replace(cost, seconds=0.0) for p, cost in (self.totals or {}).items()}
+        return replace(self, rows=rows, totals=totals)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What is known of a program with its sites fused.
+
+    Attributes:
+      cards: id of a card of the program as written -> the same card with what it costs fused.
+      total: the cost of the fused program.
+      written: id of a card that is a site -> its operations in program order.
+      why: id of a site -> why it is fused or stays, in lines.
+    """
+
+    cards: Mapping[str, Card]
+    total: Amount
+    written: Mapping[str, str]
+    why: Mapping[str, tuple[str, ...]]

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .card import Card, Edge, Overview
+from .card import AFTER, Card, Edge, Overview
+from .layout.between import between_marks
 from .layout.faces import NARROW, Scale, closed_face, height_of, opens
 from .layout.lanes import MARGIN, Span, heads_of, lane_of, legend_of, spans_of
 from .layout.lines import (
@@ -22,7 +23,7 @@ from .layout.lines import (
     widths_of,
 )
 from .layout.opened import Drawing, box_of, depth_of, opened_inside, spoken, state_of
-from .layout.picture import SHEET, Box, Picture, Pill, Rect, Wire
+from .layout.picture import SHEET, Box, Mark, Picture, Pill, Rect, Wire
 from .layout.pills import pill_groups, placed_pill
 from .layout.rows import FOOT, HEAD, PILL, TOP, gap_after, grid_of, is_stack, shown
 
@@ -40,7 +41,12 @@ def plan(overview: Overview, width: float, height: float, opened: Collection[str
       width, height: the pane's, in px.
       opened: ids of cards.
     """
-    return _Plan(shown(overview, height), width, height, frozenset(opened)).picture()
+    return _Plan(shown(overview, height), width, height, _both_sides(overview, opened)).picture()
+
+
+def _both_sides(overview: Overview, opened: Collection[str]) -> frozenset[str]:
+    """What is open: of a program beside itself, what is open on one side is so on the other."""
+    return frozenset(opened) | ({AFTER + card for card in opened} if overview.is_beside else set())
 
 
 def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dict[str, Any]]:
@@ -49,6 +55,7 @@ def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dic
     `overview` is as `shown` gives it.
     """
     scale, found = Scale(overview.total), {}
+    opened = _both_sides(overview, opened)
     todo = [
         *overview.inputs,
         *(row.cards[p] for row in overview.rows for p in overview.phases if p in row.cards),
@@ -71,7 +78,7 @@ def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dic
             "state": state_of(card, is_open),
         }
         if is_open:
-            todo[:0] = card.children
+            todo[:0] = card.inside
     return found
 
 
@@ -102,7 +109,8 @@ class _Plan:
         self.rooms = [bus_room(b) for b in self.buses]
         self.base = spans_of(self.phases, width, self.rooms, {})
         self.spans = spans_of(self.phases, width, self.rooms, {p: self._depth(p) for p in self.phases})
-        narrow = any(s.width - 2 * _INSET < NARROW for s in self.base[:2])
+        self.channels = {p: channels_of(self._order(p), self._flows(p), self._most_channels(p)) for p in self.phases}
+        narrow = any(self._room(p)[0] < NARROW for p in self.phases[:2])
         self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"), narrow)
 
     def _names(self) -> dict[str, str]:
@@ -129,8 +137,8 @@ class _Plan:
 
     def picture(self) -> Picture:
         """All of it."""
-        channels = {p: channels_of(self._order(p), self._flows(p), self._most_channels(p)) for p in self.phases}
-        columns = {p: self._column(p, channels[p]) for p in self.phases}
+        channels = self.channels
+        columns = {p: self._column(p) for p in self.phases}
         boxes, wires, rects = self._boxes(columns)
         pills = self._pills(columns, rects)
         slots = [Slot(name, rect) for name, rect in rects.items()] + [Slot(p.id, p.rect, True) for p in pills]
@@ -148,10 +156,14 @@ class _Plan:
             boxes=tuple(boxes),
             pills=tuple(pills),
             wires=tuple(wires),
-            legend=tuple(legend_of(self.spans, bottom + 19, "backward" in self.phases, self.overview.mesh))
-            if self.spans
-            else (),
+            legend=tuple(self._legend(bottom + 19)) if self.spans else (),
+            between=tuple(between_marks(self.overview, boxes, self.spans)) if self.overview.is_beside else (),
         )
+
+    def _legend(self, y: float) -> Sequence[Mark]:
+        beside = self.overview.is_beside
+        backward = "backward" in self.phases or (beside and any(s.backward for _, _, c in self.cards for s in c.strips))
+        return legend_of(self.spans, y, backward, self.overview.mesh, beside, self.drawing.scale.unit)
 
     # -- columns --
 
@@ -177,16 +189,21 @@ class _Plan:
         wide = self.base[self.phases.index(phase)].width
         return 5 if wide >= 260 else 3 if wide >= 180 else 2
 
-    def _column(self, phase: str, channels: Mapping[str, int]) -> _Lane:
-        """The stretch that the cards of a lane have, and where its edges run."""
-        at = self.phases.index(phase)
-        base, span = self.base[at], self.spans[at]
+    def _room(self, phase: str) -> tuple[float, float, float]:
+        """The width of closed cards in a lane, of all its channels, and of one."""
+        channels, base = self.channels[phase], self.base[self.phases.index(phase)]
         step = 12.0 if base.width >= 260 else 8.0
         taken = step * (max(channels.values()) + 1) + 2 if channels else 0.0
-        side = -1 if phase == "forward" else 1
+        return base.width - 2 * _INSET - taken, taken, step
+
+    def _column(self, phase: str) -> _Lane:
+        """The stretch that the cards of a lane have, and where its edges run."""
+        span = self.spans[self.phases.index(phase)]
+        closed, taken, step = self._room(phase)
+        side = 1 if phase in ("backward", "update") else -1
         indent = taken if side < 0 else 0.0
         x, wide = span.x + _INSET + indent, span.width - 2 * _INSET - taken
-        straight = x + min(wide, base.width - 2 * _INSET - taken) / 2
+        straight = x + min(wide, closed) / 2
         edge = x if side < 0 else x + wide + 2 * SHEET
         return _Lane(Column(straight, side, step, edge, x + wide), Span(x, wide))
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as _escape
 
+from fusionlab.viz.markup import printable
 from fusionlab.viz.palette import colour_of, tint_of
 
+from .card import BESIDE
 from .layout.picture import SHEET, Bar, Box, Cell, Chip, Lane, Mark, Picture, Pill, Rect, Rule, Swatch, Text, Wire
 
 FONT = "Helvetica, Arial, 'Liberation Sans', sans-serif"
@@ -19,18 +21,20 @@ INK, MUTED, PAPER, LANE, BORDER, TRACK, CELL = (
     "#e4e8ed",
     "#e6e9ee",
 )
+LESS = "#19703e"  # fewer bytes than before
 DARK, LIGHT = "#36424f", "#8a98a8"  # bars of operations and of bytes
 THIN, WIDE = "#7b8794", "#a7b2bf"  # edges
 NEUTRAL, NEUTRAL_TINT = "#5c86b8", "#c9d8ea"  # of the legend
 _BROAD = 5.0  # from this width on an edge is light
 
 
-def svg(picture: Picture, id_prefix: str = "fl-") -> str:
+def svg(picture: Picture, id_prefix: str = "fl-", caption: str = "") -> str:
     """The picture as the text of an SVG file.
 
     Args:
       picture: what `plan` gave.
       id_prefix: stands before the ids of cards, so that several pictures can be on one page.
+      caption: one line below a picture that stands for itself, on paper of its own.
     """
     parts = [
         *map(_lane, picture.lanes),
@@ -39,11 +43,22 @@ def svg(picture: Picture, id_prefix: str = "fl-") -> str:
         *(_pill(pill, id_prefix) for pill in picture.pills),
         *map(_wire, picture.wires),
         *(_text(t) for wire in picture.wires for t in wire.label),
+        f'<g class="between">{_marks(picture.between)}</g>' if picture.between else "",
         f'<g class="legend">{_marks(picture.legend)}</g>' if picture.legend else "",
     ]
-    size = f'width="{_n(picture.width)}" height="{_n(picture.height)}" viewBox="0 0 {_n(picture.width)} {_n(picture.height)}"'
+    height = picture.height
+    if caption:
+        parts.insert(0, _frame(Rect(0, 0, picture.width, height + 16), "paper", PAPER))
+        parts.append(_text(Text(picture.width - 18, height + 6, caption, muted=True, kind="caption", anchor="end")))
+        height += 16
+    size = f'width="{_n(picture.width)}" height="{_n(height)}" viewBox="0 0 {_n(picture.width)} {_n(height)}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="fl-cards" {size} font-family="{FONT}" font-size="10">'
     return "\n".join([head, f"<title>{escape(picture.title)}</title>", *filter(None, parts), "</svg>"])
+
+
+def escape(text: str) -> str:
+    """A text as XML takes it."""
+    return _escape(printable(text))
 
 
 def _n(number: float) -> str:
@@ -68,7 +83,7 @@ def _text(text: Text) -> str:
     weight = ' font-weight="bold"' if text.bold else ""
     anchor = "" if text.anchor == "start" else f' text-anchor="{text.anchor}"'
     kind = " ".join(filter(None, (text.kind, "muted" if text.muted else "", "strong" if text.bold else "")))
-    fill = MUTED if text.muted else INK
+    fill = LESS if text.kind == "less" else MUTED if text.muted else INK
     where = f'x="{_n(text.x)}" y="{_n(text.y)}" font-size="{_n(text.size)}"'
     if len(text.text) > 1:  # as wide as it was measured, whatever font the reader's machine has
         where += f' textLength="{_n(text.width)}" lengthAdjust="spacingAndGlyphs"'
@@ -111,17 +126,30 @@ def _swatch(swatch: Swatch) -> str:
     fill, stroke, dashes = _form(swatch.pass_name, swatch.state, swatch.backward)
     r = swatch.rect
     kind = f"swatch {swatch.state}{' backward' if swatch.backward else ''}"
-    more = f' stroke-width="1.5"{dashes} data-pass="{escape(swatch.pass_name)}" data-line="{swatch.line}"'
+    hue = f' color="{stroke}"' if fill not in (stroke, PAPER) else ""  # for a style sheet that thins it on dark paper
+    more = f' stroke-width="1.5"{dashes}{hue} data-pass="{escape(swatch.pass_name)}" data-line="{swatch.line}"'
     return _frame(Rect(r.x + 0.75, r.y + 0.75, r.width - 1.5, r.height - 1.5), kind, fill, stroke, 2.5, more)
 
 
 def _bar(bar: Bar) -> str:
     wide = max(bar.rect.width * bar.share, 1.0) if bar.share > 0 else 0.0
     more = f' data-line="{bar.line}"'
+    if bar.kind in BESIDE:
+        fill = colour_of(bar.pass_name) if bar.pass_name else DARK if bar.kind == "after" else LIGHT
+        known = f' data-pass="{escape(bar.pass_name)}"' if bar.pass_name else ""
+        return _frame(
+            Rect(bar.rect.x, bar.rect.y, wide, bar.rect.height),
+            f"bar-{bar.kind}",
+            fill,
+            more=more + known,
+        )
     track = _frame(bar.rect, "bar-track", TRACK, radius=1, more=more)
     r = bar.rect
     return track + _frame(
-        Rect(r.x, r.y, wide, r.height), f"bar-{bar.kind}", DARK if bar.kind == "operations" else LIGHT, more=more
+        Rect(r.x, r.y, wide, r.height),
+        "bar-operations" if bar.kind == "operations" else "bar-bytes",
+        DARK if bar.kind == "operations" else LIGHT,
+        more=more,
     )
 
 
@@ -154,9 +182,11 @@ def _body(box: Box) -> str:
             box.rect, "card-body", PAPER if box.state != "opened" or box.level % 2 else "#fafbfc", BORDER, radius
         )
     full = colour_of(box.pass_name)
-    fill = tint_of(box.pass_name, 0.1 if box.backward else 0.2) if box.state == "applied" else PAPER
+    strength = (0.1 if box.backward else 0.2) * (2 if box.lane == BESIDE[1] else 1)
+    fill = tint_of(box.pass_name, strength) if box.state == "applied" else PAPER
     dashes = ' stroke-dasharray="4 3"' if box.state == "declined" else ""
-    return _frame(box.rect, "card-body", fill, full, radius, f' stroke-width="1.4"{dashes}')
+    hue = f' color="{full}"' if box.state == "applied" else ""
+    return _frame(box.rect, "card-body", fill, full, radius, f' stroke-width="1.4"{dashes}{hue}')
 
 
 def _pill(pill: Pill, id_prefix: str) -> str:

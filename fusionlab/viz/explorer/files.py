@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Findings
@@ -14,10 +14,9 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.text import graph_text
 from fusionlab.output import write_file
 
-from ..draw.dot import dot_of_view
-from ..draw.render import to_pdf, to_png, to_svg
+from ..convert import to_pdf, to_png
+from ..export import Show, to_dot, to_svg, view_model
 from ..html.report import report_html
-from ..model.view_model import view_model
 
 if TYPE_CHECKING:
     from .session import Session
@@ -28,7 +27,6 @@ def export(
     suffix: str,
     name: str,
     formulas: Mapping[str, str],
-    engine: str | None,
     saved: Callable[[], str],
 ) -> str | bytes:
     """The content of a file of this kind: the picture as it is folded now, the whole page, or the state.
@@ -37,18 +35,12 @@ def export(
       session: what is on, shown and measured.
       suffix: ".json" (the state), ".html" (the page), ".svg", ".png", ".pdf", ".dot" or ".txt" (the picture, and the program as text).
       name: of the file, for the error.
-      formulas, engine: as for `report_html`.
+      formulas: as for `report_html`.
       saved: makes the state's text.
 
     Raises:
       ArgumentError: another suffix. MissingDependencyError: PNG or PDF without the extra.
     """
-
-    def svg() -> str:
-        return session.scene()["svg"]
-
-    def dot() -> str:
-        return dot_of_view(session.view())
 
     def page() -> str:
         after = session.fused_graph() if session.can_fuse else None
@@ -59,16 +51,15 @@ def export(
             evidence=session.evidence,
             after=after,
             formulas=formulas,
-            engine=engine,
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {
         ".json": saved,
         ".html": page,
-        ".svg": svg,
-        ".png": lambda: to_png(svg()),
-        ".pdf": lambda: to_pdf(svg()),
-        ".dot": dot,
+        ".svg": session.svg,
+        ".png": lambda: to_png(session.svg()),
+        ".pdf": lambda: to_pdf(session.svg()),
+        ".dot": session.dot,
         ".txt": lambda: graph_text(session.shown_graph) + "\n",
     }
     if suffix not in makers:
@@ -82,16 +73,13 @@ def save(
     findings: Findings | None = None,
     enabled: Collection[str] | None = (),
     *,
-    engine: str | None = None,
-    **view_options: Any,
+    show: Show = (),
 ) -> Path:
     """Writes a picture of the graph; the suffix says which: .svg .dot .png .pdf .json .html .txt.
 
     Args:
-      graph, findings, enabled: as for `to_dot`.
+      graph, findings, enabled, show: as for `to_svg`; the whole program is in .html, .json and .txt.
       path: where to; its folder must exist.
-      engine: as for `to_svg`.
-      **view_options: further options of `view_model` (`max_nodes`, `expanded`, ...).
 
     Returns:
       The path written.
@@ -103,22 +91,19 @@ def save(
     """
     target = Path(path)
     suffix = target.suffix.lower()
+
+    def svg() -> str:
+        return to_svg(graph, findings, enabled, show=show)
+
     makers: dict[str, Callable[[], str | bytes]] = {
-        ".dot": lambda: dot(),
-        ".html": lambda: report_html(graph, findings, enabled=enabled, engine=engine, **view_options),
-        ".json": lambda: json.dumps(view(), indent=1, sort_keys=True),
-        ".pdf": lambda: to_pdf(to_svg(dot(), engine=engine)),
-        ".png": lambda: to_png(to_svg(dot(), engine=engine)),
-        ".svg": lambda: to_svg(dot(), engine=engine),
+        ".dot": lambda: to_dot(graph, findings, enabled, show=show),
+        ".html": lambda: report_html(graph, findings, enabled=enabled),
+        ".json": lambda: json.dumps(view_model(graph, findings, enabled=enabled), indent=1, sort_keys=True),
+        ".pdf": lambda: to_pdf(svg()),
+        ".png": lambda: to_png(svg()),
+        ".svg": svg,
         ".txt": lambda: graph_text(graph) + "\n",
     }
-
-    def view() -> dict[str, Any]:
-        return view_model(graph, findings, enabled=enabled, **view_options)
-
-    def dot() -> str:
-        return dot_of_view(view())
-
     if suffix not in makers:
         raise ArgumentError(
             f"path: got the suffix {suffix!r} in {str(target)!r}, needed one of {', '.join(sorted(makers))}"

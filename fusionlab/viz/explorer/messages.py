@@ -38,6 +38,10 @@ def act(lab: Explorer, message: Message) -> None:
 def _select(lab: Explorer, message: Message) -> None:
     session = lab.session
     item = str(message["id"])
+    if message.get("reveal"):  # from outside the picture
+        session.walk.visit(item)
+        lab.refresh()
+        return
     name = session.clicked(item)
     if name is not None:
         session.select(name, reveal=False)
@@ -50,7 +54,17 @@ def _fold(lab: Explorer, message: Message) -> None:
 
 
 def _step(lab: Explorer, message: Message) -> None:
-    lab.session.step(str(message["id"]), int(message["by"]))
+    lab.session.walk.step(str(message["id"]), int(message["by"]))
+    lab.refresh()
+
+
+def _outline(lab: Explorer, message: Message) -> None:
+    lab.session.walk.expand(str(message["id"]))
+    lab.refresh()
+
+
+def _more(lab: Explorer, _: Message) -> None:
+    lab.session.walk.more()
     lab.refresh()
 
 
@@ -87,6 +101,9 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "pick": lambda lab, m: lab.select(m["name"]),
     "fold": _fold,
     "step": _step,
+    "outline": _outline,
+    "hit": lambda lab, m: lab.hit(int(m["index"])),
+    "more": _more,
     "pane": _pane,
     "toggle": _toggle,
     "group": lambda lab, m: lab.session.group([str(i) for i in m["ids"]], bool(m["on"])),

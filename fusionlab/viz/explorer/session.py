@@ -10,29 +10,29 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.roofline import Roofline
+from fusionlab.evidence.roofline import Roofline, attainable
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
-from ..draw.render import can_convert
-from ..html.dearest import dearest_html
+from ..cards.card import Card
+from ..convert import can_convert
+from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
 from ..html.tabs import evidence_tabs, roofline_of
 from ..markup import code, quiet
 from ..model.panel import panel
-from ..model.pictures import Pictures
-from ..model.search import search
+from ..model.search import Hit, search
 from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
 from .decided import Decided
-from .stage import Stage
+from .stage import SHOWN, Stage
 from .state_file import Saved, program_digest
+from .walk import PAGE, Walk
 
 Changed = Callable[[], None]
-_MOST_HITS = 60
 _MEASURED = ("Timing", "Errors", "Sites", "Memory")
 _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
@@ -80,8 +80,8 @@ class Session(Decided):
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection, self._turn = Selection(), 0
         self._chosen_of: Graph | None = None  # the program that the selection is of
-        self.stage = Stage(graph)
-        self._pictures: tuple[Any, Pictures] | None = None
+        self.stage = Stage(graph, self.fused_graph if after is not None else None)
+        self.walk = Walk(self)
 
     # What is shown -------------------------------------------------------------------------------------------------
     @property
@@ -90,29 +90,31 @@ class Session(Decided):
         return self.measured.get(self.setting)
 
     def show(self, which: str) -> None:
-        """ "before" or "after": the program as written, or with the enabled sites fused.
+        """ "before" or "after": the program as written, or with the enabled sites fused; "both": beside each other.
 
         Raises:
-          ArgumentError: neither, or this explorer cannot fuse.
+          ArgumentError: none of these, or this explorer cannot fuse.
         """
-        if which not in ("before", "after"):
-            raise ArgumentError(f"shown: got {which!r}, needed 'before' or 'after'")
-        if which == "after" and self._after is None:
+        if which not in SHOWN:
+            raise ArgumentError(f"shown: got {which!r}, needed 'before', 'after' or 'both'")
+        if which != "before" and self._after is None:
             raise ArgumentError("shown: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
         if which != self.stage.shown:
             with self.lock:
+                graph = self.shown_graph
                 self.stage.shown = which
-                self._selection, self.selected = Selection(), ""
+                if self.shown_graph is not graph:
+                    self._selection, self.selected = Selection(), ""
 
     @property
     def shown_graph(self) -> Graph:
         """The graph that is drawn."""
-        return self.graph if self.stage.shown == "before" else self.fused_graph()
+        return self.graph if self.stage.shown != "after" else self.fused_graph()
 
     @property
     def shown_findings(self) -> Findings | None:
         """What is drawn over it; nothing over the fused graph."""
-        return self.findings if self.stage.shown == "before" else None
+        return self.findings if self.stage.shown != "after" else None
 
     def fused_graph(self) -> Graph:
         """The program with the enabled sites fused."""
@@ -122,7 +124,7 @@ class Session(Decided):
         return self._fused[self.setting]
 
     def select(self, what: object, reveal: bool = True) -> dict[str, Any]:
-        """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, or a source line ("model.py:41").
+        """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, a line ("model.py:41"), nothing ("").
 
         Opens the groups around it, unless `reveal` is False (what was clicked is to be seen already), and returns what is known of it as
         plain data (`Selection.info`).
@@ -135,7 +137,8 @@ class Session(Decided):
             self.show("before")
         with self.lock:
             group = self.stage.group(self.drawn(), what)
-            found = selection(self.shown_graph, self.shown_findings, what, self.compiled_shown, group)
+            known = self.shown_graph, self.shown_findings, what, self.compiled_shown, group
+            found = Selection() if what == "" else selection(*known)
             self._selection, self.selected = found, found.name
             self._chosen_of = self.shown_graph
             self._turn += 1
@@ -149,12 +152,6 @@ class Session(Decided):
         """Opens a closed card, closes an open one, by its id in the picture; anything else does not open and stays."""
         with self.lock:
             self.stage.fold(self.drawn(), item)
-
-    def step(self, item: str, by: int) -> None:
-        """Shows the next (`by` 1) or the last (-1) of the equal parts that a card stands for."""
-        with self.lock:
-            self.stage.step(self.drawn(), item, by)
-            self.follow()
 
     def follow(self) -> None:
         """What is selected after the program or the copy that is shown has changed: a card of the same name, with its nodes now; nothing
@@ -177,7 +174,7 @@ class Session(Decided):
 
     def search(self, text: str) -> dict[str, Any]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; the hits are marked in the picture."""
-        self.query = text
+        self.query, self.walk.listed = text, PAGE
         return self.hits()
 
     def kernels(self) -> Any:
@@ -194,7 +191,7 @@ class Session(Decided):
     @property
     def compiled_shown(self) -> Any:
         """What XLA made of the graph that is drawn, if it was asked."""
-        return self.compiled if self.stage.shown == "before" else None
+        return self.compiled if self.stage.shown != "after" else None
 
     def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
         return self.shown_graph, self.shown_findings, self.enabled
@@ -240,6 +237,7 @@ class Session(Decided):
             "device": str(getattr(self.findings, "device", "")),
             "can": {
                 "after": self._after is not None,
+                "both": self._after is not None,
                 "options": self._find is not None,
                 "undo": self.can_undo,
                 "reset": self.can_reset,
@@ -254,13 +252,13 @@ class Session(Decided):
         idle = {c.id for c in self.findings.candidates if c.idle}
         return panel(self.summary(), self.setting.strategy, named, idle)
 
-    def view(self) -> dict[str, Any]:
-        """The view model of the program shown (see `view_model`): what files of its graph are made of."""
-        graph, findings, enabled = self.drawn()
-        key = id(graph), id(findings)
-        if self._pictures is None or self._pictures[0] != key:
-            self._pictures = key, Pictures(graph, findings)
-        return self._pictures[1].view(enabled=enabled, formulas=self._formulas)
+    def svg(self) -> str:
+        """The picture as the text of an SVG file."""
+        return self.stage.file(self.drawn(), self.compiled_shown)
+
+    def dot(self) -> str:
+        """The picture as Graphviz DOT text."""
+        return self.stage.dot(self.drawn())
 
     def scene(self) -> dict[str, Any]:
         """The picture and what can be clicked in it."""
@@ -271,11 +269,15 @@ class Session(Decided):
         info = self._inspected()
         hits = self._hits().rows if self.query else ()
         return {
-            "selected": self.stage.ids(self.drawn(), self._selection),
+            "selected": self.chosen_ids(),
             "near": [] if self._selection.kind == "group" else self.stage.places(self.drawn(), info.near),
             "linked": self.stage.places(self.drawn(), info.linked),
             "found": self.stage.places(self.drawn(), [n for hit in hits for n in self._nodes_of(hit.name)]),
         }
+
+    def chosen_ids(self) -> list[str]:
+        """Ids in the picture of what is selected."""
+        return self.stage.ids(self.drawn(), self._selection)
 
     def inspector(self) -> dict[str, Any]:
         """What is known of the selection: the name that selects it again, title, and HTML whose texts are escaped.
@@ -287,10 +289,15 @@ class Session(Decided):
         return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
-        """What the search found."""
+        """What the search found: the first of it as `rows`, and how many can be reached by their number."""
         if not self.query:
-            return {"query": "", "total": 0, "rows": []}
-        return self._hits().to_dict()
+            return {"query": "", "total": 0, "rows": [], "reach": 0}
+        found = self._hits()
+        return found.to_dict() | {"reach": found.total}
+
+    def found(self, most: int, start: int = 0) -> tuple[Hit, ...]:
+        """So many hits of the search from the one with this number on."""
+        return search(self.shown_graph, self.shown_findings, self.query, most, start).rows
 
     def tabs(self, script: str = "", awaited: bool = False) -> list[dict[str, str]]:
         """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
@@ -347,16 +354,24 @@ class Session(Decided):
         return self._last_summary[1]
 
     def _hits(self) -> Any:
-        return search(self.shown_graph, self.shown_findings, self.query, limit=_MOST_HITS)
+        return search(self.shown_graph, self.shown_findings, self.query, self.walk.listed)
 
     def _nodes_of(self, name: str) -> tuple[int, ...]:
         return selection(self.shown_graph, self.shown_findings, name, self.compiled_shown, {}).nodes
+
+    def _floor(self, card: Card) -> float:
+        """Seconds that a card takes at best as one kernel of this device; 0 where its rates were not measured, or it is no one kernel's."""
+        blocks = {self.graph.block_of[i].path for i in card.nodes}
+        if self.rates is None or self.stage.shown != "before" or len(blocks) != 1:
+            return 0.0
+        return attainable(self.findings.cost().fused(card.nodes), self.rates)[0]
 
     def _inspected(self) -> Any:
         self.follow()
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
-            return Inspected("Where the bytes go", dearest_html(self.stage.overview(self.drawn())) + quiet(_HINT))
+            overview = self.stage.overview(self.drawn())
+            return Inspected(dearest_title(overview), dearest_html(overview, self._floor) + quiet(_HINT))
         return inspect(
             self.shown_graph,
             self.shown_findings,
@@ -364,7 +379,7 @@ class Session(Decided):
             enabled=self.enabled,
             compiled=self.compiled_shown,
             shares=shares,
-            roofline=self._under() if self.stage.shown == "before" else None,
+            roofline=self._under() if self.stage.shown != "after" else None,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
@@ -10,11 +10,14 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.xla.modules import CONTROL, CompiledModule
 
 from ..cards.album import PANE, Album
-from ..cards.card import Card, Overview
+from ..cards.card import AFTER, PHASES, Card, Overview
+from ..cards.dot import dot
 from ..cards.layout.opened import opened_name
-from ..html.page import ID_PREFIX
+from ..export import CAPTION
+from ..markup import ID_PREFIX
 from ..model.selection import Selection
 
+SHOWN = ("before", "after", "both")
 _MOST_REVEALED = 12  # nodes of one selection that are opened to
 _LEAST_PANE = 240.0  # px
 
@@ -22,13 +25,19 @@ Drawn = tuple[Graph, Findings | None, frozenset[str]]
 
 
 class Stage:
-    """What is drawn. `shown` is "before" or "after"; `hulls` asks for the kernels that XLA made, told in the boxes."""
+    """What is drawn.
 
-    def __init__(self, graph: Graph) -> None:
+    `shown` is "before", "after", or "both" beside each other; `hulls` asks for the kernels that XLA made, told in the boxes. `fused` gives
+    the program with the sites fused that are on; None where it cannot be shown.
+    """
+
+    def __init__(self, graph: Graph, fused: Callable[[], Graph] | None = None) -> None:
+        self._fused = fused
         self.shown = "before"
         self.hulls = False
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self._pane = PANE
+        self.times: Mapping[int, float] = {}  # seconds of the nodes of the program as written
         self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
 
@@ -64,22 +73,44 @@ class Stage:
         """SVG text and what can be clicked in it."""
         album, enabled = self._album(drawn), drawn[2]
         noted = compiled if self.hulls else None
-        key = (id(album), enabled, frozenset(album.opened), tuple(album.copies.items()), album.pane, id(noted))
+        key = (
+            id(album),
+            id(album.fused),
+            id(album.times),
+            enabled,
+            frozenset(album.opened),
+            tuple(album.copies.items()),
+            album.pane,
+            id(noted),
+        )
         if self._svg[0] != key:
             notes = kernel_notes(noted) if noted is not None else None
             self._svg = key, album.svg(enabled, ID_PREFIX, notes)
         items = {ID_PREFIX + name: item for name, item in album.items(enabled).items()}
         return {"svg": self._svg[1], "items": items}
 
+    def file(self, drawn: Drawn, compiled: CompiledModule | None = None) -> str:
+        """The picture as the text of an SVG file."""
+        notes = kernel_notes(compiled) if compiled is not None and self.hulls else None
+        return self._album(drawn).svg(drawn[2], ID_PREFIX, notes, CAPTION)
+
+    def dot(self, drawn: Drawn) -> str:
+        """The picture as Graphviz DOT text."""
+        album = self._album(drawn)
+        return dot(album.overview(drawn[2]), album.opened)
+
     def _album(self, drawn: Drawn) -> Album:
         graph, findings, _ = drawn
-        album = self._albums.get(self.shown)
+        side = "after" if self.shown == "after" else "before"  # what is open before is open beside it
+        album = self._albums.get(side)
         if album is None or album.graph is not graph or album.findings is not findings:
             old, album = album, Album(graph, findings)
             if old is not None:  # the same program with other findings, or fused otherwise: what was open stays open
                 album.opened, album.copies = old.opened, old.copies
-            self._albums[self.shown] = album
+            self._albums[side] = album
         album.pane = self._pane
+        album.times = self.times if self.shown != "after" else {}
+        album.fused = self._fused() if self.shown == "both" and self._fused is not None else None
         return album
 
     # Names ---------------------------------------------------------------------------------------------------------
@@ -96,13 +127,17 @@ class Stage:
         return card.id
 
     def group(self, drawn: Drawn, name: object) -> dict[str, Collection[int]]:
-        """The card with this id and its nodes, if there is one: it can be selected by that."""
-        card = self._card(drawn, str(name))
-        return {} if card is None else {card.id: card.nodes}
+        """The card with this id and its nodes, or the lane of this name, if there is one: it can be selected by that."""
+        card, album = self._card(drawn, str(name)), self._album(drawn)
+        if card is not None:
+            return {card.id: card.nodes}
+        return {str(name): album.lane(drawn[2], str(name))} if name in PHASES else {}
 
     def name(self, drawn: Drawn, card_id: str) -> str:
         """What a card is called, of equal parts the one that it shows; "" for what is no card."""
         card = self._card(drawn, card_id)
+        if card is None and card_id in PHASES:
+            return card_id
         return "" if card is None else f"{card.prefix} {opened_name(card)}".strip()
 
     def ids(self, drawn: Drawn, chosen: Selection) -> list[str]:
@@ -110,21 +145,27 @@ class Stage:
         last = self._clicked  # of a site and its backward pass, the one that was clicked
         own = last.id if last is not None and last.site is not None and last.site.id == chosen.name else chosen.name
         if self._card(drawn, own) is not None:
-            return [ID_PREFIX + self._album(drawn).seen(drawn[2], own)]
+            return self._sides([self._album(drawn).seen(drawn[2], own)])
         return self.places(drawn, chosen.nodes)
 
     def places(self, drawn: Drawn, nodes: Iterable[int]) -> list[str]:
         """Ids in the picture of the cards that hold these nodes, each once."""
         album = self._album(drawn)
         found = (album.place(drawn[2], n) for n in nodes)
-        return list(dict.fromkeys(ID_PREFIX + card for card in found if card is not None))
+        return self._sides(dict.fromkeys(card for card in found if card is not None))
+
+    def _sides(self, cards: Iterable[str]) -> list[str]:
+        """Ids in the picture of these cards: of a program beside itself, those of both sides."""
+        sides = ("", AFTER) if self.shown == "both" else ("",)
+        return [ID_PREFIX + side + card for card in cards for side in sides]
 
     def _card(self, drawn: Drawn, item: str) -> Card | None:
         return self._album(drawn).card(drawn[2], _card_id(item))
 
 
 def _card_id(item: str) -> str:
-    return item.removeprefix(ID_PREFIX)
+    """The card that an id in the picture is of: what stands on the after side is the same card."""
+    return item.removeprefix(ID_PREFIX).removeprefix(AFTER)
 
 
 def kernel_notes(compiled: CompiledModule) -> dict[int, str]:

@@ -26,14 +26,15 @@ from ..html.report import still_html
 from ..model.setting import Setting
 from .background import Background, Cancel
 from .messages import act
-from .observed import IDLE, Observed
+from .observed import IDLE
+from .selecting import Selecting
 from .session import Session
 from .state_file import Saved, saved_text
 
 OnProgress = Callable[[str, int, int], None]
 
 
-class Explorer(Observed):
+class Explorer(Selecting):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
@@ -43,6 +44,7 @@ class Explorer(Observed):
         `progress(task, done, total)`, and should stop once `cancel()` is True.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
+      times: `times() -> {node id: seconds}`, what each node of the program takes (`node_times`); shown in place of bytes once measured.
       rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
@@ -51,13 +53,12 @@ class Explorer(Observed):
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
       formulas: pass name -> what it computes.
-      engine: layout engine of the page that `save` writes, as for `to_svg`.
 
     Attributes (traits, `observe` them):
       enabled: frozenset of the site ids that are on.
       selected: the node, site, kernel, line or group selected, as text ("%143", "gemm_epilogue@mlp#1"); "" for none.
       evidence: the measurement that belongs to `enabled`, or None.
-      shown: "before" or "after".
+      shown: "before", "after" or "both" beside each other.
       status: what the measurement is doing, in words.
       measuring: whether every change is measured again; `start` sets it, `cancel` clears it.
       hulls: whether the boxes name the kernels that XLA makes of them (compiles the program, in the background).
@@ -71,6 +72,7 @@ class Explorer(Observed):
         *,
         measure: Callable[[Setting, OnProgress, Cancel], Any] | None = None,
         shares: Callable[[Setting, Findings, OnProgress, Cancel], Any] | None = None,
+        times: Callable[[], Mapping[int, float]] | None = None,
         rates: Callable[[], Device] | None = None,
         rates_at_once: bool = False,
         after: Callable[[Setting, Findings], Graph] | None = None,
@@ -79,12 +81,11 @@ class Explorer(Observed):
         enabled: frozenset[str] | None = None,
         strategy: Strategy | None = None,
         formulas: Mapping[str, str] | None = None,
-        engine: str | None = None,
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
-        self._script_with = script
+        self._script_with, self._times_with = script, times
         self._rates_at_once = rates is not None and rates_at_once
-        self._engine, self._formulas = engine, dict(formulas or {})
+        self._formulas = dict(formulas or {})
         self._background = Background()
         self._ready = False
         self.session = Session(
@@ -103,22 +104,6 @@ class Explorer(Observed):
         self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
-    def select(self, what: object) -> dict[str, Any]:
-        """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, or a source line ("model.py:41"); tells what it is.
-
-        Raises:
-          ArgumentError: nothing of that name is in the graph shown.
-        """
-        info = self.session.select(what)
-        self.refresh()
-        return info
-
-    def search(self, text: str) -> list[dict[str, str]]:
-        """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
-        rows = self.session.search(text)["rows"]
-        self.refresh()
-        return rows
-
     def option(self, name: str, option: str, value: Any) -> None:
         """Sets an option of a pass, as `Strategy` takes it, and searches again.
 
@@ -241,6 +226,9 @@ class Explorer(Observed):
                 shares = self._shares_with(setting, findings, progress, token)
                 if shares is not None and not token.is_set():
                     self.session.shares[setting] = shares
+            if self._times_with is not None and not self.session.stage.times and not token.is_set():
+                progress("time of each kernel", 0, 0)
+                self._time_nodes(self._times_with)
             if self._rates_at_once and self.session.rates is None and not token.is_set():
                 progress("rates of this device", 0, 0)
                 self.measure_rates()
@@ -249,6 +237,13 @@ class Explorer(Observed):
             raise
         self._finish(token, "measured")
         return evidence
+
+    def _time_nodes(self, times_with: Callable[[], Mapping[int, float]]) -> None:
+        """Times take the place of bytes in the picture. What was measured before stays where the profiler gives none."""
+        try:
+            self.session.stage.times = times_with()
+        except Exception as error:  # the profiler's, of which JAX names no kinds
+            self._tell(error)
 
     def _quietly(self, run: Callable[[Setting, Cancel], Any], setting: Setting, token: Cancel) -> None:
         # The user's function runs here, so anything may come; the status line and the banner say what happened.
@@ -351,6 +346,7 @@ class Explorer(Observed):
             head = session.head()
             self.head = head | {"can": head["can"] | {"measure": self._measure_with is not None, "xla": True}}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
+            self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
     def _tabs(self) -> list[dict[str, str]]:
@@ -361,7 +357,7 @@ class Explorer(Observed):
         """The content of a file of this kind (see `save`); `name` is the file's, for the error."""
         from .files import export  # draws with much that a first picture does not need
 
-        return export(self.session, suffix, name, self._formulas, self._engine, self._saved)
+        return export(self.session, suffix, name, self._formulas, self._saved)
 
     def _saved(self) -> str:
         return saved_text(self.session)

@@ -2,49 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
-from ..cards.card import Card, Overview
-from ..cards.layout.measure import bytes_text, share_text
+from ..cards.card import Amount, Card, Overview
+from ..cards.layout.faces import Scale
+from ..cards.layout.measure import seconds_text, share_text
 from ..markup import pick, quiet, text
 from ..palette import colour_of
 
 _MOST = 7
+_AT_FLOOR = 0.8  # of the time at best: what is left is no more than a few kernels' starts
 _SAYS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
 
 
 @dataclass
 class Place:
-    """Equal work in one phase: what it is called, a card that shows it, and the bytes that all of it moves."""
+    """Equal work in one phase: a card that shows it, what all of it costs, and seconds at best where these are known."""
 
     card: Card
     phase: str
-    bytes: int = 0
+    cost: Amount = field(default_factory=Amount)
+    floor: float = 0.0
 
 
-def dearest_html(overview: Overview) -> str:
-    """The dearest places of a program: each with its share of all bytes, its state, and a button that selects it."""
-    total = overview.total.bytes
-    places = sorted(_places(overview), key=lambda p: -p.bytes)[:_MOST]
-    if not total or not places:
+def dearest_title(overview: Overview) -> str:
+    """ "Where the time goes", once that was measured."""
+    return f"Where the {Scale(overview.total).unit} {'goes' if overview.total.seconds else 'go'}"
+
+
+def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = None) -> str:
+    """The dearest places of a program: each with its share of all time or bytes, its state, and a button that selects it.
+
+    Args:
+      overview: the program.
+      floor: the seconds that one copy of a card takes at best on the device that timed it, as one kernel; 0 where that is not known.
+    """
+    scale = Scale(overview.total)
+    found = {key: place for key, place in _places(overview, floor).items() if scale.share(place.cost)}
+    places = sorted(found.values(), key=lambda p: -scale.share(p.cost))[:_MOST]
+    if not places:
         return ""
-    told = share_text(sum(p.bytes for p in places) / total)
-    head = quiet(
-        f"Counted node by node, not measured: {bytes_text(total)}. Nothing is selected; the dearest {len(places)} places move {told} of it:"
+    told = share_text(sum(scale.share(p.cost) for p in places))
+    how = (
+        "Measured, kernel by kernel; a kernel's time is shared out over its operations by the bytes they move"
+        if scale.unit == "time"
+        else "Counted node by node, not measured"
     )
-    return f'{head}<ol class="fl-dearest">{"".join(_row(p, total) for p in places)}</ol>'
+    does = "take" if scale.unit == "time" else "move"
+    head = quiet(
+        f"{how}: {scale.said(overview.total)}. Nothing is selected; the dearest {len(places)} places {does} {told} of it:"
+    )
+    return f'{head}<ol class="fl-dearest">{"".join(_row(p, scale.share(p.cost)) for p in places)}</ol>'
 
 
-def _places(overview: Overview) -> list[Place]:
+def _places(overview: Overview, floor: Callable[[Card], float] | None) -> dict[tuple[str, str, str], Place]:
     found: dict[tuple[str, str, str], Place] = {}
     for row in overview.rows:
         for phase, card in row.cards.items():
             for leaf, times in _leaves(card, 1):
                 state = leaf.site.state if leaf.site is not None else ""
                 place = found.setdefault((leaf.name, phase, state), Place(leaf, phase))
-                place.bytes += leaf.cost.bytes * times
-    return [*found.values()]
+                place.cost += leaf.cost * times
+                place.floor += floor(leaf) * times * leaf.count if floor is not None else 0.0
+    return found
 
 
 def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
@@ -55,8 +76,8 @@ def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
         yield from _leaves(child, times * card.count)
 
 
-def _row(place: Place, total: int) -> str:
-    site, share = place.card.site, place.bytes / total
+def _row(place: Place, share: float) -> str:
+    site = place.card.site
     state = (
         f"{site.pass_name}, {_SAYS[site.state]}"
         if site is not None
@@ -64,6 +85,8 @@ def _row(place: Place, total: int) -> str:
         if place.card.strips
         else "no pass looks for it"
     )
+    if place.cost.seconds and place.floor >= _AT_FLOOR * place.cost.seconds:
+        state += f", at its floor: no kernel of this device takes less than {seconds_text(place.floor)} for it"
     colour = f"--pass:{colour_of(site.pass_name)}" if site is not None else ""
     css = site.state if site is not None else "empty"
     return (

@@ -10,7 +10,7 @@ from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
-from ..markup import folded, pick, picks, quiet, table, text
+from ..markup import Html, folded, pick, picks, quiet, table, text
 from ..model.sites import is_applied
 from ..palette import pass_of_op
 
@@ -29,7 +29,8 @@ def diff_html(
       enabled: ids of the candidates that are applied; None means all of them that are not idle.
     """
     found = findings.candidates if findings is not None else ()
-    sites = _sites_html([c for c in found if is_applied(c, enabled)])
+    applied = [c for c in found if is_applied(c, enabled)]
+    sites = _sites_html(applied)
     if after is None:
         return quiet("The fused program was not made.") + sites
     was, now = _primitives(before), _primitives(after)
@@ -37,10 +38,13 @@ def diff_html(
     total = f"<p><b>{before.node_count:,} → {after.node_count:,} nodes</b></p>"
     if not changed:
         return total + quiet("The same nodes: nothing is fused.") + sites
-    rows = [[(p, "mono"), was[p], now[p], f"{now[p] - was[p]:+,}", _note(p, was[p], now[p])] for p in changed[:_ROWS]]
+    rows = [
+        [(p, "mono"), was[p], now[p], f"{now[p] - was[p]:+,}", _note(p, was[p], now[p]), _where(p, before, applied)]
+        for p in changed[:_ROWS]
+    ]
     more = len(changed) - _ROWS
     left = quiet(f"{more} more primitives change, each by less.") if more > 0 else ""
-    return total + table(["primitive", "before", "after", "change", ""], rows, (1, 2, 3)) + left + sites
+    return total + table(["primitive", "before", "after", "change", "", "sites"], rows, (1, 2, 3)) + left + sites
 
 
 def _primitives(graph: Graph) -> Counter[str]:
@@ -51,6 +55,19 @@ def _note(primitive: str, was: int, now: int) -> str:
     if pass_of_op(primitive) and now > was:
         return "fused op"
     return "all gone" if not now else "new" if not was else ""
+
+
+def _where(primitive: str, before: Graph, applied: Collection[Candidate]) -> Html:
+    """Buttons of the sites that take nodes of this primitive away, or that this fused op is of; of alike ones the first."""
+    mine = [c for c in applied if _changes(primitive, before, c)]
+    kinds = [(each[0], len(each)) for each in grouped_by(mine, lambda c: (c.pass_name, c.formula))]
+    return Html(picks([pick(c.id, f"first of {n}: {c.formula}" if n > 1 else c.formula) for c, n in kinds]))
+
+
+def _changes(primitive: str, before: Graph, site: Candidate) -> bool:
+    if primitive.removesuffix("_cotangent").removesuffix("_tangent") == site.op:
+        return True
+    return any(before.node_by_id[i].primitive == primitive for i in site.all_node_ids if i in before.node_by_id)
 
 
 def _sites_html(sites: Collection[Candidate]) -> str:

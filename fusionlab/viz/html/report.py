@@ -18,26 +18,18 @@ from fusionlab.graph.program.graph import Graph
 
 from ..browser import asset, module
 from ..cards.album import Album
-from ..draw.dot import dom_id, dot_of_view
-from ..draw.render import to_svg
+from ..export import LIVE
 from ..gpu_record import record_html
-from ..markup import inline_svg, table
+from ..markup import ID_PREFIX, dom_id, inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
-from ..model.pictures import Pictures
 from ..model.summaries import summary
-from ..model.view_model import view_model
-from .baked import slim
-from .page import AFTER_ID_PREFIX, ID_PREFIX, page_data
+from .page import AFTER_ID_PREFIX, page_data
 from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
 
-_LIVE = (
-    "Switching sites on and off and measuring again need a live kernel: <code>fusionlab.explore(fn, *args)</code> in a "
-    "notebook."
-)
+_LIVE = f"Switching sites on and off and measuring again need a live kernel: <code>{LIVE}</code> in a notebook."
 
-_LIVE_PICTURE = (
-    "To open these cards, switch sites on and off and measure them: <code>fusionlab.explore(fn, *args)</code>."
-)
+_PANE = (800.0, 640.0)  # px: the graph's room in a page in a window of 1440 x 900
+_LIVE_PICTURE = f"To open these cards, switch sites on and off and measure them: <code>{LIVE}</code>."
 
 
 def report_html(
@@ -51,8 +43,6 @@ def report_html(
     formulas: Mapping[str, str] | None = None,
     record: Mapping[str, Any] | None = None,
     title: str | None = None,
-    engine: str | None = None,
-    **view_options: Any,
 ) -> str:
     """A whole HTML page about a graph, what was found in it and what was measured.
 
@@ -62,29 +52,23 @@ def report_html(
       environment: what to print under "Environment": name -> value.
       record: of `python -m benchmarks gemm_epilogue` on a GPU, shown below what was measured here (see `gpu_record`).
       title: the page's title; the graph's name without it.
-      engine: layout engine, as for `to_svg`.
-      **view_options: further options of `view_model`.
     """
-    pictures = Pictures(graph, findings)
-    content: dict[str, Any] = {"evidence": evidence, "formulas": formulas, "structures": True}
-    view = pictures.view(enabled=enabled, **content, **view_options)
+    album = _album(graph, findings)
+    view = summary(graph, findings, enabled, evidence, formulas)
     title = title or f"FusionLab: {view['title']}"
-    later = (after, view_model(after, None, **view_options)) if after is not None else None
-
-    def draw(shown: Mapping[str, Any], prefix: str) -> str:
-        return picture(shown, prefix, engine)
+    later = _album(after) if after is not None else None
 
     body = [
         f"<h1>{_e(title)}</h1>",
         f'<div id="fl-app"><p class="lead">{_e(view["header"])}</p>{legend(view)}'
-        f'<div class="fl-graph" id="fl-before" tabindex="0" role="group" aria-label="graph">{slim(draw(view, ID_PREFIX))}'
+        f'<div class="fl-graph" id="fl-before" tabindex="0" role="group" aria-label="graph">{inline_svg(album.svg(enabled, ID_PREFIX))}'
         '</div><noscript><p class="quiet">Without scripts this page is a picture and tables: nothing can be opened, '
         "searched or selected.</p></noscript></div>",
     ]
     if later is not None:
         body += [
-            f'<section id="fl-after"><h2>After fusion: {len(graph):,} nodes → {len(later[0]):,}</h2>'
-            f'<div class="fl-graph">{slim(draw(later[1], AFTER_ID_PREFIX))}</div></section>'
+            f'<section id="fl-after"><h2>After fusion: {len(graph):,} nodes → {len(later.graph):,}</h2>'
+            f'<div class="fl-graph">{inline_svg(later.svg(None, AFTER_ID_PREFIX))}</div></section>'
         ]
     named = _evidence(view, evidence)
     named += _found(view, findings)
@@ -92,10 +76,15 @@ def report_html(
     named += [("Environment", _environment({**environment_dict(evidence), **(environment or {})}, findings))]
     body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
     body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
-    options = {k: v for k, v in view_options.items() if k not in ("expanded", "collapsed", "reveal")}
     whole = "\n".join(body)
     used = len(_page(title, whole, {}).encode())
-    return _page(title, whole, page_data(pictures, enabled, view, draw, later, used, **options))
+    return _page(title, whole, page_data(album, enabled, view, later, used))
+
+
+def _album(graph: Graph, findings: Findings | None = None) -> Album:
+    album = Album(graph, findings)
+    album.pane = _PANE
+    return album
 
 
 def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") -> str:
@@ -161,16 +150,11 @@ def _where(evidence: Any) -> str:
     return f'<p class="quiet">Measured on {_e(measured_on(evidence))}.</p>'
 
 
-def picture(view: Mapping[str, Any], id_prefix: str = "fl-", engine: str | None = None) -> str:
-    """The SVG of a view model, ready to stand inside HTML."""
-    return inline_svg(to_svg(dot_of_view(view, id_prefix=id_prefix), engine=engine))
-
-
 def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     """A page that loads nothing; with `data`, its explorer: the widget's module and the page's stand-in for a kernel."""
     scripts = ""
     if data is not None:
-        text = json.dumps(data, sort_keys=True).replace("<", "\\u003c")
+        text = json.dumps(data).replace("<", "\\u003c")
         code = module() + "\n" + asset("report.js")
         scripts = (
             f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'

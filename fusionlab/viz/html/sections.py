@@ -9,6 +9,7 @@ from typing import Any
 from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.units import binary_bytes
 
+from ..cards.layout.faces import STATE_WORDS
 from ..markup import table
 from ..model.alike import SiteDict, alike
 from ..palette import QUIET
@@ -20,21 +21,16 @@ def _e(value: Any) -> str:
 
 def legend(view: Mapping[str, Any]) -> str:
     """The legend of a view model as an HTML list; "" when there is no site."""
-    items = [
-        f'<li><span class="fl-swatch" style="background:{p["tint"]};border-color:{p["colour"]}"></span>'
-        f"{_e(p['name'])}</li>"
-        for p in view["passes"]
-        if p["sites"] or p["declined"]
-    ]
-    if not items:
+    asked = [p for p in view["passes"] if p["sites"] or p["declined"]]
+    if not asked:
         return ""
-    grey = "border-color:#7b8794;color:#7b8794;background:#e4e9ee"
-    items += [
-        f'<li><span class="fl-swatch" style="{grey}"></span>candidate (filled)</li>',
-        f'<li><span class="fl-swatch applied" style="{grey}"></span>applied (double border)</li>',
-        f'<li><span class="fl-swatch declined" style="{grey}"></span>declined (dashed, matched/total)</li>',
-    ]
-    return f'<ul class="fl-legend">{"".join(items)}</ul>'
+    hue = "--pass:{}".format
+    items = [(hue(p["colour"]), "applied", p["name"]) for p in asked]
+    items += [(hue(QUIET), state, word) for state, word in STATE_WORDS.items()]
+    inner = "".join(
+        f'<li><span class="fl-swatch {state}" style="{style}"></span>{_e(word)}</li>' for style, state, word in items
+    )
+    return f'<ul class="fl-legend fl-forms">{inner}</ul>'
 
 
 def passes_html(view: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ class Hit:
 
 @dataclass(frozen=True)
 class Hits:
-    """The first `rows` of what was found, and how many there are in all."""
+    """Some `rows` of what was found, and how many there are in all."""
 
     query: str
     rows: tuple[Hit, ...]
@@ -45,7 +45,7 @@ class Hits:
         return {"query": self.query, "total": self.total, "rows": [row.to_dict() for row in self.rows]}
 
 
-def search(graph: Graph, findings: Findings | None, text: str, limit: int = 50) -> Hits:
+def search(graph: Graph, findings: Findings | None, text: str, limit: int = 50, start: int = 0) -> Hits:
     """Sites, arguments and nodes of a graph that have every word of a text in them, upper and lower case alike.
 
     A node is found by its primitive, number ("n7"), values ("%12"), their types ("bf16[32,16"), constants, scope, source line
@@ -58,8 +58,9 @@ def search(graph: Graph, findings: Findings | None, text: str, limit: int = 50) 
       findings: what was found in it, or None.
       text: words; an empty text finds nothing.
       limit: how many rows to give.
+      start: which is the first of them.
     """
-    return index_of(graph, findings).find(text, limit)
+    return index_of(graph, findings).find(text, limit, start)
 
 
 # Kept while the graph or the findings live: a widget searches at every key.
@@ -106,7 +107,7 @@ class SearchIndex:
     def __len__(self) -> int:
         return len(self._names)
 
-    def find(self, text: str, limit: int = 50) -> Hits:
+    def find(self, text: str, limit: int = 50, start: int = 0) -> Hits:
         """As `search`."""
         words = sorted(text.casefold().split(), key=len, reverse=True)  # a long word leaves few texts for the others
         if not words:
@@ -120,7 +121,7 @@ class SearchIndex:
         # The operation that a word names whole, before those that have it somewhere: "exp" is in "<genexpr>" too.
         rest.sort(key=lambda i: self._labels[i].partition(" ")[0].casefold() not in given)
         order = [*first, *rest]
-        return Hits(text, tuple(map(self._hit, order[: max(0, limit)])), len(order))
+        return Hits(text, tuple(map(self._hit, order[start : start + max(0, limit)])), len(order))
 
     def _hit(self, i: int) -> Hit:
         return Hit(self._names[i], short(self._labels[i], _LABEL), short(self._where[i], _LABEL))

@@ -15,7 +15,7 @@ from .evidence_view import evidence_dict, headline
 from .node_data import site_dict, source_dict
 from .sites import is_applied
 
-FORMAT, VERSION = "fusionlab.view", 2
+FORMAT, VERSION = "fusionlab.view", 3
 
 
 def summary(

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Value, type_text
+from fusionlab.graph.program.meshes import sharding_text
 
 from ..cards.card import PHASES, Card, Edge, Row
-from ..model.flow import FlowEnd, flow
 from .nodes import is_light
 from .phases import BACKWARD, FORWARD, UPDATE
+from .readers import FlowEnd, flow
 
 Chains = Mapping[int, tuple[str, ...]]
 _COEFFICIENTS = 64  # bytes
@@ -117,7 +118,7 @@ class Flows:
         drawn = tuple(Row(row.name, {p: _with_edges(c, inside) for p, c in row.cards.items()}) for row in rows)
         read = {e.start for e in edges}
         inputs = tuple(
-            Card(f"in{k}", self.graph.in_names[k], kind="input", type=type_text(self.graph.top.inputs[k].aval))
+            Card(f"in{k}", self.graph.in_names[k], kind="input", type=_input_type(self.graph, k))
             for k in self.inputs
             if f"in{k}" in read
         )
@@ -125,12 +126,24 @@ class Flows:
 
     def _between(self, chains: Chains, places: Mapping[str, tuple[int, str]]) -> _Found:
         found = _Found(places)
-        for producer, reader, value in self.edges:
-            if isinstance(reader, int) and reader in self._light:
-                continue  # told of where it is read
-            maker, made = self.origin(producer, value)
-            found.add(self._chain(maker, chains), self._chain(reader, chains), made)
+        ends: dict[FlowEnd, tuple[str, ...]] = {}  # most ends are asked for several times
+        for maker, reader, made in self._drawn:
+            for end in (maker, reader):
+                if end not in ends:
+                    ends[end] = self._chain(end, chains)
+            if ends[maker] is not ends[reader]:
+                found.add(ends[maker], ends[reader], made)
         return found
+
+    @functools.cached_property
+    def _drawn(self) -> list[tuple[FlowEnd, FlowEnd, Value]]:
+        """Who made and who reads each value, each once; what only moves data is told of where it is read."""
+        found: dict[tuple[FlowEnd, FlowEnd, int], tuple[FlowEnd, FlowEnd, Value]] = {}
+        for producer, reader, value in self.edges:
+            if reader not in self._light:
+                maker, made = self.origin(producer, value)
+                found.setdefault((maker, reader, made.id), (maker, reader, made))
+        return [*found.values()]
 
     def _chain(self, end: FlowEnd, chains: Chains) -> tuple[str, ...]:
         if isinstance(end, int):
@@ -148,6 +161,12 @@ class Flows:
                 name = "result" if edge.values == 1 else f"{edge.values} results"
                 cards.append(Card(edge.end, name, kind="output", type=edge.type))
         return tuple(cards)
+
+
+def _input_type(graph: Graph, k: int) -> str:
+    """ "f32[8,16] P('data')": the type of an argument, and how it is laid over devices."""
+    sharding = sharding_text(next(iter(graph.in_shardings[k:]), None))
+    return " ".join(filter(None, (type_text(graph.top.inputs[k].aval), sharding)))
 
 
 def _plain_inputs(graph: Graph) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from fusionlab.graph.program.ir import Node, all_nodes
 from fusionlab.graph.program.scopes import Source
 
 from .frames import frames_of
-from .nodes import ALONE, PRODUCTS, is_light, is_recomputed
+from .nodes import ALONE, PRODUCTS, fused_name, is_light, is_recomputed
 from .sites import Found
 
 RECOMPUTED = "recomputed"
@@ -55,6 +55,11 @@ class Item:
     @property
     def frames(self) -> tuple[Source, ...]:
         return frames_of(self.main)
+
+    @functools.cached_property
+    def is_fused(self) -> bool:
+        """Whether it is a fused op, in a program whose sites are fused already."""
+        return bool(fused_name(self.main))
 
     @property
     def is_region(self) -> bool:

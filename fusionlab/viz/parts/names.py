@@ -9,19 +9,29 @@ from collections.abc import Callable, Iterable, Sequence
 
 from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.cost.cost import quantity
+from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node, Value
 from fusionlab.graph.program.meshes import collective_axes, collective_bytes
 from fusionlab.graph.program.scopes import Source
 
 from .frames import frames_of, spoken
 from .items import Item
-from .nodes import PRODUCTS, is_light
+from .nodes import PRODUCTS, fused_name, is_light
 
 ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter that it holds, or ""
 # What libraries call the parameters of every layer.
 _ALIKE = frozenset({"kernel", "weight", "scale", "bias", "embedding", "w", "b", "value"})
 _TURN = re.compile(r"(.*)turn (\d+)")
 _INDEX = re.compile(r"\[(['\"]?)([^\]]*?)\1\]")
+
+
+def program_name(graph: Graph) -> str:
+    """The function's name; "lambda · model.py:12" of one that has none."""
+    if spoken(graph.name):
+        return graph.name
+    outermost = [frames[0] for n in graph.nodes() if (frames := frames_of(n))]
+    word = "lambda" if "lambda" in graph.name else "program"
+    return " · ".join(filter(None, (word, lines_text(outermost))))
 
 
 def run_name(first: str, last: str) -> str:
@@ -90,6 +100,8 @@ def item_name(item: Item, argument_of: ArgumentOf) -> str:
         return _site_name(item.site.record)
     if item.is_region:
         return _region_name(item.main)
+    if name := fused_name(item.main):
+        return name
     products = [n for n in item.nodes if n.primitive in PRODUCTS]
     return (_product(products[0], argument_of) if products else "") or works_on(item.nodes)
 
@@ -142,11 +154,12 @@ def sent(nodes: Iterable[Node]) -> str:
 
 def _collective(node: Node) -> str:
     axes = collective_axes(node)
-    return f"{node.primitive} over {', '.join(axes)}: {quantity(collective_bytes(node))}B" if axes else ""
+    name = node.primitive.removesuffix("_invariant")  # what JAX makes of a psum where replication is checked
+    return f"{name} over {', '.join(axes)}: {quantity(collective_bytes(node))}B" if axes else ""
 
 
 def _plain(node: Node) -> str:
-    if text := _collective(node):
+    if text := _collective(node) or fused_name(node):
         return text
     named = {"reduce_sum": "sum", "reduce_max": "max", "reduce_min": "min", "select_n": "where", "add_any": "add"}
     return named.get(node.primitive, node.primitive).replace("_", " ")

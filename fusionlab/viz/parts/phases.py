@@ -8,16 +8,17 @@ from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.primitives import having
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, all_nodes, values_in
+from fusionlab.graph.program.meshes import region_mesh_text
 from fusionlab.graph.program.scopes import in_backward, in_differentiated
 
 from ..cards.card import PHASES
-from ..model.folding import region_label
 
 FORWARD, BACKWARD, UPDATE = PHASES
 _WHOLE = 0.9  # a loop with more of the program than this is the program: its body is what the rows show
 # Regions that only say how what is in them is differentiated, stored or placed: a reader sees through them.
 _SEEN_THROUGH = having("remat", "rule", "call", "mesh")
 _LOOPS = having("loop")
+_MESHES = having("mesh")
 
 
 class Stretch:
@@ -105,8 +106,8 @@ def turns_of(loops: Sequence[Node]) -> int:
 
 def mesh_of(graph: Graph) -> str:
     """The meshes of the shard_maps of a program, those inside others too; "" for a program without any."""
-    labels = dict.fromkeys(region_label(n) for n in graph.nodes() if n.primitive in having("mesh"))
-    return "; ".join(labels)
+    meshes = (f"{n.primitive}, {region_mesh_text(n)}" for n in graph.nodes() if n.primitive in _MESHES)
+    return "; ".join(dict.fromkeys(meshes))
 
 
 def _whole_loops(graph: Graph, weights: Mapping[int, int]) -> tuple[Node, ...]:

@@ -328,5 +328,5 @@ def _signature(group: Group) -> tuple:
     return tuple(
         (n.primitive, type_text(n.outputs[0].aval) if n.outputs else "")
         for i in group.items
-        for n in all_nodes([i.main])
+        for n in all_nodes([i.main] if i.site is None else i.nodes)
     )

@@ -24,7 +24,7 @@ def boxed(children: Iterable[Group | Item]) -> list[Group | Item]:
 
 
 def _joins(a: Item, b: Item) -> bool:
-    if a.site or b.site or a.is_region or b.is_region:
+    if any(i.site or i.is_fused or i.is_region for i in (a, b)):
         return False
     return a.frames[-1:] == b.frames[-1:] and not (_has_product(a) and _has_product(b))
 

@@ -21,35 +21,37 @@ Sizes = tuple[tuple[int, ...], ...]
 
 @dataclass(eq=False)
 class Found:
-    """A site as it is drawn: its record, state, nodes, and whether these are its backward pass."""
+    """A site as it is drawn: its record, its nodes, and whether these are its backward pass."""
 
     record: Candidate | Rejection
-    state: str
     nodes: frozenset[int]
     backward: bool = False
 
+    @property
+    def state(self) -> str:
+        """ "candidate" or "declined": as it is while nothing is applied."""
+        return "candidate" if isinstance(self.record, Candidate) else "declined"
 
-def sites_of(
-    graph: Graph, records: Iterable[tuple[Candidate | Rejection, str]], backward: Collection[int]
-) -> list[Found]:
+
+def sites_of(graph: Graph, records: Iterable[Candidate | Rejection], backward: Collection[int]) -> list[Found]:
     """Every site, its backward pass as one of its own; candidates come first.
 
     Args:
       graph: the program; a region that belongs to a site brings what is inside.
-      records: candidates and rejections, each with its state.
+      records: candidates and rejections.
       backward: ids of the nodes of the backward phase. What forward computes for the backward pass belongs to the site itself.
     """
     found = []
     late_ids = frozenset(backward)
-    for record, state in records:
+    for record in records:
         own = _whole(graph, record.node_ids if isinstance(record, Candidate) else (record.site_ids or record.node_ids))
         pair = _whole(graph, record.backward.node_ids if record.backward is not None else ())
         if not own <= late_ids:  # of a site that reaches into the backward pass, what is there is its backward pass
             own, pair = own - late_ids, pair | (own & late_ids)
         late = pair & late_ids
-        found.append(Found(record, state, own | (pair - late)))
+        found.append(Found(record, own | (pair - late)))
         if late:
-            found.append(Found(record, state, late - found[-1].nodes, backward=True))
+            found.append(Found(record, late - found[-1].nodes, backward=True))
     return found
 
 
@@ -75,7 +77,7 @@ def declined_backward(graph: Graph, found: Sequence[Found], backward: Collection
     for sites in _unshared(graph, [*_of_equal_places(graph, alone)], late):
         mine = _differentiated(graph, sites[0], at)
         for site, piece in zip(reversed(sites), _pieces(mine, len(sites)), strict=False):
-            yield Found(site.record, site.state, frozenset(n.id for n in piece), backward=True)
+            yield Found(site.record, frozenset(n.id for n in piece), backward=True)
             _remove(piece, at)
 
 

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.cost.cost import Costs, cost_of
 from fusionlab.graph.program.graph import Graph
-from fusionlab.graph.program.ir import Block, Node, all_nodes, type_text
+from fusionlab.graph.program.ir import all_nodes
 
-from ..cards.card import PHASES, Amount, Card, Overview, Row
-from ..draw.dot import dom_id
+from ..cards.card import PHASES, Amount, Card, Fused, Overview, Row
 from ..model.sites import is_applied
+from .drawing import Chain, Drawing, Known, Names, Title
 from .flows import Flows
-from .groups import Group, grouped, products_in
+from .fused import fused_amounts, said_after, said_before
 from .instances import as_forward, told_apart
 from .items import Item, items_of
-from .names import lines_text, run_name, sent
+from .names import program_name
 from .naming import Naming
 from .phases import BACKWARD, FORWARD, UPDATE, Stretch, mesh_of, turns_of
 from .places import Places, rows_of
-from .runs import boxed, runs_of
 from .sites import Found, declined_backward, sites_of
-from .strips import site_of, strips_of
+from .strips import Mark, Marks, stated
 
-Chain = tuple[str, ...]  # ids of the cards around something, outermost first
 _PREFIX = {FORWARD: "", BACKWARD: "backward of", UPDATE: "update of"}
 
 
@@ -52,26 +49,34 @@ def overview(
     return Maker(graph, findings, costs).overview(enabled, copies)[0]
 
 
+@dataclass(frozen=True)
+class _Copies:
+    """The overview while certain copies are shown, with no site applied; where each node is, and which sites each card has."""
+
+    shown: Mapping[str, int]
+    overview: Overview
+    chains: dict[int, Chain]
+    marks: Mapping[str, Sequence[Mark]]
+
+
 class Maker:
-    """Makes overviews of one graph; what no toggle changes is worked out once."""
+    """Makes overviews of one graph.
 
-    def __init__(self, graph: Graph, findings: Findings | None = None, costs: Costs | None = None) -> None:
+    What stands where is worked out once; showing another copy makes the card of its row anew, and a toggle changes only states.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        findings: Findings | None = None,
+        costs: Costs | None = None,
+        times: Mapping[int, float] | None = None,
+    ) -> None:
         self.graph, self.findings = graph, findings
+        self.times = times or {}  # node id -> seconds, where its kernels were timed
         self.costs = costs or (findings.cost() if findings is not None else cost_of(graph))
-        self.stretch = Stretch(graph, self.weights)
-        self.phases = self.stretch.phases
-        self.flows = Flows(graph)
-        self.naming = Naming(graph, self.flows, self.phases)
-
-    @functools.cached_property
-    def cost(self) -> dict[int, Amount]:
-        """Node id -> its own cost; a region itself has none."""
-        return {i: Amount(c.operations, c.bytes_moved) for i, c in self.costs.nodes.items()}
-
-    @functools.cached_property
-    def weights(self) -> dict[int, int]:
-        """Node id -> bytes moved by it and all that is inside it."""
-        return {n.id: sum(self.cost[i.id].bytes for i in all_nodes([n])) for n in self.graph.nodes()}
+        self._drawn: dict[Title, Drawing] = {}
+        self._last: _Copies | None = None
 
     def overview(
         self, enabled: Collection[str] | None, copies: Mapping[str, int] | None = None
@@ -80,238 +85,120 @@ class Maker:
 
         A node of a copy that is not shown ends in a name of its own, "CARD~5" for the sixth copy of CARD.
         """
-        drawing = _Drawing(self, self._found(enabled), copies or {})
-        return drawing.overview(), drawing.chains
+        shown = dict(copies or {})
+        if self._last is None or self._last.shown != shown:
+            self._last = self._with_copies(shown)
+        return stated(self._last.overview, self._last.marks, self._applied(enabled)), self._last.chains
 
-    def _found(self, enabled: Collection[str] | None) -> list[Found]:
-        return [*self._recorded(enabled), *self._declined]
+    def fused(self, enabled: Collection[str] | None, graph: Graph, copies: Mapping[str, int] | None = None) -> Fused:
+        """The same cards with what they cost in `graph`, the program with these sites fused."""
+        known = self.known
+        amounts, total = fused_amounts(known.cost, known.sites, self._applied(enabled), self.costs, graph)
+        after = Maker(self.graph, self.findings, self.costs)
+        after.known = replace(known, cost=amounts, marks=Marks(known.sites, self.graph.nodes(), amounts))
+        after._lanes, after._places = self._lanes, self._places
+        overview = after.overview(enabled, copies)[0].counted()
+        why = said_after(self.findings, enabled) if self.findings is not None else {}
+        written = {c.id: said_before(self.graph, c.nodes) for c in overview.cards() if c.site is not None}
+        return Fused({c.id: c for c in overview.cards()}, total, written, why)
 
-    def _recorded(self, enabled: Collection[str] | None) -> list[Found]:
+    def _applied(self, enabled: Collection[str] | None) -> frozenset[str]:
+        candidates = self.findings.candidates if self.findings is not None else ()
+        return frozenset(c.id for c in candidates if is_applied(c, enabled))
+
+    # What is known of the program ------------------------------------------------------------------------------------
+    @functools.cached_property
+    def known(self) -> Known:
+        """All that neither copies nor toggles change."""
+        times = self.times
+        cost = {i: Amount(c.operations, c.bytes_moved, times.get(i, 0.0)) for i, c in self.costs.nodes.items()}
+        weights = {
+            n.id: sum(cost[i.id].bytes for i in all_nodes([n])) if n.blocks else cost[n.id].bytes
+            for n in self.graph.nodes()
+        }
+        stretch, flows = Stretch(self.graph, weights), Flows(self.graph)
+        sites = self._sites(frozenset(i for i, phase in stretch.phases.items() if phase == BACKWARD))
+        marks = Marks(sites, self.graph.nodes(), cost)
+        return Known(stretch, flows, Naming(self.graph, flows, stretch.phases), cost, weights, sites, marks)
+
+    def _sites(self, backward: Collection[int]) -> list[Found]:
         if self.findings is None:
             return []
-        states = [(c, "applied" if is_applied(c, enabled) else "candidate") for c in self.findings.candidates]
-        declined = [(r, "declined") for r in self.findings.rejections]
-        return sites_of(self.graph, [*states, *declined], self._backward)
+        found = sites_of(self.graph, [*self.findings.candidates, *self.findings.rejections], backward)
+        return [*found, *declined_backward(self.graph, found, backward)]
 
     @functools.cached_property
-    def _declined(self) -> list[Found]:
-        """The backward passes of declined sites; no toggle changes them."""
-        return [*declined_backward(self.graph, self._recorded(()), self._backward)]
-
-    @functools.cached_property
-    def _backward(self) -> frozenset[int]:
-        return frozenset(i for i, phase in self.phases.items() if phase == BACKWARD)
-
-
-class _Drawing:
-    """One overview in the making."""
-
-    def __init__(self, maker: Maker, sites: list[Found], copies: Mapping[str, int]) -> None:
-        self.maker, self.sites, self.copies = maker, sites, copies
-        self.naming = maker.naming
-        self.used: dict[str, int] = {}
-        self.chains: dict[int, Chain] = {}  # node id -> ids of the cards around it, outermost first
-
-    def overview(self) -> Overview:
-        graph, flows = self.maker.graph, self.maker.flows
+    def _lanes(self) -> dict[str, list[Item]]:
         lanes = {phase: self._items(phase) for phase in PHASES}
-        self._tell_apart(lanes)
-        places = rows_of(lanes, flows, self.maker.weights)
-        phases = tuple(p for p in PHASES if lanes[p]) or (FORWARD,)
-        rows = tuple(self._row(place, phases) for place in places)
-        self._place_regions()
-        rows, edges, inputs, results = flows.between(rows, self.chains)
-        totals = {p: self._amount(lanes[p]) for p in phases}
-        kept, gradients = (sum(e.bytes for e in edges if e.kind == kind) for kind in ("kept", "gradients"))
-        turns = turns_of(self.maker.stretch.loops)
-        return Overview(
-            graph.name, phases, rows, inputs, results, edges, totals, kept, gradients, turns, mesh_of(graph)
-        )
+        families = told_apart(lanes[FORWARD], self.known.naming.reads)
+        if families and lanes[BACKWARD]:
+            told_apart(lanes[BACKWARD], self.known.naming.reads, families)
+            as_forward(lanes[BACKWARD], lanes[FORWARD])
+        return lanes
 
     def _items(self, phase: str) -> list[Item]:
-        phases = self.maker.phases
-        nodes = [n for n in self.maker.stretch.nodes if phases[n.id] == phase]
-        items = items_of(nodes, self.sites, self.maker.weights)
+        stretch = self.known.stretch
+        nodes = [n for n in stretch.nodes if stretch.phases[n.id] == phase]
+        items = items_of(nodes, self.known.sites, self.known.weights)
         # The backward pass is read from where it ends, so that it stands as the forward pass does.
         return items[::-1] if phase == BACKWARD else items
 
-    def _tell_apart(self, lanes: Mapping[str, Sequence[Item]]) -> None:
-        families = told_apart(lanes[FORWARD], self.naming.reads)
-        if families and lanes[BACKWARD]:
-            told_apart(lanes[BACKWARD], self.naming.reads, families)
-            as_forward(lanes[BACKWARD], lanes[FORWARD])
+    @functools.cached_property
+    def _totals(self) -> dict[str, Amount]:
+        """Phase -> cost of its lane, for those that the program has."""
+        return {p: self.known.amount(self._lanes[p]) for p in PHASES if self._lanes[p]} or {FORWARD: Amount()}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[Places, dict[str, Title]]]:
+        """Rows, with the titles of their cards."""
+        names = Names()
+        places = rows_of(self._lanes, self.known.flows, self.known.weights)
+        return [
+            (place, {p: self._title(place, p, names) for p in self._totals if place.groups.get(p)}) for place in places
+        ]
+
+    def _title(self, place: Places, phase: str, names: Names) -> Title:
+        forward = place.groups.get(FORWARD)
+        name = place.name or self.known.naming.group((forward or place.groups[phase])[0])
+        return Title(names.fresh(f"{phase}/{name}"), name, _PREFIX[phase] if forward else "")
 
     # Cards -----------------------------------------------------------------------------------------------------------
-    def _row(self, place: Places, phases: Sequence[str]) -> Row:
-        cards = {p: self._top(place, p) for p in phases if place.groups.get(p)}
-        return Row(next((c.name for c in cards.values()), place.name), cards)
+    def _with_copies(self, copies: Mapping[str, int]) -> _Copies:
+        rows, chains, marks = [], dict[int, Chain](), dict[str, Sequence[Mark]]()
+        for place, titles in self._places:
+            cards: dict[str, Card] = {}
+            for phase, title in titles.items():
+                drawing = self._drawing(title, place, phase, copies)
+                cards[phase] = drawing.card
+                chains |= drawing.chains
+                marks |= drawing.marks
+            rows.append(Row(next((c.name for c in cards.values()), place.name), cards))
+        self._place_regions(chains)
+        return _Copies(copies, self._joined(rows, chains), chains, marks)
 
-    def _top(self, place: Places, phase: str) -> Card:
-        groups = place.groups[phase]
-        name = place.name or self.naming.group(place.groups.get(FORWARD, groups)[0])
-        card_id = self._fresh(f"{phase}/{name}")
-        prefix = _PREFIX[phase] if place.groups.get(FORWARD) else ""
-        return self._stack(card_id, name, prefix, groups, ())
+    def _drawing(self, title: Title, place: Places, phase: str, copies: Mapping[str, int]) -> Drawing:
+        drawing = self._drawn.get(title)
+        if drawing is None or not drawing.is_of(copies):
+            drawing = self._drawn[title] = Drawing(self.known, title, place.groups[phase], copies)
+        return drawing
 
-    def _stack(self, card_id: str, name: str, prefix: str, groups: Sequence[Group], around: Chain) -> Card:
-        """Equal groups as one card: the costs of all, the inside of one."""
-        copy = min(self.copies.get(card_id, 0), len(groups) - 1)
-        for k, group in enumerate(groups):
-            if k != copy:
-                self._place(group.items, (*around, card_id, f"{card_id}~{k}"))
-        shown = self._part(card_id, name, prefix, groups[copy], around)
-        if len(groups) == 1:
-            return shown
-        items = [i for g in groups for i in g.items]
-        return replace(
-            shown,
-            count=len(groups),
-            copy=copy,
-            cost=self._amount(items),
-            params=self.maker.flows.parameters(nid for i in items for nid in i.ids),
-            strips=strips_of(items, self.sites, self.maker.cost),
-        )
+    def _joined(self, rows: Sequence[Row], chains: Mapping[int, Chain]) -> Overview:
+        """Rows, and what flows between them."""
+        drawn, edges, inputs, results = self.known.flows.between(rows, chains)
+        kept, gradients = (sum(e.bytes for e in edges if e.kind == kind) for kind in ("kept", "gradients"))
+        turns, mesh = turns_of(self.known.stretch.loops), mesh_of(self.graph)
+        title, phases = program_name(self.graph), tuple(self._totals)
+        return Overview(title, phases, drawn, inputs, results, edges, self._totals, kept, gradients, turns, mesh)
 
-    def _part(self, card_id: str, name: str, prefix: str, group: Group, around: Chain) -> Card:
-        here = (*around, card_id)
-        single = _single(group)
-        if single is not None:
-            card = self._item(single, around, name if single.site is None or group.key[0] == "scope" else "", card_id)
-            card = replace(card, prefix=prefix)
-        else:
-            children = self._cards(_without_echo(group), here, name) if _opens(group) else ()
-            kind = "part" if children else "nodes"
-            card = self._card(card_id, name, group.items, kind=kind, prefix=prefix, children=children)
-        self._place(group.items, here)  # of a loop, also the trifles that it alone reads
-        return card
-
-    def _cards(self, parts: Iterable[Group | Item], around: Chain, parent: str = "") -> tuple[Card, ...]:
-        """Parts and items that stand beside each other, equal neighbours as one card."""
-        boxes = boxed(parts)
-        return tuple(self._run(run, boxes, around, parent) for run in runs_of(boxes))
-
-    def _run(self, run: Sequence[Group | Item], beside: Sequence[Group | Item], around: Chain, parent: str) -> Card:
-        names = [
-            self.naming.group(part) if isinstance(part, Group) else self.naming.item(part, beside, parent)
-            for part in (run[0], run[-1])
-        ]
-        if isinstance(run[0], Item) and len(run) == 1:
-            return self._item(run[0], around, names[0])
-        name = run_name(*names)
-        groups = [part if isinstance(part, Group) else Group(("item",), "", [part], [part]) for part in run]
-        return self._stack(self._fresh(f"{around[-1]}/{name}"), name, "", groups, around)
-
-    def _item(self, item: Item, around: Chain, name: str = "", card_id: str = "") -> Card:
-        name = name or self.naming.item(item)
-        card_id = card_id or self._fresh(f"{around[-1] if around else ''}/{item.site.record.id if item.site else name}")
-        here = (*around, card_id)
-        children, turns = (), 0
-        if item.is_region and item.site is None:
-            children, turns = self._inside(item.main, here), turns_of([item.main])
-        site = site_of(item)
-        kind = "site" if site is not None else "region" if children else "nodes"
-        self._place([item], here)
-        return self._card(card_id, name, [item], kind=kind, children=children, turns=turns, site=site)
-
-    def _inside(self, region: Node, around: Chain) -> tuple[Card, ...]:
-        """What is in a loop or a choice; of a choice, each branch as a part."""
-        bodies = [b for b in region.blocks if b.label not in ("cond", "cond_jaxpr") and b.nodes]
-        if len(bodies) == 1:
-            return self._of_block(bodies[0], around)
-        cards = []
-        for body in bodies:
-            card_id = self._fresh(f"{around[-1]}/{body.label}")
-            children = self._of_block(body, (*around, card_id))
-            items = items_of(list(self.maker.stretch.flat(body)), self.sites, self.maker.weights)
-            cards.append(self._card(card_id, body.label, items, children=children))
-        return tuple(cards)
-
-    def _of_block(self, block: Block, around: Chain) -> tuple[Card, ...]:
-        nodes = list(self.maker.stretch.flat(block))
-        items = items_of(nodes, self.sites, self.maker.weights)
-        if nodes and self.maker.phases.get(nodes[0].id) == BACKWARD:
-            items = items[::-1]
-        told_apart(items, self.naming.reads)
-        depth = min((len(i.scope) for i in items), default=0)
-        while depth and len({i.scope[:depth] for i in items}) > 1:
-            depth -= 1
-        found = grouped(items, depth)
-        while len(found) == 1 and isinstance(found[0], Group) and found[0].opens:
-            found = found[0].children
-        return self._cards(found, around)
-
-    def _card(
-        self, card_id: str, name: str, items: Sequence[Item], *, children: tuple[Card, ...] = (), **fields: Any
-    ) -> Card:
-        ids = sorted(nid for i in items for nid in i.ids)
-        sources = [n.source for i in items for n in i.every if n.source is not None] if not children else []
-        return Card(
-            id=card_id,
-            name=name,
-            nodes=tuple(ids),
-            cost=self._amount(items),
-            params=self.maker.flows.parameters(ids),
-            sends=sent(n for i in items for n in i.every),
-            where=lines_text(sources),
-            type=self._type(items),
-            strips=strips_of(items, self.sites, self.maker.cost),
-            children=children,
-            **fields,
-        )
-
-    def _type(self, items: Iterable[Item]) -> str:
-        """The type of what is read outside, where it is one value."""
-        results = self.maker.flows.results(n.id for i in items for n in i.nodes)
-        return type_text(results[0].aval) if len(results) == 1 else ""
-
-    # Small things ----------------------------------------------------------------------------------------------------
-    def _amount(self, items: Iterable[Item]) -> Amount:
-        cost = self.maker.cost
-        return sum((cost[nid] for item in items for nid in item.ids), Amount())
-
-    def _fresh(self, wanted: str) -> str:
-        number = self.used[wanted] = self.used.get(wanted, 0) + 1
-        return dom_id(wanted if number == 1 else f"{wanted}~{number}")
-
-    def _place(self, items: Iterable[Item], chain: Chain) -> None:
-        """Nodes inside a region that opens have their places already."""
-        for item in items:
-            for nid in item.ids:
-                self.chains.setdefault(nid, chain)
-
-    def _place_regions(self) -> None:
+    def _place_regions(self, chains: dict[int, Chain]) -> None:
         """A region that is seen through is where all that is in it is."""
-        for node in self.maker.graph.nodes():
-            if node.id not in self.chains:
-                inside = [self.chains.get(n.id, ()) for n in all_nodes([node]) if n is not node and not n.blocks]
-                self.chains[node.id] = _shared(inside)
+        for node in self.graph.nodes():
+            if node.id not in chains:
+                inside = [chains.get(n.id, ()) for n in all_nodes([node]) if n is not node and not n.blocks]
+                chains[node.id] = _shared(inside)
 
 
 def _shared(chains: Sequence[Chain]) -> Chain:
     """What all of them begin with."""
     columns = zip(*chains, strict=False)
     return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
-
-
-def _single(group: Group) -> Item | None:
-    """The site or the region that a group is, where it is one."""
-    items = group.items
-    found = [i for i in items if i.is_region] if group.key[0] == "region" else items if len(items) == 1 else []
-    return next((i for i in found[:1] if i.site is not None or i.is_region), None)
-
-
-def _opens(group: Group) -> bool:
-    """Whether its inside says more than its name: several products, a site, a loop."""
-    items = group.items
-    return len(group.children) > 1 and (
-        products_in(group) > 1 or any(i.sites or i.is_region for i in items) or len({i.scope for i in items}) > 1
-    )
-
-
-def _without_echo(group: Group) -> Iterator[Group | Item]:
-    """What is in a group; what is called as the group itself is no level of its own."""
-    for child in group.children:
-        if isinstance(child, Group) and child.label == group.label:
-            yield from _without_echo(child)
-        else:
-            yield child

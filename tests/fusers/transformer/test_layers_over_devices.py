@@ -228,7 +228,7 @@ def test_collectives_stay_nodes_of_the_program():
 def test_the_picture_of_a_pass_tells_its_two_parts_and_what_they_are_summed_over(name):
     fn, args = next(p for p in fl.passes() if p.name == name).sample()
     found = fl.find(fn, *args, passes=[name])
-    drawn = found.apply().to_dot()
+    drawn = found.apply().to_dot(show="all")
     assert all(text in drawn for text in ("multi_transformer attention", "multi_transformer feed-forward"))
     assert drawn.count('label="psum over tp') == 2
     assert [n.primitive for n in found.apply().nodes()] == ["shard_map", *("multi_transformer", "psum", "add") * 2]

@@ -18,8 +18,8 @@ NEAR = (
     9.0  # an edge ends this near to its card, if not at its frame: at the sheets behind it, or before its arrow's head
 )
 # Names that say nothing: of the machinery around a call, of nobody, and ids of the drawing or of the program.
-_NOBODY = re.compile(r"|apply|wrapped|wrapper|\d[\d,]*(?: nodes?)?|[\d\s.…]+|n\d+|%\d+|<.*>")
-_ANYWHERE = re.compile(r"__call__|<(?:lambda|locals|genexpr|listcomp|dictcomp)>|part~\d+|\bcluster_\w+|(?<!\S)%\d+")
+NOBODY = re.compile(r"|apply|wrapped|wrapper|\d[\d,]*(?: nodes?)?|[\d\s.…]+|n\d+|%\d+|<.*>")
+ANYWHERE = re.compile(r"__call__|<(?:lambda|locals|genexpr|listcomp|dictcomp)>|part~\d+|\bcluster_\w+|(?<!\S)%\d+")
 PREFIX = "fl-"  # of ids: what edges call their ends has none
 
 
@@ -161,10 +161,10 @@ def _name(written: list[Text]) -> str:
 def _bad_names(cards: list[Box], written: list[Text]) -> Iterator[str]:
     cells = [t for t in written if "title" in t.element.classes and t.element.inside("cell")]
     for where, name in (*((card.id, card.name) for card in cards), *(("a cell", cell.text) for cell in cells)):
-        if _NOBODY.fullmatch(name.partition(" · ")[0].strip()):
+        if NOBODY.fullmatch(name.partition(" · ")[0].strip()):
             yield f"{where} is called {name!r}"
     for text in written:
-        if _ANYWHERE.search(text.text):
+        if ANYWHERE.search(text.text):
             yield f"written: {text.text!r}"
 
 

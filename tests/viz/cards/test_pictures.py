@@ -9,11 +9,12 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.viz.cards.album import Album
+from fusionlab.viz.cards.layout.picture import Swatch
 
 from .geometry import check
 from .test_programs import NAMES, built
 
-SIZES = ((932.0, 700.0), (592.0, 455.0))  # of the pane at 1440 px and at 1100 px
+SIZES = ((932.0, 700.0), (606.0, 361.0))  # of the pane at 1440 x 900, and at 1100 x 700 beside a file browser
 MOST_OPENED = 20
 MOVED = 20.0  # px
 
@@ -63,3 +64,14 @@ def _counted(album):
     for strip in (s for card in cards for s in card.strips if not s.backward):
         counts[strip.pass_name] += strip.count
     return counts
+
+
+@pytest.mark.parametrize("name", ["transformer of 2 layers", "U-Net"])
+def test_cards_beside_channels_of_edges_show_their_sites(name):
+    findings = found(name)
+    album = Album(findings.graph, findings)
+    album.pane = (860.0, 640.0)  # room for titles, but for no sites beside them
+    sites = {c.id for row in album.overview(None).rows for c in row.cards.values() if c.strips}
+    shown = {b.id for b in album.picture(None).boxes if any(isinstance(m, Swatch) for m in b.marks)}
+    assert sites
+    assert sites <= shown

@@ -60,6 +60,23 @@ def test_every_decision_is_a_line_of_the_ledger_and_can_be_undone(session, case)
     assert session.enabled == frozenset()
 
 
+def test_before_and_after_beside_each_other_have_one_selection(session, mixed):
+    with pytest.raises(ArgumentError, match="only findings"):
+        session.show("both")
+    assert not session.head()["can"]["both"]
+    session = live(mixed, after=lambda setting, findings: findings.apply(setting.enabled))
+    session.show("both")
+    site = session.findings.candidates[0].id
+    session.select(site)
+    marked = session.marks()["selected"]
+    assert len(marked) == 2
+    assert set(marked) <= session.scene()["items"].keys()
+    assert [session.clicked(name) for name in marked] == [site, site]
+    session.show("before")
+    assert session.selected == site
+    assert len(session.marks()["selected"]) == 1
+
+
 def test_the_screen_is_told_what_can_act_and_what_selects_again(session, case, monkeypatch):
     assert not session.head()["can"]["reset"]
     assert {".svg", ".json", ".html"} <= set(session.head()["can"]["export"])

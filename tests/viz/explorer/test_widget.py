@@ -33,7 +33,7 @@ def meter():
 
 @pytest.fixture
 def lab(case, meter):
-    return Explorer(case.graph, case.findings, measure=meter, after=lambda s, f: case.graph, engine="builtin")
+    return Explorer(case.graph, case.findings, measure=meter, after=lambda s, f: case.graph)
 
 
 def ids(case):
@@ -182,7 +182,7 @@ def test_a_failed_measurement_says_so_and_raises(case):
     def fails(setting, progress, cancel):
         raise ValueError("no such luck")
 
-    lab = Explorer(case.graph, case.findings, measure=fails, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=fails)
     with pytest.raises(ValueError, match="no such luck"):
         lab.measure()
     assert lab.status == "measurement failed: ValueError: no such luck"
@@ -193,7 +193,7 @@ def test_a_failed_measurement_says_so_and_raises(case):
 
 
 def test_without_something_to_measure_with_measuring_is_refused(case):
-    lab = Explorer(case.graph, case.findings, engine="builtin")
+    lab = Explorer(case.graph, case.findings)
     assert not lab.head["can"]["measure"]
     with pytest.raises(ArgumentError, match=r"fusionlab\.explore"):
         lab.measure()
@@ -218,7 +218,7 @@ def test_a_running_measurement_shows_progress_and_can_be_cancelled(case):
         progress("timing", 15, 40)
         return "late evidence"
 
-    lab = Explorer(case.graph, case.findings, measure=slow, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=slow)
     click(lab, "measure")
     assert running.wait(10)
     assert lab.status == "timing 14/40"
@@ -244,8 +244,7 @@ def test_two_explorers_measure_one_after_the_other(case):
         seen.append("first")
 
     one, two = (
-        Explorer(case.graph, case.findings, measure=measure, engine="builtin")
-        for measure in (first, lambda *a: seen.append("second"))
+        Explorer(case.graph, case.findings, measure=measure) for measure in (first, lambda *a: seen.append("second"))
     )
     threads = [one.start()]
     assert begun.wait(30)
@@ -267,7 +266,7 @@ def test_closing_it_cancels_what_is_measured(case):
         assert cancel.wait(30)
         ended.set()
 
-    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=measure)
     thread = lab.start()
     assert begun.wait(30)
     lab.close()
@@ -286,7 +285,7 @@ def test_a_new_tick_cancels_the_running_measurement_and_the_latest_wins(case, me
             assert release.wait(10)
             assert cancel()
 
-    lab = Explorer(case.graph, case.findings, measure=slow, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=slow)
     first = lab.start()
     assert running.wait(10)
     lab.toggles[ids(case)[0]] = (
@@ -312,7 +311,7 @@ def test_a_measurement_says_that_it_waits_for_one_that_was_abandoned(case):
         begun.set()
         assert go.wait(30)
 
-    lab = Explorer(case.graph, case.findings, measure=deaf, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=deaf)
     threads = [lab.start()]
     assert begun.wait(30)
     lab.cancel()
@@ -333,7 +332,7 @@ def test_two_measurements_never_run_side_by_side(case):
         release.wait(0.05)  # deaf to `cancel`, as a compilation is
         inside[0] -= 1
 
-    lab = Explorer(case.graph, case.findings, measure=slow, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=slow)
     threads = [lab.start() for _ in range(4)]
     for thread in threads:
         thread.join(10)
@@ -346,7 +345,7 @@ def test_an_observer_of_a_measurement_may_measure(case):
     def measure(setting, progress, cancel):
         calls.append(setting.enabled)
 
-    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=measure)
 
     def again(change):
         if len(calls) == 1 and change["new"] == "measured":
@@ -427,7 +426,7 @@ def test_selecting_a_node_opens_the_cards_around_it_and_shows_its_copy(deep):
 
 
 def test_a_site_in_a_copy_that_is_not_drawn_is_marked_where_its_block_is(stack):
-    lab = Explorer(stack.graph, stack.findings, engine="builtin")
+    lab = Explorer(stack.graph, stack.findings)
     last = [c.id for c in stack.findings.candidates][-1]
     lab.select(last)
     assert lab.marks["selected"]
@@ -490,7 +489,7 @@ def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
         asked.append(setting.enabled)
         return case.graph
 
-    lab = Explorer(case.graph, case.findings, after=after, engine="builtin")
+    lab = Explorer(case.graph, case.findings, after=after)
     lab.shown = "after"
     assert set(asked) == {lab.enabled}
     assert "declined" not in lab.scene["svg"].partition("legend")[0]

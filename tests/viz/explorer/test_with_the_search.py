@@ -1,7 +1,6 @@
 """Pictures of what the search really finds, and of what the rewriter makes of it."""
 
 import dataclasses
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,8 @@ import numpy as np
 import pytest
 
 import fusionlab as fl
-from fusionlab.viz.draw.dot import to_dot
-from fusionlab.viz.draw.render import to_svg
+from fusionlab.viz.export import album, to_svg
 from fusionlab.viz.html.report import report_html
-from fusionlab.viz.model.view_model import view_model
 from fusionlab.viz.palette import colour_of, pass_of_op
 
 
@@ -31,20 +28,22 @@ def found():
     return fl.find(network, *ARGS)
 
 
-def test_three_identical_layers_found_are_one_filled_group_times_three(found):
+def cards(graph, findings=None):
+    return [*album(graph, findings, ()).overview(()).cards()]
+
+
+def test_three_identical_layers_found_are_one_card_times_three(found):
     assert found.counts()["gemm_epilogue"] == 3
-    view = view_model(found.graph, found)
-    assert [(g["kind"], g["count"]) for g in view["groups"]] == [("scope", 3), ("site", 1)]
-    assert view["groups"][1]["state"] == "candidate"
+    first, *_ = cards(found.graph, found)
+    assert first.count == 3
+    assert [(s.pass_name, s.state, s.count) for s in first.strips] == [("gemm_epilogue", "candidate", 3)]
 
 
-def test_after_fusing_each_op_is_one_bold_node_of_its_passes_colour():
+def test_after_fusing_each_op_has_the_colour_of_its_pass():
     graph = fl.trace(fl.fuse(network), *ARGS)
-    fused = [b for b in view_model(graph)["boxes"] if b["fused"]]
-    assert [b["pass"] for b in fused] == ["gemm_epilogue"] * 3
-    assert re.search(
-        r'label="gemm_epilogue\\n.*color="#e69f00", penwidth=2.5, fontname="Helvetica-Bold"', to_dot(graph)
-    )
+    strips = [s for c in cards(graph) for s in c.strips]
+    assert {(s.pass_name, s.state) for s in strips} == {("gemm_epilogue", "applied")}
+    assert colour_of("gemm_epilogue") in to_svg(graph)
 
 
 def test_the_op_of_a_pass_of_ones_own_wears_its_colour():
@@ -52,8 +51,9 @@ def test_the_op_of_a_pass_of_ones_own_wears_its_colour():
     fl.register(cap)
     try:
         graph = fl.trace(fl.fuse(lambda x: 30.0 * jnp.tanh(x / 30.0), passes="softcap"), jnp.ones(8))
-        (box,) = (b for b in view_model(graph)["boxes"] if b["fused"])
-        assert (box["pass"], box["colour"]) == ("softcap", colour_of("softcap"))
+        (site,) = {c.site.pass_name for c in cards(graph) if c.site}
+        assert site == "softcap"
+        assert colour_of("softcap") in to_svg(graph)
     finally:
         fl.unregister(cap)
     assert pass_of_op("softcap") is None
@@ -79,7 +79,15 @@ def test_the_explorer_is_made_measures_when_asked_and_draws_the_fused_graph(monk
     assert lab.evidence is None
     lab.toggles["gemm_epilogue@layer_1#1"] = False
     lab.shown = "after"
-    assert len([b for b in lab.session.view()["boxes"] if b["fused"]]) == 2
+    assert (
+        sum(
+            s.count
+            for row in lab.session.stage.overview(lab.session.drawn()).rows
+            for c in row.cards.values()
+            for s in c.strips
+        )
+        == 2
+    )
     evidence = lab.measure()
     assert lab.evidence is evidence
     assert "against float64" in lab.head["sentence"]
@@ -94,7 +102,5 @@ def test_a_train_step_of_many_layers_is_a_page():
     graph = fl.trace(step, [(jnp.ones((16, 16)), jnp.ones(16))] * 48, jnp.ones((4, 16)))
     assert len(graph) > 1000
     found = fl.find(graph)
-    view = view_model(graph, found)
-    assert len(view["boxes"]) <= 65
-    assert any(g["count"] >= 46 for g in view["groups"])
-    to_svg(to_dot(graph, found))
+    assert max(c.count for c in cards(graph, found)) >= 46
+    assert to_svg(graph, found).count('<g id="') <= 60

@@ -17,9 +17,9 @@ import pytest
 import fusionlab as fl
 from fusionlab.viz import palette
 from fusionlab.viz.browser import module as browser_module
+from fusionlab.viz.cards.album import Album
 from fusionlab.viz.html import baked as scenes
 from fusionlab.viz.html.report import graph_html, report_html
-from fusionlab.viz.model.pictures import Pictures
 from tests.test_scale import train_step
 
 from ..conftest import candidate, findings_of, linear_nodes, rejection
@@ -154,28 +154,26 @@ def test_a_page_without_scripts_still_has_picture_legend_and_tables(case):
     body = text[text.index("<body") : text.index("<script")]
     assert body.count("<svg") == 2
     assert 'id="fl-before"' in body
-    assert "candidate (filled)" in body
+    assert "can be fused" in body
     assert "<noscript>" in body
     assert {"Sites", "Passes", "Declined", "Environment"} <= set(re.findall(r'data-fl-section="([^"]+)"', body))
 
 
 def test_a_browser_shows_the_report_with_its_inspector(case, tmp_path, browser):
     path = tmp_path / "report.html"
-    node = linear_nodes(case.graph)[0][0]
     text = report_html(case.graph, case.findings)
     # A click as a reader would make it, once the page's own module has run.
     events = "".join(
         f"box.dispatchEvent(new PointerEvent('{e}', {{bubbles: true}}));" for e in ("pointerdown", "pointerup")
     )
-    click = f'<script type="module">const box = document.getElementById("fl-n{node.id}");{events}</script></body>'
+    click = f'<script type="module">const box = document.querySelector("g.card");{events}</script></body>'
     path.write_text(text.replace("</body>", click))
     dom = browser(path)
     aside = re.search(r'<aside[^>]*data-fl="inspector".*?</aside>', dom, re.S).group()
     aside = re.sub(r"<[^>]+>", "", aside)
-    assert f"dot_general {node.outputs[0].name}" in aside
-    assert "x = jnp.tanh(x @ w + b)" in aside
+    assert "tanh(x @ w + b)" in aside
     assert "gemm_epilogue@layer_0#1" in aside
-    assert len(re.findall(r'<g [^>]*role="button"', dom)) == 12 + 6
+    assert len(re.findall(r'<g [^>]*role="button"', dom)) == 3
     assert os.path.getsize(path) < 300_000
 
 
@@ -380,38 +378,30 @@ def test_labels_stand_out_from_a_pass_tint(name):
 
 
 # Size ----------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("layers", "engine"), [(4, "builtin"), (24, None)])
-def test_the_page_of_a_train_step_is_small_and_can_be_opened_into(layers, engine):
+@pytest.mark.parametrize("layers", [4, 24])
+def test_the_page_of_a_train_step_is_small_and_can_be_opened_into(layers):
     graph = train_step(layers)
     found = fl.find(graph)
-    text = report_html(graph, found, engine=engine)
+    text = report_html(graph, found)
     data = json.loads(re.search(r'id="fl-data">(.*?)</script>', text, re.S).group(1))
     size = len(text.encode())
-    print(f"{size:,} bytes, {len(data['scenes'])} groups can be opened")
+    print(f"{size:,} bytes, {len(data['scenes'])} cards can be opened")
     assert size < 1_500_000
-    assert len(data["scenes"]) >= 3
+    opening = [c.id for c in Album(graph, found).overview(()).cards() if c.children]
+    assert sorted(data["scenes"]) == sorted(opening)
 
 
-def test_pictures_are_baked_until_the_budget_is_used_up(case):
+def test_pictures_are_baked_until_the_budget_is_used_up():
     graph = train_step(2)
-    found = fl.find(graph)
-    pictures = Pictures(graph, found)
-    view, tree = pictures.view(), scenes.folded_tree(graph, found, (), 60)
+    pictures = Album(graph, fl.find(graph))
 
     def bake(**budget):
-        return scenes.bake(
-            view,
-            tree,
-            lambda e, c: pictures.view(expanded=e, collapsed=c),
-            lambda v: {"svg": "x" * 999, "n": len(v["boxes"])},
-            **budget,
-        )
+        return scenes.bake(pictures, (), lambda: {"svg": "x" * 999, "n": sorted(pictures.opened)}, **budget)
 
     all_of_them = bake()
-    closed = {b["id"] for b in view["boxes"] if b["closed"]}
-    assert closed
-    assert closed <= all_of_them.packed.keys()
+    assert len(all_of_them.packed) > 3
     assert not all_of_them.left
+    assert not pictures.opened
     some = bake(max_bytes=all_of_them.size // 2)
     assert 0 < some.size <= all_of_them.size // 2
     assert some.packed.keys() < all_of_them.packed.keys()
@@ -419,21 +409,14 @@ def test_pictures_are_baked_until_the_budget_is_used_up(case):
     assert not bake(max_seconds=0).packed
 
 
-def test_a_node_is_found_in_the_group_that_holds_it_and_a_copy_in_its_twins(stack):
-    tree = scenes.folded_tree(stack.graph, stack.findings, (), 60)
-    data = scenes.index(stack.graph, tree, ())
-    assert len(data["nodes"]) == stack.graph.node_count
-    places = {row[0]: data["strings"][row[1]] for row in data["nodes"]}
-    first, second, *_ = linear_nodes(stack.graph)
-    for one, other in zip(first, second, strict=True):
-        assert places[one.id] == places[other.id] == f"n{one.id}"
-
-
-def test_a_slim_picture_looks_the_same(case):
-    svg = (
-        '<g id="e1" class="edge"><title>a&#45;&gt;b</title><path d="M12.3456,7.891C1,2 3.25,4"/></g>\n'
-        '<text x="1.2345">x=&quot;1.2345&quot; &gt;</text>'
-    )
-    assert scenes.slim(svg) == (
-        '<g id="e1" class="edge"><path d="M12.3,7.8C1,2 3.2,4"/></g><text x="1.2">x=&quot;1.2345&quot; &gt;</text>'
-    )
+def test_a_node_is_found_in_the_card_that_holds_it_and_one_of_a_copy_in_its_twins():
+    graph = train_step(4)
+    pictures = Album(graph, fl.find(graph))
+    data = scenes.index(pictures, ())
+    assert len(data["nodes"]) == graph.node_count
+    places = {row[0]: data["cards"][row[1]][0] for row in data["nodes"]}
+    stack = next(c for c in pictures.overview(()).cards() if c.count == 3)
+    inside = {c.id for c in stack.walk()}
+    hidden = [nid for nid, card in places.items() if card in inside and nid not in stack.nodes]
+    assert len(hidden) == 2 * len(stack.nodes)
+    assert {places[nid] for nid in hidden} == {places[nid] for nid in stack.nodes}

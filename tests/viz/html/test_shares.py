@@ -52,7 +52,7 @@ def test_the_explorer_times_sites_after_the_whole_and_warns_of_a_losing_one(case
         asked.append((setting.enabled, findings))
         return shares
 
-    lab = Explorer(case.graph, case.findings, measure=lambda *a: None, shares=told, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=lambda *a: None, shares=told)
     assert asked == []
     lab.measure()
     assert asked == [(lab.enabled, case.findings)]
@@ -79,7 +79,7 @@ def test_rates_are_measured_once_and_only_when_asked_unless_told_otherwise(case,
         return dataclasses.replace(Device.of("cpu"), copy_bytes_per_s=1e10, gemm_flop_per_s=1e11)
 
     found = dataclasses.replace(case.findings, candidates=())
-    lab = Explorer(case.graph, found, measure=lambda *a: None, rates=rates, rates_at_once=at_once, engine="builtin")
+    lab = Explorer(case.graph, found, measure=lambda *a: None, rates=rates, rates_at_once=at_once)
     assert "lab.measure_rates()" in roof(lab)
     for _ in range(2):
         lab.measure()

@@ -14,6 +14,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from fusionlab.graph.program.trace import trace
+from fusionlab.viz.cards.album import Album
+from fusionlab.viz.cards.card import Card
+from fusionlab.viz.parts.drawing import told_from_each_other
+
 from .small import WIDTH, attention, attention_shapes, cards, dense, dense_shapes, drawn, shape, stepped
 
 FORBIDDEN = re.compile(r"__call__|<lambda>|<locals>|\d+ nodes|^apply$|^n\d+$|part~|cluster")
@@ -169,3 +174,48 @@ def test_two_processes_give_the_same_cards():
     environment = os.environ | {"PYTHONHASHSEED": "7", "JAX_PLATFORMS": "cpu"}
     other = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert other.stdout.split()[-1] == digest()
+
+
+def test_a_program_without_a_name_is_called_by_its_line():
+    _, overview, _ = drawn(lambda x: x @ x, shape(8, 8), find=False)
+    assert re.fullmatch(r"lambda · .*test_parts\.py:\d+", overview.title)
+
+
+def test_operations_beside_each_other_are_told_apart():
+    def card(k, where, kind="nodes"):
+        return Card(f"c{k}", "gradient of w", kind=kind, where=where)
+
+    lines = told_from_each_other([card(0, "model.py:3"), card(1, "model.py:5"), card(2, "", "part")])
+    assert [c.name for c in lines] == ["gradient of w :3", "gradient of w :5", "gradient of w"]
+    assert [c.name for c in told_from_each_other([card(0, ""), card(1, "")])] == [
+        "gradient of w (1)",
+        "gradient of w (2)",
+    ]
+
+
+@pytest.mark.parametrize("size", [(float("inf"), float("nan")), (float("nan"), float("-inf"))])
+def test_a_pane_without_a_size_is_the_usual_one(size):
+    album = Album(trace(lambda x: x @ x, shape(8, 8)))
+    usual = album.svg(())
+    album.pane = size
+    assert album.svg(()) == usual
+
+
+def angles():
+    return jnp.cos(jnp.arange(8.0))
+
+
+def test_a_loop_costs_what_it_alone_reads_too():
+    def model(params, x):
+        x = x @ params["first"]
+        most = angles().sum()
+        return jax.lax.scan(lambda x, p: (dense(p, x) * most, None), x, params["layers"])[0]
+
+    params = {"first": shape(WIDTH, WIDTH), "layers": dense_shapes(5)}
+    maker, overview, chains = drawn(stepped(model), params, shape(64, WIDTH), find=False)
+    outermost = [c for row in overview.rows for c in row.cards.values()]
+    (loop,) = [c for c in cards(overview, "forward") if c.kind == "region"]
+    (cosine,) = [n.id for n in maker.graph.nodes() if n.primitive == "cos"]
+    assert chains[cosine] == (loop.id,)
+    assert cosine in loop.nodes
+    assert sum(c.cost.bytes for c in outermost) == sum(c.bytes_moved for c in maker.costs.nodes.values())

@@ -19,7 +19,7 @@ from fusionlab.viz.explorer.widget import Explorer
 from fusionlab.viz.html.report import evidence_html, report_html
 from fusionlab.viz.model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline
 from fusionlab.viz.model.setting import Decision, Ledger, Setting
-from fusionlab.viz.model.view_model import view_model
+from fusionlab.viz.model.summaries import summary
 from fusionlab.viz.plots import BEFORE, figure_svg, plot_errors, plot_timing, plot_ulps
 
 
@@ -129,7 +129,7 @@ def test_nothing_measured_is_an_error_that_says_so():
 
 
 def test_the_header_never_shows_a_ratio_without_its_interval(case, evidence, timing):
-    header = view_model(case.graph, case.findings, enabled=None, evidence=evidence)["header"]
+    header = summary(case.graph, case.findings, enabled=None, evidence=evidence)["header"]
     low, high = timing.interval
     assert (
         f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster (40 samples each, wall time)" in header
@@ -139,7 +139,7 @@ def test_the_header_never_shows_a_ratio_without_its_interval(case, evidence, tim
 
 def test_the_same_code_is_said_and_not_timed(case):
     same = Evidence("mlp", environment(), same_code=True)
-    assert view_model(case.graph, case.findings, enabled=None, evidence=same)["header"].endswith(" · same code")
+    assert summary(case.graph, case.findings, enabled=None, evidence=same)["header"].endswith(" · same code")
 
 
 def test_a_report_holds_plots_and_tables_of_the_measurement(case, evidence):
@@ -209,7 +209,7 @@ def test_the_commit_of_the_environment_says_whose_it_is(evidence):
 
 
 def test_the_explorer_shows_evidence_only_for_the_sites_it_was_measured_with(case, evidence):
-    lab = Explorer(case.graph, case.findings, measure=lambda *a: evidence, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=lambda *a: evidence)
     assert lab.measure() is evidence
     tabs = {t["name"]: t["html"] for t in lab.tabs}
     assert "11.4 ms" in lab.head["sentence"]
@@ -252,7 +252,7 @@ def test_the_last_measurement_stays_dimmed_while_the_next_is_awaited(case, evide
     def timing():
         return next(t["html"] for t in lab.tabs if t["name"] == "Timing")
 
-    lab = Explorer(case.graph, case.findings, measure=measure, engine="builtin")
+    lab = Explorer(case.graph, case.findings, measure=measure)
     lab.start().join(10)
     assert "fl-stale" not in timing()
     lab.toggles["gemm_epilogue"] = False

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..card import Amount, Card, Strip
-from .measure import bytes_text, cut, operations_text, share_text, text_width
+from .measure import bytes_text, cut, operations_text, seconds_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
+from .said import SAID, said_marks
 
 COMPACT, PLAIN, STRIP, PASSES, CELLS = range(5)  # how much a card says; each says what those before it say
 HEIGHT, LOW, LINE = 42.0, 26.0, 24.0  # of a card, of one that is a title alone, of a box inside a card
@@ -27,13 +28,27 @@ class Scale:
 
     total: Amount
 
-    def shares(self, cost: Amount) -> tuple[float, float]:
-        """Of its operations, of its bytes."""
+    @property
+    def unit(self) -> str:
+        """What the second share is of: "time" where kernels were timed, else "bytes"."""
+        return "time" if self.total.seconds else "bytes"
+
+    def counted(self, cost: Amount) -> tuple[float, float]:
+        """Of its operations, of its bytes: these say how the picture is laid out, whatever was measured."""
         return cost.operations / max(self.total.operations, 1), cost.bytes / max(self.total.bytes, 1)
 
+    def shares(self, cost: Amount) -> tuple[float, float]:
+        """Of its operations, of its time or bytes."""
+        operations, moved = self.counted(cost)
+        return operations, cost.seconds / self.total.seconds if self.total.seconds else moved
+
     def share(self, cost: Amount) -> float:
-        """The share that is said where there is room for one: of bytes."""
+        """The share that is said where there is room for one: of time or bytes."""
         return self.shares(cost)[1]
+
+    def said(self, cost: Amount) -> str:
+        """Its time or bytes."""
+        return seconds_text(cost.seconds) if self.total.seconds else bytes_text(cost.bytes)
 
 
 def opens(card: Card) -> bool:
@@ -54,7 +69,7 @@ def height_of(card: Card, detail: int) -> float:
     if detail == COMPACT:
         return LOW
     lines = min(len(card.strips), _MOST_PASSES) * (detail >= PASSES)
-    height = HEIGHT + (_PASS if detail == STRIP else 8 + _PASS * lines if lines else 0)
+    height = HEIGHT + (_PASS if detail == STRIP else 8 + _PASS * lines + SAID * len(card.said) if lines else 0)
     return height + (_cell_height(card) + 14 if detail == CELLS else 0)
 
 
@@ -70,6 +85,7 @@ def closed_face(card: Card, rect: Rect, scale: Scale, detail: int) -> tuple[Mark
     if detail >= PASSES and card.strips:
         marks += [_rule(rect, y + 1), *_passes(card.strips, rect, y, scale)]
         y += 8 + _PASS * min(len(card.strips), _MOST_PASSES)
+        marks += said_marks(card.said, rect, y - 4)
     if detail == CELLS:
         marks += [_rule(rect, y), *_cells(card, rect, y + 7, scale)]
     return tuple(marks)
@@ -96,16 +112,22 @@ def _wide_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark]:
 def _title_width(card: Card) -> float:
     """Of the whole title and a gap behind it."""
     prefix = text_width(card.prefix, TITLE) + 5 if card.prefix else 0
-    chip = text_width(chip_text(card), 10, True) + 22 if chip_text(card) else 0
-    return prefix + text_width(card.name, TITLE, True) + chip + 12
+    return prefix + text_width(card.name, TITLE, True) + _chip_width(card) + 12
+
+
+def _chip_width(card: Card) -> float:
+    return text_width(chip_text(card), 10, True) + 22 if chip_text(card) else 0
 
 
 def _strip_beside(card: Card, right: float, left: float, y: float) -> list[Mark]:
-    """The strip right of a title: with names where the whole title fits, else counts; a long title gives way to these."""
+    """The strip right of a title: with names where the whole title fits, else counts; a long title, then the chip gives way to these."""
     whole = _title_width(card)
-    return strip_marks(card.strips, right, right - left - whole, y) or strip_marks(
-        card.strips, right, right - left - min(whole, _LONG_TITLE), y
-    )
+    marks: list[Mark] = []
+    for title in (whole, min(whole, _LONG_TITLE), min(whole - _chip_width(card), _LONG_TITLE)):
+        marks = strip_marks(card.strips, right, right - left - title, y)
+        if sum(isinstance(m, Swatch) for m in marks) == len(card.strips):
+            break
+    return marks
 
 
 def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
@@ -192,10 +214,10 @@ def _left_of(mark: Mark) -> float:
 
 
 def _numbers(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
-    """Bars and amounts of operations and bytes, as wide as fits: in halves of the card, else closer."""
+    """Bars and amounts of operations and of time or bytes, as wide as fits: in halves of the card, else closer."""
     inner = rect.width - 2 * PAD
     shares = scale.shares(card.cost)
-    amounts = operations_text(card.cost.operations), bytes_text(card.cost.bytes)
+    amounts = operations_text(card.cost.operations), scale.said(card.cost)
     written = [share_text(s) for s in shares]
     both = [" · ".join(filter(None, pair)) for pair in zip(amounts, written, strict=True)]
     for bar, texts in ((34, both), (24, both), (20, both), (24, amounts), (16, amounts)):
@@ -207,7 +229,7 @@ def _numbers(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
         bar, texts, second = inner / 2 - 8, ("", ""), inner / 2
     return [
         *_amount(rect.x + PAD, rect.y + 34, bar, shares[0], texts[0], "operations"),
-        *_amount(rect.x + PAD + second, rect.y + 34, bar, shares[1], texts[1], "bytes"),
+        *_amount(rect.x + PAD + second, rect.y + 34, bar, shares[1], texts[1], scale.unit),
     ]
 
 
@@ -272,7 +294,7 @@ def _pass(strip: Strip, rect: Rect, y: float, counted: float, scale: Scale) -> l
     count = Text(counted, y, f"{strip.count:,}", bold=True, kind="number", line=2, anchor="end")
     x = counted + 7
     name = Text(x, y, cut(strip.pass_name, end - x, 10), kind="strip", line=2)
-    word = Text(x + name.width + 7, y, STATE_WORDS[strip.state], 9.5, muted=True, kind="state", line=2)
+    word = Text(x + name.width + 7, y, STATE_WORDS[strip.state], 10, muted=True, kind="state", line=2)
     words = [t for t in (name, word) if t.text and t.rect.right <= end]
     return [_swatch(strip, rect.x + PAD, y, 2), count, *words, *share]
 
@@ -301,7 +323,7 @@ def _cell_height(card: Card) -> float:
 
 
 def _weight(card: Card, scale: Scale) -> float:
-    return sum(scale.shares(card.cost))
+    return sum(scale.counted(card.cost))
 
 
 def _cell(card: Card, rect: Rect, scale: Scale) -> Cell:
@@ -335,7 +357,7 @@ def _own_strip(card: Card) -> tuple[Strip, ...]:
 
 def line_face(card: Card, rect: Rect, scale: Scale) -> tuple[Mark, ...]:
     """A box of one line: name, source line, state; type, bar and share at the right. The line gives way first, then the type."""
-    y = rect.y + rect.height / 2 + 3.7
+    y = rect.y + LINE / 2 + 3.7
     left, right = rect.x + 9, rect.right - 9
     marks: list[Mark] = [_swatch(s, left, y, 0) for s in _own_strip(card)]
     left += 17 * len(marks)
@@ -352,7 +374,8 @@ def line_face(card: Card, rect: Rect, scale: Scale) -> tuple[Mark, ...]:
     )
     granted = _granted(wishes, spare)
     at_right = _line_right(granted, right, y, scale.share(card.cost))
-    return (*marks, *_line_left(card, granted, left, right, y), *at_right, *share)
+    said = said_marks(card.said, rect, rect.y + LINE - 4)
+    return (*marks, *_line_left(card, granted, left, right, y), *at_right, *share, *said)
 
 
 def _granted(wishes: Sequence[tuple[str, str, float]], spare: float) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..card import Amount, Overview
+from ..card import BESIDE, Amount, Overview
 from .faces import STATE_WORDS, TITLE, Scale
 from .measure import bytes_text, cut, share_text, text_width
 from .picture import Lane, Mark, Rect, Swatch, Text
@@ -46,6 +46,8 @@ def spans_of(phases: Sequence[str], width: float, buses: Sequence[float], depths
     their narrow form. Where it does not get the least width then, the picture is wider than the pane.
     """
     room = width - 2 * MARGIN
+    if tuple(phases) == BESIDE:
+        return _beside(room, max(depths.values(), default=0))
     lanes, columns = _natural(phases, room, buses)
     first = next((i for i, p in enumerate(phases) if depths.get(p)), None)
     if first is not None:
@@ -65,19 +67,46 @@ def spans_of(phases: Sequence[str], width: float, buses: Sequence[float], depths
     return spans
 
 
+def _beside(room: float, depth: int) -> list[Span]:
+    """Two lanes of one width, so that one side is as the other, and room for a line of numbers between them."""
+    column = min(max(room * 0.17, 104.0), 156.0)
+    wide = max((room - column) / 2, (_OPENED + _DEEPER * depth) if depth else 0.0)
+    return [Span(MARGIN, wide), Span(MARGIN + wide + column, wide)]
+
+
 def lane_of(phase: str, span: Span, bottom: float, overview: Overview) -> Lane:
     """A lane with its title and its share of the program."""
-    title = Text(
-        span.x + 12, TOP + 19, " ".join(filter(None, (phase, _turns(overview)))), TITLE, True, kind="lane-title"
-    )
+    turns = "" if overview.is_beside else _turns(overview)
+    title = Text(span.x + 12, TOP + 19, " ".join(filter(None, (phase, turns))), TITLE, True, kind="lane-title")
+    if overview.is_beside:
+        return Lane(
+            phase, Rect(span.x, TOP, span.width, bottom - TOP), (title, *_side_texts(overview, phase, span, title))
+        )
     cost = (overview.totals or {}).get(phase, Amount())
-    operations, moved = map(share_text, Scale(overview.total).shares(cost))
-    of_bytes = f"{moved} of bytes" if moved else ""
+    scale = Scale(overview.total)
+    operations, moved = map(share_text, scale.shares(cost))
+    of_bytes = f"{moved} of {scale.unit}" if moved else ""
     both = f"{operations} of operations · {of_bytes}" if operations and moved else ""
     room = span.width - 24 - title.width - 12
     text = next((t for t in (both, of_bytes, moved) if t and text_width(t, 10) <= room), "")
     share = Text(span.right - 12, TOP + 19, text, muted=True, kind="lane-share", anchor="end")
     return Lane(phase, Rect(span.x, TOP, span.width, bottom - TOP), (title, share) if text else (title,))
+
+
+_SIDES = {
+    "before": ("as written",),
+    "after": ("as it would run with the sites chosen now", "with the sites chosen now", "sites fused"),
+}
+
+
+def _side_texts(overview: Overview, phase: str, span: Span, title: Text) -> list[Text]:
+    """What a side is, and the bytes of the whole program on it."""
+    moved, turns = (overview.totals or {}).get(phase, Amount()).bytes, _turns(overview)
+    total = Text(span.right - 12, TOP + 19, bytes_text(moved), TITLE, True, kind="lane-share", anchor="end")
+    x = title.rect.right + 8
+    notes = (*(f"{note}, {turns}" for note in _SIDES[phase] if turns), *_SIDES[phase])
+    note = next((t for t in notes if x + text_width(t, 10) + 10 <= total.rect.x), "")
+    return [*([Text(x, TOP + 19, note, muted=True, kind="lane-note")] if note else []), total]
 
 
 def _turns(overview: Overview) -> str:
@@ -90,6 +119,11 @@ def _turns(overview: Overview) -> str:
 def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float], overview: Overview) -> list[Text]:
     """What stands over the columns between lanes."""
     heads: list[Text] = []
+    if overview.is_beside:
+        x = (spans[0].right + spans[1].x) / 2
+        room, words = spans[1].x - spans[0].right - 8, "bytes of each row, counted"
+        words = words if text_width(words, 10) <= room else words.partition(",")[0]
+        return [Text(x, TOP + 19, words, muted=True, kind="column-title", anchor="middle")]
     titles = {"backward": ("kept", overview.kept), "update": ("gradients", overview.gradients)}
     for i, phase in enumerate(phases[1:]):
         title, amount = titles.get(phase, ("", 0))
@@ -101,7 +135,16 @@ def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float
     return heads
 
 
-def legend_of(spans: Sequence[Span], y: float, backward: bool, mesh: str = "") -> list[Mark]:
+_BESIDE_NOTES = (
+    "one row is the same work before and after · bars between: bytes of all copies, one scale",
+    "one row is the same work before and after",
+    "a row: the same work",
+)
+
+
+def legend_of(
+    spans: Sequence[Span], y: float, backward: bool, mesh: str = "", beside: bool = False, unit: str = "bytes"
+) -> list[Mark]:
     """What forms, widths and bars mean, and the mesh that the program's work is spread over."""
     marks: list[Mark] = []
     x, right = spans[0].x + 2, spans[-1].right - 2
@@ -115,8 +158,9 @@ def legend_of(spans: Sequence[Span], y: float, backward: bool, mesh: str = "") -
     if mesh:
         text = Text(x, y, cut(mesh, right - x, 10), bold=True, kind="mesh")
         marks, x = [*marks, text], text.rect.right + 15
-    note = "bars: share of all operations (dark) and bytes"
-    for words in (f"an edge is as wide as the bytes it carries · {note}", note, "bars: operations (dark), bytes"):
+    note = f"bars: share of all operations (dark) and {unit}"
+    wishes = (f"an edge is as wide as the bytes it carries · {note}", note, f"bars: operations (dark), {unit}")
+    for words in _BESIDE_NOTES if beside else wishes:
         if x + 10 + text_width(words, 10) <= right:
             return [*marks, Text(right, y, words, muted=True, kind="legend", anchor="end")]
     return marks

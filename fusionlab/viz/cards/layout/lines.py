@@ -249,7 +249,7 @@ def _level(edge: Edge, ports: Mapping[str, Port], widths: Widths, zone: Rect) ->
 
 def _level_label(edge: Edge, below: float, heavy: bool, zone: Rect) -> tuple[Text, ...]:
     text = bytes_text(edge.bytes)
-    for size in (12.5, 10.0, 9.0) if heavy and edge.kind == "kept" else (10.0, 9.0):
+    for size in (12.5, 10.0) if heavy and edge.kind == "kept" else (10.0,):
         if text_width(text, size, True) <= zone.width + 4:
             return (Text(zone.centre, below + 0.74 * size + 3, text, size, True, kind="edge-label", anchor="middle"),)
     return ()

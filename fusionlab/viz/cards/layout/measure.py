@@ -17,7 +17,7 @@ _BOLD = """
 333 556 611 556 611 556 333 611 611 278 278 556 278 889 611 611 611 611 389 556 333 611 556 778 556 556 500 389 280 389 584
 """
 _WIDTHS = tuple(tuple(map(int, table.split())) for table in (_REGULAR, _BOLD))
-_OTHERS = {"…": 1000, "·": 278, "×": 584, "−": 584, "–": 556, "‹": 333, "›": 333, "÷": 584}
+_OTHERS = {"…": 1000, "·": 278, "×": 584, "−": 584, "–": 556, "‹": 333, "›": 333, "→": 1000, "÷": 584}
 _LETTER, _IDEOGRAPH, _EMOJI = 780, 1000, 1400
 _SLACK = 1.01  # viewers round
 
@@ -51,6 +51,17 @@ def cut(text: str, room: float, size: float, bold: bool = False) -> str:
     return _shortened(text, low) if low >= 2 else ""
 
 
+@functools.lru_cache(maxsize=20_000)
+def cut_at_end(text: str, room: float, size: float) -> str:
+    """As many of its first words as fit, with "…" behind them; "" where not even one does."""
+    if text_width(text, size) <= room:
+        return text
+    words = text.split()
+    while words and text_width(f"{' '.join(words)} …", size) > room:
+        words.pop()
+    return f"{' '.join(words)} …" if words else ""
+
+
 def _shortened(text: str, letters: int) -> str:
     """So many of its letters, more of the beginning than of the end."""
     head = math.ceil(letters * 0.6)
@@ -62,6 +73,14 @@ def share_text(share: float) -> str:
     if share < 0.001:
         return ""
     return f"{share:.0%}".replace("%", " %") if share >= 0.0995 else f"{share * 100:.1f} %"
+
+
+def seconds_text(s: float) -> str:
+    """ "1.24 ms"."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if s >= 0.9995 * unit:
+            return f"{s / unit:.3g} {name}"
+    return f"{s * 1e9:.0f} ns"
 
 
 def operations_text(n: float) -> str:

@@ -22,10 +22,11 @@ from .faces import (
     title_marks,
 )
 from .lines import Column, Slot, Widths, channels_of, column_wires, summed
-from .measure import bytes_text, share_text, text_width
+from .measure import share_text, text_width
 from .picture import SHEET, Box, Chip, Mark, Rect, Text, Wire
+from .said import SAID
 
-_HEAD, _FOOT, _PAD, _STEP = 32.0, 11.0, 12.0, 9.0
+HEAD_ROOM, _FOOT, _PAD, _STEP = 32.0, 11.0, 12.0, 9.0
 _CLOSE, _APART = 10.0, 22.0  # between two boxes of one line, between others
 _RUN = re.compile(r"^(.*?)[_\s\[]?(\d+) … (?:.*?[_\s])?(\d+)\]?$")
 
@@ -76,8 +77,8 @@ def spoken(card: Card, scale: Scale, is_open: bool) -> str:
     share = share_text(scale.share(card.cost))
     sites = [f"{s.count:,} {s.pass_name} {STATE_WORDS[s.state]}" for s in card.strips]
     state = STATE_WORDS[card.site.state] if card.site else ""
-    more = f"{share} of bytes" if share else ""
-    note = card.site.note if card.site else ""
+    more = f"{share} of {scale.unit}" if share else ""
+    note = "; ".join(filter(None, card.said)) or (card.site.note if card.site else "")
     opened = ("opened" if is_open else "closed") if opens(card) else ""
     return ", ".join(filter(None, (name, card.where, more, *sites, state, note, opened)))
 
@@ -113,7 +114,7 @@ def opened_inside(card: Card, x: float, y: float, width: float, drawing: Drawing
     channels = channels_of([c.id for c in card.children], edges)
     indent = _STEP * (max(channels.values()) + 1) + 3 if channels else 0.0
     left, inner = x + _PAD + indent, width - 2 * _PAD - indent
-    parts = _parts(card, edges, left, y + _HEAD, inner, drawing, lane, level + 1)
+    parts = _parts(card, edges, left, y + HEAD_ROOM, inner, drawing, lane, level + 1)
     slots = [Slot(p.boxes[0].id, p.boxes[0].outer) for p in parts]
     column = Column(left + min(inner, 300) / 2, -1, _STEP, left, left + inner, 3.0)
     wires = column_wires(slots, edges, channels, drawing.widths, column)
@@ -130,7 +131,7 @@ def _parts(
     """What is in an opened card, from above; what it is the backward pass of is not said again."""
     linked = {frozenset((e.start, e.end)) for e in edges}
     parts: list[Inside] = []
-    for before, child in zip((None, *card.children), card.children, strict=False):
+    for before, child in zip((None, *card.inside), card.inside, strict=False):
         y += _gap(before, child, linked)
         shown = replace(child, prefix="") if child.prefix == card.prefix else child
         parts.append(_part(shown, x, y, width, drawing, lane, level))
@@ -143,9 +144,9 @@ def _part(card: Card, x: float, y: float, width: float, drawing: Drawing, lane: 
         wide = width - 2 * SHEET * (card.count > 1)
         return opened_inside(card, x, y, wide, drawing, lane, level)
     if not opens(card):
-        rect = Rect(x, y, width, LINE)
+        rect = Rect(x, y, width, LINE + SAID * len(card.said))
         box = replace(box_of(card, rect, drawing, lane, level), line=True, marks=line_face(card, rect, drawing.scale))
-        return Inside((box,), (), LINE)
+        return Inside((box,), (), rect.height)
     rect = Rect(x, y, width, HEIGHT)
     box = replace(box_of(card, rect, drawing, lane, level), marks=closed_face(card, rect, drawing.scale, PLAIN))
     return Inside((box,), (), HEIGHT)
@@ -177,8 +178,8 @@ def _head(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
 
 def _cost(card: Card, scale: Scale, room: float) -> str:
     share = share_text(scale.share(card.cost))
-    of = f"{share} of bytes" if share else ""
-    whole = " · ".join(filter(None, (bytes_text(card.cost.bytes), of)))
+    of = f"{share} of {scale.unit}" if share else ""
+    whole = " · ".join(filter(None, (scale.said(card.cost), of)))
     everyone = f"all {card.count}: {whole}" if card.count > 1 else whole
     return next((t for t in (everyone, whole, of, share) if text_width(t, 10) <= room), "")
 

@@ -89,12 +89,13 @@ class Swatch:
 
 @dataclass(frozen=True)
 class Bar:
-    """A share of the program; `kind` is "operations" or "bytes"."""
+    """A share of the program; `kind` is "operations" or "bytes", or "before" or "after" of one row, with the hue of its pass."""
 
     rect: Rect
     share: float
     kind: str
     line: int = 1
+    pass_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Picture:
-    """Everything that is drawn. `heads` are those of the columns between lanes; `legend` stands below."""
+    """Everything that is drawn. `heads` are those of the columns between lanes; `legend` stands below; `between`: what
+    stands in these columns for each row."""
 
     width: float
     height: float
@@ -213,3 +215,4 @@ class Picture:
     pills: tuple[Pill, ...] = ()
     wires: tuple[Wire, ...] = ()
     legend: tuple[Mark, ...] = ()
+    between: tuple[Mark, ...] = ()

@@ -53,7 +53,7 @@ def grid_of(overview: Overview, height: float, above: bool, below: bool, narrow:
             wished = [*details[:i], detail, *details[i + 1 :]]
             # The dearest rows say their passes even where gaps get small for it: their colours are what is looked for.
             gap = LEAST_GAP if detail == PASSES and shares[i] >= _CELLS_FROM else _ROOMY
-            if shares[i] >= least and details[i] >= PLAIN and fit.fits(wished, gap):
+            if (shares[i] >= least or _says_more(rows[i])) and details[i] >= PLAIN and fit.fits(wished, gap):
                 details = wished
     gap = WIDEST_GAP
     while gap > LEAST_GAP and not fit.fits(details, gap):
@@ -80,12 +80,16 @@ def _with_strips(rows: Sequence[Row], fit: _Fit, details: list[int], dearest: Se
     return details
 
 
+def _says_more(row: Row) -> bool:
+    return any(c.said for c in row.cards.values())
+
+
 def _has_sites(row: Row) -> bool:
     return any(c.strips for c in row.cards.values())
 
 
 def _share(row: Row, scale: Scale) -> float:
-    return max(scale.shares(sum((c.cost for c in row.cards.values()), Amount())))
+    return max(scale.counted(sum((c.cost for c in row.cards.values()), Amount())))
 
 
 def is_stack(row: Row) -> bool:
@@ -154,10 +158,15 @@ def _cheap_together(overview: Overview, most_rows: int) -> list[list[Row]]:
     scale = Scale(overview.total)
     costs = [_share(row, scale) for row in overview.rows]
     while len(groups) > max(most_rows, 1):
-        i = min(range(len(groups) - 1), key=lambda k: costs[k] + costs[k + 1])
+        one_kind = [_prefixes(groups[k]) == _prefixes(groups[k + 1]) for k in range(len(groups) - 1)]
+        i = min(range(len(groups) - 1), key=lambda k: (not one_kind[k] and overview.is_beside, costs[k] + costs[k + 1]))
         groups[i : i + 2] = [groups[i] + groups[i + 1]]
         costs[i : i + 2] = [costs[i] + costs[i + 1]]
     return groups
+
+
+def _prefixes(group: Sequence[Row]) -> set[str]:
+    return {c.prefix for row in group for c in row.cards.values()}
 
 
 def _together(group: Sequence[Row], overview: Overview) -> Row:
@@ -183,7 +192,7 @@ def _card_of(cards: Sequence[Card], overview: Overview) -> Card:
         nodes=tuple(sorted(n for c in cards for n in c.nodes)),
         cost=sum((c.cost for c in cards), Amount()),
         params=sum(c.params for c in cards),
-        strips=_strips(cards),
+        strips=strips_together(cards),
         children=tuple(cards),
         edges=tuple(e for e in overview.edges if e.start in own and e.end in own),
     )
@@ -192,6 +201,8 @@ def _card_of(cards: Sequence[Card], overview: Overview) -> Card:
 def _name_of(cards: Sequence[Card]) -> str:
     """ "norm, head"; "block_3 … 7"; "norm … head"."""
     first, last = cards[0].name, cards[-1].name
+    if len({c.prefix for c in cards}) > 1:  # no prefix is said of all of them
+        first, last = (f"{c.prefix} {c.name}".strip() for c in (cards[0], cards[-1]))
     if len(cards) == 2 and first != last:
         return f"{first}, {last}"
     one, other = _NUMBERED.match(first), _NUMBERED.match(last)
@@ -200,7 +211,8 @@ def _name_of(cards: Sequence[Card]) -> str:
     return f"{first} … {last}" if first != last else f"{first} and {len(cards) - 1} more"
 
 
-def _strips(cards: Sequence[Card]) -> tuple[Strip, ...]:
+def strips_together(cards: Sequence[Card]) -> tuple[Strip, ...]:
+    """The strips of several cards, those of one pass and state as one."""
     found: dict[tuple[str, str, bool], Strip] = {}
     for strip in (s for c in cards for s in c.strips):
         key = strip.pass_name, strip.state, strip.backward

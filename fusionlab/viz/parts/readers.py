@@ -1,4 +1,4 @@
-"""Who reads what, looking through region boundaries: the edges of a picture."""
+"""Who reads what, looking through region boundaries."""
 
 from __future__ import annotations
 

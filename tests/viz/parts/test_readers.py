@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fusionlab.graph.program.trace import trace
-from fusionlab.viz.model.flow import flow
+from fusionlab.viz.parts.readers import flow
 
 
 def test_the_backward_pass_of_an_embedding_reads_the_whole_gradient():

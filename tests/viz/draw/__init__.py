@@ -1,1 +1,0 @@
-"""DOT, SVG and hulls."""
