@@ -126,6 +126,7 @@ def test_a_program_reads_at_first_sight_in_jupyterlab(page, jupyter, case, artif
                 rows.append(
                     f"{size[0]}x{size[1]} {'files' if has_browser else '     '} {len(first['boxes']):3} boxes {smallest:5.2f} px"
                 )
+        _after_and_both(page, lab)
         print(f"\n{name} ({nodes:,} nodes): " + "; ".join(rows) + f"; {_open_and_close(page, lab, sizes[0])}")
         jupyter.stop_kernels()
 
@@ -149,6 +150,21 @@ def _arrange(page, lab, size, has_browser):
     page.evaluate(AT_REST)
     lab.root.evaluate("e => e.scrollIntoView({ block: 'start' })")
     page.evaluate(SETTLED)
+
+
+def _after_and_both(page, lab):
+    """The other two settings are drawn as well; what is clicked on one side of both is marked on each."""
+    for side in ("after", "both"):
+        drawn = lab.drawn()
+        lab.hook(side).click()
+        lab.redrawn(drawn)
+        page.evaluate(SETTLED)
+        expect(lab.hook(side)).to_have_attribute("aria-pressed", "true")
+        assert faults(page.evaluate(LOOK)) == [], side
+    lab.picture.locator("g.card[data-lane=after][role=button]").first.click()
+    expect(lab.picture.locator("[aria-current=true]")).to_have_count(2)
+    lab.hook("before").click()
+    expect(lab.hook("before")).to_have_attribute("aria-pressed", "true")
 
 
 def _open_and_close(page, lab, size):
