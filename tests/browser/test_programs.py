@@ -95,7 +95,7 @@ def _crossed(seen):
 
 
 @pytest.mark.parametrize("case", [BARE, *NAMES])
-def test_the_first_view_of_a_program_can_be_read(case, tab, request, artifacts):
+def test_what_a_reader_sees_of_a_program(case, tab, request, artifacts):
     """In JupyterLab; by default two programs in a bare page alone, which takes a tenth of the time."""
     for name in TWO if case == BARE else (case,):
         function, args = built(name)  # skips where its library is missing
