@@ -10,15 +10,17 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import expect
 
+import fusionlab as fl
 from tests.browser.explorer import DRAWN, Explorer
 from tests.browser.notebooks import open_in_lab, write_notebook
+from tests.browser.stand import stand
 from tests.viz.cards.geometry import ANYWHERE, NOBODY
 from tests.viz.cards.test_programs import NAMES, built
 
 LOOK = Path(__file__).with_name("look.js").read_text(encoding="utf-8")
 SIZES = ((1440, 900), (1100, 700))
 TWO = ("transformer of 2 layers", "MLP without scopes")
-CASES = {"two programs": (TWO, SIZES[:1], (True,))} | {name: ((name,), SIZES, (True, False)) for name in NAMES}
+BARE = "two programs in a bare page"
 CELL = """import sys
 sys.path.insert(0, {root!r})
 import fusionlab as fl
@@ -26,8 +28,7 @@ from tests.viz.cards.programs import PROGRAMS
 fn, args = dict(PROGRAMS)[{name!r}]()
 lab = fl.explore(fn, *args, device="h100")
 lab"""
-# Nodes, and the passes that have a site.
-ASKED = "import json; print(json.dumps([lab.graph.node_count, [p['name'] for p in lab.panel['passes'] if p['sites'] or p['declined']]]))"
+ASKED = "import json; print(json.dumps([lab.graph.node_count, lab.panel]))"
 LEAST_TEXT, MOST_BOXES, MOST_OPENED, MOVED = 9.0, 60, 20, 20.0
 AT_REST = "() => new Promise(go => setTimeout(() => requestAnimationFrame(() => requestAnimationFrame(go)), 150))"
 SETTLED = """() => new Promise(go => { // once the picture has been the same for a while
@@ -93,41 +94,51 @@ def _crossed(seen):
         yield from (f"{name} crosses {t['text']!r}" for t in seen["texts"] if at(inner(t["box"], 1)))
 
 
-@pytest.fixture(scope="module")
-def page(tab, jupyter):
-    """A tab for all programs."""
-    with tab([]) as page:
-        yield page
-    jupyter.stop_kernels()
+@pytest.mark.parametrize("case", [BARE, *NAMES])
+def test_what_a_reader_sees_of_a_program(case, tab, request, artifacts):
+    """In JupyterLab; by default two programs in a bare page alone, which takes a tenth of the time."""
+    for name in TWO if case == BARE else (case,):
+        function, args = built(name)  # skips where its library is missing
+        with tab([]) as page:
+            if case == BARE:
+                found = fl.explore(function, *args, device="h100")
+                page.set_viewport_size({"width": 1440, "height": 900})
+                stand(page, found)
+                _reads(page, Explorer(page), name, found.graph.node_count, _with_sites(found.panel), SIZES[:1], (None,))
+                continue
+            jupyter = request.getfixturevalue("jupyter")
+            lab, book = _opened(page, jupyter, name)
+            nodes, panel = json.loads(book.ask(ASKED))
+            _reads(page, lab, name, nodes, _with_sites(panel), SIZES, (True, False), artifacts)
+            jupyter.stop_kernels()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_program_reads_at_first_sight_in_jupyterlab(page, jupyter, case, artifacts):
-    names, sizes, browsers = CASES[case]
-    for name in names:
-        built(name)  # skips where its library is missing
-        lab, book = _opened(page, jupyter, name)
-        nodes, passes = json.loads(book.ask(ASKED))
-        rows = []
-        for size in sizes:
-            for has_browser in browsers:
-                _arrange(page, lab, size, has_browser)
-                first = page.evaluate(LOOK)
+def _reads(page, lab, name, nodes, passes, sizes, browsers, artifacts=None):
+    """All of it, in windows of these sizes, with the file browser open and closed."""
+    rows = []
+    for size in sizes:
+        for has_browser in browsers:
+            _arrange(page, lab, size, has_browser)
+            first = page.evaluate(LOOK)
+            if artifacts is not None:
                 page.screenshot(path=artifacts / f"{name.replace(' ', '_')}-{size[0]}{'-files' * has_browser}.png")
-                lab.hook("fit").click()
-                page.evaluate(SETTLED)
-                fitted = page.evaluate(LOOK)
-                for seen in (first, fitted):
-                    assert faults(seen) == [], (name, size, has_browser)
-                    assert holds(seen["window"], seen["measure"]), "Measure is out of sight"
-                    assert holds(seen["window"], seen["sentence"]), "the sentence is out of sight"
-                    assert set(seen["passes"]) >= set(passes), "a pass has a site and shows no colour"
-                smallest = min(t["px"] for t in (*first["texts"], *fitted["texts"]))
-                rows.append(
-                    f"{size[0]}x{size[1]} {'files' if has_browser else '     '} {len(first['boxes']):3} boxes {smallest:5.2f} px"
-                )
-        print(f"\n{name} ({nodes:,} nodes): " + "; ".join(rows) + f"; {_open_and_close(page, lab, sizes[0])}")
-        jupyter.stop_kernels()
+            lab.hook("fit").click()
+            page.evaluate(SETTLED)
+            fitted = page.evaluate(LOOK)
+            for seen in (first, fitted):
+                assert faults(seen) == [], (name, size, has_browser)
+                assert holds(seen["window"], seen["measure"]), "Measure is out of sight"
+                assert holds(seen["window"], seen["sentence"]), "the sentence is out of sight"
+                assert set(seen["passes"]) >= passes, "a pass has a site and shows no colour"
+            smallest = min(t["px"] for t in (*first["texts"], *fitted["texts"]))
+            files = "beside files " if has_browser else ""
+            rows.append(f"{size[0]}x{size[1]} {files}{len(first['boxes'])} boxes {smallest:.2f} px")
+    _after_and_both(page, lab)
+    print(f"\n{name} ({nodes:,} nodes): {'; '.join(rows)}; {_open_and_close(page, lab, sizes[0])}")
+
+
+def _with_sites(panel):
+    return {p["name"] for p in panel["passes"] if p["sites"] or p["declined"]}
 
 
 def _opened(page, jupyter, name):
@@ -143,17 +154,31 @@ def _opened(page, jupyter, name):
 
 def _arrange(page, lab, size, has_browser):
     page.set_viewport_size({"width": size[0], "height": size[1]})
-    page.evaluate(
-        "open => { const a = window.jupyterapp; open ? a.shell.expandLeft() : a.shell.collapseLeft(); }", has_browser
-    )
+    if has_browser is not None:
+        page.evaluate("open => window.jupyterapp.shell[open ? 'expandLeft' : 'collapseLeft']()", has_browser)
     page.evaluate(AT_REST)
     lab.root.evaluate("e => e.scrollIntoView({ block: 'start' })")
     page.evaluate(SETTLED)
 
 
+def _after_and_both(page, lab):
+    """The other two settings are drawn as well; what is clicked on one side of both is marked on each."""
+    for side in ("after", "both"):
+        drawn = lab.drawn()
+        lab.hook(side).click()
+        lab.redrawn(drawn)
+        page.evaluate(SETTLED)
+        expect(lab.hook(side)).to_have_attribute("aria-pressed", "true")
+        assert faults(page.evaluate(LOOK)) == [], side
+    lab.picture.locator("g.card[data-lane=after][role=button]").first.click()
+    expect(lab.picture.locator("[aria-current=true]")).to_have_count(2)
+    lab.hook("before").click()
+    expect(lab.hook("before")).to_have_attribute("aria-pressed", "true")
+
+
 def _open_and_close(page, lab, size):
     """Opens and closes up to twenty cards at random, each alone; how many, and how far one moved at most."""
-    _arrange(page, lab, size, False)
+    _arrange(page, lab, size, None)
     lab.hook("fit").click()
     page.evaluate(SETTLED)
     closed = lab.picture.locator('g.card[aria-expanded="false"]').evaluate_all("cards => cards.map(c => c.id)")

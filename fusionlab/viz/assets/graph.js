@@ -18,7 +18,7 @@ function graph(ui) {
   const el = h("section", { class: "fl-middle", "aria-label": "graph" });
   const place = { x: 0, y: 0, scale: 1 };
   const places = {}; // where the reader was in the other program
-  let boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = null, size = { width: 1, height: 1 }, read = null, readAt = 0, drag = null;
+  let followed = null, boxes = new Map(), side = null, current = null, anchor = null, drawn = "", fitted = null, size = { width: 1, height: 1 }, read = null, readAt = 0, drag = null;
 
   const svg = () => canvas.querySelector("svg");
   const shape = (id) => (id ? canvas.querySelector(`[id="${CSS.escape(id)}"]`) : null);
@@ -104,14 +104,14 @@ function graph(ui) {
     const b = boxes.get(id);
     return smallest(id) * place.scale >= LEAST && b.w * place.scale < pane.clientWidth - 16 && b.h * place.scale < pane.clientHeight - 16;
   };
-  const focus = (id = current) => {
+  const focus = (id = current, sight = true) => {
     const box = shape(id) || shape(boxes.keys().next().value);
     if (!box) return;
     shape(current)?.setAttribute("tabindex", "-1");
     current = box.id;
     box.setAttribute("tabindex", "0");
     box.focus({ preventScroll: true });
-    show(current);
+    if (sight) show(current);
   };
   const neighbour = (key) => {
     const a = boxes.get(current), [dx, dy] = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
@@ -134,7 +134,7 @@ function graph(ui) {
 
   const step = (by) => { // to another one of equal parts: of the box that has the focus, else of what is selected
     const id = canvas.contains(ui.root.getRootNode().activeElement) ? current : ui.store.get("trail")?.at(-1)?.id;
-    if (id && (!ui.fixed() || ui.can("step"))) ui.store.send({ type: "step", id, by });
+    if (id) ui.store.send({ type: "step", id, by });
   };
 
   const label = (id, item, tab) => {
@@ -168,7 +168,7 @@ function graph(ui) {
     if (!fitted || (turned && !places[side]) || (read && !opened && fitted.at === at())) fit(!!read, false); // cards stay readable at any scale
     else if (turned) [Object.assign(place, places[side]), move()];
     else stay();
-    if (had) focus();
+    if (had) focus(current, !read); // an opened card stays where it stands
     anchor = null;
     map.build();
     marks();
@@ -207,6 +207,10 @@ function graph(ui) {
       current = id;
       shape(id).setAttribute("tabindex", "0");
     }
+    const { name = "", turn = 0 } = ui.store.get("inspector") || {}, chosen = `${name} ${turn}`;
+    const same = chosen === followed; // another card was opened: what was selected before stays where it is
+    followed = chosen;
+    if (same && !ui.reveal) return;
     show(id);
     const near = marked().near?.find((n) => boxes.has(n)); // what one came to see of a declined site
     if (near) show(near);

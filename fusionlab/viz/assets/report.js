@@ -49,8 +49,8 @@ function bakedStore(data, pictures, tabs) {
   const loaded = async () => { // every node by number and by name; each card with the one around it
     if (index) return index;
     const { cards, strings, nodes } = await unpack(data.index);
-    const rows = nodes.map(([id, card, op, value, type, scope, where]) => ({
-      id: `n${id}`, card, op: strings[op], value: strings[value], type: strings[type], scope: strings[scope], where: strings[where] }));
+    const rows = nodes.map(([id, card, op, value, type, scope, where, twin]) => ({
+      id: `n${id}`, card, op: strings[op], value: strings[value], type: strings[type], scope: strings[scope], where: strings[where], twin }));
     index = { cards, rows, byName: new Map(), number: new Map(cards.map(([name], k) => [`fl-${name}`, k])) };
     for (const r of rows) {
       index.byName.set(r.id, r);
@@ -69,7 +69,7 @@ function bakedStore(data, pictures, tabs) {
     const { title = "", html = "", near = [] } = (await told())[name] || {};
     const scene = more.scene || traits.scene;
     const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.card)) : [];
-    set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), ...more.marks } });
+    set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), found: lit(scene), ...more.marks } });
   };
 
   // The scene that shows a card best: this one if it holds it, else the one of the innermost card around it that was baked.
@@ -98,19 +98,22 @@ function bakedStore(data, pictures, tabs) {
     const linked = line.map((r) => visible(shown, r.card)).filter((x) => x && x !== id);
     const known = await told(), own = [name, `fl-${index.cards[card][0]}`].find((key) => key in known && (key === name || !row || single(row)));
     const brief = own || !row ? {} : { inspector: { name, ...hidden(row, id) } };
-    await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked }, ...brief }, own || id);
+    await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked, found: lit(shown) }, ...brief }, own || id);
+    if ((row || line[0])?.twin) say(`${name} is in a part that the page shows no more of than its twin: the first of equal parts is marked. ${ELSEWHERE}`);
   };
   const single = (row) => index.rows.filter((r) => r.card === row.card).length === 1;
   // A node that no card of the page shows by itself.
   const hidden = (row, id) => ({ title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true], ["source", row.where, true],
     ["inside", traits.scene.items[id]?.label || "", false]].filter((r) => r[1])) });
 
+  const lit = (scene) => (index ? [...new Set(hits.map((r) => visible(scene, (r.op ? r : index.byName.get(`n${data.sites[r.id]}`))?.card ?? -1)).filter(Boolean))] : []); // where hits are seen
+
   // A line of the outline, or a step of the path.
   const visit = async (id) => {
     const { number } = await loaded();
     if (number.has(id)) return choose(number.get(id), id);
     const { title = "", html = "" } = (await told())[id] || {};
-    set({ inspector: title ? { name: id, title, html } : idle(data), trail: trail(id), marks: {}, problem: null });
+    set({ inspector: title ? { name: id, title, html } : idle(data), trail: trail(id), marks: { found: lit(traits.scene) }, problem: null });
   };
 
   const search = async (text) => {
@@ -122,11 +125,10 @@ function bakedStore(data, pictures, tabs) {
       .concat(traits.panel.declined.flatMap((k) => k.rows.map((r) => ({ id: r.id, label: r.id, where: r.where, hay: `${r.id} ${k.code} ${r.text}` }))));
     for (const r of rows) r.hay ??= `${r.op} ${r.value} ${r.type} ${r.scope} ${r.where}`.toLowerCase();
     const all = [...sites.filter((s) => holds(s.hay.toLowerCase())), ...rows.filter((r) => holds(r.hay))];
-    const found = all.map((r) => visible(traits.scene, (r.op ? r : index.byName.get(`n${data.sites[r.id]}`))?.card ?? -1)).filter(Boolean);
     if (text !== traits.hits.query) listed = PAGE;
     hits = all;
     const shown = all.slice(0, listed).map((r) => (r.op ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
-    set({ hits: { query: text, total: all.length, reach: all.length, rows: shown }, marks: { ...traits.marks, found: [...new Set(found)] } });
+    set({ hits: { query: text, total: all.length, reach: all.length, rows: shown }, marks: { ...traits.marks, found: lit(traits.scene) } });
   };
 
   const fold = async (id) => {

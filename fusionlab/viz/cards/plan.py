@@ -41,10 +41,10 @@ def plan(overview: Overview, width: float, height: float, opened: Collection[str
       width, height: the pane's, in px.
       opened: ids of cards.
     """
-    return _Plan(shown(overview, height), width, height, _both_sides(overview, opened)).picture()
+    return _Plan(shown(overview, height), width, height, both_sides(overview, opened)).picture()
 
 
-def _both_sides(overview: Overview, opened: Collection[str]) -> frozenset[str]:
+def both_sides(overview: Overview, opened: Collection[str]) -> frozenset[str]:
     """What is open: of a program beside itself, what is open on one side is so on the other."""
     return frozenset(opened) | ({AFTER + card for card in opened} if overview.is_beside else set())
 
@@ -55,7 +55,7 @@ def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dic
     `overview` is as `shown` gives it.
     """
     scale, found = Scale(overview.total), {}
-    opened = _both_sides(overview, opened)
+    opened = both_sides(overview, opened)
     todo = [
         *overview.inputs,
         *(row.cards[p] for row in overview.rows for p in overview.phases if p in row.cards),

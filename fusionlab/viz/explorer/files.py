@@ -29,7 +29,7 @@ def export(
     formulas: Mapping[str, str],
     saved: Callable[[], str],
 ) -> str | bytes:
-    """The content of a file of this kind: the picture as it is folded now, the whole page, or the state.
+    """The content of a file of this kind: the picture with the cards open that are, the whole page, or the state.
 
     Args:
       session: what is on, shown and measured.

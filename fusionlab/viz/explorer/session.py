@@ -34,6 +34,7 @@ from .walk import PAGE, Walk
 
 Changed = Callable[[], None]
 _MEASURED = ("Timing", "Errors", "Sites", "Memory")
+_FUSED_KEPT = 8  # settings whose fused programs are kept
 _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a card."
@@ -120,7 +121,8 @@ class Session(Decided):
         """The program with the enabled sites fused."""
         assert self._after is not None
         if self.setting not in self._fused:
-            self._fused[self.setting] = self._after(self.setting, self.findings)
+            fused = self._after(self.setting, self.findings)
+            self._fused = dict([*self._fused.items()][1 - _FUSED_KEPT :]) | {self.setting: fused}
         return self._fused[self.setting]
 
     def select(self, what: object, reveal: bool = True) -> dict[str, Any]:
@@ -254,11 +256,13 @@ class Session(Decided):
 
     def svg(self) -> str:
         """The picture as the text of an SVG file."""
-        return self.stage.file(self.drawn(), self.compiled_shown)
+        with self.lock:
+            return self.stage.file(self.drawn(), self.compiled_shown)
 
     def dot(self) -> str:
         """The picture as Graphviz DOT text."""
-        return self.stage.dot(self.drawn())
+        with self.lock:
+            return self.stage.dot(self.drawn())
 
     def scene(self) -> dict[str, Any]:
         """The picture and what can be clicked in it."""
@@ -371,7 +375,10 @@ class Session(Decided):
         chosen, shares = self._selection, self.shares.get(self.setting)
         if not chosen.name:
             overview = self.stage.overview(self.drawn())
-            return Inspected(dearest_title(overview), dearest_html(overview, self._floor) + quiet(_HINT))
+            return Inspected(
+                dearest_title(overview),
+                dearest_html(overview, self._floor, self.shown_findings is not None) + quiet(_HINT),
+            )
         return inspect(
             self.shown_graph,
             self.shown_findings,

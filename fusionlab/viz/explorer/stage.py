@@ -13,6 +13,7 @@ from ..cards.album import PANE, Album
 from ..cards.card import AFTER, PHASES, Card, Overview
 from ..cards.dot import dot
 from ..cards.layout.opened import opened_name
+from ..cards.plan import both_sides
 from ..export import CAPTION
 from ..markup import ID_PREFIX
 from ..model.selection import Selection
@@ -20,6 +21,7 @@ from ..model.selection import Selection
 SHOWN = ("before", "after", "both")
 _MOST_REVEALED = 12  # nodes of one selection that are opened to
 _LEAST_PANE = 240.0  # px
+_NONE: Mapping[int, float] = {}
 
 Drawn = tuple[Graph, Findings | None, frozenset[str]]
 
@@ -37,18 +39,18 @@ class Stage:
         self.hulls = False
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self._pane = PANE
-        self.times: Mapping[int, float] = {}  # seconds of the nodes of the program as written
+        self.times = _NONE  # seconds of the nodes of the program as written
         self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
 
     # What is open --------------------------------------------------------------------------------------------------
     def fold(self, drawn: Drawn, item: str) -> None:
         """Opens a closed card, closes an open one; anything else does not open and stays."""
-        self._album(drawn).toggle(drawn[2], _card_id(item))
+        self._album(drawn).toggle(drawn[2], card_id_of(item))
 
     def step(self, drawn: Drawn, item: str, by: int) -> None:
         """Shows the next or the last one of the equal parts that a card stands for."""
-        self._album(drawn).step(drawn[2], _card_id(item), by)
+        self._album(drawn).step(drawn[2], card_id_of(item), by)
 
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
         """Opens what lies around these nodes."""
@@ -56,7 +58,7 @@ class Stage:
 
     def reveal_card(self, drawn: Drawn, card_id: str) -> None:
         """Opens what lies around a card."""
-        self._album(drawn).open_around(drawn[2], card_id)
+        self._album(drawn).open_around(drawn[2], card_id_of(card_id))
 
     def overview(self, drawn: Drawn) -> Overview:
         """The lanes and rows that are drawn."""
@@ -97,7 +99,8 @@ class Stage:
     def dot(self, drawn: Drawn) -> str:
         """The picture as Graphviz DOT text."""
         album = self._album(drawn)
-        return dot(album.overview(drawn[2]), album.opened)
+        overview = album.overview(drawn[2])
+        return dot(overview, both_sides(overview, album.opened))
 
     def _album(self, drawn: Drawn) -> Album:
         graph, findings, _ = drawn
@@ -109,7 +112,7 @@ class Stage:
                 album.opened, album.copies = old.opened, old.copies
             self._albums[side] = album
         album.pane = self._pane
-        album.times = self.times if self.shown != "after" else {}
+        album.times = self.times if self.shown != "after" else _NONE
         album.fused = self._fused() if self.shown == "both" and self._fused is not None else None
         return album
 
@@ -160,10 +163,10 @@ class Stage:
         return [ID_PREFIX + side + card for card in cards for side in sides]
 
     def _card(self, drawn: Drawn, item: str) -> Card | None:
-        return self._album(drawn).card(drawn[2], _card_id(item))
+        return self._album(drawn).card(drawn[2], card_id_of(item))
 
 
-def _card_id(item: str) -> str:
+def card_id_of(item: str) -> str:
     """The card that an id in the picture is of: what stands on the after side is the same card."""
     return item.removeprefix(ID_PREFIX).removeprefix(AFTER)
 

@@ -12,9 +12,8 @@ from fusionlab.errors import ArgumentError
 from ..cards.card import Card, Overview
 from ..cards.layout.opened import opened_name
 from ..html.outline import outline, trail, way_to
-from ..markup import ID_PREFIX
 from ..model.search import Hit
-from .stage import Drawn, Stage
+from .stage import Drawn, Stage, card_id_of
 
 PAGE = 60  # hits that the list shows at first, and by which it grows
 
@@ -57,12 +56,12 @@ class Walk:
 
     def trail(self) -> list[dict[str, Any]]:
         """The cards around what is selected."""
-        return trail(self._overview(), [_card_id(i) for i in self.session.chosen_ids()])
+        return trail(self._overview(), [*dict.fromkeys(map(card_id_of, self.session.chosen_ids()))])
 
     # Going ---------------------------------------------------------------------------------------------------------
     def visit(self, item: str) -> None:
         """Selects a line of the outline and opens what lies around its card: a card, a lane, or the program ("")."""
-        session, card_id = self.session, _card_id(item)
+        session, card_id = self.session, card_id_of(item)
         with session.lock:
             name = session.stage.clicked(session.drawn(), card_id)
             if name is not None:
@@ -72,7 +71,7 @@ class Walk:
     def expand(self, item: str) -> None:
         """Has the outline tell what is inside a card."""
         with self.session.lock:
-            self._asked.add(_card_id(item))
+            self._asked.add(card_id_of(item))
 
     def step(self, item: str, by: int) -> Card | None:
         """Shows another one of the equal parts that a card stands for, or the card around it does; None where there are none.
@@ -81,7 +80,7 @@ class Walk:
         """
         session = self.session
         with session.lock:
-            stack = next((c for c in reversed(way_to(self._overview(), _card_id(item))) if c.count > 1), None)
+            stack = next((c for c in reversed(way_to(self._overview(), card_id_of(item))) if c.count > 1), None)
             if stack is None:
                 return None
             inside = self._selected_in(stack)
@@ -103,10 +102,10 @@ class Walk:
         if not what:
             shown = self.session.chosen_ids()
             if shown:
-                return _card_id(shown[0])
+                return card_id_of(shown[0])
             raise ArgumentError("card: nothing is selected; name one, or select it first")
         cards = [*self._overview().cards()]
-        found = next((c for c in cards if c.id == _card_id(what)), None) or next(
+        found = next((c for c in cards if c.id == card_id_of(what)), None) or next(
             (c for c in cards if what in _names(c)), None
         )
         if found is None:
@@ -138,7 +137,7 @@ class Walk:
     def _selected_in(self, stack: Card) -> list[int]:
         """Which child of which child of a stack is selected; [] where it is none."""
         shown = self.session.chosen_ids()
-        way = way_to(self._overview(), _card_id(shown[0])) if shown else ()
+        way = way_to(self._overview(), card_id_of(shown[0])) if shown else ()
         ids = [c.id for c in way]
         if stack.id not in ids:
             return []
@@ -159,7 +158,3 @@ def _names(card: Card) -> Iterator[str]:
     for name in (card.name, opened_name(card)):
         yield name
         yield f"{card.prefix} {name}".strip()
-
-
-def _card_id(item: str) -> str:
-    return item.removeprefix(ID_PREFIX)

@@ -73,7 +73,7 @@ def index(album: Album, enabled: Collection[str] | None) -> dict[str, Any]:
     """Every node in columns, for searching and for finding its card: strings once, then numbers into them.
 
     Keys: `cards` ([id, index of the card around it or -1]), `strings`, `nodes` (rows of node id, index of its card, primitive, value
-    name, type, scope, source).
+    name, type, scope, source, and 1 where its card shows a twin of it).
     """
     cards = [*album.overview(enabled).cards()]
     numbers = {card.id: k for k, card in enumerate(cards)}
@@ -83,6 +83,7 @@ def index(album: Album, enabled: Collection[str] | None) -> dict[str, Any]:
         return strings.setdefault(value, len(strings))
 
     homes = album.homes(enabled)
+    shown = frozenset(nid for card in cards for nid in card.nodes)
     rows = []
     for node in album.graph.nodes() if album.graph.node_count <= _MOST_NODES else ():
         if node.id not in homes:
@@ -97,6 +98,7 @@ def index(album: Album, enabled: Collection[str] | None) -> dict[str, Any]:
                 text(type_text(value.aval) if value else ""),
                 text(node.scope),
                 text(node.source.short if node.source else ""),
+                int(node.id not in shown),
             ]
         )
     around = ([*album.around(enabled, card.id)] for card in cards)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ..cards.card import Amount, Card, Overview
+from ..cards.card import BESIDE, Amount, Card, Overview
 from ..cards.layout.faces import Scale
 from ..cards.layout.measure import seconds_text, share_text
 from ..markup import pick, quiet, text
 from ..palette import colour_of
 
 _MOST = 7
+AFTER_LANE = BESIDE[1]
 _AT_FLOOR = 0.8  # of the time at best: what is left is no more than a few kernels' starts
 _SAYS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
 
@@ -31,12 +32,13 @@ def dearest_title(overview: Overview) -> str:
     return f"Where the {Scale(overview.total).unit} {'goes' if overview.total.seconds else 'go'}"
 
 
-def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = None) -> str:
+def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = None, searched: bool = True) -> str:
     """The dearest places of a program: each with its share of all time or bytes, its state, and a button that selects it.
 
     Args:
       overview: the program.
       floor: the seconds that one copy of a card takes at best on the device that timed it, as one kernel; 0 where that is not known.
+      searched: whether it is known which places are no site.
     """
     scale = Scale(overview.total)
     found = {key: place for key, place in _places(overview, floor).items() if scale.share(place.cost)}
@@ -50,16 +52,17 @@ def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = Non
         else "Counted node by node, not measured"
     )
     does = "take" if scale.unit == "time" else "move"
-    head = quiet(
-        f"{how}: {scale.said(overview.total)}. Nothing is selected; the dearest {len(places)} places {does} {told} of it:"
-    )
-    return f'{head}<ol class="fl-dearest">{"".join(_row(p, scale.share(p.cost)) for p in places)}</ol>'
+    which = f"the dearest {len(places)} places {does}" if len(places) > 1 else f"one place {does}s"
+    head = quiet(f"{how}: {scale.said(overview.total)}. Nothing is selected; {which} {told} of it:")
+    return f'{head}<ol class="fl-dearest">{"".join(_row(p, scale.share(p.cost), searched) for p in places)}</ol>'
 
 
 def _places(overview: Overview, floor: Callable[[Card], float] | None) -> dict[tuple[str, str, str], Place]:
     found: dict[tuple[str, str, str], Place] = {}
     for row in overview.rows:
         for phase, card in row.cards.items():
+            if phase == AFTER_LANE:  # the same work as before
+                continue
             for leaf, times in _leaves(card, 1):
                 state = leaf.site.state if leaf.site is not None else ""
                 place = found.setdefault((leaf.name, phase, state), Place(leaf, phase))
@@ -76,11 +79,13 @@ def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
         yield from _leaves(child, times * card.count)
 
 
-def _row(place: Place, share: float) -> str:
+def _row(place: Place, share: float, searched: bool) -> str:
     site = place.card.site
     state = (
         f"{site.pass_name}, {_SAYS[site.state]}"
         if site is not None
+        else ""
+        if not searched
         else "not as one site"
         if place.card.strips
         else "no pass looks for it"
@@ -92,7 +97,7 @@ def _row(place: Place, share: float) -> str:
     return (
         f'<li><span class="fl-swatch {css}" style="{colour}"></span>{pick(_selects(place.card), place.card.name)}'
         f"<b>{text(share_text(share) or '< 0.1 %')}</b>"
-        f'<span class="quiet">{text(place.phase)} · {text(state)}</span>'
+        f'<span class="quiet">{text(" · ".join(filter(None, (place.phase, state))))}</span>'
         f'<span class="fl-share" style="--share:{share:.4f}"></span></li>'
     )
 

@@ -51,7 +51,7 @@ def trail(overview: Overview, shown: Sequence[str], id_prefix: str = ID_PREFIX) 
     if not ways:
         return steps
     common = [column[0] for column in zip(*ways, strict=False) if len({s["id"] for s in column}) == 1]
-    lanes = 1 if len(overview.phases) > 1 else 0  # one lane alone is the program
+    lanes = 1 if len(overview.phases) > 1 and not overview.is_beside else 0  # one lane alone is the program
     steps += common[1 - lanes :]
     return [step | {"id": id_prefix + step["id"]} if step["id"] else step for step in steps]
 
@@ -117,7 +117,7 @@ class _Tree:
         self.total, self.scale = overview.total, Scale(overview.total)
 
     def program(self) -> Line:
-        phases = self.overview.phases
+        phases = self.overview.phases[: 1 if self.overview.is_beside else None]  # both sides have the same lines
         lanes = [self._lane(phase) for phase in phases]
         lines = lanes if len(phases) > 1 else lanes[0]["lines"]
         return self._line("", self.overview.title, self.total) | {"lines": lines, "inside": len(lines)}

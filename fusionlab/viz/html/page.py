@@ -58,7 +58,7 @@ def page_data(
         "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
         "items": items(album, enabled, ID_PREFIX),
         "after": items(after, None, AFTER_ID_PREFIX) if after is not None else None,
-        "dearest": dearest_html(overview),
+        "dearest": dearest_html(overview, searched=findings is not None),
         "outline": outline(overview, [card.id for card in overview.cards()]),
         "inspector": packed_json(panes),
         "sites": {s["id"]: s["nodes"][0] for s in view["sites"] if s["nodes"]},

@@ -17,7 +17,7 @@ from .items import Item, items_of
 from .names import lines_text, run_name, sent
 from .naming import Naming
 from .phases import BACKWARD, Stretch, turns_of
-from .runs import boxed, runs_of
+from .runs import boxed, runs_of, shallow
 from .sites import Found
 from .strips import Mark, Marks, site_of
 
@@ -84,7 +84,15 @@ class Drawing:
         self.marks: dict[str, Sequence[Mark]] = {}
         self._copies, self._asked = copies, dict[str, int]()
         self._names = Names()
-        self.card = self._stack(title.card_id, title.name, title.prefix, groups, ())
+        self.card = shallow(self._stack(title.card_id, title.name, title.prefix, groups, ()))
+        self._forget_replaced()
+
+    def _forget_replaced(self) -> None:
+        """Parts that their inside has taken the place of are around nothing."""
+        replaced = self.marks.keys() - {card.id for card in self.card.walk()}
+        if replaced:
+            self.marks = {k: m for k, m in self.marks.items() if k not in replaced}
+            self.chains = {n: tuple(c for c in chain if c not in replaced) for n, chain in self.chains.items()}
 
     def is_of(self, copies: Mapping[str, int]) -> bool:
         """Whether it shows these copies."""

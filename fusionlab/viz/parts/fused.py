@@ -43,6 +43,7 @@ def fused_amounts(
     """Node id -> its cost where the applied sites are fused, and the cost of the whole program then.
 
     A site that runs what XLA runs anyway changes nothing, and costs what it costs as written.
+    Operations are those of the program as written.
 
     A fused site moves what its ops move in the fused program; where these cannot be told from others, what comes from outside read
     once and what is read outside written once. All of it is counted at one of the site's nodes.
@@ -61,7 +62,7 @@ def fused_amounts(
         for site, nodes in zip(sites, _dealt(ops.get(key, []), len(sites)), strict=True):
             moved = sum(after.nodes[n.id].bytes_moved for n in nodes) if nodes else _ideal(costs, site, written)
             amounts |= _at_one(site.nodes, moved, written)
-    return amounts, Amount(after.total.operations, sum(a.bytes for a in amounts.values()))
+    return amounts, sum(amounts.values(), Amount())
 
 
 def _changes(site: Found) -> bool:

@@ -143,7 +143,8 @@ def computes(nodes: Sequence[Node]) -> str:
     words = [w for w, _ in itertools.groupby(_plain(n) for n in solid)]
     if len(words) <= 3:
         return " · ".join(words)
-    return f"{Counter(words).most_common(1)[0][0]} and {len(words) - 1} more"
+    fused = next(filter(None, map(fused_name, solid)), "")
+    return f"{fused or Counter(words).most_common(1)[0][0]} and {len(words) - 1} more"
 
 
 def sent(nodes: Iterable[Node]) -> str:

@@ -65,7 +65,7 @@ def test_a_graph_and_findings_show_themselves(found):
     assert str(found).startswith("gemm_epilogue: 3 subgraphs fused, 0 declined")
 
 
-@pytest.mark.parametrize("count", [3, None], ids=["the first three", "all"])
+@pytest.mark.parametrize("count", [3, None], ids=["the first three", "every one"])
 def test_every_pass_of_the_catalogue_has_pictures(count):
     passes = dataclasses.replace(fl.passes(), passes=fl.passes().passes[:count])
     html = passes._repr_html_()

@@ -248,9 +248,10 @@ def strip_marks(strips: Sequence[Strip], right: float, room: float, y: float, li
         widths = [15 + text_width(t, 10) for t in texts]
         if strips and sum(widths) + 9 * (len(widths) - 1) <= room:
             return _strip(strips, texts, right - sum(widths) - 9 * (len(widths) - 1), y, line)
-    most = max(int((room + 4) // 15), 0)
-    swatches = [_swatch(s, right - 15 * (min(most, len(strips)) - i) + 4, y, line) for i, s in enumerate(strips[:most])]
-    return [*swatches]
+    size, pitch = (11.0, 15.0) if 15 * len(strips) - 4 <= room else (8.0, 10.0)  # closer before one is left out
+    shown = strips[: max(int((room + pitch - size) // pitch), 0)]
+    first = right - pitch * len(shown) + pitch - size
+    return [_swatch(s, first + pitch * i, y, line, size) for i, s in enumerate(shown)]
 
 
 def _strip(strips: Sequence[Strip], texts: Iterable[str], x: float, y: float, line: int) -> list[Mark]:
@@ -274,8 +275,8 @@ def _strip_line(strips: Sequence[Strip], rect: Rect, y: float) -> list[Mark]:
     return marks
 
 
-def _swatch(strip: Strip, x: float, y: float, line: int) -> Swatch:
-    return Swatch(Rect(x, y - 9, 11, 11), strip.pass_name, strip.state, strip.backward, line)
+def _swatch(strip: Strip, x: float, y: float, line: int, size: float = 11.0) -> Swatch:
+    return Swatch(Rect(x, y - 3.5 - size / 2, size, size), strip.pass_name, strip.state, strip.backward, line)
 
 
 def _passes(strips: Sequence[Strip], rect: Rect, y: float, scale: Scale) -> list[Mark]:

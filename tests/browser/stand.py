@@ -1,0 +1,62 @@
+"""The explorer in a bare page: its own module draws it, and a binding of the browser's stands in for Jupyter's messages."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from playwright.sync_api import Page
+
+from fusionlab.viz.browser import asset, module
+from fusionlab.viz.explorer.widget import Explorer
+
+TRAITS = (
+    "theme",
+    "head",
+    "problem",
+    "panel",
+    "outline",
+    "trail",
+    "scene",
+    "marks",
+    "inspector",
+    "tabs",
+    "hits",
+    "busy",
+)
+MOUNT = """first => {
+    const watchers = new Map();
+    const set = changes => {
+        Object.assign(first, changes);
+        for (const name of Object.keys(changes)) for (const f of watchers.get(name) || []) f();
+    };
+    window.flMount(document.getElementById("home"), {
+        get: name => first[name], set: (name, value) => set({ [name]: value }),
+        on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)), off: (name, f) => watchers.get(name)?.delete(f),
+        send: message => window.flSend(JSON.stringify(message)).then(changes => set(JSON.parse(changes))), on_custom: () => () => {},
+    });
+}"""
+
+
+def stand(page: Page, lab: Explorer) -> None:
+    """Shows an explorer of this process in a fresh page, which talks with it until the page goes."""
+    told = _traits(lab)
+
+    def send(_: Any, message: str) -> str:
+        nonlocal told
+        lab._message(lab, json.loads(message))
+        before, told = told, _traits(lab)
+        return json.dumps({name: value for name, value in told.items() if value != before[name]})
+
+    page.expose_binding("flSend", send)
+    code = module().replace("export default", "const widget =").replace("export function", "function")
+    page.set_content(
+        f'<!DOCTYPE html><meta charset="utf-8"><style>{asset("explorer.css")} body {{ margin: 0; }}</style><div id="home"></div>'
+        f'<script type="module">{code}\nwindow.flMount = mount;</script>'
+    )
+    page.wait_for_function("() => !!window.flMount")
+    page.evaluate(MOUNT, told)
+
+
+def _traits(lab: Explorer) -> dict[str, Any]:
+    return json.loads(json.dumps({name: getattr(lab, name) for name in TRAITS}))
