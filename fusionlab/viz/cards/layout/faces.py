@@ -14,7 +14,7 @@ COMPACT, PLAIN, STRIP, PASSES, CELLS = range(5)  # how much a card says; each sa
 HEIGHT, LOW, LINE = 42.0, 26.0, 24.0  # of a card, of one that is a title alone, of a box inside a card
 NARROW = 236.0  # below this width the prefix stands over the name
 TITLE = 12.5
-_LONG_TITLE = 170.0
+_LONG_TITLE, _LEAST_TITLE = 170.0, 72.0
 PAD = 11.0
 _PASS, _CELL = 18.0, 38.0
 _MOST_PASSES, _LEAST_CELL = 5, 84.0
@@ -123,11 +123,20 @@ def _strip_beside(card: Card, right: float, left: float, y: float) -> list[Mark]
     """The strip right of a title: with names where the whole title fits, else counts; a long title, then the chip gives way to these."""
     whole = _title_width(card)
     marks: list[Mark] = []
-    for title in (whole, min(whole, _LONG_TITLE), min(whole - _chip_width(card), _LONG_TITLE)):
+    for title in (
+        whole,
+        min(whole, _LONG_TITLE),
+        min(whole - _chip_width(card), _LONG_TITLE),
+        min(whole, _LEAST_TITLE),
+    ):
         marks = strip_marks(card.strips, right, right - left - title, y)
-        if sum(isinstance(m, Swatch) for m in marks) == len(card.strips):
+        if _all_shown(card, marks):
             break
     return marks
+
+
+def _all_shown(card: Card, marks: Sequence[Mark]) -> bool:
+    return sum(isinstance(m, Swatch) for m in marks) == len(card.strips)
 
 
 def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
@@ -141,13 +150,15 @@ def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
 
 
 def _narrow_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark]:
-    """The prefix over the name; without a prefix the numbers stand below the name."""
+    """The prefix over the name; without a prefix the sites stand below the name, or where there are none the numbers."""
     share = _share(card.cost, rect.right - PAD, rect.y + (16 if card.prefix else 18), scale, line=1)
     if share and share[0].rect.x - 8 < rect.x + PAD + text_width(card.prefix, 10):
         share = []
     taken = share[0].rect.x - 8 if share else rect.right - PAD
     if not card.prefix:
-        return [*title_marks(card, rect.x + PAD, taken, rect.y + 18), *share, *_numbers(card, rect, scale)]
+        room = rect.width - 2 * PAD
+        sites = strip_marks(card.strips, rect.right - PAD, room, rect.y + 34, line=1) if detail < STRIP else []
+        return [*title_marks(card, rect.x + PAD, taken, rect.y + 18), *share, *(sites or _numbers(card, rect, scale))]
     y = rect.y + 33
     prefix = cut(card.prefix, taken - rect.x - PAD, 10)
     marks: list[Mark] = [Text(rect.x + PAD, rect.y + 16, prefix, muted=True, kind="prefix", line=1), *share]
@@ -166,8 +177,17 @@ def _compact(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
         share = []
     end = share[0].rect.x - 10 if share else rect.right - PAD
     strip = _strip_beside(card, end, rect.x + PAD, y)
+    if share and (not _all_shown(card, strip) or end - rect.x - PAD - _title_width(card) < _span_of(strip)):
+        wider = _strip_beside(
+            card, rect.right - PAD, rect.x + PAD, y
+        )  # sites before the share, which the numbers have too
+        strip, share, end = wider, [], rect.right - PAD
     left = min((_left_of(m) for m in strip), default=end + 8)
     return [*title_marks(card, rect.x + PAD, left - 8, y), *strip, *share]
+
+
+def _span_of(marks: Sequence[Mark]) -> float:
+    return max((m.rect.right for m in marks), default=0.0) - min((m.rect.x for m in marks), default=0.0)
 
 
 def _share(cost: Amount, right: float, y: float, scale: Scale, line: int) -> list[Text]:
@@ -263,16 +283,11 @@ def _strip(strips: Sequence[Strip], texts: Iterable[str], x: float, y: float, li
 
 
 def _strip_line(strips: Sequence[Strip], rect: Rect, y: float) -> list[Mark]:
-    """Swatches with counts from the left; as many as there is room for."""
-    marks: list[Mark] = []
-    x = rect.x + PAD
-    for strip in strips:
-        text = f"{strip.count:,}"
-        if x + 15 + text_width(text, 10) > rect.right - PAD:
-            break
-        marks += _strip([strip], [text], x, y, 2)
-        x += 24 + text_width(text, 10)
-    return marks
+    """Swatches with counts from the left; where there is no room for all of them, without."""
+    texts, room = [f"{s.count:,}" for s in strips], rect.width - 2 * PAD
+    if sum(24 + text_width(t, 10) for t in texts) - 9 > room:
+        return strip_marks(strips, rect.right - PAD, room, y, 2)
+    return _strip(strips, texts, rect.x + PAD, y, 2)
 
 
 def _swatch(strip: Strip, x: float, y: float, line: int, size: float = 11.0) -> Swatch:
