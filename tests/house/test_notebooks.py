@@ -211,9 +211,10 @@ def gpt_layers_runs_and_shows_its_story(gpt_layers):
         assert said in everything, said
     pictures = [o.data["image/svg+xml"] for c in cells for o in c.outputs if "image/svg+xml" in o.get("data", {})]
     before, after, _ = pictures  # and tokens a second
-    assert not {"+ ln1", "+ attention", "+ ln2", "+ mlp", "select_n"} - set(words(before))  # a layer, and the mask
-    assert words(after).count("multi_transformer") == 3
-    assert not {"+ ln1", "+ ln2", "+ mlp", "select_n"} & set(words(after))
+    assert not {"×3", "ln1", "attention", "ln2", "mlp"} - set(words(before))
+    fused = words(after)
+    assert fused[fused.index("multi_transformer") - 1] == "3"
+    assert not {"ln1", "ln2"} & set(fused)
     widgets = [o for o in cells[-1].outputs if "application/vnd.jupyter.widget-view+json" in o.get("data", {})]
     assert len(widgets) == 1
 

@@ -178,10 +178,9 @@ def _compact(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
     end = share[0].rect.x - 10 if share else rect.right - PAD
     strip = _strip_beside(card, end, rect.x + PAD, y)
     if share and (not _all_shown(card, strip) or end - rect.x - PAD - _title_width(card) < _span_of(strip)):
-        wider = _strip_beside(
-            card, rect.right - PAD, rect.x + PAD, y
-        )  # sites before the share, which the numbers have too
-        strip, share, end = wider, [], rect.right - PAD
+        # Sites before the share, which the numbers have too.
+        share, end = [], rect.right - PAD
+        strip = _strip_beside(card, end, rect.x + PAD, y)
     left = min((_left_of(m) for m in strip), default=end + 8)
     return [*title_marks(card, rect.x + PAD, left - 8, y), *strip, *share]
 
