@@ -73,8 +73,10 @@ def _places(overview: Overview, floor: Callable[[Card], float] | None) -> dict[t
 
 def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
     """The cards that do not open, and how often each stands for itself: children are of one copy."""
-    if not card.children:
+    alone = len(card.children) == 1 and card.count > 1 and card.children[0].site is None
+    if not card.children or alone:  # of equal parts without an inside, all together
         yield card, times
+        return
     for child in card.children:
         yield from _leaves(child, times * card.count)
 
