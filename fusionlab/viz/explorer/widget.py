@@ -344,7 +344,9 @@ class Explorer(Selecting):
                 self.shown = session.stage.shown
             self.selected = session.selected
             head = session.head()
-            self.head = head | {"can": head["can"] | {"measure": self._measure_with is not None, "xla": True}}
+            self.head = head | {
+                "can": head["can"] | {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
+            }
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
