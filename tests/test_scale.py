@@ -31,7 +31,7 @@ LARGE = {3: 6, 24: 96}  # layers -> those of the program it is compared with
 # Bars, in units of what tracing the train step takes.
 MATCH_BAR = 2.0  # of canonicalising and matching
 SEARCH_BAR = 3.5  # of the whole search, backward passes included
-OPEN_BAR = 1.2  # of the large one's first picture, in units of its own tracing: every card says its share, so that costs are counted too
+OPEN_BAR = 1.1  # of the large one's first picture, in units of its own tracing: every card says its share, so that costs are counted too
 FOLD_BAR, TOGGLE_BAR = 0.6, 0.2  # of a card opened in it, of a site switched
 SCAN_BAR = {False: 0.4, True: 1.2}  # of a scan over layers and of its gradient, in units of what tracing that takes
 

@@ -16,8 +16,6 @@ INK = "#1f2933"
 QUIET = "#7b8794"
 LINE = "#9aa5b1"
 PAPER = "#ffffff"
-SCOPE_FILL = "#f5f7fa"
-REGION_FILL = "#eef2f6"
 
 # Hue -> of a pass, of its gradient; "": one of the spare ones.
 _HUES = {

@@ -30,7 +30,7 @@ def legend(view: Mapping[str, Any]) -> str:
     inner = "".join(
         f'<li><span class="fl-swatch {state}" style="{style}"></span>{_e(word)}</li>' for style, state, word in items
     )
-    return f'<ul class="fl-legend fl-forms">{inner}</ul>'
+    return f'<ul class="fl-legend">{inner}</ul>'
 
 
 def passes_html(view: Mapping[str, Any]) -> str:
