@@ -297,10 +297,15 @@ def _compare(options: argparse.Namespace) -> None:
         check_file(options.output, ".json" if record else ".html")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True, **kwargs)
+    result = fl.compare(function, fused, *args, grad=_grad(options), progress=True, **kwargs)
     if options.output:
         (result.save if record else result.to_html)(options.output)
     _print(options, result, result.to_dict())
+
+
+def _grad(options: argparse.Namespace) -> bool | None:
+    """Gradients where there is something to differentiate, unless they are not wanted."""
+    return False if options.no_grad else None
 
 
 def _load_with_data(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
@@ -319,7 +324,7 @@ def _bench(options: argparse.Namespace) -> None:
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
     effort = {"samples": options.samples, "budget_s": options.budget, "progress": True}
-    only = {"grad": not options.no_grad, "numerics": False, "memory": False}
+    only = {"grad": _grad(options), "numerics": False, "memory": False}
     result = fl.compare(function, fused, *args, **only, **effort, **kwargs)
     if options.output:
         result.save(options.output)

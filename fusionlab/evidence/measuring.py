@@ -22,11 +22,15 @@ from .over_devices import OverDevices, over_devices
 class Measuring:
     """The programs of one comparison, each compiled at most once, when first needed."""
 
-    def __init__(self, before: Bound, after: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.original, self.after, self.grad = Original(before, donated, argnums, grad), after, grad
+    def __init__(self, before: Bound, after: Bound, donated: Sequence[int], argnums: Any, grad: bool | None) -> None:
+        self.original, self.after = Original(before, donated, argnums, grad), after
         self._forward: tuple[Program, Program] | None = None
         self._backward: tuple[Program, Program] | None = None
         self._compared: dict[str, bool] = {}
+
+    @property
+    def grad(self) -> bool:
+        return self.original.grad
 
     @property
     def forward(self) -> tuple[Program, Program]:
@@ -61,9 +65,10 @@ class Measuring:
             yield "same_code", self.is_same_code
             timing = timing and self.differs
         if timing:
-            yield "timing", lambda: time_programs("forward", *self.forward, **effort)
+            call, gradient = self.original.names
+            yield "timing", lambda: time_programs(call, *self.forward, **effort)
             if self.grad:
-                yield "timing_grad", lambda: time_programs("forward + backward", *self.backward, **effort)
+                yield "timing_grad", lambda: time_programs(gradient, *self.backward, **effort)
 
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions, forward and (with `grad`) backward."""
@@ -76,20 +81,29 @@ class Measuring:
         return not all(self._equal().values())
 
     def _equal(self) -> dict[str, bool]:
-        for call, pair in (("forward", self._forward), ("forward + backward", self._backward)):
-            if pair is not None and call not in self._compared:
+        for call, pair in self._pairs().items():
+            if call not in self._compared:
                 before, after = (instructions(p.compiled.as_text()) for p in pair)
                 self._compared[call] = before == after
         return self._compared
 
+    def _pairs(self) -> dict[str, tuple[Program, Program]]:
+        """What was compiled so far, by what the call is called; what was not is not compiled for it."""
+        if self._forward is None and self._backward is None:
+            return {}
+        named = zip(self.original.names, (self._forward, self._backward), strict=True)
+        return {call: pair for call, pair in named if pair is not None}
+
     def devices(self, timed: bool) -> OverDevices | None:
         """What several devices do together, of the programs compiled so far; None of one device."""
-        return over_devices({"forward": self._forward, "forward + backward": self._backward}, timed)
+        return over_devices(self._pairs(), timed)
 
     def notes(self) -> list[str]:
         """What was seen of the compiled programs, in sentences."""
         equal = [call for call, same in self._equal().items() if same]
-        return [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
+        notes = [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
+        why = self.original.why_no_gradient
+        return notes + ([f"no gradient was measured: {why}"] if why else [])
 
     def hlo(self) -> dict[str, str]:
         return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}

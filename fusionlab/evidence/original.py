@@ -10,21 +10,19 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from fusionlab.errors import TraceError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.interpret.promote import Promoted, promote
+from fusionlab.graph.program.scopes import jaxpr_in_backward
+from fusionlab.graph.program.trace import error_text
 from fusionlab.kernels.op.op import meaning_of
 
-from .errors.numerics import (
-    LeafNumerics,
-    check_same_outputs,
-    leaf_numerics,
-    named_outputs,
-    random_cotangents,
-    value_and_gradients,
-)
+from .errors.gradients import random_cotangents, value_and_gradients
+from .errors.numerics import LeafNumerics, check_same_outputs, leaf_numerics, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
+from .instruments.timing import names_of
 
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
@@ -49,18 +47,42 @@ class Original:
     Attributes:
       call: the function of its dynamic arguments.
       donated: positions in its arguments that each run consumes; those that the jit around it donates, where none were named.
-      grad: whether gradients are compared as well.
+      grad: whether gradients are compared as well; given as None, where the function is not differentiated already and has some.
+      why_no_gradient: why it has none where nobody said whether to compare any, in a sentence; else "".
       chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
     """
 
-    def __init__(self, call: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.call, self.grad = call, grad
+    def __init__(self, call: Bound, donated: Sequence[int], argnums: Any, grad: bool | None) -> None:
+        self.call, self._grad, self.why_no_gradient = call, grad, ""
         self.donated = call.dynamic(donated, "donate_argnums") or call.donated
         asked = range(len(call.args)) if argnums is None else call.dynamic(as_tuple(argnums), "argnums")
         leaves = jax.tree.leaves((call.args, call.kwargs))
         wanted = range(len(leaves)) if argnums is None else call.leaves_of(asked)
         self.chosen = tuple(i for i in wanted if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating))
         self.left_out = tuple(n for i, n in enumerate(call.leaf_names) if i not in self.chosen)
+
+    @functools.cached_property
+    def grad(self) -> bool:
+        if self._grad is not None:
+            return self._grad
+        if self.differentiated or not self.chosen:
+            return False
+        try:
+            _ = self.backward
+        except TraceError as error:
+            cause = error.__cause__
+            self.why_no_gradient = error_text(cause) if isinstance(cause, Exception) else str(error)
+        return not self.why_no_gradient
+
+    @functools.cached_property
+    def differentiated(self) -> bool:
+        """Whether it has a backward pass in it: a train step, whose gradient nobody asks for."""
+        return jaxpr_in_backward(self.forward.jaxpr)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the call and its gradient are called."""
+        return names_of(self.differentiated)
 
     @functools.cached_property
     def forward(self) -> Program:

@@ -53,8 +53,8 @@ def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
 class Trials:
     """Versions of one original, each with some of its sites fused."""
 
-    def __init__(self, call: Bound, fused: Fuser, grad: bool) -> None:
-        self.original, self.fused, self.grad = Original(call, (), None, grad), fused, grad
+    def __init__(self, call: Bound, fused: Fuser, grad: bool | None) -> None:
+        self.original, self.fused = Original(call, (), None, grad), fused
 
     def errors(self, sites: tuple[str, ...]) -> tuple[LeafNumerics, ...]:
         """Errors of outputs and gradients with these sites fused.
@@ -63,16 +63,17 @@ class Trials:
           TraceError: the program has no float64 form, or (with `grad`) no gradient.
         """
         version = self._version(sites)
-        backward = self.original.backward_of(version) if self.grad else None
+        backward = self.original.backward_of(version) if self.original.grad else None
         return tuple(self.original.errors(self.original.forward_of(version), backward))
 
     def timing(self, sites: tuple[str, ...], samples: int, budget_s: float) -> Timing:
-        """Time with these sites fused: of value and gradient, with `grad`."""
+        """Time with these sites fused: of value and gradient, where gradients are compared."""
         version, original = self._version(sites), self.original
         effort = {"samples": samples, "budget_s": budget_s}
-        if self.grad:
-            return time_programs("forward + backward", original.backward, original.backward_of(version), **effort)
-        return time_programs("forward", original.forward, original.forward_of(version), **effort)
+        call, gradient = original.names
+        if original.grad:
+            return time_programs(gradient, original.backward, original.backward_of(version), **effort)
+        return time_programs(call, original.forward, original.forward_of(version), **effort)
 
     def _version(self, sites: tuple[str, ...]) -> Bound:
         return replace(self.original.call, fn=self.fused(sites))

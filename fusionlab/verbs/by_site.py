@@ -29,7 +29,7 @@ def bisect(
     of: str = "error",
     passes: lab.Passes = None,
     implementation: str | None = None,
-    grad: bool = True,
+    grad: bool | None = None,
     samples: int = 40,
     budget_s: float = 20.0,
     progress: Progress = False,
@@ -48,7 +48,8 @@ def bisect(
       of: "error": an output or gradient is further from its float64 reference than before and than is tolerated; "time": slower,
         by the verdict of a timing.
       passes, implementation: as for `fuse`.
-      grad: also gradients of all float arguments; with `of="time"`, time of value and gradient instead of the forward call.
+      grad: also gradients of all float arguments; None: unless `fn` is differentiated already, as a train step is, or has
+        none. With `of="time"`, time of value and gradient instead of the call.
       samples, budget_s: of each timing.
       progress: False, True (a tqdm bar) or a function of (task, done, total).
       cancel: asked before each trial; when it says True, what was found so far is returned.
@@ -77,7 +78,7 @@ def errors_by_site(
     *args: Any,
     passes: lab.Passes = None,
     implementation: str | None = None,
-    grad: bool = True,
+    grad: bool | None = None,
     local: bool = False,
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
@@ -102,7 +103,7 @@ def errors_by_site(
 
     def errors(site: str) -> trials.SiteErrors:
         if local:
-            return local_errors(found, chosen[site], arrays, grad)
+            return local_errors(found, chosen[site], arrays, not found.differentiated if grad is None else grad)
         return trials.SiteErrors(site, tried.errors((site,)))
 
     return trials.each_site(list(chosen), errors, progress, cancel)
@@ -149,7 +150,7 @@ def _selected(
     return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
 
 
-def _trials(found: lab.Findings, call: Bound, grad: bool) -> trials.Trials:
+def _trials(found: lab.Findings, call: Bound, grad: bool | None) -> trials.Trials:
     def version(sites: tuple[str, ...]) -> Callable:
         closed = found.rewritten(sites)
 

@@ -49,8 +49,8 @@ class Comparison(Evidence):
         return text
 
 
-def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
-    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
+def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, **options: Any) -> Comparison:
+    """Timing, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
     On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
@@ -58,7 +58,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     Args:
       fn, fused: the original and the version to judge.
       *args: arrays to run on.
-      grad: also compare gradients, and time value-and-gradient.
+      grad: also compare gradients, and time value and gradient; None: where `fn` has one, and is not differentiated already.
       **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
         cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
         that are not named here are those that `fused` was made with.

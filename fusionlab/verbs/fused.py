@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -258,14 +259,18 @@ class Fused:
         check_same(plain, fused, name_of(self._inside))
 
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
-        """What is found, and fused unless skipped, for these arguments."""
+        """What is found for these arguments, with the ids of what is fused in `applied`."""
+        found, chosen = self.selected(*args, **kwargs)
+        return dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
+
+    def _found(self, *args: Any, **kwargs: Any) -> Findings:
         o = self._options
         graph = trace(self.original, *args, **self.asked, **kwargs)
         return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""
-        found = self.findings(*args, **kwargs)
+        found = self._found(*args, **kwargs)
         return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

@@ -96,8 +96,8 @@ def test_doctor_prints_a_report_and_json(run):
 def test_find_names_the_fused_site_and_counts_every_pass(run, model):
     status, out, _ = run("find", f"{model}:mlp")
     assert status == 0
-    assert "gemm_epilogue: 1 subgraphs fused, 0 declined, nodes " in out
-    assert "dot_product_attention: 0 subgraphs fused, 0 declined" in out
+    assert "gemm_epilogue: 1 subgraph can be fused, 0 declined, nodes " in out
+    assert "dot_product_attention: 0 subgraphs can be fused, 0 declined" in out
     data = json.loads(run("find", f"{model}:mlp", "--json")[1])
     assert data["counts"]["gemm_epilogue"] == 1
     assert set(data["counts"]) == {p.name + grad for p in by_default() for grad in ("", "_grad")}
@@ -430,7 +430,7 @@ def test_a_small_demo_is_timed_and_says_that_its_sites_alone_gain_nothing(run, t
         monkeypatch.setattr(name, value)
     status, out, _ = run("demo", "-o", tmp_path / "out", "--size", "64")
     assert status == 0
-    assert "time, forward + backward, median of " in out
+    assert "time, gradient of the call, median of " in out
     assert "note: every site runs what XLA runs anyway, yet the whole compiles to other instructions" in out
     assert (tmp_path / "out" / "timing.svg").exists()
     assert len(out.splitlines()) < 40
@@ -444,7 +444,7 @@ def test_where_nothing_is_timed_the_demo_says_so(run, tmp_path, monkeypatch):
     status, out, _ = run("demo", "-o", tmp_path / "out", "--size", "64")
     assert status == 0
     assert "not measured: same code" in out
-    assert "note: both compile to the same instructions (forward, forward + backward)" in out
+    assert "note: both compile to the same instructions (call, gradient of the call)" in out
     assert f"Measured on {hardware()}" in out
     assert "Would run on a CUDA sm_90 device (simulated); judged, not run" in out
     assert "error against float64, 17 gradients" in out

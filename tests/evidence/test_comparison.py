@@ -64,7 +64,7 @@ def test_the_text_has_both_versions_their_errors_and_the_hardware_once(evidence)
     lines = str(evidence).splitlines()
     hardware = evidence.environment.hardware
     few = "inconclusive: fewer than 40 samples"
-    assert lines[0] == f"layer: forward: {few}; forward + backward: {few}"
+    assert lines[0] == f"layer: call: {few}; gradient of the call: {few}"
     assert any(line.strip().startswith("forward: ") and "x [" in line for line in lines)
     assert any("worst output out['h']" in line and "float64" in line for line in lines)
     assert any("worst gradient" in line for line in lines)
@@ -104,7 +104,7 @@ def test_what_was_not_compiled_has_no_kernels():
 
 def test_the_repr_is_a_line_and_says_what_is_worse(evidence):
     few = "inconclusive: fewer than 40 samples"
-    assert repr(evidence) == f"<Evidence layer: forward: {few}; forward + backward: {few}>"
+    assert repr(evidence) == f"<Evidence layer: call: {few}; gradient of the call: {few}>"
     e = measure(jnp.sin, lambda x: jnp.sin(x) + 1, normal(0, 4), grad=False, timing=False, memory=False)
     assert repr(e) == "<Evidence sin: not timed; 1 results WORSE>"
 
@@ -241,7 +241,7 @@ def test_same_code_is_not_timed():
     assert e.verdict is Verdict.SAME_CODE
     assert e.timings == ()
     assert str(e).startswith("sin: same code")
-    assert "both compile to the same instructions (forward, forward + backward)" in e.notes
+    assert "both compile to the same instructions (call, gradient of the call)" in e.notes
 
 
 def test_what_only_claims_to_be_the_same_code_is_timed_and_says_so():
@@ -263,7 +263,7 @@ own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.exp(x) * ct,))
 
 def test_the_same_forward_with_another_backward_is_no_same_code():
     e = measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, **QUICK)
-    assert [t.what for t in e.timings] == ["forward", "forward + backward"]
+    assert [t.what for t in e.timings] == ["call", "gradient of the call"]
     assert "both compile to the same instructions (forward)" in e.notes
     assert measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, grad=False, **QUICK).same_code
 

@@ -28,7 +28,7 @@ def timed(record, before_s, after_s, spread=0.01, part="timing", **changed):
     samples = [1 + spread * (i / 39 - 0.5) for i in range(40)]
     pairs = (("before", before_s, samples), ("after", after_s, samples[::-1]))
     runs = [Runs(name, tuple(t * s for s in drawn), 1, 0, 0, 0) for name, t, drawn in pairs]
-    return dataclasses.replace(record, **{part: dataclasses.replace(timing_of("forward", *runs), **changed)})
+    return dataclasses.replace(record, **{part: dataclasses.replace(timing_of("call", *runs), **changed)})
 
 
 def verdicts(old, new):

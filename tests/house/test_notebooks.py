@@ -80,7 +80,7 @@ def the_tour_runs_and_shows_its_story(tour):
     assert len(cells) == 10
     everything = "\n".join(text_of(c) for c in cells)
     assert "gemm_epilogue: " in everything
-    assert "dot_product_attention: 1 subgraphs fused" in everything
+    assert "dot_product_attention: 1 subgraph can be fused" in everything
     pictures = [
         o for c in cells for o in c.outputs if {"text/html", "image/png", "image/svg+xml"} & set(o.get("data", {}))
     ]
@@ -94,10 +94,10 @@ def gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
     cells = code_cells(gemm_epilogues)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
-        "gemm_epilogue: 3 subgraphs fused, 1 declined (escapes)",
+        "gemm_epilogue: 3 subgraphs can be fused, 1 declined (escapes)",
         "gelu_tanh is not fused: %13:f32[512,1024] = add (In[1]:9) is also returned",
         "edit: let the activation be the only reader",
-        "gemm_epilogue: 3 subgraphs fused, 0 declined",
+        "gemm_epilogue: 3 subgraphs can be fused, 0 declined",
         "mask bool[512, 1024], 0.50 MiB for dx, dw, dbias",
         "preactivation f32[512, 1024], 2.00 MiB for dx, dw, dbias",
         "{'gemm_epilogue': 3, 'gemm_epilogue_grad': 3}",
@@ -130,7 +130,7 @@ def own_pass_runs_and_shows_its_story(own_pass):
     cells = code_cells(own_pass)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
-        "mish: 1 subgraphs fused, 0 declined",
+        "mish: 1 subgraph can be fused, 0 declined",
         "mish@#1: x * tanh(softplus(x)) (In[2]:3)",
         "[escapes] mish@#1",
         "edit: compute the outside use from x again",
@@ -193,14 +193,14 @@ def gpt_layers_runs_and_shows_its_story(gpt_layers):
     cells = code_cells(gpt_layers)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
-        "multi_transformer_encoder: 3 subgraphs fused, 0 declined, nodes 342 -> 44",
+        "multi_transformer_encoder: 3 subgraphs can be fused, 0 declined, nodes 342 -> 44",
         "mlp gelu_tanh, causal (gpt.py:",
         "98 nodes -> 1",
-        "multi_transformer_decoder: 3 subgraphs fused, 0 declined, nodes 364 -> ",
+        "multi_transformer_decoder: 3 subgraphs can be fused, 0 declined, nodes 364 -> ",
         "weights are read as they lie",
         "[escapes] multi_transformer_encoder@#1",
         "= add (In[7]:3) is also returned",
-        "multi_transformer_encoder: 1 subgraphs fused, 0 declined, nodes 105 -> 1",
+        "multi_transformer_encoder: 1 subgraph can be fused, 0 declined, nodes 105 -> 1",
         "3 identical layers as one call",
         "of multi_transformer_decoder, which is larger",
         "composed: chosen, each of its pieces chooses for itself",
@@ -295,7 +295,7 @@ def tensor_parallel_runs_and_shows_its_story(tensor_parallel):
     cells = code_cells(tensor_parallel)
     everything = "\n".join(text_of(c) for c in cells)
     for said in (
-        "multi_devices_multi_transformer_encoder: 2 subgraphs fused, 0 declined",
+        "multi_devices_multi_transformer_encoder: 2 subgraphs can be fused, 0 declined",
         "mlp gelu_tanh, causal, summed over tensor",
         *(f"{n} devices: {{'multi_devices_multi_transformer_encoder': 2}} error below 1e-5: True" for n in (2, 4, 8)),
         "'gemm_epilogue': 12, 'gemm_epilogue_grad': 12, 'dot_product_attention': 2, 'dot_product_attention_grad': 2",

@@ -1,7 +1,7 @@
 // The passes: a check box per pass, group of identical sites, and site.
 
 const FEW_SITES = 12; // up to here the panel lists every site at once
-const STATES = { on: "applied", partial: "partly applied", off: "not applied", none: "nothing found" };
+const STATES = { on: "fused", partial: "partly fused", off: "can be fused", none: "nothing found" };
 
 function passes(ui) {
   const opened = new Map(); // what the reader opened or closed by hand
@@ -43,7 +43,7 @@ function passes(ui) {
       box({ "data-fl-toggle": p.name }, p.state, `apply all of ${p.name}`),
       h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || (codes.length ? "declined" : "empty")}`, title: codes.length ? "declined" : STATES[p.state] }),
       h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name),
-      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "applied of found" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
+      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "fused of those that can be" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
     codes.length > 0 && h("div", { class: "fl-formula", "data-key": "why" }, `declined: ${[...new Set(codes)].join(", ")}`),
     p.sites > 0 && p.formula && h("div", { class: "fl-formula", title: p.formula }, p.formula),
     p.sites > 0 && p.options.length > 0 && h("div", { class: "fl-options" }, p.options.map((o) => option(p.name, o))),

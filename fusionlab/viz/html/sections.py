@@ -8,8 +8,8 @@ from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.units import binary_bytes
+from fusionlab.fusers.engine.grouping import STATE_WORDS
 
-from ..cards.layout.faces import STATE_WORDS
 from ..markup import table
 from ..model.alike import SiteDict, alike
 from ..palette import QUIET
@@ -39,14 +39,13 @@ def passes_html(view: Mapping[str, Any]) -> str:
         [
             p["name"],
             (p["formula"], "mono"),
-            p["sites"],
             p["applied"],
+            p["sites"] - p["applied"],
             p["declined"],
-            p["state"] if p["sites"] else "nothing found",
         ]
         for p in view["passes"]
     ]
-    return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
+    return "<h2>Passes</h2>" + table(["pass", "computes", *STATE_WORDS.values()], rows, (2, 3, 4))
 
 
 def _card(sites: list[SiteDict], colours: Mapping[str, str], inside: list[str]) -> str:
@@ -69,7 +68,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
-        return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
+        return "<h2>Can be fused</h2><p>Nothing: no site matched any pass asked.</p>"
     keys = (
         "pass",
         "text",
@@ -83,13 +82,20 @@ def candidates_html(view: Mapping[str, Any]) -> str:
         "paired",
     )
     groups = alike([s | {"paired": _backward_text(s)} for s in sites], keys)
-    return "<h2>Candidates</h2>" + "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
+    return f"<h2>{_heading(sites)}</h2>" + "".join(
+        _card(group, _colours(view), _candidate(group[0])) for group in groups
+    )
+
+
+def _heading(sites: list[SiteDict]) -> str:
+    """Of the sites that can be, or are, fused."""
+    states = {s["state"] for s in sites}
+    return " and ".join(STATE_WORDS[state] for state in ("applied", "candidate") if state in states).capitalize()
 
 
 def _candidate(s: Mapping[str, Any]) -> list[str]:
     """What a card says of a candidate, a line each."""
-    state = "applied" if s["state"] == "applied" else "not applied"
-    lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
+    lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {STATE_WORDS[s['state']]}"]
     lines += [_e(s["paired"])] if s["paired"] else []
     remarks = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
     lines += [f'<span class="quiet">{_e(n)}</span>' for n in remarks]
@@ -103,7 +109,7 @@ def _backward_text(site: Mapping[str, Any]) -> str:
     if pair is None:
         return ""
     if pair["fused"]:
-        fused = "Fused" if site["state"] == "applied" else "Not applied; it would be fused"
+        fused = STATE_WORDS[site["state"]].capitalize()
         return f"{fused} with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
     return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
 

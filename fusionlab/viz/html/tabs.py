@@ -202,7 +202,7 @@ def _cuda(applied: list[Candidate], findings: Findings | None) -> str:
         inner = kernels_html(op, dtype, sites[0].attrs) if op not in shown else quiet("Its source stands above.")
         shown.add(op)
         parts.append(section(title, inner))
-    return "".join(parts) or quiet("No site is applied, so there is no kernel of a fused op.")
+    return "".join(parts) or quiet("No site is fused, so there is no kernel of a fused op.")
 
 
 def _diff(findings: Findings | None, after: Graph | None, enabled: Collection[str] | None) -> str:

@@ -30,7 +30,7 @@ def runs(name, centre, n=40):
 
 @pytest.fixture(scope="module")
 def timing():
-    return timing_of("forward", runs("before", 21.5e-3), runs("after", 11.4e-3))
+    return timing_of("call", runs("before", 21.5e-3), runs("after", 11.4e-3))
 
 
 @pytest.fixture(scope="module")
