@@ -196,9 +196,9 @@ def test_a_benchmark_is_of_time_alone_and_keeps_every_sample(run, model, tmp_pat
     asked = ("--args", "(jnp.ones((1, 256, 2, 64)),)", "--samples", 4, "--no-grad")
     status, out, progress = run("bench", f"{model}:attend", *asked, "-o", tmp_path / "record.json")
     assert status == 0
-    assert "forward: inconclusive: fewer than 40 samples" in out
+    assert "call: inconclusive: fewer than 40 samples" in out
     assert "error" not in out
-    assert "timing forward" in progress
+    assert "timing call" in progress
     record = json.loads((tmp_path / "record.json").read_text())
     assert len(record["timing"]["after"]["samples_s"]) == 4
     assert record["timing"]["after"]["clock"] == "wall time"
@@ -262,7 +262,7 @@ def test_records_are_written_read_and_compared(run, model, tmp_path):
     (tmp_path / "new.json").write_text(json.dumps(data | {"memory": spoilt(data["memory"])}))
     status, out, _ = run("diff", old, new)
     assert status == WORSE
-    assert "worse: compiled peak memory of the fused version, forward" in out
+    assert "worse: compiled peak memory of the fused version, call" in out
     status, out, _ = run("diff", old, new, "--json")
     assert (status, [c["verdict"] for c in json.loads(out)["changes"]].count("worse")) == (WORSE, 1)
 
@@ -396,7 +396,7 @@ def test_the_demo_finds_fuses_verifies_and_times(demo):
     leaves = data["numerics"]["leaves"]
     assert [leaf["kind"] for leaf in leaves].count("gradient") == 17
     assert all(leaf["ok"] for leaf in leaves)
-    assert "timing forward" in progress
+    assert "timing call" in progress
     assert json.loads((folder / "report.json").read_text()) == data
 
 
@@ -447,6 +447,6 @@ def test_where_nothing_is_timed_the_demo_says_so(run, tmp_path, monkeypatch):
     assert "note: both compile to the same instructions (call, gradient of the call)" in out
     assert f"Measured on {hardware()}" in out
     assert "Would run on a CUDA sm_90 device (simulated); judged, not run" in out
-    assert "error against float64, 17 gradients" in out
+    assert "worst gradient of 17, " in out
     assert not (tmp_path / "out" / "timing.svg").exists()
     assert len(out.splitlines()) < 40

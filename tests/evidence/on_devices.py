@@ -72,14 +72,14 @@ def a_comparison_names_mesh_devices_and_collectives_before_and_after() -> None:
         (forward,) = found.collectives
         assert (forward.what, forward.before, forward.after) == ("call", SENT, SENT), forward
         assert "on 4 devices, mesh data=2 x tensor=2" in str(result)
-        assert "collectives of a device, forward: all-reduce 1 (256 B) -> 1 (256 B)" in str(result)
+        assert "collectives of a device, call: all-reduce 1 (256 B) -> 1 (256 B)" in str(result)
         rows = {(r[0], r[1], r[2]): r[3] for r in result.rows()}
-        assert rows["collectives", "forward: all-reduce", "after"] == 1
-        assert rows["bytes of collectives", "forward: all-reduce", "before"] == 256
+        assert rows["collectives", "call: all-reduce", "after"] == 1
+        assert rows["bytes of collectives", "call: all-reduce", "before"] == 256
         page = result.to_html()
         assert "4 devices, mesh data=2 x tensor=2" in page
         text = re.sub(r"<[^>]*>|\s+", " ", page)
-        assert re.search(r"Collectives .*forward +all-reduce +1 +1 +256 B +256 B", text), text[-3000:]
+        assert re.search(r"Collectives .*call +all-reduce +1 +1 +256 B +256 B", text), text[-3000:]
         assert Comparison.from_dict(json.loads(result.to_json())).devices == found
         kernels = next(tab["html"] for tab in evidence_tabs(result, None) if tab["name"] == "Kernels")
         assert "all-reduce" in kernels

@@ -65,9 +65,9 @@ def test_the_text_has_both_versions_their_errors_and_the_hardware_once(evidence)
     hardware = evidence.environment.hardware
     few = "inconclusive: fewer than 40 samples"
     assert lines[0] == f"layer: call: {few}; gradient of the call: {few}"
-    assert any(line.strip().startswith("forward: ") and "x [" in line for line in lines)
-    assert any("worst output out['h']" in line and "float64" in line for line in lines)
-    assert any("worst gradient" in line for line in lines)
+    assert any(line.strip().startswith("call: ") and "x [" in line for line in lines)
+    assert any(line.startswith("    output out['h']") for line in lines)
+    assert any(line.startswith("    gradient ") for line in lines)
     assert any("compiled peak memory" in line for line in lines)
     assert str(evidence).count(hardware) == 1
     assert lines[-1].startswith(f"  measured on {hardware}; jax {jax.__version__}")
@@ -264,7 +264,7 @@ own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.exp(x) * ct,))
 def test_the_same_forward_with_another_backward_is_no_same_code():
     e = measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, **QUICK)
     assert [t.what for t in e.timings] == ["call", "gradient of the call"]
-    assert "both compile to the same instructions (forward)" in e.notes
+    assert "both compile to the same instructions (call)" in e.notes
     assert measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, grad=False, **QUICK).same_code
 
 
@@ -331,7 +331,7 @@ def test_bad_input_gives_one_clear_error():
         return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x)
 
     with pytest.raises(TraceError, match=r"Reverse-mode.*grad=False"):
-        measure(looped, looped, x)
+        measure(looped, looped, x, grad=True)
 
 
 def test_the_environment_names_hardware_versions_and_settings():

@@ -281,7 +281,7 @@ def test_the_table_has_one_row_a_candidate_and_a_rejection(found):
 
 
 def test_the_repr_is_one_line(found):
-    assert repr(found) == "Findings('model', 6 candidates, 1 declined)"
+    assert repr(found) == "<Findings model: 6 can be fused, 1 declined>"
     assert str(found.candidates[0]).startswith("gemm_epilogue@encoder/layer_0#1: relu(x @ w + b) (test_find.py:")
 
 

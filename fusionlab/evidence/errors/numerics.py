@@ -168,10 +168,8 @@ class Numerics:
         leaf = self.worst()
         if leaf is None:
             return "no errors were measured"
-        share, worse = share_text(leaf.shares[1]), "" if leaf.ok else ", WORSE than before"
-        return (
-            f"worst error {share} of its tolerance: {leaf.after.max_abs:.2e} in {leaf.called}{worse}, against float64"
-        )
+        share, error = share_text(leaf.shares[1]), f"{leaf.after.max_abs:.2e}"
+        return f"worst error {share} of its tolerance: {error} in {leaf.called}, against float64"
 
 
 def _quotient(error: float, tolerated: float) -> float:

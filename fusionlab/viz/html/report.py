@@ -135,6 +135,7 @@ def evidence_summary_html(evidence: Any) -> str:
     rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
     left = len(measured["errors"]) - len(rows)
     body = [f'<p class="fl-header">{_e(evidence.name)}: {_e(evidence.headline)}</p>', _where(evidence)]
+    body += [f"<p>{_e(measured['worst'])}</p>"] if measured["worst"] else []
     for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
         body.append(f"<p><b>{_e(name)}</b></p>{table(heads, cells, numeric)}")
     body += [f'<p class="quiet">{left} more results, no worse: .to_html("report.html")</p>'] if left else []
