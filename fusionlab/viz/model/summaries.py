@@ -56,7 +56,7 @@ def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, m
     if findings is not None:
         device = getattr(findings, "device", "")
         parts += [device] if device else []
-        parts += [states(counts), headline(measured)]
+        parts += [states(counts), headline(measured, brief=True)]
     return " · ".join(parts)
 
 
