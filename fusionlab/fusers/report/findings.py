@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
+from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, did_you_mean, unknown_name
 from ...graph.cost.cost import Costs, cost_of
 from ...graph.program.boundary import guarded
 from ...graph.program.graph import Graph
@@ -296,7 +296,12 @@ class Findings:
             raise ArgumentError(f"explain: no node makes {node}; print(graph) lists the values")
         if isinstance(node, int) and node in self.graph.node_by_id:
             return self.graph.node_by_id[node]
-        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id")
+        near = (
+            did_you_mean(node, (item.id for item in (*self.candidates, *self.rejections)))
+            if isinstance(node, str)
+            else ""
+        )
+        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id.{near}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able: passes, counts, candidates, rejections, phase times."""
