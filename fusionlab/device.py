@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from .errors import ArgumentError, did_you_mean
+from .tracebacks import errors_for_users
 
 # What a card is called -> its architecture. Any other is asked about by its sm_NN.
 GPUS = {
@@ -35,6 +36,7 @@ GPUS = {
 NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX
 
 
+@errors_for_users
 @dataclass(frozen=True)
 class Device:
     """What a decision needs to know of a device: decisions are pure functions of a call and this record.

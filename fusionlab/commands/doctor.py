@@ -22,6 +22,7 @@ from ..kernels.choose.choices import CHOICES
 from ..kernels.launch import ffi_call as launch
 from ..kernels.launch import native
 from ..kernels.launch.compile import DEFAULT_CACHE
+from ..tracebacks import own_lines_hidden
 from ..verbs.fused import DISABLE, is_disabled
 
 
@@ -214,6 +215,7 @@ def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
     return "fusionlab demo -o demo"
 
 
+@own_lines_hidden
 def doctor(measure: bool = False) -> Doctor:
     """What this machine has and can run. Starts JAX's default backend and imports nothing optional.
 

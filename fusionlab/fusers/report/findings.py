@@ -19,6 +19,7 @@ from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
+from ...tracebacks import errors_for_users
 from ..engine.grouping import code_counts, columns_of, grouped_by, nameless, which
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
@@ -30,6 +31,7 @@ RUNS_UNDER_GRAD = "runs under jax.grad"
 _LINES = 20  # of reasons that a printed report holds before it is cut short
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False)
 class Findings:
     """All candidates and rejections of a search over one graph.
