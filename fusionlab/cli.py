@@ -10,12 +10,13 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .commands.loading import example_arguments, keyword_arguments, load_function
-from .errors import FusionLabError
+from .errors import FusionLabError, did_you_mean
 from .output import check_file, output_folder
 
 _FUNCTION = """\
@@ -43,7 +44,17 @@ class _Parser(argparse.ArgumentParser):
     """argparse's parser, with its complaint on one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"fusionlab: error: {message} (see {self.prog} --help)\n")
+        near = self._nearest(message)
+        self.exit(2, f"fusionlab: error: {message}{near and '.'}{near} (see {self.prog} --help)\n")
+
+    def _nearest(self, message: str) -> str:
+        """The command or the option that was meant, where argparse's complaint is of a name."""
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            groups = [self, *(p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values())]
+            return did_you_mean(found[1], (name for group in groups for name in group._option_string_actions))
+        return ""
 
 
 class _Version(argparse.Action):

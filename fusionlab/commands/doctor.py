@@ -22,6 +22,7 @@ from ..kernels.choose.choices import CHOICES
 from ..kernels.launch import ffi_call as launch
 from ..kernels.launch import native
 from ..kernels.launch.compile import DEFAULT_CACHE
+from ..tracebacks import own_lines_hidden
 from ..verbs.fused import DISABLE, is_disabled
 
 
@@ -110,13 +111,23 @@ def _facts(device: Device) -> Iterator[str]:
     """What is known of a device beyond its name, in words."""
     if device.memory is not None:
         yield f"{device.memory / 2**30:.1f} GiB"
-    libraries = {"CUDA": device.runtime, "driver": device.driver, "cuDNN": device.cudnn, "cuBLAS": device.cublaslt}
+    libraries = {
+        "CUDA": _cuda(device.runtime),
+        "driver": device.driver,
+        "cuDNN": device.cudnn,
+        "cuBLAS": device.cublaslt,
+    }
     yield from (f"{name} {version}" for name, version in libraries.items() if version is not None)
     if device.copy_bytes_per_s is not None:
         yield f"copies {device.copy_bytes_per_s / 1e9:.4g} GB/s (measured, read and written)"
     if device.gemm_flop_per_s is not None:
         dtype = "bfloat16" if device.platform == "cuda" else "float32"
         yield f"multiplies {device.gemm_flop_per_s / 1e12:.3g} TFLOP/s (measured, {dtype})"
+
+
+def _cuda(runtime: str | None) -> str | None:
+    """CUDA's version as it is written ("13.0"), of the number that it gives itself ("13000")."""
+    return f"{int(runtime) // 1000}.{int(runtime) % 1000 // 10}" if runtime and runtime.isdigit() else runtime
 
 
 def _package(name: str, module: str, purpose: str, remedy: str) -> Need:
@@ -204,6 +215,7 @@ def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
     return "fusionlab demo -o demo"
 
 
+@own_lines_hidden
 def doctor(measure: bool = False) -> Doctor:
     """What this machine has and can run. Starts JAX's default backend and imports nothing optional.
 

@@ -12,6 +12,7 @@ from typing import Any, Self
 from fusionlab.errors import ArgumentError, MissingDependencyError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
+from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Error, LeafNumerics, Numerics
 from .instruments.clocks import Clocks
@@ -24,6 +25,7 @@ from .measuring import Measuring
 from .over_devices import OverDevices
 
 
+@errors_for_users
 @dataclass(frozen=True, repr=False)
 class Evidence:
     """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
@@ -315,6 +317,7 @@ def _arguments(nums: tuple[int, ...]) -> str:
     return f"argument{'s' if len(nums) > 1 else ''} {', '.join(map(str, nums))}" if nums else ""
 
 
+@own_lines_hidden
 def measure(
     fn: Callable,
     fused: Callable,

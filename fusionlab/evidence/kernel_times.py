@@ -20,6 +20,7 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.program.trace import bind_users
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import Program, compile_program, compiling
 from .instruments.record import hardware
@@ -90,6 +91,7 @@ class KernelTimes:
         return asdict(self)
 
 
+@own_lines_hidden
 def kernel_times(
     fn: Callable,
     *args: Any,

@@ -14,6 +14,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.settings import as_function
 from fusionlab.graph.xla.modules import CompiledModule, metadata_of_its_own, read_hlo
 from fusionlab.graph.xla.tagging import tagged_jaxpr
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import compile_program
 from .kernel_times import KernelTimes, traceable, traced
@@ -43,6 +44,7 @@ class NodeTimes:
         )
 
 
+@own_lines_hidden
 def node_times(graph: Graph, *args: Any, runs: int = RUNS, **kwargs: Any) -> NodeTimes:
     """Compiles a program, times its kernels and says which of its nodes the time is of.
 

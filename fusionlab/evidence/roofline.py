@@ -23,6 +23,7 @@ from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.cost.cost import Cost, Costs, cost_of, quantity, total_of
 from fusionlab.graph.cost.kernel_model import ModelKernel, kernels_of
 from fusionlab.graph.program.graph import Graph
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.timing import Runs, seconds
 from .reconcile import Reconciliation
@@ -192,6 +193,7 @@ def _times(operations: int, moved: int, device: Device) -> tuple[float, float]:
     return operations / device.gemm_flop_per_s, moved / device.copy_bytes_per_s
 
 
+@own_lines_hidden
 def roofline(
     program: Findings | Graph,
     device: Device,

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
+from ..tracebacks import errors_for_users
 from .engine.base import BY_DEFAULT, GRADIENT, Pass
 
 _DETERMINISTIC = "deterministic"  # what a Strategy says of all passes at once
 
 
+@errors_for_users
 class Strategy(Mapping[str, Any]):
     """A frozen choice of passes: `Strategy(gemm_epilogue=True, dot_product_attention=False)`.
 

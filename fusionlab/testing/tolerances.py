@@ -19,6 +19,8 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 
+from ..tracebacks import own_lines_hidden
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -52,6 +54,7 @@ TOLERANCES: tuple[Tolerance, ...] = (
 )
 
 
+@own_lines_hidden
 def tolerance(dtype: Any, reduction_size: int = 1, *, tf32: bool = False) -> Tolerance:
     """The row for a result of this dtype whose largest sum has `reduction_size` terms; complex as its parts.
 

@@ -18,11 +18,13 @@ from ..fusers import Candidate
 from ..graph.calls.binding import Bound
 from ..graph.program.trace import bind_users
 from ..graph.settings import as_function
+from ..tracebacks import own_lines_hidden
 from . import lab
 
 _FAULTS = ("error", "time")
 
 
+@own_lines_hidden
 def bisect(
     fn: Callable,
     *args: Any,
@@ -73,6 +75,7 @@ def bisect(
     return trials.bisect_subsets(tried, found.graph.name, of, list(chosen), **effort)
 
 
+@own_lines_hidden
 def errors_by_site(
     fn: Callable,
     *args: Any,
@@ -109,6 +112,7 @@ def errors_by_site(
     return trials.each_site(list(chosen), errors, progress, cancel)
 
 
+@own_lines_hidden
 def time_by_site(
     fn: Callable,
     *args: Any,

@@ -7,11 +7,13 @@ from inspect import signature
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
+from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused
 from .lab import not_swallowed
 from .shown import fields_of
 
 
+@errors_for_users
 class Comparison(Evidence):
     """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
 
@@ -49,6 +51,7 @@ class Comparison(Evidence):
         return text
 
 
+@own_lines_hidden
 def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, **options: Any) -> Comparison:
     """Timing, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
 

@@ -15,6 +15,7 @@ from ..evidence.node_times import node_times
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
 from ..graph.program.trace import bind_users
+from ..tracebacks import own_lines_hidden
 from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
 
@@ -85,6 +86,7 @@ class _Live:
 _STATIC = ("static_argnums", "static_argnames")
 
 
+@own_lines_hidden
 def explore(
     fn: Callable,
     *args: Any,

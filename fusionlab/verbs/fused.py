@@ -25,6 +25,7 @@ from ..graph.calls.wrappers import Jit, jit_of, unwrapped
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import graph_of, name_of, trace
 from ..graph.settings import as_function, is_jit_disabled
+from ..tracebacks import own_lines_hidden
 from .filtered import Filtered, MayChange
 from .shown import Findings, Graph, fields_of
 
@@ -172,13 +173,15 @@ class Fused:
                 raise BackendError(r.sentence)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_disabled() or is_jit_disabled():  # under that each primitive of the user's own code runs by itself
-            return self.original(*args, **kwargs)
-        if self._head or self._named:
-            args, kwargs = (*self._head, *args), {**self._named, **kwargs}
-        if self._options["check"] and not _are_traced(args, kwargs):
-            self._check(args, kwargs)
-        return self._called(sys._getframe(1), args, kwargs)
+        with own_lines_hidden:
+            # With jit disabled each primitive of the user's own code runs by itself.
+            if self._is_disabled() or is_jit_disabled():
+                return self.original(*args, **kwargs)
+            if self._head or self._named:
+                args, kwargs = (*self._head, *args), {**self._named, **kwargs}
+            if self._options["check"] and not _are_traced(args, kwargs):
+                self._check(args, kwargs)
+            return self._called(sys._getframe(1), args, kwargs)
 
     def _is_disabled(self) -> bool:
         if self._is_off is None:  # what is traced first decides for all that follows
@@ -258,6 +261,7 @@ class Fused:
             plain, fused = (jax.jit(call.fn)(*call.args, **call.kwargs) for call in (first, second))
         check_same(plain, fused, name_of(self._inside))
 
+    @own_lines_hidden
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
         """What is found for these arguments, with the ids of what is fused in `applied`."""
         found, chosen = self.selected(*args, **kwargs)
@@ -268,6 +272,7 @@ class Fused:
         graph = trace(self.original, *args, **self.asked, **kwargs)
         return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
+    @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""
         found = self._found(*args, **kwargs)
@@ -275,15 +280,18 @@ class Fused:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`."""
-        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "lower")
+        with own_lines_hidden:
+            return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "lower")
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).trace`."""
-        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "trace")
+        with own_lines_hidden:
+            return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "trace")
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).eval_shape`."""
-        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "eval_shape")
+        with own_lines_hidden:
+            return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "eval_shape")
 
     def clear_cache(self) -> None:
         """As `jax.jit(fn).clear_cache`: the next call searches again."""

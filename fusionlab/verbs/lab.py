@@ -13,6 +13,7 @@ from ..fusers import Pass, Strategy, implementations, select, site_names
 from ..fusers import registry as _registry
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import trace as _trace
+from ..tracebacks import own_lines_hidden
 from .fused import Fused as Fused
 from .fused import find_with_notes
 from .shown import Findings as Findings
@@ -35,6 +36,7 @@ def not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
         )
 
 
+@own_lines_hidden
 def trace(
     fn: Callable,
     *args: Any,
@@ -51,6 +53,7 @@ def trace(
     return Graph(**fields_of(graph))
 
 
+@own_lines_hidden
 def find(
     fn: Callable | PlainGraph,
     *args: Any,
@@ -100,6 +103,7 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+@own_lines_hidden
 def fuse(
     fn: Callable | None = None,
     *,
@@ -158,6 +162,7 @@ def check_implementation(name: str | None) -> None:
         raise unknown_name("implementation", name, valid)
 
 
+@own_lines_hidden
 def passes() -> Any:
     """Every pass: formula, needs, options; in a notebook with a before/after picture each."""
     from .catalogue import Catalogue
@@ -165,6 +170,7 @@ def passes() -> Any:
     return Catalogue(tuple(_registry().values()))
 
 
+@own_lines_hidden
 def register(pass_: Pass) -> None:
     """Adds a pass of your own (as `pattern_pass` makes one) to those `passes=None` asks.
 
@@ -176,6 +182,7 @@ def register(pass_: Pass) -> None:
     add_pass(pass_)
 
 
+@own_lines_hidden
 def unregister(pass_: Pass | str) -> None:
     """Takes a pass of your own away again, by itself or by its name. Functions that were fused with it stay as they are.
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..tracebacks import own_lines_hidden
 
+
+@own_lines_hidden
 def load(path: str | os.PathLike[str]) -> Any:
     """Reads what `lab.save("x.json")` or `comparison.save("x.json")` wrote: plain data, of which nothing is run.
 

@@ -9,8 +9,10 @@ from typing import Any
 from ..fusers import Findings as PlainFindings
 from ..fusers import registry
 from ..graph.program.graph import Graph as PlainGraph
+from ..tracebacks import errors_for_users
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
     """A traced program (see `fusionlab.graph.program.graph.Graph`) that can show and save itself."""
@@ -48,6 +50,7 @@ class Graph(PlainGraph):
         return graph_html(self)
 
 
+@errors_for_users
 class Findings(PlainFindings):
     """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
 

@@ -18,12 +18,14 @@ from ..fusers.strategy import select
 from ..graph.program.trace import bind_users
 from ..kernels.choose.choices import CHOICES, Measured, plan_file, read_plan_file, write
 from ..output import check_file
+from ..tracebacks import own_lines_hidden
 from . import lab
 
 if TYPE_CHECKING:
     from ..evidence.tuning import Tuned, TunedCall
 
 
+@own_lines_hidden
 def tune(
     fn: Callable,
     *args: Any,
@@ -87,6 +89,7 @@ def tune(
     return Tuned(found, target if found.cases else None, len(calls), device)
 
 
+@own_lines_hidden
 def share_plan() -> None:
     """In a program of several processes: all use process 0's plan file, as it is now, from here on; with one process it does nothing.
 

@@ -14,6 +14,7 @@ from jax import numpy as jnp
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.parts import CallResult, fixed_difference
 from fusionlab.testing.tolerances import Tolerance, tolerance
+from fusionlab.tracebacks import own_lines_hidden
 
 from .reduction_sizes import ReductionSizes, mantissa_bits
 
@@ -194,6 +195,7 @@ def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ldexp(1.0, np.maximum(exponent, int(info.minexp)) - int(info.nmant))
 
 
+@own_lines_hidden
 def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: float = 0.0) -> Error:
     """Measures `got` against `want`, with ulp of `dtype`; integers and bools are compared exactly.
 

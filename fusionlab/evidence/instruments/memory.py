@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from fusionlab.errors import ArgumentError, BackendError
+from fusionlab.tracebacks import own_lines_hidden
 
 from ..units import binary_bytes
 from .out_of_memory import out_of_memory
@@ -169,6 +170,7 @@ print("fusionlab-resident", json.dumps([before, peak, method]))
 """
 
 
+@own_lines_hidden
 def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
     """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
 

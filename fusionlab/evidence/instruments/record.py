@@ -20,6 +20,7 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 from fusionlab.output import write_file
+from fusionlab.tracebacks import own_lines_hidden
 
 # Settings that change what XLA compiles or what numbers come out.
 _SETTINGS = (
@@ -155,6 +156,7 @@ def _strict(x: Any) -> Any:
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
+@own_lines_hidden
 def save_json(path: str | os.PathLike[str], data: Any) -> Path:
     """Writes `data` as JSON, by way of a temporary file in the same folder.
 
@@ -178,6 +180,7 @@ def newest_record(folder: str | os.PathLike[str], benchmark: str) -> Any:
     )
 
 
+@own_lines_hidden
 def load_json(path: str | os.PathLike[str]) -> Any:
     """Reads what `save_json` wrote.
 

@@ -23,6 +23,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
+from fusionlab.tracebacks import own_lines_hidden
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
@@ -196,6 +197,7 @@ def timing_of(call: str, before: Runs, after: Runs, stopped: str = "", clocks: S
     return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
 
 
+@own_lines_hidden
 def time_pair(
     before: Callable,
     after: Callable,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
+from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, did_you_mean, unknown_name
 from ...graph.cost.cost import Costs, cost_of
 from ...graph.program.boundary import guarded
 from ...graph.program.graph import Graph
@@ -19,6 +19,7 @@ from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
+from ...tracebacks import errors_for_users
 from ..engine.grouping import STATE_WORDS, code_counts, columns_of, grouped_by, nameless, states_said, which
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
@@ -30,6 +31,7 @@ RUNS_UNDER_GRAD = "runs under jax.grad"
 _LINES = 20  # of reasons that a printed report holds before it is cut short
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False)
 class Findings:
     """All candidates and rejections of a search over one graph.
@@ -311,7 +313,12 @@ class Findings:
             raise ArgumentError(f"explain: no node makes {node}; print(graph) lists the values")
         if isinstance(node, int) and node in self.graph.node_by_id:
             return self.graph.node_by_id[node]
-        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id")
+        near = (
+            did_you_mean(node, (item.id for item in (*self.candidates, *self.rejections)))
+            if isinstance(node, str)
+            else ""
+        )
+        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id.{near}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able: passes, counts, candidates, rejections, phase times."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ArgumentError
+from ...tracebacks import errors_for_users
 from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
@@ -104,6 +105,7 @@ def total_of(costs: Iterable[Cost]) -> Cost:
     return functools.reduce(Cost.__add__, costs, Cost())
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False)
 class Costs:
     """The cost of every node of a graph.

@@ -23,6 +23,7 @@ from ...errors import ArgumentError, BackendError, CompileError, MissingDependen
 from ...graph.certify.verdict import relative_error
 from ...graph.interpret.evaluate import CannotEvaluate, evaluate
 from ...graph.settings import matmul_precision
+from ...tracebacks import errors_for_users
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
 from .arrays import check_dtypes, check_given
@@ -45,6 +46,7 @@ _TRIED = 1 << 20  # elements that a kernel is tried on, at most
 _MAGNITUDES, _WORSE = (1.0, 0.0, 1 / 32, 4.0, 30.0, 1e4), 16
 
 
+@errors_for_users
 @dataclass(frozen=True)
 class CudaKernel:
     """One CUDA kernel that computes a whole op.

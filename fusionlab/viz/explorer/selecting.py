@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fusionlab.errors import ArgumentError
+from fusionlab.tracebacks import errors_for_users
 
 from ..cards.layout.opened import opened_name
 from .observed import Observed
 
 
+@errors_for_users
 class Selecting(Observed):
     """The part of an `Explorer` that selects and searches."""
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, MutableMapping
 
 from fusionlab.errors import ArgumentError, unknown_name
 from fusionlab.fusers.report.findings import Findings
+from fusionlab.tracebacks import errors_for_users
 
 
+@errors_for_users
 class Toggles(MutableMapping[str, bool | None]):
     """Pass name or site id -> switched on?; a pass of which only some sites are on reads as None.
 

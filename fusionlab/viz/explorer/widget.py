@@ -21,6 +21,7 @@ from fusionlab.errors import ArgumentError, FusionLabError
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
+from fusionlab.tracebacks import errors_for_users
 
 from ..html.report import still_html
 from ..model.setting import Setting
@@ -34,6 +35,7 @@ from .state_file import Saved, saved_text
 OnProgress = Callable[[str, int, int], None]
 
 
+@errors_for_users
 class Explorer(Selecting):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import check_name
 from .attributes import LAYOUTS, refused
 
@@ -93,6 +94,7 @@ jax.tree_util.register_dataclass(
 )
 
 
+@own_lines_hidden
 def pack_qkv(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: str = "packed") -> Array:
     """Three projections as one array, by default [3, H, D, E].
 
@@ -111,6 +113,7 @@ def pack_qkv(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: 
     return _packed(_by_head(q, k, v, heads, 2), layout)
 
 
+@own_lines_hidden
 def unpack_qkv(
     qkv: Array, *, layout: str = "packed", heads: int | None = None, kv_heads: int | None = None
 ) -> tuple[Array, Array, Array]:
@@ -122,11 +125,13 @@ def unpack_qkv(
     return _unpacked(qkv, layout, heads, kv_heads, 1)
 
 
+@own_lines_hidden
 def pack_qkv_bias(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: str = "packed") -> Array:
     """As `pack_qkv`, of the biases [H, D] or [H D]: [3, H, D], [H, 3, D] or [(H + 2 G) D]."""
     return _packed(_by_head(q, k, v, heads, 1), layout)
 
 
+@own_lines_hidden
 def unpack_qkv_bias(
     bias: Array, *, layout: str = "packed", heads: int | None = None, kv_heads: int | None = None
 ) -> tuple[Array, Array, Array]:
@@ -197,6 +202,7 @@ def _split(qkv: Array, heads: int | None, kv_heads: int | None, lead: int) -> tu
     return tuple(a.reshape(*a.shape[:-1], -1, size) for a in (q, k, v))  # pyright: ignore[reportReturnType]
 
 
+@own_lines_hidden
 def pack_keys(keys: Array) -> Array:
     """Cached keys [B, Smax, H, D] as [B, H, D / x, Smax, x], with x the entries in 16 bytes (4 of float32, 8 of float16 and bfloat16).
 
@@ -211,6 +217,7 @@ def pack_keys(keys: Array) -> Array:
     return keys.reshape(b, s, h, d // x, x).transpose(0, 2, 3, 1, 4)
 
 
+@own_lines_hidden
 def unpack_keys(packed: Array) -> Array:
     """The other way: [B, H, D / x, Smax, x] as [B, Smax, H, D].
 
@@ -230,6 +237,7 @@ def _per_16_bytes(a: Array) -> int:
     return 16 // a.dtype.itemsize
 
 
+@own_lines_hidden
 def rotary_tables(*positions: Array, size: int, base: float = 10000.0) -> tuple[Array, Array]:
     """(cos, sin) of the angles that turn heads of `size` features, float32 [*S, size], for `multi_transformer`'s `rotary`.
 
