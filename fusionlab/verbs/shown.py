@@ -35,8 +35,8 @@ class Graph(PlainGraph):
         """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path. Options as of `to_svg`.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
-          the extra.
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the
+          extra.
         """
         from ..viz.explorer.files import save
 
@@ -47,6 +47,11 @@ class Graph(PlainGraph):
 
         return graph_html(self)
 
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self))
+
 
 class Findings(PlainFindings):
     """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
@@ -55,6 +60,11 @@ class Findings(PlainFindings):
         from ..viz.html.report import graph_html
 
         return graph_html(self.graph, self)
+
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self.graph, self, plain=repr(self)))
 
     def to_html(self, path: Any = None) -> str:
         """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.

@@ -16,7 +16,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..cards.card import Card
-from ..convert import can_convert
+from ..convert import can_make_pdf
 from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
@@ -392,7 +392,7 @@ class Session(Decided):
 
 def _exported() -> list[str]:
     """The kinds of files that an explorer can be saved as here."""
-    return [".svg", *((".png", ".pdf") if can_convert() else ()), ".dot", ".json", ".html"]
+    return [".svg", ".png", *((".pdf",) if can_make_pdf() else ()), ".dot", ".json", ".html"]
 
 
 def _stale(html: str) -> str:

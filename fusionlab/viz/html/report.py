@@ -101,12 +101,8 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
 
 
 def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()) -> str:
-    """A static picture with header, for `_repr_html_`: no script, nothing to install."""
-    return still_html(summary(graph, findings, enabled), Album(graph, findings).still(enabled), findings)
-
-
-def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
-    """`graph_html` of a view model's `summary` and a picture that is drawn already, with ids that start with "fl-"."""
+    """A static picture with header, for `_repr_html_`: no script, nothing to install. Its ids start with "fl-"."""
+    view, svg = summary(graph, findings, enabled), Album(graph, findings).still(enabled)
     # Ids must not meet those of another picture in the same notebook; the content tells them apart.
     prefix = dom_id(f"fl {view['header']} {len(svg)}")
     own = inline_svg(svg).replace(' id="fl-', f' id="{prefix}-')

@@ -1,0 +1,121 @@
+"""What a cell shows: several outputs, so that a picture is one wherever the notebook is read.
+
+Readers differ in what they leave out of an output. JupyterLab and Notebook 7 strip an untrusted notebook's HTML of its SVG, whose
+texts then stand there as a wall of words, draw no SVG output and start no widget; a trusted notebook without a kernel says "model not
+found" where a widget was; GitHub cleans HTML too. All of them draw an output that is a PNG, and text whose HTML is plain. So a
+picture is an output of its own, what is said about it another one; and beside the live explorer stands a still picture, which its
+style sheet hides while the explorer is there.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from fusionlab.fusers.report.findings import Findings
+from fusionlab.graph.program.graph import Graph
+
+from .browser import asset
+from .cards.album import Album
+from .convert import size_of, to_png
+from .export import LIVE
+from .html.sections import declined_html
+from .model.summaries import summary
+
+_MOST_PIXELS = 4e6  # of a still picture: as many as a screen has
+_SHARP = 2.0  # pixels of a picture to a px of the page, where it is small enough
+
+
+@dataclass(frozen=True)
+class Output:
+    """One output of a cell: its content and its metadata, by MIME type."""
+
+    data: Mapping[str, Any]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def show(outputs: Iterable[Output]) -> None:
+    """Shows these outputs below the running cell; what an object's `_ipython_display_` calls.
+
+    Raises:
+      NotImplementedError: nobody there draws HTML and pictures (a terminal); IPython then shows the object's text.
+    """
+    if not _draws():
+        raise NotImplementedError
+    from IPython.display import display
+
+    for output in outputs:
+        display(dict(output.data), metadata=dict(output.metadata), raw=True)
+
+
+def _draws() -> bool:
+    from IPython.core.getipython import get_ipython
+
+    shell = get_ipython()
+    return shell is not None and "text/html" in shell.display_formatter.active_types
+
+
+def keeps_widgets() -> bool:
+    """Whether the notebook's program keeps a widget itself when it saves: VS Code and Colab, which draw outputs in frames of their own."""
+    import os
+
+    return "google.colab" in sys.modules or "VSCODE_PID" in os.environ or "VSCODE_CWD" in os.environ
+
+
+def words(html: str, plain: str) -> Output:
+    """An output of plain HTML, which needs no style sheet."""
+    return Output({"text/html": html, "text/plain": plain})
+
+
+def png_of(svg: str) -> tuple[bytes, dict[str, int]]:
+    """A picture of ours as PNG, sharp where it is small and no larger than a screen, and the width that it is shown at."""
+    width, height = size_of(svg)
+    scale = min(_SHARP, math.sqrt(_MOST_PIXELS / (width * height)))
+    return to_png(svg, scale=scale), {"width": round(width)}
+
+
+def picture(svg: str, plain: str) -> Output:
+    """A picture as an output of its own."""
+    png, shown = png_of(svg)
+    return Output({"image/png": base64.b64encode(png).decode(), "text/plain": plain}, {"image/png": shown})
+
+
+def graph_outputs(
+    graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = (), plain: str = ""
+) -> list[Output]:
+    """The sentence on a graph, its picture, and what was declined; `plain` is the text of the first one."""
+    view = summary(graph, findings, enabled)
+    live = f"<br><small>To open these cards, switch sites on and off and measure them: <code>{LIVE}</code>.</small>"
+    said = f"<p><b>{escape(view['header'])}</b>{live if findings is not None else ''}</p>"
+    shown = [
+        words(said, plain or view["header"]),
+        picture(Album(graph, findings).still(enabled), f"<picture of {view['title']}>"),
+    ]
+    more = _reasons(view, findings) if findings is not None else ""
+    return [*shown, words(more, f"<declined sites of {view['title']}>")] if more else shown
+
+
+def _reasons(view: Mapping[str, Any], findings: Findings) -> str:
+    declined = f"<p><b>Declined</b></p>{declined_html(view)}" if findings.rejections else ""
+    return declined + "".join(f"<p>{escape(note)}</p>" for note in findings.notes)
+
+
+def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: str) -> list[Output]:
+    """The live explorer, and a still picture of it that is in sight where the explorer is not.
+
+    Args:
+      widget: the widget's bundle of MIME types.
+      title: the program's name.
+      sentence: on what is on.
+      svg: the picture.
+    """
+    said = (
+        f'<div class="fl-still"><style>{asset("still.css")}</style><p><b>{escape(sentence)}</b><br>'
+        "<small>A still picture of the explorer. Run the cell for the live one.</small></p></div>"
+    )
+    return [Output(widget), words(said, sentence), picture(svg, f"<picture of {title}>")]
