@@ -24,7 +24,8 @@ from .browser import asset
 from .cards.album import Album
 from .convert import size_of, to_png
 from .export import LIVE
-from .html.sections import declined_html
+from .markup import aligned, table
+from .model.alike import alike
 from .model.summaries import summary
 
 _MOST_PIXELS = 4e6  # of a still picture: as many as a screen has
@@ -80,7 +81,7 @@ def png_of(svg: str) -> tuple[bytes, dict[str, int]]:
 
 
 def picture(svg: str, plain: str) -> Output:
-    """A picture as an output of its own."""
+    """A picture as an output of its own; `plain` stands for it where nothing is drawn."""
     png, shown = png_of(svg)
     return Output({"image/png": base64.b64encode(png).decode(), "text/plain": plain}, {"image/png": shown})
 
@@ -101,8 +102,14 @@ def graph_outputs(
 
 
 def _reasons(view: Mapping[str, Any], findings: Findings) -> str:
-    declined = f"<p><b>Declined</b></p>{declined_html(view)}" if findings.rejections else ""
-    return declined + "".join(f"<p>{escape(note)}</p>" for note in findings.notes)
+    """Why sites were declined, alike ones in one row, and the notes on the search."""
+    rows = []
+    for alike_ones in alike([s for s in view["sites"] if s["state"] == "declined"], ("pass", "source", "edit", "text")):
+        first, more = alike_ones[0], len(alike_ones) - 1
+        named = first["id"] + (f" and {more} more like it" if more else "")
+        rows.append([named, first["code"], f"{first['matched']} of {first['total']}", first["text"], first["edit"]])
+    notes = "".join(f"<p>{escape(note)}</p>" for note in findings.notes)
+    return aligned(table(["declined", "reason", "matched", "why", "edit"], rows)) + notes
 
 
 def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: str) -> list[Output]:
@@ -119,3 +126,13 @@ def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: 
         "<small>A still picture of the explorer. Run the cell for the live one.</small></p></div>"
     )
     return [Output(widget), words(said, sentence), picture(svg, f"<picture of {title}>")]
+
+
+def beside(*svgs: str, gap: float = 24.0) -> str:
+    """Pictures of ours as one, from left to right."""
+    sizes = [size_of(svg) for svg in svgs]
+    lefts = [sum(width + gap for width, _ in sizes[:k]) for k in range(len(sizes))]
+    inner = (svg.replace("<svg ", f'<svg x="{left:g}" ', 1) for svg, left in zip(svgs, lefts, strict=True))
+    width, height = lefts[-1] + sizes[-1][0], max(height for _, height in sizes)
+    size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(inner)}</svg>'

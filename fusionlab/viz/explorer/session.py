@@ -259,6 +259,11 @@ class Session(Decided):
         with self.lock:
             return self.stage.file(self.drawn(), self.compiled_shown)
 
+    def still(self) -> str:
+        """The picture, as SVG, for a notebook that shows it without the explorer."""
+        with self.lock:
+            return self.stage.still(self.drawn())
+
     def dot(self) -> str:
         """The picture as Graphviz DOT text."""
         with self.lock:

@@ -368,14 +368,14 @@ class Explorer(Selecting):
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         """The live widget and a still picture, for programs that choose one of them; see `viz/notebook.py` for those that would not."""
-        png, shown = png_of(self.session.svg())
+        png, shown = png_of(self.session.still())
         return {**self._widget(), "image/png": base64.b64encode(png).decode()}, {"image/png": shown}
 
     def _ipython_display_(self) -> None:
         if keeps_widgets():
             raise NotImplementedError  # the bundle above is what it takes
-        session = self.session
-        show(explorer_outputs(self._widget(), session.graph.name, session.head()["sentence"], session.svg()))
+        head = self.session.head()
+        show(explorer_outputs(self._widget(), head["title"], head["sentence"], self.session.still()))
 
     def _widget(self) -> dict[str, Any]:
         bundle: Any = super()._repr_mimebundle_()

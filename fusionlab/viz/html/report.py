@@ -20,7 +20,7 @@ from ..browser import asset, module
 from ..cards.album import Album
 from ..export import LIVE
 from ..gpu_record import record_html
-from ..markup import ID_PREFIX, dom_id, inline_svg, table
+from ..markup import ID_PREFIX, aligned, dom_id, inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.summaries import summary
 from .page import AFTER_ID_PREFIX, page_data
@@ -130,12 +130,12 @@ def evidence_summary_html(evidence: Any) -> str:
     named = {(kind, leaf.name) for kind in ("output", "gradient") if (leaf := _worst(evidence, kind)) is not None}
     rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
     left = len(measured["errors"]) - len(rows)
-    body = [f'<p class="fl-header">{_e(evidence.name)}: {_e(evidence.headline)}</p>', _where(evidence)]
+    body = [f"<p><b>{_e(evidence.name)}: {_e(evidence.headline)}</b></p>", _where(evidence)]
     for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
-        body.append(f"<p><b>{_e(name)}</b></p>{table(heads, cells, numeric)}")
+        body.append(f"<p><b>{_e(name)}</b></p>{aligned(table(heads, cells, numeric))}")
     body += [f'<p class="quiet">{left} more results, no worse: .to_html("report.html")</p>'] if left else []
     body += [f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"]]
-    return f'<div class="fl">{style()}{"".join(body)}</div>'
+    return "".join(body)  # a notebook's own style: an untrusted one leaves ours out
 
 
 def _worst(evidence: Any, kind: str) -> Any:
