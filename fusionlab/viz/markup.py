@@ -136,7 +136,7 @@ def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Co
 def aligned(html: str) -> str:
     """Tables as `table` makes them for a notebook, whose own style has all cells to the right and breaks 1e-06 in two."""
     html = re.sub(r"<td>|<td (?=class=\"mono)|<th (?=scope)", lambda found: found[0][:3] + _LEFT + found[0][3:], html)
-    return re.sub(r'<t[dh] (?=class="num")', lambda found: found[0] + _WHOLE, html)
+    return re.sub(r'<td (?=class="num")', lambda found: found[0] + _WHOLE, html)
 
 
 def _cell(value: Any, index: int, numeric: Collection[int]) -> str:

@@ -57,8 +57,8 @@ def show(outputs: Iterable[Output]) -> None:
 def _draws() -> bool:
     from IPython.core.getipython import get_ipython
 
-    shell = get_ipython()
-    return shell is not None and "text/html" in shell.display_formatter.active_types
+    formatter: Any = getattr(get_ipython(), "display_formatter", None)
+    return formatter is not None and "text/html" in formatter.active_types
 
 
 def keeps_widgets() -> bool:
@@ -104,10 +104,13 @@ def graph_outputs(
 def _reasons(view: Mapping[str, Any], findings: Findings) -> str:
     """Why sites were declined, alike ones in one row, and the notes on the search."""
     rows = []
-    for alike_ones in alike([s for s in view["sites"] if s["state"] == "declined"], ("pass", "source", "edit", "text")):
+    declined = [s for s in view["sites"] if s["state"] == "declined"]
+    for alike_ones in alike(declined, ("code", "pass", "source", "edit", "matched", "total")):
         first, more = alike_ones[0], len(alike_ones) - 1
         named = first["id"] + (f" and {more} more like it" if more else "")
-        rows.append([named, first["code"], f"{first['matched']} of {first['total']}", first["text"], first["edit"]])
+        rows.append(
+            [named, first["code"], f"{first['matched']} of {first['total']}", first["text"], first["edit"] or ""]
+        )
     notes = "".join(f"<p>{escape(note)}</p>" for note in findings.notes)
     return aligned(table(["declined", "reason", "matched", "why", "edit"], rows)) + notes
 
