@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -54,18 +55,21 @@ def show(outputs: Iterable[Output]) -> None:
         display(dict(output.data), metadata=dict(output.metadata), raw=True)
 
 
-def _draws() -> bool:
+def _shell() -> Any:
     from IPython.core.getipython import get_ipython
 
-    formatter: Any = getattr(get_ipython(), "display_formatter", None)
+    return get_ipython()
+
+
+def _draws() -> bool:
+    formatter = getattr(_shell(), "display_formatter", None)
     return formatter is not None and "text/html" in formatter.active_types
 
 
-def keeps_widgets() -> bool:
-    """Whether the notebook's program keeps a widget itself when it saves: VS Code and Colab, which draw outputs in frames of their own."""
-    import os
-
-    return "google.colab" in sys.modules or "VSCODE_PID" in os.environ or "VSCODE_CWD" in os.environ
+def frames_outputs() -> bool:
+    """Whether outputs are drawn by VS Code or Colab: in frames of their own, whose style sheets do not see each other."""
+    names = getattr(_shell(), "user_ns", {})
+    return "google.colab" in sys.modules or "__vsc_ipynb_file__" in names or "VSCODE_PID" in os.environ
 
 
 def words(html: str, plain: str) -> Output:

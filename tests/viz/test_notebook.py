@@ -39,8 +39,7 @@ def shell():
 @pytest.fixture
 def shown(shell, monkeypatch):
     """`shown(value)`: what a cell that ends with this value has below it."""
-    for name in ("VSCODE_PID", "VSCODE_CWD"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("VSCODE_PID", raising=False)
 
     def outputs(value):
         with capture_output() as captured:
@@ -141,13 +140,20 @@ def test_an_explorer_is_followed_by_a_still_picture_of_itself(shown, lab):
     assert before.tobytes() != after.tobytes()  # of what is on now
 
 
-@pytest.mark.parametrize("where", ["VS Code", "Colab"])
-def test_where_widgets_are_kept_the_explorer_is_one_output(shown, lab, monkeypatch, where):
-    if where == "VS Code":
-        monkeypatch.setenv("VSCODE_PID", "1")
-    else:
-        monkeypatch.setitem(sys.modules, "google.colab", sys)
-    assert kinds(shown(lab)) == [{WIDGET, "image/png"}]
+def test_where_each_output_has_a_frame_of_its_own_the_explorer_is_one(shown, shell, lab, monkeypatch):
+    def vs_code(patch):
+        patch.setenv("VSCODE_PID", "1")
+
+    def vs_code_on_a_remote_machine(patch):
+        patch.setitem(shell.user_ns, "__vsc_ipynb_file__", "/home/me/model.ipynb")
+
+    def colab(patch):
+        patch.setitem(sys.modules, "google.colab", sys)
+
+    for where in (vs_code, vs_code_on_a_remote_machine, colab):
+        with monkeypatch.context() as patch:
+            where(patch)
+            assert kinds(shown(lab)) == [{WIDGET, "image/png"}], where
 
 
 def test_in_a_terminal_everything_is_its_text(shown, shell, found, monkeypatch):

@@ -24,7 +24,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..model.setting import Setting
-from ..notebook import explorer_outputs, keeps_widgets, png_of, show
+from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
 from .messages import act
 from .observed import IDLE
@@ -367,12 +367,12 @@ class Explorer(Selecting):
 
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live widget and a still picture, for programs that choose one of them; see `viz/notebook.py` for those that would not."""
+        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` says which would not."""
         png, shown = png_of(self.session.still())
         return {**self._widget(), "image/png": base64.b64encode(png).decode()}, {"image/png": shown}
 
     def _ipython_display_(self) -> None:
-        if keeps_widgets():
+        if frames_outputs():
             raise NotImplementedError  # the bundle above is what it takes
         head = self.session.head()
         show(explorer_outputs(self._widget(), head["title"], head["sentence"], self.session.still()))
