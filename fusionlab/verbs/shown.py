@@ -37,8 +37,8 @@ class Graph(PlainGraph):
         """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path. Options as of `to_svg`.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
-          the extra.
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the
+          extra.
         """
         from ..viz.explorer.files import save
 
@@ -49,6 +49,11 @@ class Graph(PlainGraph):
 
         return graph_html(self)
 
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self))
+
 
 @errors_for_users
 class Findings(PlainFindings):
@@ -58,6 +63,11 @@ class Findings(PlainFindings):
         from ..viz.html.report import graph_html
 
         return graph_html(self.graph, self)
+
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self.graph, self, plain=repr(self)))
 
     def to_html(self, path: Any = None) -> str:
         """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.

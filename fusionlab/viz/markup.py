@@ -115,6 +115,9 @@ def equation(node: Node) -> str:
     return f'<p class="fl-equation"><code>{shown}</code></p>'
 
 
+_LEFT, _WHOLE = ' style="text-align:left"', 'style="white-space:nowrap" '  # what cleaners of untrusted HTML leave in
+
+
 class Html(str):
     """Text that is HTML already, as a cell of a table."""
 
@@ -128,6 +131,12 @@ def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Co
     head = "".join(f'<th{_num(i, numeric)} scope="col">{escape(str(h))}</th>' for i, h in enumerate(heads))
     body = "".join("<tr>" + "".join(_cell(c, i, numeric) for i, c in enumerate(r)) + "</tr>" for r in rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def aligned(html: str) -> str:
+    """Tables as `table` makes them for a notebook, whose own style has all cells to the right and breaks 1e-06 in two."""
+    html = re.sub(r"<td>|<td (?=class=\"mono)|<th (?=scope)", lambda found: found[0][:3] + _LEFT + found[0][3:], html)
+    return re.sub(r'<td (?=class="num")', lambda found: found[0] + _WHOLE, html)
 
 
 def _cell(value: Any, index: int, numeric: Collection[int]) -> str:

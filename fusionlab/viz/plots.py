@@ -17,12 +17,14 @@ from fusionlab.errors import ArgumentError
 from fusionlab.evidence.errors.numerics import ULP_EDGES, LeafNumerics, Numerics
 from fusionlab.evidence.instruments.timing import Runs, Timing
 
+from .convert import with_palette
 from .markup import short
 from .model.evidence_view import numerics_of, timing_text, timings_of
 
 BEFORE, AFTER, LIMIT = "#7b8794", "#0072b2", "#d55e00"
 AS_IT_IS: dict[str, Any] = {"parse_math": False}  # for texts with names: a dollar sign in one begins no formula
 _LEAVES = 24
+_PX = 96  # of a page, to the inch
 _SMALLEST = 1e-18  # an error of exactly 0 has no place on a log axis; it is drawn here and named
 
 
@@ -257,6 +259,14 @@ def figure_svg(figure: Any) -> str:
     return text.getvalue()
 
 
+def figure_png(figure: Any) -> tuple[bytes, dict[str, int]]:
+    """A matplotlib figure as PNG, two pixels to a px of the page, and the width in px that a notebook shows it at."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=2 * _PX, bbox_inches="tight", metadata={"Software": None})
+    png = with_palette(drawn.getvalue())
+    return png, {"width": int.from_bytes(png[16:20], "big") // 2}
+
+
 def axes_or_new(ax: Any, width: float, height: float) -> Any:
     """The Axes given; where there are none, those of a figure of their own, sizes in inches."""
     return ax if ax is not None else new_axes(width, height)
@@ -276,7 +286,7 @@ def _axes_class() -> type:
     from matplotlib.axes import Axes
 
     class ShownAxes(Axes):
-        def _repr_svg_(self) -> str:
-            return figure_svg(self.figure)
+        def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+            return figure_png(self.figure)
 
     return ShownAxes

@@ -266,7 +266,7 @@ def test_what_cannot_act_says_why(shown):
         assert words in shown.hook(hook).get_attribute("title"), hook
     pdf = shown.root.locator('button[data-fl-export=".pdf"]')
     assert pdf.evaluate("e => e.disabled")
-    assert "fusionlab[png]" in pdf.get_attribute("title")
+    assert "fusionlab[pdf]" in pdf.get_attribute("title")
     measure = shown.hook("measure")
     expect(measure).to_be_enabled()
     for head, words in (("{counts: {applied: 0}}", "no site is on"), ("{can: {}}", "nothing to measure with")):

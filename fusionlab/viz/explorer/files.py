@@ -39,7 +39,7 @@ def export(
       saved: makes the state's text.
 
     Raises:
-      ArgumentError: another suffix. MissingDependencyError: PNG or PDF without the extra.
+      ArgumentError: another suffix. MissingDependencyError: PDF without the extra.
     """
 
     def page() -> str:
@@ -87,7 +87,7 @@ def save(
     Raises:
       ArgumentError: the suffix is not one of the seven.
       OutputError: the folder is missing or not writable; nothing is left behind.
-      MissingDependencyError: .png or .pdf without the extra `png`.
+      MissingDependencyError: .pdf without the extra `pdf`.
     """
     target = Path(path)
     suffix = target.suffix.lower()

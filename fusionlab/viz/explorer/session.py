@@ -16,7 +16,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..cards.card import Card
-from ..convert import can_convert
+from ..convert import can_make_pdf
 from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
@@ -259,6 +259,11 @@ class Session(Decided):
         with self.lock:
             return self.stage.file(self.drawn(), self.compiled_shown)
 
+    def still(self) -> str:
+        """The picture, as SVG, for a notebook that shows it without the explorer."""
+        with self.lock:
+            return self.stage.still(self.drawn())
+
     def dot(self) -> str:
         """The picture as Graphviz DOT text."""
         with self.lock:
@@ -392,7 +397,7 @@ class Session(Decided):
 
 def _exported() -> list[str]:
     """The kinds of files that an explorer can be saved as here."""
-    return [".svg", *((".png", ".pdf") if can_convert() else ()), ".dot", ".json", ".html"]
+    return [".svg", ".png", *((".pdf",) if can_make_pdf() else ()), ".dot", ".json", ".html"]
 
 
 def _stale(html: str) -> str:

@@ -96,6 +96,10 @@ class Stage:
         notes = kernel_notes(compiled) if compiled is not None and self.hulls else None
         return self._album(drawn).svg(drawn[2], ID_PREFIX, notes, CAPTION)
 
+    def still(self, drawn: Drawn) -> str:
+        """The picture for where it cannot be clicked: no larger than the program needs."""
+        return self._album(drawn).still(drawn[2], ID_PREFIX)
+
     def dot(self, drawn: Drawn) -> str:
         """The picture as Graphviz DOT text."""
         album = self._album(drawn)

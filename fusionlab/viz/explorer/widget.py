@@ -7,6 +7,7 @@ plain data; this class hands it to the browser (`explorer.js` draws it) and the 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import threading
@@ -23,8 +24,8 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 from fusionlab.tracebacks import errors_for_users
 
-from ..html.report import still_html
 from ..model.setting import Setting
+from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
 from .messages import act
 from .observed import IDLE
@@ -184,7 +185,7 @@ class Explorer(Selecting):
         """Writes .json (all of the state: `fusionlab.load` reads it back), or a picture: .svg .png .pdf .dot .html .txt, by suffix.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without the extra.
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the extra.
         """
         from fusionlab.output import write_file
 
@@ -368,13 +369,20 @@ class Explorer(Selecting):
 
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live widget, and a static picture for where there is no kernel (GitHub, nbviewer, exported notebooks)."""
-        bundle: Any = super()._repr_mimebundle_(**kwargs)
-        data, rest = (bundle[0], bundle[1:]) if isinstance(bundle, tuple) else (bundle, ())
-        session = self.session
-        still = still_html(session.summary(), session.scene()["svg"], session.shown_findings)
-        data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
-        return (data, *rest) if rest else data
+        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` says which would not."""
+        png, shown = png_of(self.session.still())
+        return {**self._widget(), "image/png": base64.b64encode(png).decode()}, {"image/png": shown}
+
+    def _ipython_display_(self) -> None:
+        if frames_outputs():
+            raise NotImplementedError  # the bundle above is what it takes
+        head = self.session.head()
+        show(explorer_outputs(self._widget(), head["title"], head["sentence"], self.session.still()))
+
+    def _widget(self) -> dict[str, Any]:
+        bundle: Any = super()._repr_mimebundle_()
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        return {**(data or {}), "text/plain": repr(self)}
 
     def __repr__(self) -> str:
         on = len(self.enabled)

@@ -20,7 +20,7 @@ from ..browser import asset, module
 from ..cards.album import Album
 from ..export import LIVE
 from ..gpu_record import record_html
-from ..markup import ID_PREFIX, dom_id, inline_svg, table
+from ..markup import ID_PREFIX, aligned, dom_id, inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.summaries import summary
 from .page import AFTER_ID_PREFIX, page_data
@@ -101,12 +101,8 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
 
 
 def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()) -> str:
-    """A static picture with header, for `_repr_html_`: no script, nothing to install."""
-    return still_html(summary(graph, findings, enabled), Album(graph, findings).still(enabled), findings)
-
-
-def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
-    """`graph_html` of a view model's `summary` and a picture that is drawn already, with ids that start with "fl-"."""
+    """A static picture with header, for `_repr_html_`: no script, nothing to install. Its ids start with "fl-"."""
+    view, svg = summary(graph, findings, enabled), Album(graph, findings).still(enabled)
     # Ids must not meet those of another picture in the same notebook; the content tells them apart.
     prefix = dom_id(f"fl {view['header']} {len(svg)}")
     own = inline_svg(svg).replace(' id="fl-', f' id="{prefix}-')
@@ -134,13 +130,13 @@ def evidence_summary_html(evidence: Any) -> str:
     named = {(kind, leaf.name) for kind in ("output", "gradient") if (leaf := _worst(evidence, kind)) is not None}
     rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
     left = len(measured["errors"]) - len(rows)
-    body = [f'<p class="fl-header">{_e(evidence.name)}: {_e(evidence.headline)}</p>', _where(evidence)]
+    body = [f"<p><b>{_e(evidence.name)}: {_e(evidence.headline)}</b></p>", _where(evidence)]
     body += [f"<p>{_e(measured['worst'])}</p>"] if measured["worst"] else []
     for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
-        body.append(f"<p><b>{_e(name)}</b></p>{table(heads, cells, numeric)}")
+        body.append(f"<p><b>{_e(name)}</b></p>{aligned(table(heads, cells, numeric))}")
     body += [f'<p class="quiet">{left} more results, no worse: .to_html("report.html")</p>'] if left else []
     body += [f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"]]
-    return f'<div class="fl">{style()}{"".join(body)}</div>'
+    return "".join(body)  # a notebook's own style: an untrusted one leaves ours out
 
 
 def _worst(evidence: Any, kind: str) -> Any:

@@ -1,6 +1,7 @@
 """Timing and error plots, and what the header makes of a measurement."""
 
 import dataclasses
+import io
 import subprocess
 import sys
 import threading
@@ -8,6 +9,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import Evidence
@@ -110,7 +112,12 @@ def test_an_axes_given_is_drawn_into_and_keywords_reach_the_points(timing, numer
 
 def test_plots_show_themselves_and_are_the_same_every_time(timing):
     ax = plot_timing(timing)
-    svg = ax._repr_svg_()
+    png, shown = ax._repr_png_()
+    drawn = Image.open(io.BytesIO(png))
+    assert drawn.mode == "P"  # half the bytes
+    assert shown == {"width": drawn.width // 2}
+    assert (png, shown) == plot_timing(timing)._repr_png_()
+    svg = figure_svg(ax.figure)
     ET.fromstring(svg)
     assert svg == figure_svg(plot_timing(timing).figure)
 
