@@ -16,6 +16,8 @@ _PARTS = (
     "minimap.js",
     "reading.js",
     "panels.js",
+    "record.js",
+    "gone.js",
 )
 
 

@@ -3,7 +3,7 @@
 //
 // A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
 // The other files follow it in the same module: `header.js`, `passes.js`, `outline.js`, `graph.js` with `tools.js`, `trail.js`,
-// `minimap.js` and `reading.js`, and `panels.js`, which lays them beside each other.
+// `minimap.js` and `reading.js`, `panels.js`, which lays them beside each other, and for where there is no kernel `record.js` and `gone.js`.
 //
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
@@ -136,8 +136,8 @@ function tabs(ui) {
   return { el, bar, draw: { tabs: redraw,
     head() {
       const { counts, can = {} } = ui.head();
-      const why = !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
-      run.hidden = ui.fixed();
+      const why = ui.head().gone ? ui.why() : !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
+      run.hidden = ui.fixed() && !ui.head().gone;
       [measure.disabled, measure.title] = [!!why, why || "measure before and after with these sites"];
     },
     busy({ running = false, what = "", done = 0, total = 0, status: said = "" }) {
@@ -204,6 +204,7 @@ export function mount(el, store) {
   const ui = { store, root, abort, uid: `fl-view${++views}`, expecting: false, reveal: false,
     on: (target, type, f, options = {}) => target.addEventListener(type, f, { signal: abort.signal, ...options }),
     head: () => store.get("head") || {}, can: (what) => !!ui.head().can?.[what], fixed: () => !!ui.head().offline,
+    why: () => (ui.head().gone ? ui.head().offline : LIVE), // what needs Python says this where there is none
     leave: () => ui.panels.focus("right") };
   // Selects what a search found, brings it into sight at a readable size and gives it the focus.
   ui.frame = (name) => {
@@ -217,13 +218,13 @@ export function mount(el, store) {
     if (!id) ui.graph.fit();
   };
   ui.past = history(ui);
-  const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), ui.past];
-  const [top, alert, list, tree, middle, about, below] = parts;
+  const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), gone(ui), ui.past];
+  const [top, alert, list, tree, middle, about, below, left] = parts;
   const side = sidePanel(ui, { passes: { el: list.el, why: () => "" }, outline: tree });
   parts.push(side);
   ui.graph = middle;
   ui.panels = panels(ui, middle.el, { left: { el: side.el, name: "passes and outline" }, right: { el: about.el, name: "inspector" } });
-  root.append(top.el, alert.el, ui.panels.el, below.el);
+  root.append(top.el, left.el, alert.el, ui.panels.el, below.el);
   el.append(root);
   ui.panels.place();
   room(ui, top.el, below.bar);
@@ -234,6 +235,10 @@ export function mount(el, store) {
   const flush = () => {
     const now = names.filter((name) => waiting.delete(name));
     if (!abort.signal.aborted) for (const name of now) for (const part of parts) part.draw[name]?.(store.get(name) ?? undefined);
+    for (const b of root.querySelectorAll(".fl-html button[data-msg]")) { // what Python's own HTML asks of Python
+      const off = store.answers?.(JSON.parse(b.dataset.msg).type) === false;
+      if (off !== !!b.flOff) [b.flOff, b.disabled, b.title] = [off, off, off ? ui.why() : ""];
+    }
   };
   const watch = Object.fromEntries(names.map((name) => [name, () => {
     if (!waiting.size) queueMicrotask(flush);
@@ -287,4 +292,4 @@ function widgetStore(model) {
   };
 }
 
-export default { render: ({ model, el }) => mount(el, widgetStore(model)) };
+export default { render: renderWidget };

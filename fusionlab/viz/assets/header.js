@@ -101,7 +101,7 @@ function header(ui) {
       fill(title, h("strong", {}, text), device && h("span", { class: "fl-chip" }, device));
       if (sentence.textContent !== said) [sentence.textContent, sentence.title] = [said, said]; // it is cut where the whole is narrow
       const possible = can.export ?? SUFFIXES;
-      const missing = ui.fixed() ? LIVE : "needs the extra: pip install 'fusionlab[png]'";
+      const missing = ui.fixed() ? ui.why() : "needs the extra: pip install 'fusionlab[png]'";
       fill(menu.lastChild, SUFFIXES.map((s) => button(null, s.slice(1).toUpperCase(), null, {
         "data-fl-export": s, disabled: !possible.includes(s), title: possible.includes(s) ? `save as ${s}` : missing,
       })));

@@ -103,6 +103,7 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "step": _step,
     "outline": _outline,
     "hit": lambda lab, m: lab.hit(int(m["index"])),
+    "keep": lambda lab, _: lab.keep(),
     "more": _more,
     "pane": _pane,
     "toggle": _toggle,

@@ -25,6 +25,7 @@ from fusionlab.graph.program.graph import Graph
 from ..html.report import still_html
 from ..model.setting import Setting
 from .background import Background, Cancel
+from .kept import Keeper
 from .messages import act
 from .observed import IDLE
 from .selecting import Selecting
@@ -98,6 +99,7 @@ class Explorer(Selecting):
             formulas=formulas,
             changed=self._setting_changed,
         )
+        self._keeper = Keeper(self.session, lambda: self._background.running or self._background.abandoned, self.send)
         super().__init__(enabled=self.session.enabled, busy=IDLE | {"status": "not measured"})
         self.on_msg(self._message)
         self._ready = True
@@ -176,6 +178,7 @@ class Explorer(Selecting):
     def close(self) -> None:
         """Takes the explorer off the page for good; a measurement that runs is cancelled."""
         self.cancel()
+        self._keeper.stop()
         super().close()
 
     def save(self, path: Any) -> Path:
@@ -202,6 +205,10 @@ class Explorer(Selecting):
         if lost:
             self.problem = {"code": "changed_program", "sentence": lost}
         self.refresh()
+
+    def keep(self) -> None:
+        """Has the browser keep a record of what is shown, and of what is shown after each change: it answers once the kernel has gone."""
+        self._keeper.ask()
 
     # Measuring -----------------------------------------------------------------------------------------------------
     def _begin(self) -> Cancel:
@@ -334,6 +341,7 @@ class Explorer(Selecting):
     # Drawing -------------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
         """Hands to the browser what has changed; from whatever thread."""
+        self._keeper.touched()
         with self.session.lock, self.hold_sync():
             session = self.session
             session.follow()
@@ -343,10 +351,8 @@ class Explorer(Selecting):
             if self.shown != session.stage.shown:
                 self.shown = session.stage.shown
             self.selected = session.selected
-            head = session.head()
-            self.head = head | {
-                "can": head["can"] | {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
-            }
+            head, can = session.head(), {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
+            self.head = head | {"can": head["can"] | can, "decided": len(session.ledger)}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
