@@ -91,6 +91,7 @@ function stay(el, root, end) {
 function renderWidget({ model, el }) {
   const store = keptStore(model), unmount = mount(el, store), root = el.lastElementChild;
   store.look();
+  store.on_custom((message) => { if (message?.type === "kept") root.flKept = true; });
   model.send({ type: "keep" });
   return () => {
     const end = () => { store.end(); unmount(); };
