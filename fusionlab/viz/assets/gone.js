@@ -10,12 +10,13 @@ const STAYS = "Nothing here can be switched or measured any more; the picture, t
 function absence(model, first) {
   const beside = model.get("layout"), kernel = model.widget_manager?.kernel;
   if (beside?.comm_live === undefined) return "";
+  const context = model.widget_manager?.context?.sessionContext; // tells what was asked for, a moment before it is so
   const known = beside.comm && kernel?.hasComm ? kernel.hasComm(beside.comm.comm_id) : true;
-  if (beside.comm_live && kernel !== null && !kernel?.isDisposed && known) {
+  if (beside.comm_live && kernel !== null && !kernel?.isDisposed && known && !context?.isTerminating && !context?.isRestarting) {
     return ["connecting", "disconnected"].includes(kernel?.connectionStatus) ? LOST : "";
   }
   if (first.saved) return "No kernel stands behind this saved explorer";
-  if (!kernel || kernel.isDisposed) return "The kernel was shut down";
+  if (!kernel || kernel.isDisposed || context?.isTerminating) return "The kernel was shut down";
   if (kernel.id !== first.kernel) return "The notebook has another kernel now";
   return kernel.status === "autorestarting" ? "The kernel died" : "The kernel was restarted";
 }
@@ -78,11 +79,12 @@ function gone(ui) {
 
 // Jupyter takes the view of a closed widget away, and hides the output it stood in: the explorer moves into what is still seen around it.
 function stay(el, root, end) {
-  const around = [];
+  const around = [el];
   for (let e = el.parentElement; e; e = e.parentElement) around.push(e);
   const move = () => {
     if (root.isConnected && root.getClientRects().length) return;
-    around.find((e) => e.isConnected && e.getClientRects().length)?.append(root);
+    const k = around.findIndex((e) => e.isConnected && e.getClientRects().length);
+    if (k > 0) around[k].append(h("div", { class: around[k - 1].className.replace("lm-mod-hidden", "") }, root)); // as wide as what was there
   };
   for (const ms of [0, 50, 250]) setTimeout(move, ms);
   const left = setInterval(() => { if (!root.isConnected) [clearInterval(left), end()]; }, 1000); // the cell was run again, or deleted
