@@ -40,3 +40,8 @@ def _converter() -> Any:
             "PNG and PDF need vl-convert-python, which is not installed; pip install 'fusionlab[png]'. "
             "SVG and DOT need nothing."
         ) from error
+
+
+def exported() -> list[str]:
+    """The kinds of files that an explorer can be saved as here."""
+    return [".svg", *((".png", ".pdf") if can_convert() else ()), ".dot", ".json", ".html"]

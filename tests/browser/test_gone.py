@@ -80,7 +80,9 @@ def explorable(lab: Explorer, why: str) -> None:
 
 
 @pytest.mark.parametrize("case", [BARE, RESTARTED, DIED, SHUT, CLOSED])
-def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(case, page, problems, request, tmp_path, artifacts):
+def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
+    case, page, problems, request, tmp_path, artifacts
+):
     if case == BARE:
         lab = fl.explore(model_step, *arguments(seq=32))
         stand(page, lab)

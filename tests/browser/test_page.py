@@ -94,6 +94,45 @@ def test_a_click_on_a_card_shows_the_inspector(shown):
     expect(current(shown)).to_be_in_viewport()
 
 
+def test_names_values_and_source_lines_are_copied(shown):
+    page, copy = shown.page, shown.hook("copy")
+    page.evaluate(
+        "() => { window.copied = []; document.addEventListener('copy', () => copied.push(getSelection().toString())); }"
+    )
+    for clipboard in ("{ writeText: async text => { copied.push(text); } }", "undefined"):  # there, and missing
+        page.evaluate(
+            f"() => Object.defineProperty(navigator, 'clipboard', {{ value: {clipboard}, configurable: true }})"
+        )
+        page.evaluate("() => { copied.length = 0; }")
+        shown.picture.locator("g.card[role=button]").first.click()
+        line = shown.hook("inspector").locator('[data-fl-pick*="test_page.py:"]').first
+        line.hover()
+        copy.click()
+        expect(copy).to_contain_text("copied")
+        shown.hook("inspector").locator("dd").first.hover()
+        copy.click()
+        shown.hook("inspector").locator("h3").hover()
+        copy.click()
+        where = line.get_attribute("data-fl-pick")
+        row = (
+            shown.hook("inspector")
+            .locator("dd")
+            .first.evaluate("e => e.textContent.replace('⧉', '').replace('copied', '').trim()")
+        )
+        assert page.evaluate("copied") == [where, row, "layer_0"]
+        page.evaluate("() => { copied.length = 0; }")
+        line.focus()
+        page.keyboard.press("Tab")
+        expect(copy).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(copy).to_contain_text("copied")
+        expect(copy).to_be_focused()
+        page.keyboard.press("Shift+Tab")
+        expect(line).to_be_focused()
+        page.keyboard.press("c")
+        assert page.evaluate("copied") == [where, where]
+
+
 def test_a_card_opens_where_it_is_and_closes_again(shown):
     group = closed(shown).first
     name, boxes = group.get_attribute("id"), shown.boxes.count()
@@ -147,6 +186,9 @@ def test_everything_is_reached_by_keyboard(shown):
     expect(shown.hook("hits")).to_be_hidden()
     expect(shown.picture.locator("[aria-current=true]:focus")).to_have_count(1)
     keyboard.press("Home")
+    keyboard.press("Escape")
+    expect(current(shown)).to_have_count(0)  # nothing is selected, and the focus stays
+    expect(shown.picture.locator(":focus")).to_have_count(1)
     keyboard.press("Escape")
     expect(shown.hook("inspector")).to_be_focused()
     tab = shown.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')

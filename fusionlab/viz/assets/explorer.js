@@ -3,7 +3,7 @@
 //
 // A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
 // The other files follow it in the same module: `header.js`, `passes.js`, `outline.js`, `graph.js` with `tools.js`, `trail.js`,
-// `minimap.js` and `reading.js`, `panels.js`, which lays them beside each other, and for where there is no kernel `record.js` and `gone.js`.
+// `minimap.js` and `reading.js`, `panels.js`, which lays them beside each other, `copy.js`, and for where there is no kernel `record.js` and `gone.js`.
 //
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
@@ -77,6 +77,7 @@ function fillHtml(e, html) {
     link.setAttribute("role", "button");
     link.setAttribute("tabindex", "0");
   }
+  for (const row of template.content.querySelectorAll(ALONE)) row.setAttribute("tabindex", "0"); // to be copied by keyboard
   morph(e, template.content);
 }
 
@@ -217,6 +218,13 @@ export function mount(el, store) {
     ui.reveal = id && "look";
     if (!id) ui.graph.fit();
   };
+  // Selects nothing, whatever has the focus keeps it; whether anything was selected.
+  ui.deselect = () => {
+    const any = !!store.get("inspector")?.name;
+    if (any) store.send({ type: "pick", name: "" });
+    return any;
+  };
+  ui.copying = copying(ui);
   ui.past = history(ui);
   const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), gone(ui), ui.past];
   const [top, alert, list, tree, middle, about, below, left] = parts;
@@ -264,12 +272,14 @@ export function mount(el, store) {
     const pick = e.target.closest("[data-fl-pick]:not(button)");
     const steps = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
     if (e.altKey && !e.ctrlKey && !e.metaKey && steps && !typing) return e.preventDefault(), e.stopPropagation(), ui.past.go(steps);
+    const change = (e.ctrlKey || e.metaKey) && !e.altKey && !typing && { z: e.shiftKey ? "redo" : "undo", y: "redo" }[e.key.toLowerCase()];
+    if (change) return e.preventDefault(), e.stopPropagation(), ui.can(change) && store.send({ type: change });
     if (e.ctrlKey || e.metaKey || e.altKey) return;
     e.stopPropagation(); // a notebook would take letters and arrows as commands of its own
-    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), ",": () => middle.step(-1), ".": () => middle.step(1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right") }[e.key];
+    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), ",": () => middle.step(-1), ".": () => middle.step(1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right"), c: ui.copying.key }[e.key];
     if (act) [e.preventDefault(), act()];
     else if (pick && (e.key === "Enter" || e.key === " ")) [e.preventDefault(), pick.click()];
-    else if (e.key === "Escape" && !e.defaultPrevented) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys
+    else if (e.key === "Escape" && !e.defaultPrevented && !ui.deselect()) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys
   });
   for (const name of names) waiting.add(name);
   flush();

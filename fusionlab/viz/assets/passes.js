@@ -71,7 +71,8 @@ function passes(ui) {
     fill(foot, act("all-on", "All on", { type: "all", on: true }, applied === sites && (sites ? "every site is on" : "nothing was found"), "switch every site on"),
       act("all-off", "All off", { type: "all", on: false }, !applied && "no site is on", "switch every site off"),
       act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "all is as it was opened", "go back to what was on when it was opened"),
-      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change"));
+      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change (Ctrl+Z)"),
+      act("redo", "Redo", { type: "redo" }, !ui.can("redo") && "nothing was taken back", "make the change again that was taken back (Ctrl+Shift+Z, Ctrl+Y)"));
   };
   ui.on(el, "click", (e) => {
     const key = e.target.dataset.open;

@@ -85,6 +85,7 @@ function recordStore(traits, sides, elsewhere) {
   };
 
   const pick = async (name) => {
+    if (!name) return visit("");
     const { byName, rows, number } = await loaded();
     if (name in traits.scene.items) return select(name); // a card by its id, as going back to it names it
     if (number.has(`fl-${name}`) || number.has(name)) return choose(number.get(`fl-${name}`) ?? number.get(name), name);

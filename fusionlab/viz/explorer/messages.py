@@ -112,6 +112,7 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "all": _all,
     "reset": lambda lab, _: lab.reset(),
     "undo": lambda lab, _: lab.undo(),
+    "redo": lambda lab, _: lab.redo(),
     "search": lambda lab, m: lab.search(str(m["text"])),
     "shown": lambda lab, m: setattr(lab, "shown", m["value"]),
     "hulls": lambda lab, m: setattr(lab, "hulls", bool(m["on"])),

@@ -25,17 +25,17 @@ from fusionlab.graph.program.graph import Graph
 from ..html.report import still_html
 from ..model.setting import Setting
 from .background import Background, Cancel
+from .changing import Changing
 from .kept import Keeper
 from .messages import act
 from .observed import IDLE
-from .selecting import Selecting
 from .session import Session
 from .state_file import Saved, saved_text
 
 OnProgress = Callable[[str, int, int], None]
 
 
-class Explorer(Selecting):
+class Explorer(Changing):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
@@ -106,28 +106,6 @@ class Explorer(Selecting):
         self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
-    def option(self, name: str, option: str, value: Any) -> None:
-        """Sets an option of a pass, as `Strategy` takes it, and searches again.
-
-        Raises:
-          UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
-        """
-        searching = "searching again"
-        self._say(searching, {"running": True, "what": searching, "done": 0, "total": 0})  # seconds, for a long program
-        try:
-            self.session.option(name, option, value)
-        finally:
-            if self.status == searching:
-                self._say("not measured" if self.evidence is None else "measured")
-
-    def undo(self) -> bool:
-        """Takes the last change of sites or options back; False where there is none."""
-        return self.session.undo()
-
-    def reset(self) -> bool:
-        """Goes back to what was on when it was opened."""
-        return self.session.reset()
-
     def code(self) -> str:
         """A Python program that reproduces what is on.
 
@@ -176,7 +154,7 @@ class Explorer(Selecting):
         self.refresh()
 
     def close(self) -> None:
-        """Takes the explorer off the page for good; a measurement that runs is cancelled."""
+        """Parts the explorer from the page for good, where it stays as a record of what was shown; a measurement that runs is cancelled."""
         self.cancel()
         self._keeper.stop()
         super().close()
@@ -351,7 +329,10 @@ class Explorer(Selecting):
             if self.shown != session.stage.shown:
                 self.shown = session.stage.shown
             self.selected = session.selected
-            head, can = session.head(), {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
+            head, can = (
+                session.head(),
+                {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"},
+            )
             self.head = head | {"can": head["can"] | can, "decided": len(session.ledger)}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
