@@ -21,10 +21,12 @@ async function toClipboard(text) {
 }
 
 function copying(ui) {
-  const sign = h("span", { "aria-hidden": "true" }, "⧉"), said = h("span", { role: "status", class: "fl-copied" });
-  const el = h("button", { type: "button", class: "fl-copy", "data-fl": "copy", "data-key": "fl-copy", popover: "manual" }, sign, said);
-  let at = null, timer = 0;
-  const textOf = (e) => (e.dataset.flPick || e.innerText.replace(el.isConnected && e.contains(el) ? el.innerText : "\0", "")).trim();
+  const el = h("button", { type: "button", class: "fl-copy", "data-fl": "copy", "data-key": "fl-copy", popover: "manual", title: "copy (c)" });
+  const said = h("span", { class: "fl-sr", role: "status" });
+  ui.root.append(said);
+  let at = null, timer = 0, text = "";
+  const textOf = (e) => (e.dataset.flPick || [...e.childNodes].filter((c) => c !== el).map((c) => c.innerText ?? c.textContent).join("")).trim();
+  const say = (word) => { el.textContent = word; el.classList.toggle("fl-done", word !== "copy"); };
   const open = () => el.matches(":popover-open");
   const hide = () => {
     if (el.isConnected && open()) el.hidePopover?.();
@@ -35,11 +37,11 @@ function copying(ui) {
     clearTimeout(timer);
     if (e === at && el.isConnected) return;
     hide();
-    if (!textOf(e)) return;
+    text = textOf(e);
+    if (!text) return;
     at = e;
-    said.textContent = "";
-    el.setAttribute("aria-label", `copy ${textOf(e).slice(0, 80)}`);
-    el.title = "copy (c)";
+    say("copy");
+    el.setAttribute("aria-label", `copy ${text.slice(0, 80)}`);
     if (e.matches("button, [role=button]")) e.after(el); // the next stop of the Tab key
     else e.append(el);
     el.showPopover?.();
@@ -49,27 +51,24 @@ function copying(ui) {
   };
   const copy = async (e = at) => {
     show(e);
-    try {
-      await toClipboard(textOf(e));
-      said.textContent = "copied";
-    } catch (error) {
-      said.textContent = error.message;
-    }
-    timer = setTimeout(() => { said.textContent = ""; }, SAYS);
+    const word = await toClipboard(text).then(() => "copied", (error) => error.message);
+    say(word);
+    said.textContent = `${word} ${text.slice(0, 80)}`;
+    timer = setTimeout(() => { say("copy"); said.textContent = ""; }, SAYS);
   };
   const target = (e) => e.closest?.(COPIED);
   const over = (e) => {
     if (el.contains(e.target)) return clearTimeout(timer);
     const to = target(e.target);
     if (to && ui.root.contains(to)) return show(to);
-    if (at && !focused(el) && !said.textContent) timer ||= setTimeout(() => { timer = 0; if (!el.matches(":hover") && !focused(el)) hide(); }, 250);
+    if (at && !focused(el) && !el.classList.contains("fl-done")) timer ||= setTimeout(() => { timer = 0; if (!el.matches(":hover") && !focused(el)) hide(); }, 250);
   };
   ui.on(ui.root, "pointerover", (e) => { clearTimeout(timer); timer = 0; over(e); });
   ui.on(ui.root, "pointerleave", () => { if (!focused(el)) hide(); });
   ui.on(ui.root, "focusin", (e) => {
     if (el.contains(e.target)) return;
     const to = target(e.target);
-    if (to?.matches(":focus-visible")) show(to);
+    if (to) show(to);
     else if (at && !at.matches(":hover")) hide();
   });
   ui.on(ui.root, "scroll", () => { if (!focused(el)) hide(); }, { capture: true });
