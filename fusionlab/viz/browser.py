@@ -18,6 +18,7 @@ _PARTS = (
     "panels.js",
     "copy.js",
     "record.js",
+    "names.js",
     "gone.js",
 )
 

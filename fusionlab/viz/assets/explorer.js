@@ -157,7 +157,7 @@ function problem(ui) {
   const el = h("div", { class: "fl-problem", "data-fl": "problem", role: "alert", hidden: true });
   return { el, draw: { problem(p) {
     el.hidden = !p;
-    fill(el, p && h("b", {}, p.code), p && h("span", {}, p.sentence), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
+    fill(el, p && h("b", {}, p.code), p && h("span", {}, [p.sentence, ...(p.near || []).flatMap((name) => [" ", h("button", { type: "button", class: "fl-link", "data-fl-pick": name }, name)])]), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
   } } };
 }
 

@@ -89,8 +89,10 @@ function recordStore(traits, sides, elsewhere) {
     const { byName, rows, number } = await loaded();
     if (name in traits.scene.items) return select(name); // a card by its id, as going back to it names it
     if (number.has(`fl-${name}`) || number.has(name)) return choose(number.get(`fl-${name}`) ?? number.get(name), name);
+    const card = names().find(name);
+    if (card && !byName.has(name)) return choose(card.card, name, card.twin ? { twin: 1 } : undefined);
     const row = byName.get(name) || byName.get(`n${side()?.sites[name]}`), line = row ? [] : rows.filter((r) => r.where === name);
-    if (!row && !line.length) return say(`${name} is not in this record. ${elsewhere}`);
+    if (!row && !line.length) return set({ problem: { code: "", sentence: `${name} is not in this record${names().near(name).length ? "; nearest:" : `. ${elsewhere}`}`, near: names().near(name) } });
     return choose((row || line[0]).card, name, row, line);
   };
   const choose = async (card, name, row, line = []) => {
@@ -102,8 +104,20 @@ function recordStore(traits, sides, elsewhere) {
     await select(id, { scene: shown, head: { ...traits.head, shown: shown === traits.scene ? traits.head.shown : asked() }, marks: { linked, found: lit(shown) }, ...brief }, own || id);
     if ((row || line[0])?.twin) say(`${name} is in a part that the page shows no more of than its twin: the first of equal parts is marked. ${elsewhere}`);
   };
+  const names = () => (index.naming ??= naming(index, traits.outline, side()?.sites || {}));
+  // Selects by a name, and opens the card that it names.
+  const open = async (name) => {
+    await pick(name);
+    const id = traits.marks.selected?.[0], key = id?.replace(/^fl-/, "");
+    if (name && !traits.problem?.near && traits.scene.items[id]?.closed && side()?.scenes[key] && names().find(name)) await select(id, { scene: await scene(key), problem: traits.problem });
+  };
+  // The name that opens the page where it is now; "" while nothing is selected.
+  const address = async () => {
+    const { name } = traits.inspector, { number } = await loaded(), k = number.get(name) ?? number.get(`fl-${name}`);
+    return k === undefined ? (name.startsWith("fl-") ? "" : name) : names().address(k);
+  };
   const asked = () => Object.keys(sides).find((name) => sides[name] === side()) ?? traits.head.shown;
-  const single = (row) => index.rows.filter((r) => r.card === row.card).length === 1;
+  const single = (row) => row.op && index.rows.filter((r) => r.card === row.card).length === 1;
   // A node that no card of the page shows by itself.
   const hidden = (row, id) => ({ title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true], ["source", row.where, true],
     ["inside", traits.scene.items[id]?.label || "", false]].filter((r) => r[1])) });
@@ -175,5 +189,7 @@ function recordStore(traits, sides, elsewhere) {
     send: (message) => Promise.resolve(answers[message.type]?.(message)).catch((error) => say(String(error))), // what only Python can do is switched off
     on_custom: (f) => { listeners.add(f); return () => listeners.delete(f); },
     answers: (type) => type in answers,
+    open: (name) => open(name).catch((error) => say(String(error))),
+    address,
   };
 }

@@ -17,6 +17,7 @@ function openPage() {
   const store = recordStore({ head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null, inspector: idle(data),
     outline: data.outline, trail: [{ id, name, prefix: "" }], hits: {}, marks: {}, scene: sides.before.scene }, sides, `It opens in a live kernel: fusionlab.explore(fn, *args).`);
   mount(home, store);
+  followAddress(store);
   // The page around the explorer follows its theme.
   const follow = () => { document.body.dataset.theme = store.get("theme"); };
   store.on("theme", follow);
