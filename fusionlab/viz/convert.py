@@ -75,3 +75,8 @@ def _fonts() -> list[str]:
     import matplotlib as mpl
 
     return [str(Path(mpl.get_data_path(), "fonts", "ttf", name)) for name in _FONTS]
+
+
+def exported() -> list[str]:
+    """The kinds of files that an explorer can be saved as here."""
+    return [".svg", ".png", *((".pdf",) if can_make_pdf() else ()), ".dot", ".json", ".html"]

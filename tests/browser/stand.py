@@ -1,4 +1,7 @@
-"""The explorer in a bare page: its own module draws it, and a binding of the browser's stands in for Jupyter's messages."""
+"""The explorer in a bare page: its own module draws it, and a binding of the browser's stands in for Jupyter's messages.
+
+`window.flJupyter` stands in for what Jupyter tells of a kernel: { emit, layout, kernel, manager }.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +29,19 @@ TRAITS = (
 )
 MOUNT = """first => {
     const watchers = new Map();
+    const emit = (name, ...told) => { for (const f of [...watchers.get(name) || []]) f(...told); };
     const set = changes => {
         Object.assign(first, changes);
-        for (const name of Object.keys(changes)) for (const f of watchers.get(name) || []) f();
+        for (const name of Object.keys(changes)) emit(`change:${name}`);
     };
-    window.flMount(document.getElementById("home"), {
-        get: name => first[name], set: (name, value) => set({ [name]: value }),
+    const layout = { comm_live: true, comm: { comm_id: "beside" } }, kernel = { id: "one", status: "idle", connectionStatus: "connected" };
+    const manager = { kernel };
+    window.flJupyter = { emit, layout, kernel, manager };
+    window.flRender({ el: document.getElementById("home"), model: {
+        get: name => name === "layout" ? layout : first[name], set: (name, value) => set({ [name]: value }), save_changes: () => {},
         on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)), off: (name, f) => watchers.get(name)?.delete(f),
-        send: message => window.flSend(JSON.stringify(message)).then(changes => set(JSON.parse(changes))), on_custom: () => () => {},
-    });
+        send: message => window.flSend(JSON.stringify(message)).then(changes => set(JSON.parse(changes))), widget_manager: manager,
+    } });
 }"""
 
 
@@ -52,9 +59,9 @@ def stand(page: Page, lab: Explorer) -> None:
     code = module().replace("export default", "const widget =").replace("export function", "function")
     page.set_content(
         f'<!DOCTYPE html><meta charset="utf-8"><style>{asset("explorer.css")} body {{ margin: 0; }}</style><div id="home"></div>'
-        f'<script type="module">{code}\nwindow.flMount = mount;</script>'
+        f'<script type="module">{code}\nwindow.flRender = widget.render;</script>'
     )
-    page.wait_for_function("() => !!window.flMount")
+    page.wait_for_function("() => !!window.flRender")
     page.evaluate(MOUNT, told)
 
 

@@ -8,7 +8,7 @@ function passes(ui) {
   const list = h("div", { class: "fl-list" });
   const foot = h("div", { class: "fl-foot" });
   const el = h("section", { class: "fl-passes", "aria-label": "passes" }, list, foot);
-  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? LIVE : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
+  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? ui.why() : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
   const site = (s, note = s.note || (s.idle && "idle")) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
@@ -66,12 +66,13 @@ function passes(ui) {
     fill(list, ui.head().offline && h("p", { class: "fl-note", "data-key": "offline" }, ui.head().offline),
       some.map((p) => pass(p, few)), declined(kinds),
       none.length > 0 && h("details", { class: "fl-declined", "data-key": "none" }, h("summary", {}, `Nothing found by ${none.length} pass${none.length > 1 ? "es" : ""}`), none.map((p) => pass(p, few))));
-    const act = (hook, text, message, why, title) => button(hook, text, message, { disabled: ui.fixed() || !!why, title: ui.fixed() ? LIVE : why || title });
+    const act = (hook, text, message, why, title) => button(hook, text, message, { disabled: ui.fixed() || !!why, title: ui.fixed() ? ui.why() : why || title });
     const count = (name) => all.reduce((sum, p) => sum + p[name], 0), sites = count("sites"), applied = count("applied");
     fill(foot, act("all-on", "All on", { type: "all", on: true }, applied === sites && (sites ? "every site is on" : "nothing was found"), "switch every site on"),
       act("all-off", "All off", { type: "all", on: false }, !applied && "no site is on", "switch every site off"),
       act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "all is as it was opened", "go back to what was on when it was opened"),
-      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change"));
+      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change (Ctrl+Z)"),
+      act("redo", "Redo", { type: "redo" }, !ui.can("redo") && "nothing was taken back", "make the change again that was taken back (Ctrl+Shift+Z, Ctrl+Y)"));
   };
   ui.on(el, "click", (e) => {
     const key = e.target.dataset.open;

@@ -16,7 +16,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..cards.card import Card
-from ..convert import can_make_pdf
+from ..convert import exported
 from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
 from ..html.shares import shares_html
@@ -222,7 +222,7 @@ class Session(Decided):
                 f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"
             ]
         self._decisions = [*saved.decisions, Decision("loaded", self.setting)]
-        self._past = []
+        self._past, self._undone = [], []
         self._changed()
         return "; ".join(lost)
 
@@ -242,8 +242,9 @@ class Session(Decided):
                 "both": self._after is not None,
                 "options": self._find is not None,
                 "undo": self.can_undo,
+                "redo": self.can_redo,
                 "reset": self.can_reset,
-                "export": _exported(),
+                "export": exported(),
             },
         }
 
@@ -393,11 +394,6 @@ class Session(Decided):
             shares=shares,
             roofline=self._under() if self.stage.shown != "after" else None,
         )
-
-
-def _exported() -> list[str]:
-    """The kinds of files that an explorer can be saved as here."""
-    return [".svg", ".png", *((".pdf",) if can_make_pdf() else ()), ".dot", ".json", ".html"]
 
 
 def _stale(html: str) -> str:

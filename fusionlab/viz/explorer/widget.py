@@ -27,9 +27,10 @@ from fusionlab.tracebacks import errors_for_users
 from ..model.setting import Setting
 from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
+from .changing import Changing
+from .kept import Keeper
 from .messages import act
 from .observed import IDLE
-from .selecting import Selecting
 from .session import Session
 from .state_file import Saved, saved_text
 
@@ -37,7 +38,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 @errors_for_users
-class Explorer(Selecting):
+class Explorer(Changing):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
@@ -101,34 +102,13 @@ class Explorer(Selecting):
             formulas=formulas,
             changed=self._setting_changed,
         )
+        self._keeper = Keeper(self.session, lambda: self._background.running or self._background.abandoned, self.send)
         super().__init__(enabled=self.session.enabled, busy=IDLE | {"status": "not measured"})
         self.on_msg(self._message)
         self._ready = True
         self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
-    def option(self, name: str, option: str, value: Any) -> None:
-        """Sets an option of a pass, as `Strategy` takes it, and searches again.
-
-        Raises:
-          UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
-        """
-        searching = "searching again"
-        self._say(searching, {"running": True, "what": searching, "done": 0, "total": 0})  # seconds, for a long program
-        try:
-            self.session.option(name, option, value)
-        finally:
-            if self.status == searching:
-                self._say("not measured" if self.evidence is None else "measured")
-
-    def undo(self) -> bool:
-        """Takes the last change of sites or options back; False where there is none."""
-        return self.session.undo()
-
-    def reset(self) -> bool:
-        """Goes back to what was on when it was opened."""
-        return self.session.reset()
-
     def code(self) -> str:
         """A Python program that reproduces what is on.
 
@@ -177,8 +157,9 @@ class Explorer(Selecting):
         self.refresh()
 
     def close(self) -> None:
-        """Takes the explorer off the page for good; a measurement that runs is cancelled."""
+        """Parts the explorer from the page for good, where it stays as a record of what was shown; a measurement that runs is cancelled."""
         self.cancel()
+        self._keeper.stop()
         super().close()
 
     def save(self, path: Any) -> Path:
@@ -205,6 +186,10 @@ class Explorer(Selecting):
         if lost:
             self.problem = {"code": "changed_program", "sentence": lost}
         self.refresh()
+
+    def keep(self) -> None:
+        """Has the browser keep a record of what is shown, and of what is shown after each change: it answers once the kernel has gone."""
+        self._keeper.ask()
 
     # Measuring -----------------------------------------------------------------------------------------------------
     def _begin(self) -> Cancel:
@@ -337,6 +322,7 @@ class Explorer(Selecting):
     # Drawing -------------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
         """Hands to the browser what has changed; from whatever thread."""
+        self._keeper.touched()
         with self.session.lock, self.hold_sync():
             session = self.session
             session.follow()
@@ -346,10 +332,11 @@ class Explorer(Selecting):
             if self.shown != session.stage.shown:
                 self.shown = session.stage.shown
             self.selected = session.selected
-            head = session.head()
-            self.head = head | {
-                "can": head["can"] | {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
-            }
+            head, can = (
+                session.head(),
+                {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"},
+            )
+            self.head = head | {"can": head["can"] | can, "decided": len(session.ledger)}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()

@@ -152,7 +152,7 @@ def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     scripts = ""
     if data is not None:
         text = json.dumps(data).replace("<", "\\u003c")
-        code = module() + "\n" + asset("report.js")
+        code = "\n".join([module(), asset("address.js"), asset("report.js")])
         scripts = (
             f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
         )

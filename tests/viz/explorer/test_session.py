@@ -60,6 +60,26 @@ def test_every_decision_is_a_line_of_the_ledger_and_can_be_undone(session, case)
     assert session.enabled == frozenset()
 
 
+def test_what_was_undone_is_redone_until_another_change_is_made(session, case):
+    first, second = (c.id for c in case.findings.candidates)
+    session.toggles[first] = False
+    session.toggles[second] = False
+    assert not session.redo()
+    assert session.undo()
+    assert session.undo()
+    assert session.head()["can"]["redo"]
+    assert session.redo()
+    assert session.enabled == {second}
+    assert words(session)[-1] == f"redone: {first} off"
+    assert session.undo()
+    assert [session.redo(), session.redo(), session.redo()] == [True, True, False]
+    assert session.enabled == frozenset()
+    assert session.undo()
+    session.toggles[first] = True
+    assert not session.can_redo
+    assert not session.redo()
+
+
 def test_before_and_after_beside_each_other_have_one_selection(session, mixed):
     with pytest.raises(ArgumentError, match="only findings"):
         session.show("both")
