@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.interpret.promote import Promoted, promote
 from fusionlab.kernels.op.op import meaning_of
+from fusionlab.progress import SILENT, Stages
 
 from .errors.numerics import (
     LeafNumerics,
@@ -26,6 +27,12 @@ from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 
+_COMPILED = (
+    "before, forward",
+    "after, forward",
+    "before, gradient",
+    "after, gradient",
+)  # of a comparison, in this order
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
 
@@ -50,11 +57,21 @@ class Original:
       call: the function of its dynamic arguments.
       donated: positions in its arguments that each run consumes; those that the jit around it donates, where none were named.
       grad: whether gradients are compared as well.
+      stages: what is told as it happens, and may stop it.
+      numbered: whether a program that is compiled is told as one of those of a comparison: "before, forward 1/4".
       chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
     """
 
-    def __init__(self, call: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.call, self.grad = call, grad
+    def __init__(
+        self,
+        call: Bound,
+        donated: Sequence[int],
+        argnums: Any,
+        grad: bool,
+        stages: Stages = SILENT,
+        numbered: bool = False,
+    ) -> None:
+        self.call, self.grad, self.stages, self.numbered = call, grad, stages, numbered
         self.donated = call.dynamic(donated, "donate_argnums") or call.donated
         asked = range(len(call.args)) if argnums is None else call.dynamic(as_tuple(argnums), "argnums")
         leaves = jax.tree.leaves((call.args, call.kwargs))
@@ -92,13 +109,20 @@ class Original:
 
     def _forward_of(self, version: Bound, name: str) -> Program:
         options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
-        return compile_program(version.fn, version.args, version.kwargs, **options)
+        return compile_program(version.fn, version.args, version.kwargs, said=self._said(f"{name}, forward"), **options)
 
     def backward_of(self, version: Bound, name: str = "after") -> Program:
         """The value and the gradients of a version, compiled."""
         args = (self.cotangents, version.args, version.kwargs)
         options = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
+        options["said"] = self._said(f"{name}, gradient")
         return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
+
+    def _said(self, which: str) -> Callable[[str], Any]:
+        """What tells of a program as it is made: "compiling before, forward 1/4"."""
+        if self.numbered and which in _COMPILED:
+            which += f" {_COMPILED.index(which) + 1}/{4 if self.grad else 2}"
+        return lambda verb: self.stages(f"{verb} {which}")
 
     @functools.cached_property
     def reference(self) -> Reference:
@@ -117,12 +141,14 @@ class Original:
     def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
+        self.stages("float64 reference")
         promoted = promote(self.call.fn, *args, inline=meaning_of, **kwargs)
         outputs = jax.tree.leaves(promoted.values(*args, **kwargs))
         return Reference(promoted, outputs, self._gradients(promoted) if self.grad else None)
 
     def _gradients(self, promoted: Promoted) -> list[Any]:
         cotangents, args, kwargs = self.backward.args
+        self.stages("float64 reference, gradient")
         wanted = promoted.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
         flat = jax.tree_util.tree_leaves(wanted, is_leaf=lambda x: x is None)
         return [flat[i] for i in self.chosen]
@@ -137,7 +163,9 @@ class Original:
             return self._errors(forward, backward)
 
     def _errors(self, forward: Program, backward: Program | None) -> list[LeafNumerics]:
-        first, second, want = self.forward.run(), forward.run(), self.reference
+        want = self.reference
+        self.stages("errors of outputs and gradients" if backward is not None else "errors of outputs")
+        first, second = self.forward.run(), forward.run()
         names, leaves = named_outputs(first), jax.tree.leaves
         found = leaf_numerics("output", names, leaves(first), leaves(second), want.outputs, self.sums)
         if backward is not None and want.gradients is not None:

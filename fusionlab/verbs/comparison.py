@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
+from ..progress import Stages, watched
 from .fused import Fused
 from .lab import not_swallowed
 from .shown import fields_of
@@ -73,7 +74,9 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
     options = fused.__fusionlab_jit__.static | options
-    found, fusing = fused.selected(*args, **kwargs)
-    options.setdefault("same_code", all(c.same_code for c in fusing))
-    evidence = measure(fn, fused, *args, grad=grad, **options)
+    with watched(options.get("progress", False)) as told:
+        Stages(told)("searching")
+        found, fusing = fused.selected(*args, **kwargs)
+        options.setdefault("same_code", all(c.same_code for c in fusing))
+        evidence = measure(fn, fused, *args, grad=grad, **options | {"progress": told})
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))

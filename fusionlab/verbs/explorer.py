@@ -93,6 +93,7 @@ def explore(
     implementation: str | None = None,
     measure: bool = False,
     budget_s: float = 20.0,
+    progress: Progress | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
@@ -105,6 +106,7 @@ def explore(
       passes, device, implementation: as for `find`.
       measure: start measuring at once, in the background, as a press of Measure does.
       budget_s: seconds of timing in one measurement; compiling, and errors against float64, come on top.
+      progress: of tracing and searching, as for `find`; None shows a line in a notebook's cell and in a terminal, and nothing elsewhere.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -115,8 +117,8 @@ def explore(
       As `find`; ArgumentError also for a budget that is no number of seconds above 0.
     """
     options = {"passes": passes, "device": device, "implementation": implementation}
-    not_swallowed("explore", fn, options | {"measure": measure or None})
-    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    not_swallowed("explore", fn, options | {"measure": measure or None, "progress": progress})
+    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames, "progress": progress}
     return _explorer(fn, args, kwargs, measure=measure, budget_s=budget_s, **options)
 
 
@@ -130,23 +132,27 @@ def _explorer(
         raise ArgumentError(f"measure: got {measure!r:.80}, needed True or False")
     static = {k: options[k] for k in _STATIC if options[k] != ()}
     search = {k: options[k] for k in ("device", "implementation")}
-    found = find(fn, *args, passes=passes, **search, **static, **kwargs)
-    live = _Live(fn, args, kwargs, found.graph, search, static, budget_s)
-    explorer = Explorer(
-        found.graph,
-        found,
-        measure=live.measure,
-        shares=live.shares,
-        times=live.times,
-        rates=measure_peaks,
-        # On a CPU it takes as long as all the rest, which few ask for there.
-        rates_at_once=Device.current().platform != "cpu",
-        after=live.after,
-        find=live.find,
-        script=live.script,
-        strategy=_strategy(passes),
-        formulas={p.name: p.formula for p in registry().values()},
-    )
+    progress = options.get("progress")
+    with watched(somebody_looks() if progress is None else progress) as told:
+        found = find(fn, *args, passes=passes, **search, **static, progress=told, **kwargs)
+        live = _Live(fn, args, kwargs, found.graph, search, static, budget_s)
+        Stages(told)("drawing")
+        explorer = Explorer(
+            found.graph,
+            found,
+            measure=live.measure,
+            shares=live.shares,
+            times=live.times,
+            rates=live.rates,
+            # On a CPU it takes as long as all the rest, which few ask for there.
+            rates_at_once=Device.current().platform != "cpu",
+            which=live.which,
+            after=live.after,
+            find=live.find,
+            script=live.script,
+            strategy=_strategy(passes),
+            formulas={p.name: p.formula for p in registry().values()},
+        )
     if measure:
         explorer.start()
     return explorer
