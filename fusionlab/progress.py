@@ -73,6 +73,10 @@ class Clock:
         """The stage is over: what it took is kept for the next of its name."""
         if self.task:
             self.seen[self.task] = self.seconds
+        self.drop()
+
+    def drop(self) -> None:
+        """The stage is over before its end."""
         self.task, self.done, self.total, self.budget_s = "", 0, 0, math.inf
 
     @property
@@ -207,6 +211,13 @@ def watched(progress: Progress) -> Iterator[Progress]:
         return
     with Line() as line:
         yield line
+
+
+@contextlib.contextmanager
+def noticed(task: str) -> Iterator[None]:
+    """Around one stage, which is shown where somebody looks and it takes longer than a second."""
+    with watched(somebody_looks()) as told, Reporter(told, task):
+        yield
 
 
 # A line for a person -------------------------------------------------------------------------------------------------

@@ -78,5 +78,6 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
         Stages(told)("searching")
         found, fusing = fused.selected(*args, **kwargs)
         options.setdefault("same_code", all(c.same_code for c in fusing))
-        evidence = measure(fn, fused, *args, grad=grad, **options | {"progress": told})
+        options["progress"] = told
+        evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))

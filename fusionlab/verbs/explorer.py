@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device
 from ..errors import ArgumentError
 from ..evidence.attribution import SiteShares, sites_of
+from ..evidence.bisection import Bisection
 from ..evidence.instruments.peaks import measure_peaks
 from ..evidence.instruments.timing import check_effort
 from ..evidence.node_times import node_times
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
 from ..graph.program.trace import bind_users
+from ..progress import Progress, Stages, somebody_looks, watched
 from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
+    from ..viz.explorer.blame import Fault
     from ..viz.model.setting import Setting
 
 
@@ -72,9 +75,19 @@ class _Live:
         effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 2}
         return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
 
-    def times(self) -> Mapping[int, float]:
+    def times(self, progress: Any = False) -> Mapping[int, float]:
         call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
-        return node_times(self.graph, *call.args, **call.kwargs).seconds
+        return node_times(self.graph, *call.args, stages=Stages(progress), **call.kwargs).seconds
+
+    def rates(self, progress: Any = False) -> Device:
+        return measure_peaks(progress=progress)
+
+    def which(self, setting: Setting, fault: Fault, progress: Any = False, cancel: Any = None) -> Bisection:
+        from .by_site import bisect
+
+        fused = fuse(self.fn, passes=setting.strategy, only=sorted(setting.enabled), **self.fusing)
+        effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 4}
+        return bisect(fused, *self.args, of=fault.of, grad=fault.grad, **effort, **self.kwargs)
 
     def script(self, setting: Setting, found: PlainFindings) -> str:
         from ..viz.explorer.script import script
