@@ -16,6 +16,7 @@ _PARTS = (
     "minimap.js",
     "reading.js",
     "panels.js",
+    "measuring.js",
 )
 
 

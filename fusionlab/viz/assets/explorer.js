@@ -3,7 +3,7 @@
 //
 // A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
 // The other files follow it in the same module: `header.js`, `passes.js`, `outline.js`, `graph.js` with `tools.js`, `trail.js`,
-// `minimap.js` and `reading.js`, and `panels.js`, which lays them beside each other.
+// `minimap.js` and `reading.js`, `measuring.js`, and `panels.js`, which lays them beside each other.
 //
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
@@ -95,14 +95,11 @@ function inspector(ui) {
   } } };
 }
 
-// Tabs, progress and status ----------------------------------------------------------------------------------------------
+// Tabs -------------------------------------------------------------------------------------------------------------------
 function tabs(ui) {
   const list = h("div", { class: "fl-tablist", role: "tablist", "aria-label": "evidence" });
   const panels = h("div", { class: "fl-panels" });
-  const status = h("span", { "data-fl": "status", role: "status", class: "fl-status" });
-  const progress = h("progress", { "data-fl": "progress", hidden: true, "aria-label": "measuring" });
-  const measure = button("measure", "Measure", { type: "measure" }, { class: "fl-go" }), cancel = button("cancel", "Cancel", { type: "cancel" }, { hidden: true });
-  const run = h("div", { class: "fl-run" }, progress, status, measure, cancel), bar = h("div", { class: "fl-tabbar" }, list, run);
+  const run = measuring(ui), bar = h("div", { class: "fl-tabbar" }, list, run.el);
   const el = h("section", { class: "fl-evidence", "aria-label": "evidence" }, bar, panels);
   let active = null;
   const all = () => ui.store.get("tabs") || [];
@@ -133,22 +130,7 @@ function tabs(ui) {
     e.preventDefault();
     choose(names[to]);
   });
-  return { el, bar, draw: { tabs: redraw,
-    head() {
-      const { counts, can = {} } = ui.head();
-      const why = !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
-      run.hidden = ui.fixed();
-      [measure.disabled, measure.title] = [!!why, why || "measure before and after with these sites"];
-    },
-    busy({ running = false, what = "", done = 0, total = 0, status: said = "" }) {
-      const text = running ? `${what}${total ? ` ${done}/${total}` : ""}` : said;
-      if (status.textContent !== text) [status.textContent, status.title] = [text, text];
-      progress.hidden = !running;
-      if (total) [progress.max, progress.value] = [total, done];
-      else progress.removeAttribute("value");
-      if (!running && focused(cancel)) measure.focus();
-      cancel.hidden = !running;
-    } } };
+  return { el, bar, draw: { ...run.draw, tabs() { redraw(); run.draw.tabs(); } } };
 }
 
 // What went wrong in Python --------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ class Measuring(Selecting):
     _rates_at_once: bool
     _background: Background
     _clock: Clock
+    _began = 0.0
 
     def measure(self) -> Any:
         """Measures the enabled sites now, here, and returns the evidence (also kept in `evidence`); None where it was cancelled.
@@ -221,9 +222,9 @@ class Measuring(Selecting):
     def _stage(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
         """Tells the browser the stage that runs, since when it does and how long it may take: its clock ticks by itself."""
         clock = self._clock
-        clock.tell(task, done, total, budget_s)
-        spent, left = clock.seconds, clock.left_s
-        times = {"began": time.time() - spent, "seconds": spent, "left": left}
+        if clock.tell(task, done, total, budget_s):
+            self._began = time.time()
+        times = {"began": self._began, "seconds": clock.seconds, "left": clock.left_s}
         self._say(clock.step, {"running": True, "what": task, "done": done, "total": total, **times})
 
     @contextlib.contextmanager

@@ -230,7 +230,12 @@ class Explorer(Measuring):
             self.selected = session.selected
             head = session.head()
             self.head = head | {
-                "can": head["can"] | {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
+                "can": {
+                    **head["can"],
+                    "measure": self._measure_with is not None,
+                    "blame": self._which_with is not None,
+                    "xla": session.stage.shown == "before",
+                }
             }
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
