@@ -288,19 +288,16 @@ class _Log:
 class Line(Watch):
     """The stage that runs, with its clock, in a line that a thread redraws every second; after the first second, and gone at the end.
 
-    Where standard error is no terminal, each stage is written once, as it begins.
+    Where standard error is no terminal, each stage from then on is written once, as it begins.
     """
 
     def __init__(self) -> None:
         self.clock = Clock()
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        self._logs = not somebody_looks()
-        self._shown: _Shown | None = _Log() if self._logs else None
-        self._thread: threading.Thread | None = None
-        if not self._logs:
-            self._thread = threading.Thread(target=self._tick, name="fusionlab-progress", daemon=True)
-            self._thread.start()
+        self._shown: _Shown | None = None
+        self._thread = threading.Thread(target=self._tick, name="fusionlab-progress", daemon=True)
+        self._thread.start()
 
     def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
         with self._lock:
@@ -312,7 +309,7 @@ class Line(Watch):
             return
         with self._lock:
             if not self._closed.is_set():
-                self._shown = _Cell() if in_notebook() else _Bar()
+                self._shown = _Log() if not somebody_looks() else _Cell() if in_notebook() else _Bar()
                 self._draw()
         while not self._closed.wait(TICK_S):
             with self._lock:
@@ -328,8 +325,7 @@ class Line(Watch):
             if self._shown is not None:
                 self._shown.close()
                 self._shown = None
-        if self._thread is not None:
-            self._thread.join(TICK_S)
+        self._thread.join(TICK_S)
 
     def __enter__(self) -> Self:
         return self

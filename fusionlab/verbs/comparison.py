@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
-from ..progress import Stages, watched
+from ..progress import Stages, noticed, watched
 from .fused import Fused
 from .lab import not_swallowed
 from .shown import fields_of
@@ -44,9 +44,10 @@ class Comparison(Evidence):
         from ..output import write_file
         from ..viz.html.report import evidence_html
 
-        text = evidence_html(self)
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = evidence_html(self)
+            if path is not None:
+                write_file(path, text)
         return text
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ..fusers import Findings as PlainFindings
 from ..fusers import registry
 from ..graph.program.graph import Graph as PlainGraph
+from ..progress import noticed
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -40,7 +41,8 @@ class Graph(PlainGraph):
         """
         from ..viz.explorer.files import save
 
-        return save(self, path, **options)
+        with noticed("drawing the graph"):
+            return save(self, path, **options)
 
     def _repr_html_(self) -> str:
         from ..viz.html.report import graph_html
@@ -65,9 +67,10 @@ class Findings(PlainFindings):
         from ..output import write_file
         from ..viz.html.report import report_html
 
-        text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
+            if path is not None:
+                write_file(path, text)
         return text
 
 
