@@ -20,7 +20,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab import progress
-from fusionlab.progress import Clock, Line, Reporter, Stages, Stopped, Watch, clock_text, somebody_looks, watched
+from fusionlab.progress import Clock, Reporter, Stages, Stopped, Watch, clock_text, somebody_looks, watched
 
 ROOT = str(Path(fl.__file__).parents[1])
 SLOW = """
@@ -272,23 +272,3 @@ def test_somebody_looks_at_a_terminal_and_at_a_notebook_alone(monkeypatch):
     assert not somebody_looks()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert somebody_looks()
-
-
-def test_what_a_notebook_s_cell_keeps_of_the_line_is_empty(monkeypatch):
-    """No widget that a saved notebook would look for in vain."""
-    shown = []
-
-    class Handle:
-        def update(self, data, raw):
-            shown.append(data)
-
-    monkeypatch.setattr(progress, "somebody_looks", lambda: True)
-    monkeypatch.setattr(progress, "in_notebook", lambda: True)
-    monkeypatch.setattr(progress, "WAIT_S", 0.0)
-    monkeypatch.setattr("IPython.display.display", lambda data, raw, display_id: shown.append(data) or Handle())
-    with Line() as line:
-        while len(shown) < 2:
-            line("tracing")
-            time.sleep(0.01)
-    assert shown[0] == shown[-1] == {"text/plain": ""}
-    assert shown[1] == {"text/plain": "tracing · 0 s"}

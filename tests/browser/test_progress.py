@@ -22,6 +22,7 @@ from fusionlab.evidence.instruments.record import environment
 from fusionlab.models import gpt
 from fusionlab.viz.explorer.widget import Explorer as Lab
 from tests.browser.explorer import Explorer
+from tests.browser.notebooks import open_in_lab, write_notebook
 from tests.browser.stand import stand
 
 CLOCK = re.compile(r"\d+ s")
@@ -206,6 +207,56 @@ def test_the_rates_of_the_device_have_a_button(page, problems):
     expect(shown.hook("rates")).to_have_count(0)
     expect(shown.root.locator("[role=tabpanel]:visible svg").first).to_be_visible()
     assert problems == []
+
+
+CELL = """import time, jax.numpy as jnp, fusionlab as fl
+def slow(x):
+    print("traced")
+    time.sleep(SECONDS)
+    return jnp.tanh(x @ x)
+lab = fl.explore(slow, jnp.ones((4, 4)))"""
+
+
+@pytest.mark.parametrize("where", ["a cell that is not there", "JupyterLab"])
+def test_a_cell_says_what_is_done_until_it_is_done(where, tab, request, monkeypatch, artifacts):
+    """What stays behind in the notebook is empty: no widget that a saved one would look for in vain."""
+    if where != "JupyterLab":
+        return _a_cell_that_is_not_there(monkeypatch)
+    jupyter = request.getfixturevalue("jupyter")
+    path = write_notebook(jupyter.folder / "slow.ipynb", [CELL.replace("SECONDS", "6"), CELL.replace("SECONDS", "0")])
+    with tab([]) as page:
+        book = open_in_lab(page, jupyter, path)
+        book.menu("Run", "Run All Cells")
+        output = book.cells.first.locator(".jp-OutputArea-output")
+        for clock in ("2 s", "4 s"):
+            expect(output.get_by_text(f"tracing · {clock}")).to_be_visible(timeout=120_000)
+        page.screenshot(path=artifacts / "a-cell-that-traces.png")
+        book.wait_until_idle()
+        assert book.output(0).split() == ["traced"]
+        kept = [c.outputs for c in book.saved().cells]
+        assert [o.output_type for o in kept[1]] == ["stream"]
+        assert [o.data for o in kept[0] if o.output_type != "stream"] == [{"text/plain": ""}]
+        jupyter.stop_kernels()
+    return None
+
+
+def _a_cell_that_is_not_there(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data)
+
+    monkeypatch.setattr(progress, "somebody_looks", lambda: True)
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    monkeypatch.setattr(progress, "WAIT_S", 0.0)
+    monkeypatch.setattr("IPython.display.display", lambda data, raw, display_id: shown.append(data) or Handle())
+    with progress.Line() as line:
+        while len(shown) < 2:
+            line("tracing")
+            time.sleep(0.01)
+    assert shown[0] == shown[-1] == {"text/plain": ""}
+    assert shown[1] == {"text/plain": "tracing · 0 s"}
 
 
 @pytest.mark.parametrize("layers", [1, 24])

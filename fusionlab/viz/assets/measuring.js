@@ -60,7 +60,7 @@ function measuring(ui) {
       if (total) [progress.max, progress.value] = [total, done];
       else progress.removeAttribute("value");
       if (!running && focused(cancel)) measure.focus();
-      cancel.hidden = !running;
+      cancel.hidden = !running || busy.cancel === false;
       if (running && busy.began) run(busy);
       else rest();
       free();

@@ -198,8 +198,11 @@ class Measuring(Selecting):
 
     def _quietly(self, job: _Job, what: str, setting: Setting, token: Cancel) -> None:
         # The user's function runs here, so anything may come; the status line and the banner say what happened.
-        with contextlib.suppress(Exception):
+        try:
             self._run(job, what, setting, token)
+        except Exception as error:
+            if not token.is_set():
+                self._tell(error)
 
     def _finish(self, token: Cancel, status: str, error: BaseException | None = None) -> None:
         if not self._background.end(token):  # cancelled, and perhaps another one runs already
@@ -219,13 +222,16 @@ class Measuring(Selecting):
         abandoned = f": what was running ({compiles}{task}) is abandoned, its result dropped"
         self._say("cancelled" + (abandoned if self._background.abandoned else ""))
 
-    def _stage(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
+    def _stage(
+        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, can_cancel: bool = True
+    ) -> None:
         """Tells the browser the stage that runs, since when it does and how long it may take: its clock ticks by itself."""
         clock = self._clock
         if clock.tell(task, done, total, budget_s):
             self._began = time.time()
         times = {"began": self._began, "seconds": clock.seconds, "left": clock.left_s}
-        self._say(clock.step, {"running": True, "what": task, "done": done, "total": total, **times})
+        stage = {"running": True, "what": task, "done": done, "total": total, "cancel": can_cancel}
+        self._say(clock.step, stage | times)
 
     @contextlib.contextmanager
     def _aside(self, task: str) -> Iterator[None]:
@@ -234,7 +240,7 @@ class Measuring(Selecting):
         if self._background.running:  # that goes on, and is told again by its next step
             yield
             return
-        self._stage(task)
+        self._stage(task, can_cancel=False)  # a click would wait behind it; the kernel's own interrupt ends it
         try:
             yield
         finally:
