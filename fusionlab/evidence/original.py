@@ -27,12 +27,8 @@ from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 
-_COMPILED = (
-    "before, forward",
-    "after, forward",
-    "before, gradient",
-    "after, gradient",
-)  # of a comparison, in this order
+# Of a comparison, in this order.
+_COMPILED = ("before, forward", "after, forward", "before, gradient", "after, gradient")
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
 
