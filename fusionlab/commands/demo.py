@@ -18,6 +18,7 @@ from ..evidence.instruments.record import newest_record
 from ..evidence.instruments.timing import Timing, seconds
 from ..models import transformer
 from ..output import output_folder, write_file
+from ..progress import Progress, Stages, watched
 from ..verbs import comparison, lab
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
@@ -170,28 +171,27 @@ def _table(rows: list[list[str]]) -> list[str]:
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool = True) -> Demo:
+def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: Progress = True) -> Demo:
     """Finds, fuses, verifies and times a transformer block, and writes `report.html`, pictures and `report.json`.
 
     Args:
       folder: where to; checked first, and its files appear together at the end.
       size: sequence length.
-      progress: bars on standard error.
+      progress: False, True (a line on standard error) or a function of (task, done, total).
 
     Raises:
       OutputError: `folder` cannot be written to; nothing is left half-written.
     """
     start = time.perf_counter()
-    with output_folder(folder) as work:
+    with output_folder(folder) as work, watched(progress) as told:
         params = transformer.init_block(jax.random.key(0), EMBED)
         x = transformer.inputs(jax.random.key(1), seq=size, embed=EMBED, dtype=jnp.float32)
-        found = lab.find(transformer_block, params, x)
-        elsewhere = lab.find(found.graph, device=ELSEWHERE)
+        found = lab.find(transformer_block, params, x, progress=told)
+        elsewhere = lab.find(found.graph, device=ELSEWHERE, progress=told)
         fused = lab.fuse(transformer_block)
-        result = comparison.compare(
-            transformer_block, fused, params, x, grad=True, progress=progress, budget_s=BUDGET_S
-        )
+        result = comparison.compare(transformer_block, fused, params, x, grad=True, progress=told, budget_s=BUDGET_S)
         record = gpu_record()
+        Stages(told)("writing the report")
         _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")
         done = Demo(size, found, elsewhere, result, record, str(folder), files, time.perf_counter() - start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -12,13 +12,13 @@ from typing import Any, Self
 from fusionlab.errors import ArgumentError, MissingDependencyError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
+from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Error, LeafNumerics, Numerics
 from .instruments.clocks import Clocks
 from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import CompiledMemory, Memory
-from .instruments.progress import Progress
 from .instruments.record import Environment, environment, load_json, save_json, to_json
 from .instruments.timing import WALL, Runs, Timing, Verdict, check_effort, names_of, seconds
 from .measuring import Measuring
@@ -354,8 +354,8 @@ def measure(
       same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
         instructions, nothing is timed and the verdict says so.
       timing, numerics, memory: what to measure.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
-      cancel: asked between steps; when it says True, what is there so far is returned, with a note.
+      progress: False, True (a line) or a function of (task, done, total).
+      cancel: asked between stages; when it says True, what is there so far is returned, with a note.
 
     Raises:
       ArgumentError: shapes where arrays are needed, a position that is none, outputs that differ in structure.
@@ -365,22 +365,32 @@ def measure(
     """
     check_effort(samples, budget_s)
     calls = [bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
-    measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad)
     name = getattr(fn, "__name__", type(fn).__name__)
     notes = _donation_notes(*calls) if not as_tuple(donate_argnums) else []
+    with watched(progress) as told:
+        measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad, Stages(told, cancel))
+        effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": told, "cancel": cancel}
+        parts = _taken(measuring.steps(numerics, memory, timing, same_code, notes, effort), notes, cancel)
+        Stages(told)("reading what was compiled")
+        same = parts.pop("same_code", False)
+        notes += measuring.notes()
+        if same_code and not same and measuring.differs:
+            notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
+        hlo = measuring.hlo()
+        compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+        compiled["differentiated"] = bool(hlo) and measuring.original.differentiated
+    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)
+
+
+def _taken(steps: Iterable[tuple[str, Callable[[], Any]]], notes: list[str], cancel: Cancel | None) -> dict[str, Any]:
+    """The parts of the evidence, as far as it was not cancelled."""
     parts: dict[str, Any] = {}
-    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
-    steps = measuring.steps(numerics, memory, timing, same_code, progress, notes, effort)
     for key, step in steps:
-        if cancel is not None and cancel():
+        try:
+            if cancel is not None and cancel():
+                raise Stopped(key)
+            parts[key] = step()
+        except Stopped:
             notes.append(f"cancelled before: {key}")
             break
-        parts[key] = step()
-    same = parts.pop("same_code", False)
-    notes += measuring.notes()
-    if same_code and not same and measuring.differs:
-        notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
-    hlo = measuring.hlo()
-    compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
-    compiled["differentiated"] = bool(hlo) and measuring.original.differentiated
-    return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)
+    return parts

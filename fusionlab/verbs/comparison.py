@@ -7,6 +7,7 @@ from inspect import signature
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
+from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused
 from .lab import not_swallowed
@@ -45,9 +46,10 @@ class Comparison(Evidence):
         from ..output import write_file
         from ..viz.html.report import evidence_html
 
-        text = evidence_html(self)
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = evidence_html(self)
+            if path is not None:
+                write_file(path, text)
         return text
 
 
@@ -76,7 +78,10 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
     options = fused.__fusionlab_jit__.static | options
-    found, fusing = fused.selected(*args, **kwargs)
-    options.setdefault("same_code", all(c.same_code for c in fusing))
-    evidence = measure(fn, fused, *args, grad=grad, **options)
+    with watched(options.get("progress", False)) as told:
+        Stages(told)("searching")
+        found, fusing = fused.selected(*args, **kwargs)
+        options.setdefault("same_code", all(c.same_code for c in fusing))
+        options["progress"] = told
+        evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))

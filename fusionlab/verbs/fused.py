@@ -25,6 +25,7 @@ from ..graph.calls.wrappers import Jit, jit_of, unwrapped
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import graph_of, name_of, trace
 from ..graph.settings import as_function, is_jit_disabled
+from ..progress import SILENT, Stages
 from ..tracebacks import own_lines_hidden
 from .filtered import Filtered, MayChange
 from .shown import Findings, Graph, fields_of
@@ -38,10 +39,14 @@ def is_disabled() -> bool:
 
 
 def find_with_notes(
-    graph: PlainGraph, passes: Sequence[tuple[Pass, Any]], device: Device, implementation: str | None
+    graph: PlainGraph,
+    passes: Sequence[tuple[Pass, Any]],
+    device: Device,
+    implementation: str | None,
+    stages: Stages = SILENT,
 ) -> Findings:
     """`find_in`, with a note on what a named implementation leaves out."""
-    found = find_in(graph, passes, device, implementation)
+    found = find_in(graph, passes, device, implementation, stages=stages)
     notes: list[str] = []
     if implementation is not None:
         lack = [p.name for p, _ in passes if implementation not in p.fused_op.implementations]

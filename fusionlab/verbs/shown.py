@@ -9,6 +9,7 @@ from typing import Any
 from ..fusers import Findings as PlainFindings
 from ..fusers import registry
 from ..graph.program.graph import Graph as PlainGraph
+from ..progress import noticed
 from ..tracebacks import errors_for_users
 
 
@@ -42,7 +43,8 @@ class Graph(PlainGraph):
         """
         from ..viz.explorer.files import save
 
-        return save(self, path, **options)
+        with noticed("drawing the graph"):
+            return save(self, path, **options)
 
     def _repr_html_(self) -> str:
         from ..viz.html.report import graph_html
@@ -78,9 +80,10 @@ class Findings(PlainFindings):
         from ..output import write_file
         from ..viz.html.report import report_html
 
-        text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
+            if path is not None:
+                write_file(path, text)
         return text
 
 

@@ -20,6 +20,7 @@ _PARTS = (
     "record.js",
     "names.js",
     "gone.js",
+    "measuring.js",
 )
 
 

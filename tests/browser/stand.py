@@ -42,18 +42,26 @@ MOUNT = """first => {
         on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)), off: (name, f) => watchers.get(name)?.delete(f),
         send: message => window.flSend(JSON.stringify(message)).then(changes => set(JSON.parse(changes))), widget_manager: manager,
     } });
+    window.flPoll = () => window.flSend('null').then(changes => set(JSON.parse(changes)));
 }"""
+POLL = "ms => { setInterval(() => window.flPoll(), ms); }"
 
 
-def stand(page: Page, lab: Explorer) -> None:
-    """Shows an explorer of this process in a fresh page, which talks with it until the page goes."""
-    told = _traits(lab)
+def stand(page: Page, lab: Explorer, live: bool = False) -> None:
+    """Shows an explorer of this process in a fresh page, which talks with it until the page goes.
+
+    `live`: what changes in the background is told as well, within a twentieth of a second; else what a message changed.
+    """
+    told = {name: getattr(lab, name) for name in TRAITS}
+    first = json.loads(json.dumps(told))
 
     def send(_: Any, message: str) -> str:
         nonlocal told
-        lab._message(lab, json.loads(message))
-        before, told = told, _traits(lab)
-        return json.dumps({name: value for name, value in told.items() if value != before[name]})
+        content = json.loads(message)
+        if content is not None:
+            lab._message(lab, content)
+        before, told = told, {name: getattr(lab, name) for name in TRAITS}
+        return json.dumps({name: value for name, value in told.items() if value is not before[name]})
 
     page.expose_binding("flSend", send)
     code = module().replace("export default", "const widget =").replace("export function", "function")
@@ -62,8 +70,6 @@ def stand(page: Page, lab: Explorer) -> None:
         f'<script type="module">{code}\nwindow.flRender = widget.render;</script>'
     )
     page.wait_for_function("() => !!window.flRender")
-    page.evaluate(MOUNT, told)
-
-
-def _traits(lab: Explorer) -> dict[str, Any]:
-    return json.loads(json.dumps({name: getattr(lab, name) for name in TRAITS}))
+    page.evaluate(MOUNT, first)
+    if live:
+        page.evaluate(POLL, 50)

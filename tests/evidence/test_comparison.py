@@ -290,12 +290,62 @@ def test_the_results_of_a_mixed_precision_program_are_judged_as_coarsely_as_it_m
 
 
 def test_a_cancelled_comparison_says_what_is_missing():
-    asked = []
-    e = measure(jnp.sin, jnp.sin, normal(0, 4), cancel=lambda: asked.append(1) or len(asked) > 3)
+    told = []
+    e = measure(
+        jnp.sin,
+        jnp.sin,
+        normal(0, 4),
+        progress=lambda *step: told.append(step[0]),
+        cancel=lambda: "errors of outputs and gradients" in told,
+    )
     assert e.memory is not None
     assert e.numerics is not None
     assert e.timing is None
     assert any("cancelled before: timing" in n for n in e.notes)
+
+
+COMPARED = [
+    *(
+        f"{verb} {which}, forward {k}/4"
+        for k, which in enumerate(("before", "after"), 1)
+        for verb in ("tracing", "compiling")
+    ),
+    "memory, forward",
+    *(
+        f"{verb} {which}, gradient {k}/4"
+        for k, which in enumerate(("before", "after"), 3)
+        for verb in ("tracing", "compiling")
+    ),
+    "memory, gradient",
+    "float64 reference",
+    "float64 reference, gradient",
+    "errors of outputs and gradients",
+    "timing forward",
+    "timing forward + backward",
+    "reading what was compiled",
+]
+
+
+def test_each_stage_of_a_comparison_is_named_as_it_begins():
+    told = []
+    measure(jnp.sin, jnp.sin, normal(0, 4), samples=2, progress=lambda *step: told.append(step[0]))
+    assert list(dict.fromkeys(told)) == COMPARED
+
+
+@pytest.mark.parametrize("stage", COMPARED[:-1])
+def test_a_comparison_is_cancelled_at_each_stage(stage):
+    told = []
+    e = measure(
+        jnp.sin,
+        jnp.sin,
+        normal(0, 4),
+        samples=2,
+        progress=lambda *step: told.append(step[0]),
+        cancel=lambda: stage in told,
+    )
+    stages = list(dict.fromkeys(told))
+    assert stages == [*COMPARED[: COMPARED.index(stage) + 1], "reading what was compiled"]
+    assert any(n.startswith("cancelled before") for n in e.notes) or "cancelled" in (t.stopped for t in e.timings)
 
 
 def test_a_program_without_a_float64_form_is_still_measured_and_says_so():

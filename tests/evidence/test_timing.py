@@ -154,9 +154,10 @@ def test_a_measurement_can_be_cancelled_and_tells_its_progress():
         product,
         jnp.ones((8, 8)),
         progress=lambda *step: steps.append(step),
-        cancel=lambda: len(steps) == 3,
+        cancel=lambda: steps[-1][1] == 6,
     )
-    assert steps == [("timing call", 2, 40), ("timing call", 4, 40), ("timing call", 6, 40)]
+    made = [(f"{verb} {which}", 0, 0) for which in ("before 1/2", "after 2/2") for verb in ("tracing", "compiling")]
+    assert steps == [*made, *(("timing call", n, 40) for n in (0, 2, 4, 6))]
     assert timing.stopped == "cancelled"
     assert len(timing.before.samples_s) == 6
     assert timing.verdict is Verdict.INCONCLUSIVE

@@ -23,13 +23,13 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
+from fusionlab.progress import Progress, Reporter, Stages, watched
 from fusionlab.tracebacks import own_lines_hidden
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
 from .out_of_memory import out_of_memory
 from .program import Program, compile_program, compiling
-from .progress import Progress, Reporter
 from .record import hardware
 from .turns import take_turns
 
@@ -223,7 +223,7 @@ def time_pair(
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
       cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
+      progress: False, True (a line) or a function of (task, done, total).
       cancel: asked before each round; when it says True, what was taken so far is returned.
 
     Raises:
@@ -235,10 +235,17 @@ def time_pair(
     calls = [bind_users(fn, args, kwargs, static_argnums, static_argnames) for fn in (before, after)]
     donated = calls[0].dynamic(as_tuple(donate_argnums), "donate_argnums") or calls[0].donated
     options = {"donate_argnums": donated, "compiling": compiling(calls[0])}
-    named = zip(("before", "after"), calls, strict=True)
-    programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **options) for name, c in named]
-    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
-    return time_programs(names_of(differentiated=False)[0], programs[0], programs[1], **effort)
+    with watched(progress) as told:
+        stages, programs = Stages(told), []
+        for k, (name, c) in enumerate(zip(("before", "after"), calls, strict=True), 1):
+            said = functools.partial(_said, stages, f"{name} {k}/2")
+            programs.append(compile_program(c.fn, c.args, c.kwargs, name=name, said=said, **options))
+        effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": told, "cancel": cancel}
+        return time_programs(names_of(differentiated=False)[0], programs[0], programs[1], **effort)
+
+
+def _said(stages: Stages, which: str, verb: str) -> None:
+    stages(f"{verb} {which}")
 
 
 def check_effort(samples: int, budget_s: float) -> None:
@@ -274,7 +281,7 @@ def time_programs(
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform
     clocks = [read_clocks(platform)]
-    with Reporter(progress, f"timing {call}", samples) as reporter:
+    with Reporter(progress, f"timing {call}", samples, budget_s) as reporter:
         (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold, enough)
     return timing_of(call, first, second, stopped, (*clocks, read_clocks(platform)))
 

@@ -96,14 +96,11 @@ function inspector(ui) {
   } } };
 }
 
-// Tabs, progress and status ----------------------------------------------------------------------------------------------
+// Tabs -------------------------------------------------------------------------------------------------------------------
 function tabs(ui) {
   const list = h("div", { class: "fl-tablist", role: "tablist", "aria-label": "evidence" });
   const panels = h("div", { class: "fl-panels" });
-  const status = h("span", { "data-fl": "status", role: "status", class: "fl-status" });
-  const progress = h("progress", { "data-fl": "progress", hidden: true, "aria-label": "measuring" });
-  const measure = button("measure", "Measure", { type: "measure" }, { class: "fl-go" }), cancel = button("cancel", "Cancel", { type: "cancel" }, { hidden: true });
-  const run = h("div", { class: "fl-run" }, progress, status, measure, cancel), bar = h("div", { class: "fl-tabbar" }, list, run);
+  const run = measuring(ui), bar = h("div", { class: "fl-tabbar" }, list, run.el);
   const el = h("section", { class: "fl-evidence", "aria-label": "evidence" }, bar, panels);
   let active = null;
   const all = () => ui.store.get("tabs") || [];
@@ -134,22 +131,7 @@ function tabs(ui) {
     e.preventDefault();
     choose(names[to]);
   });
-  return { el, bar, draw: { tabs: redraw,
-    head() {
-      const { counts, can = {} } = ui.head();
-      const why = ui.head().gone ? ui.why() : !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
-      run.hidden = ui.fixed() && !ui.head().gone;
-      [measure.disabled, measure.title] = [!!why, why || "measure before and after with these sites"];
-    },
-    busy({ running = false, what = "", done = 0, total = 0, status: said = "" }) {
-      const text = running ? `${what}${total ? ` ${done}/${total}` : ""}` : said;
-      if (status.textContent !== text) [status.textContent, status.title] = [text, text];
-      progress.hidden = !running;
-      if (total) [progress.max, progress.value] = [total, done];
-      else progress.removeAttribute("value");
-      if (!running && focused(cancel)) measure.focus();
-      cancel.hidden = !running;
-    } } };
+  return { el, bar, draw: { ...run.draw, tabs() { redraw(); run.draw.tabs(); } } };
 }
 
 // What went wrong in Python --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ function passes(ui) {
   const site = (s, note = s.note || (s.idle && "idle")) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
     box({ "data-fl-toggle": s.id }, s.on, `apply ${s.label}`),
     h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id },
-      h("bdi", { dir: "ltr" }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label)),
+      h("bdi", { dir: "ltr" }, s.losing && h("span", { role: "img", "aria-label": "measured slower or worse:" }, "⚠ "), s.label)),
     note && h("span", { class: `fl-said ${s.losing ? "fl-warn" : "fl-quiet"}${/\d/.test(note) ? " fl-measured" : ""}`, title: note }, note));
   const group = (g, few) => {
     if (g.sites.length === 1) return site(g.sites[0]);

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .selecting import Selecting
+from .measuring import Measuring
 
 
-class Changing(Selecting):
+class Changing(Measuring):
     """The part of an `Explorer` that changes what is on, beside its toggles."""
 
     def option(self, name: str, option: str, value: Any) -> None:
@@ -16,13 +16,8 @@ class Changing(Selecting):
         Raises:
           UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
         """
-        searching = "searching again"
-        self._say(searching, {"running": True, "what": searching, "done": 0, "total": 0})  # seconds, for a long program
-        try:
+        with self._aside("searching again"):
             self.session.option(name, option, value)
-        finally:
-            if self.status == searching:
-                self._say("not measured" if self.evidence is None else "measured")
 
     def undo(self) -> bool:
         """Takes the last change of sites or options back; False where there is none."""

@@ -117,6 +117,8 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "shown": lambda lab, m: setattr(lab, "shown", m["value"]),
     "hulls": lambda lab, m: setattr(lab, "hulls", bool(m["on"])),
     "measure": lambda lab, _: lab.start(),
+    "which": lambda lab, m: lab.start_which(m.get("of")),
+    "rates": lambda lab, _: lab.start_rates(),
     "cancel": lambda lab, _: lab.cancel(),
     "export": _download,
     "dismiss": _dismiss,

@@ -1,0 +1,252 @@
+"""What an explorer measures in the background: stages with clocks, which site is to blame, rates; and how each is cancelled."""
+
+import dataclasses
+import re
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import fusionlab as fl
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence import subsets
+from fusionlab.evidence.bisection import Bisection, Cause, Trial
+from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.errors.numerics import Numerics
+from fusionlab.evidence.instruments import timing
+from fusionlab.evidence.instruments.record import environment
+from fusionlab.viz.explorer.blame import Fault, faults_of, sentence_html
+from fusionlab.viz.explorer.widget import Explorer
+
+STAGES = "tracing after, forward 2/4", "compiling after, forward 2/4", "float64 reference", "timing forward"
+
+
+def timed(what="forward", after=2e-3):
+    runs = [timing.Runs(n, (s,) * 40, 1, 0.0, 0.0, 0.0) for n, s in (("before", 1e-3), ("after", after))]
+    return timing.timing_of(what, *runs)
+
+
+def evidence(name="f", **parts):
+    return Evidence(name, environment(), **parts)
+
+
+class Leaf:
+    """Stands for an output or gradient."""
+
+    def __init__(self, kind, ok):
+        self.kind, self.ok = kind, ok
+
+
+def numerics(*leaves):
+    return Numerics(tuple(Leaf(*leaf) for leaf in leaves), (), 1, ())
+
+
+# Stages.
+
+
+@pytest.fixture
+def at(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("fusionlab.progress.time.perf_counter", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, 100.0 + seconds)
+
+
+def test_each_stage_is_told_with_its_clock_its_steps_and_what_is_left(case, at):
+    seen = []
+
+    def measure(setting, told, cancel):
+        at(0)
+        told("compiling before, forward 1/4")
+        seen.append(lab.busy)
+        at(60)
+        told("timing forward", 0, 40, 20.0)
+        seen.append(lab.busy)
+        at(70)
+        told("timing forward", 10, 40, 20.0)
+        seen.append(lab.busy)
+
+    lab = Explorer(case.graph, case.findings, measure=measure)
+    for before in (None, 60.0):
+        seen.clear()
+        lab.measure()
+        assert [(b["what"], b["done"], b["seconds"], b["left"]) for b in seen] == [
+            ("compiling before, forward 1/4", 0, 0.0, before),  # once it was seen, it is known how long it takes
+            ("timing forward", 0, 0.0, 20.0 if before is None else 10.0),
+            ("timing forward", 10, 10.0, 10.0),
+        ]
+        assert all(b["running"] and b["cancel"] for b in seen)
+        assert seen[1]["began"] == seen[2]["began"] != seen[0]["began"]
+    assert not lab.busy["running"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_cancel_ends_it_at_its_next_stage(case, stage):
+    begun, go, told_of = threading.Event(), threading.Event(), []
+
+    def measure(setting, told, cancel):
+        for task in STAGES:
+            told(task)
+            told_of.append(task)
+            if task == stage:
+                begun.set()
+                assert go.wait(20)
+        told("the end")
+        told_of.append("the end")
+
+    lab = Explorer(case.graph, case.findings, measure=measure)
+    thread = lab.start()
+    assert begun.wait(20)
+    lab.cancel()
+    said = f"cancelled: what was running ({'a compilation cannot be interrupted: ' * ('compiling' in stage)}{stage}) is abandoned"
+    assert lab.status.startswith(said)
+    go.set()
+    thread.join(20)
+    assert told_of == list(STAGES[: STAGES.index(stage) + 1])
+    assert lab.status.startswith(said)
+    assert (lab.evidence, lab.problem) == (None, None)
+
+
+def test_what_is_cancelled_elsewhere_gives_nothing_back(case):
+    def measure(setting, told, cancel):
+        lab.cancel()
+        told("timing forward")
+        return "evidence"
+
+    lab = Explorer(case.graph, case.findings, measure=measure)
+    assert lab.measure() is None
+    assert lab.evidence is None
+
+
+def test_a_search_again_and_a_file_are_told_and_have_no_cancel(case, tmp_path):
+    seen = []
+    lab = Explorer(case.graph, case.findings, find=lambda s: seen.append(lab.busy) or case.findings)
+    lab.observe(lambda change: seen.append(change["new"]), "busy")
+    lab.option("lerp", "reassociate", True)
+    lab.save(tmp_path / "x.txt")
+    running = [b for b in seen if b["running"]]
+    assert list(dict.fromkeys(b["what"] for b in running)) == ["searching again", "drawing the .txt file"]
+    assert {b["cancel"] for b in running} == {False}
+    assert not lab.busy["running"]
+
+
+# Which site.
+
+
+def test_what_got_worse_is_read_off_the_measurement():
+    grad = timed("forward + backward")
+    fine = timed(after=1e-3)
+    assert faults_of(None) == faults_of(evidence(timing=fine)) == []
+    assert faults_of(evidence(timing=timed(), timing_grad=grad)) == [Fault("time", False)]
+    assert faults_of(evidence(timing=fine, timing_grad=grad)) == [Fault("time", True)]
+    assert faults_of(evidence(numerics=numerics(("output", True)))) == []
+    both = evidence(timing=timed(), numerics=numerics(("output", False), ("gradient", True)))
+    assert faults_of(both) == [Fault("time", False), Fault("error", False)]
+    assert faults_of(evidence(numerics=numerics(("gradient", False)))) == [Fault("error", True)]
+
+
+def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch):
+    """The clock is made up: the second layer is slow."""
+
+    def model(x, w):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w)
+        return x
+
+    tried, told = [], []
+
+    def clock(what, before, after, **_):
+        return timed(what, 2e-3 if "layer_1" in tried[-1] else 1e-3)
+
+    begun = subsets.Trials._begun
+    monkeypatch.setattr(subsets, "time_programs", clock)
+    monkeypatch.setattr(subsets.Trials, "_begun", lambda self, sites: tried.append(str(sites)) or begun(self, sites))
+    lab = fl.explore(model, jnp.ones((4, 4)), jnp.ones((4, 4)))
+    with pytest.raises(ArgumentError, match=r"not measured as slower or worse.*lab\.measure\(\)"):
+        lab.which_site()
+    lab.session.measured[lab.setting] = evidence("model", timing=timed())
+    lab.refresh()
+    assert lab.head["can"]["which"] == ["time"]
+    with pytest.raises(ArgumentError, match="not measured as"):
+        lab.which_site("error")
+    with pytest.raises(ArgumentError, match="of: got 'speed', needed None or one of 'time', 'error'"):
+        lab.which_site("speed")
+    lab.observe(lambda change: told.append(change["new"]["what"]), "busy")
+    found = lab.which_site()
+    site = "gemm_epilogue@layer_1#1"
+    assert [c.sites for c in found.causes] == [(site,)]
+    assert {"which site", "searching", "trial 1 of about 5, 3 sites", "trial 2: compiling after, forward"} <= set(told)
+    assert not any("gradient" in task for task in told)  # it is the call that is slower
+    assert (lab.status, lab.head["can"]["which"]) == ("measured", [])
+    shown = next(tab["html"] for tab in lab.tabs if tab["name"] == "Timing")
+    assert re.search(r"Which site\?</b> .*layer_1#1.* alone makes the program slower", shown)
+    assert losing(lab) == {site}
+    lab.select(site)
+    assert "To blame: alone, it makes the program slower" in lab.inspector["html"]
+    lab.select("gemm_epilogue@layer_0#1")
+    assert "To blame" not in lab.inspector["html"]
+    lab.toggles["gemm_epilogue@layer_0#1"] = False
+    assert losing(lab) == set()
+    lab.undo()
+    assert losing(lab) == {site}
+
+
+def losing(lab):
+    return {s["id"] for p in lab.panel["passes"] for g in p["groups"] for s in g["sites"] if s["losing"]}
+
+
+def test_a_search_for_the_site_that_is_cancelled_keeps_nothing(case):
+    def which(setting, fault, told, cancel):
+        lab.cancel()
+        told("trial 2: compiling after, forward")
+
+    lab = Explorer(case.graph, case.findings, measure=lambda *_: None, which=which)
+    lab.session.measured[lab.setting] = evidence(timing=timed())
+    lab.start_which().join(20)
+    assert lab.session.blamed == {}
+    assert lab.evidence is not None
+    bare = Explorer(case.graph, case.findings)
+    bare.session.measured[bare.setting] = lab.evidence
+    with pytest.raises(ArgumentError, match=r"fusionlab\.explore"):
+        bare.which_site()
+
+
+def test_what_was_found_is_a_sentence():
+    sites = ("a@x#1", "b@y#1")
+    trials = (Trial(sites, True, "2x"), Trial(sites[:1], False, "1x"))
+    of_two = sentence_html(Bisection("f", "error", sites, (Cause(sites, "2x <worse>"),), trials))
+    assert ">a@x#1</button> with <button" in of_two
+    assert "alone makes results worse against float64: 2x &lt;worse&gt; (2 trials)" in of_two
+    nothing = sentence_html(Bisection("f", "time", sites, (), trials[1:]))
+    assert "did not show again with all of them fused (1x); 1 trial." in nothing
+    stopped = sentence_html(Bisection("f", "time", sites, (), (), "cancelled"))
+    assert "was not reached; 0 trials, stopped: cancelled" in stopped
+
+
+# Rates.
+
+
+def test_rates_are_measured_behind_a_button_that_is_there_as_long_as_they_lack(case):
+    rates = dataclasses.replace(fl.Device.of("cpu"), copy_bytes_per_s=1e10, gemm_flop_per_s=1e11)
+    told = []
+    found = dataclasses.replace(case.findings, candidates=())
+    lab = Explorer(case.graph, found, measure=lambda *_: None, rates=lambda tell: tell("copying", 1, 2) or rates)
+    lab.observe(lambda change: told.append(change["new"]["what"]), "busy")
+
+    def roof():
+        return next(tab["html"] for tab in lab.tabs if tab["name"] == "Roofline")
+
+    assert 'data-fl="rates"' in roof()
+    lab._message(lab, {"type": "rates"}, [])
+    for thread in threading.enumerate():
+        if thread.name == "fusionlab-explorer":
+            thread.join(20)
+    assert "copying" in told
+    assert lab.session.rates == rates
+    assert 'data-fl="rates"' not in roof()
+    assert lab.status == "not measured"
+    bare = Explorer(case.graph, case.findings)
+    assert all('data-fl="rates"' not in tab["html"] for tab in bare.tabs)
+    with pytest.raises(ArgumentError, match=r"fusionlab\.explore"):
+        bare.measure_rates()
