@@ -83,5 +83,6 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
         found, fusing = fused.selected(*args, **kwargs)
         options.setdefault("same_code", all(c.same_code for c in fusing))
         options["progress"] = told
+        grad = False if grad is None and found.differentiated else grad
         evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))

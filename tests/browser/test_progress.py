@@ -37,7 +37,7 @@ WATCH = """() => {
     look();
 }"""
 GAP_S = 5.0
-STAGES = "compiling before, forward 1/4", "float64 reference", "timing forward"
+STAGES = "compiling before, call 1/4", "float64 reference", "timing call"
 
 
 class Steps:
@@ -106,7 +106,7 @@ def test_a_stage_has_a_clock_that_ticks_by_itself_and_can_be_cancelled(lab, page
             shown.hook("cancel").click()
             lab.steps.go.set()
         _ended(lab)
-    assert lab.steps.cancelled == ["float64 reference", "timing forward"]
+    assert lab.steps.cancelled == ["float64 reference", "timing call"]
     assert problems == []
 
 
@@ -120,14 +120,14 @@ def _ended(lab):
 def test_a_click_during_a_long_compilation_is_answered_at_once(lab, page, problems):
     shown = Explorer(page)
     shown.hook("measure").click()
-    expect(shown.hook("status")).to_have_text("compiling before, forward 1/4")
+    expect(shown.hook("status")).to_have_text("compiling before, call 1/4")
     asked = time.perf_counter()
     shown.boxes.first.click()
     expect(shown.picture.locator("[aria-current=true]")).to_have_count(1)
     drawn = shown.drawn()
     shown.toggle("gemm_epilogue").click()
     shown.redrawn(drawn)
-    expect(shown.hook("sentence")).to_contain_text("0 fused")
+    expect(shown.hook("sentence")).to_contain_text("2 can be fused")
     assert time.perf_counter() - asked < 5
     expect(shown.hook("status")).to_have_text("waiting for what was abandoned to end")
     assert lab.enabled == frozenset()
@@ -137,7 +137,7 @@ def test_a_click_during_a_long_compilation_is_answered_at_once(lab, page, proble
 def slower(found):
     """What a measurement of a slower program gives."""
     runs = [timing.Runs(n, (s,) * 40, 1, 0.0, 0.0, 0.0) for n, s in (("before", 1e-3), ("after", 2e-3))]
-    return Evidence(found.graph.name, environment(), timing=timing.timing_of("forward", *runs))
+    return Evidence(found.graph.name, environment(), timing=timing.timing_of("call", *runs))
 
 
 def test_which_site_is_asked_by_a_button_and_marked_where_it_stands(page, problems):
@@ -146,10 +146,10 @@ def test_which_site_is_asked_by_a_button_and_marked_where_it_stands(page, proble
     begun, go = threading.Event(), threading.Event()
 
     def which(setting, fault, told, cancel):
-        told("trial 2: timing forward", 3, 40)
+        told("trial 2: timing call", 3, 40)
         begun.set()
         assert go.wait(30)
-        told("trial 2: timing forward", 4, 40)
+        told("trial 2: timing call", 4, 40)
         trials = (Trial(sites, True, "2.00x slower"), Trial(sites[1:], True, "2.00x slower"))
         return Bisection(found.graph.name, fault.of, sites, (Cause(sites[1:], "2.00x slower"),), trials)
 
@@ -162,7 +162,7 @@ def test_which_site_is_asked_by_a_button_and_marked_where_it_stands(page, proble
     shown.hook("measure").click()
     shown.hook("which").click()
     assert begun.wait(30)
-    expect(shown.hook("status")).to_have_text("trial 2: timing forward 3/40")
+    expect(shown.hook("status")).to_have_text("trial 2: timing call 3/40")
     expect(shown.hook("which")).to_be_disabled()
     shown.hook("cancel").click()
     go.set()

@@ -153,7 +153,7 @@ def test_each_site_s_own_errors(arguments, planted):
     assert [step[1:] for step in told if step[0] == "errors site by site"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     parts = [task.removeprefix("site 2: ") for task, *_ in told if task.startswith("site 2: ")]
     assert parts == [
-        *(f"{verb} after, {call}" for call in ("gradient", "forward") for verb in ("tracing", "compiling")),
+        *(f"{verb} after, {call}" for call in ("gradient of the call", "call") for verb in ("tracing", "compiling")),
         "errors of outputs and gradients",
     ]
     assert fl.errors_by_site(model, weights[:3], x, cancel=lambda: True) == ()
@@ -219,7 +219,7 @@ def test_of_time(arguments, monkeypatch):
         "trial 1 of about 5, 4 sites",
         "trial 2 of about 5, 2 sites",
     ]
-    assert {"searching", "trial 1: compiling before, forward", "trial 2: compiling after, forward"} <= set(told)
+    assert {"searching", "trial 1: compiling before, call", "trial 2: compiling after, call"} <= set(told)
 
 
 def test_what_each_site_is_worth_in_time():

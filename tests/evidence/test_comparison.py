@@ -306,22 +306,22 @@ def test_a_cancelled_comparison_says_what_is_missing():
 
 COMPARED = [
     *(
-        f"{verb} {which}, forward {k}/4"
+        f"{verb} {which}, call {k}/4"
         for k, which in enumerate(("before", "after"), 1)
         for verb in ("tracing", "compiling")
     ),
-    "memory, forward",
+    "memory, call",
     *(
-        f"{verb} {which}, gradient {k}/4"
+        f"{verb} {which}, gradient of the call {k}/4"
         for k, which in enumerate(("before", "after"), 3)
         for verb in ("tracing", "compiling")
     ),
-    "memory, gradient",
+    "memory, gradient of the call",
     "float64 reference",
     "float64 reference, gradient",
     "errors of outputs and gradients",
-    "timing forward",
-    "timing forward + backward",
+    "timing call",
+    "timing gradient of the call",
     "reading what was compiled",
 ]
 

@@ -26,9 +26,8 @@ from fusionlab.tracebacks import errors_for_users
 from ..model.setting import Setting
 from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
-from .changing import Changing
 from .kept import Keeper
-from .measuring import Measure, Share, Which
+from .measuring import Measure, Measuring, Share, Which
 from .messages import act
 from .observed import IDLE
 from .session import Session
@@ -36,7 +35,7 @@ from .state_file import Saved, saved_text
 
 
 @errors_for_users
-class Explorer(Changing):
+class Explorer(Measuring):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
@@ -110,6 +109,27 @@ class Explorer(Changing):
         self.refresh()
 
     # Scripting -----------------------------------------------------------------------------------------------------
+    def option(self, name: str, option: str, value: Any) -> None:
+        """Sets an option of a pass, as `Strategy` takes it, and searches again.
+
+        Raises:
+          UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
+        """
+        with self._aside("searching again"):
+            self.session.option(name, option, value)
+
+    def undo(self) -> bool:
+        """Takes the last change of sites or options back; False where there is none."""
+        return self.session.undo()
+
+    def redo(self) -> bool:
+        """Makes the change again that `undo` took back last; False where there is none, or another change was made since."""
+        return self.session.redo()
+
+    def reset(self) -> bool:
+        """Goes back to what was on when it was opened."""
+        return self.session.reset()
+
     def code(self) -> str:
         """A Python program that reproduces what is on.
 

@@ -19,10 +19,10 @@ from fusionlab.evidence.instruments.record import environment
 from fusionlab.viz.explorer.blame import Fault, faults_of, sentence_html
 from fusionlab.viz.explorer.widget import Explorer
 
-STAGES = "tracing after, forward 2/4", "compiling after, forward 2/4", "float64 reference", "timing forward"
+STAGES = "tracing after, call 2/4", "compiling after, call 2/4", "float64 reference", "timing call"
 
 
-def timed(what="forward", after=2e-3):
+def timed(what="call", after=2e-3):
     runs = [timing.Runs(n, (s,) * 40, 1, 0.0, 0.0, 0.0) for n, s in (("before", 1e-3), ("after", after))]
     return timing.timing_of(what, *runs)
 
@@ -57,13 +57,13 @@ def test_each_stage_is_told_with_its_clock_its_steps_and_what_is_left(case, at):
 
     def measure(setting, told, cancel):
         at(0)
-        told("compiling before, forward 1/4")
+        told("compiling before, call 1/4")
         seen.append(lab.busy)
         at(60)
-        told("timing forward", 0, 40, 20.0)
+        told("timing call", 0, 40, 20.0)
         seen.append(lab.busy)
         at(70)
-        told("timing forward", 10, 40, 20.0)
+        told("timing call", 10, 40, 20.0)
         seen.append(lab.busy)
 
     lab = Explorer(case.graph, case.findings, measure=measure)
@@ -71,9 +71,9 @@ def test_each_stage_is_told_with_its_clock_its_steps_and_what_is_left(case, at):
         seen.clear()
         lab.measure()
         assert [(b["what"], b["done"], b["seconds"], b["left"]) for b in seen] == [
-            ("compiling before, forward 1/4", 0, 0.0, before),  # once it was seen, it is known how long it takes
-            ("timing forward", 0, 0.0, 20.0 if before is None else 10.0),
-            ("timing forward", 10, 10.0, 10.0),
+            ("compiling before, call 1/4", 0, 0.0, before),  # once it was seen, it is known how long it takes
+            ("timing call", 0, 0.0, 20.0 if before is None else 10.0),
+            ("timing call", 10, 10.0, 10.0),
         ]
         assert all(b["running"] and b["cancel"] for b in seen)
         assert seen[1]["began"] == seen[2]["began"] != seen[0]["began"]
@@ -110,7 +110,7 @@ def test_a_cancel_ends_it_at_its_next_stage(case, stage):
 def test_what_is_cancelled_elsewhere_gives_nothing_back(case):
     def measure(setting, told, cancel):
         lab.cancel()
-        told("timing forward")
+        told("timing call")
         return "evidence"
 
     lab = Explorer(case.graph, case.findings, measure=measure)
@@ -134,7 +134,7 @@ def test_a_search_again_and_a_file_are_told_and_have_no_cancel(case, tmp_path):
 
 
 def test_what_got_worse_is_read_off_the_measurement():
-    grad = timed("forward + backward")
+    grad = timed("gradient of the call")
     fine = timed(after=1e-3)
     assert faults_of(None) == faults_of(evidence(timing=fine)) == []
     assert faults_of(evidence(timing=timed(), timing_grad=grad)) == [Fault("time", False)]
@@ -176,7 +176,7 @@ def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch):
     found = lab.which_site()
     site = "gemm_epilogue@layer_1#1"
     assert [c.sites for c in found.causes] == [(site,)]
-    assert {"which site", "searching", "trial 1 of about 5, 3 sites", "trial 2: compiling after, forward"} <= set(told)
+    assert {"which site", "searching", "trial 1 of about 5, 3 sites", "trial 2: compiling after, call"} <= set(told)
     assert not any("gradient" in task for task in told)  # it is the call that is slower
     assert (lab.status, lab.head["can"]["which"]) == ("measured", [])
     shown = next(tab["html"] for tab in lab.tabs if tab["name"] == "Timing")
@@ -199,7 +199,7 @@ def losing(lab):
 def test_a_search_for_the_site_that_is_cancelled_keeps_nothing(case):
     def which(setting, fault, told, cancel):
         lab.cancel()
-        told("trial 2: compiling after, forward")
+        told("trial 2: compiling after, call")
 
     lab = Explorer(case.graph, case.findings, measure=lambda *_: None, which=which)
     lab.session.measured[lab.setting] = evidence(timing=timed())

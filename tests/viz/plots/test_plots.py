@@ -138,10 +138,7 @@ def test_nothing_measured_is_an_error_that_says_so():
 def test_the_header_never_shows_a_ratio_without_its_interval(case, evidence, timing):
     header = summary(case.graph, case.findings, enabled=None, evidence=evidence)["header"]
     low, high = timing.interval
-    assert (
-        f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster (median of 40 samples each, wall time)"
-        in header
-    )
+    assert f"21.5 ms → 11.4 ms, {timing.ratio:.2f}× [{low:.2f}, {high:.2f}], faster ·" in header
     assert "2.50e-01 in gradient w, against float64 · 1 result WORSE than before and over tolerance" in header
 
 
