@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from ..device import Device
 from ..fusers import Pass, find_in
 from ..graph.program.trace import trace
+from ..showing import Shown
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Catalogue(Shown):
     """All passes. `str()` lists formula, needs and options; a notebook adds a before/after picture of each."""
 
     passes: tuple[Pass, ...]
+    _listed = "passes"
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)

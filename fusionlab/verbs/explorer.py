@@ -20,6 +20,7 @@ from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
+    from ..viz.explorer.widget import Explorer
     from ..viz.model.setting import Setting
 
 
@@ -98,7 +99,7 @@ def explore(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
-) -> Any:
+) -> Explorer:
     """The widget: tick passes, options and sites, see graph, time and error. Measures nothing until asked.
 
     Args:

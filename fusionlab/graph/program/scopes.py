@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from ...showing import Shown
+
 _JAX_DIR = os.path.dirname(os.path.dirname(os.path.abspath(jax.__file__)))
 _JAX_PARTS = tuple(os.path.join(_JAX_DIR, p) + os.sep for p in ("jax", "jaxlib"))
 _LIB_DIRS = tuple({sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platlib", "stdlib")})
@@ -32,8 +34,8 @@ _NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body",
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
 
 
-@dataclass(frozen=True)
-class Source:
+@dataclass(frozen=True, repr=False)
+class Source(Shown):
     """A line of the user's code: absolute `file`, 1-based `line`, enclosing `function`."""
 
     file: str

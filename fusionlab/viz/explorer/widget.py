@@ -21,6 +21,7 @@ from fusionlab.errors import ArgumentError, FusionLabError
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
+from fusionlab.showing import Text
 from fusionlab.tracebacks import errors_for_users
 
 from ..html.report import still_html
@@ -128,7 +129,7 @@ class Explorer(Selecting):
         """Goes back to what was on when it was opened."""
         return self.session.reset()
 
-    def code(self) -> str:
+    def code(self) -> Text:
         """A Python program that reproduces what is on.
 
         Raises:
@@ -136,7 +137,7 @@ class Explorer(Selecting):
         """
         if self._script_with is None:
             raise ArgumentError("code: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
-        return self._script_with(self.setting, self.findings)
+        return Text(self._script_with(self.setting, self.findings))
 
     def measure(self) -> Any:
         """Measures the enabled sites now, here, and returns the evidence (also kept in `evidence`).
