@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from .errors import ArgumentError, did_you_mean
+from .showing import Shown
 from .tracebacks import errors_for_users
 
 # What a card is called -> its architecture. Any other is asked about by its sm_NN.
@@ -37,8 +38,8 @@ NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, be
 
 
 @errors_for_users
-@dataclass(frozen=True)
-class Device:
+@dataclass(frozen=True, repr=False)
+class Device(Shown):
     """What a decision needs to know of a device: decisions are pure functions of a call and this record.
 
     Any device can be simulated: `Device.of("sm_75")`, `Device.of("h100")` or another of `GPUS`,

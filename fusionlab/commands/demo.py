@@ -19,6 +19,7 @@ from ..evidence.instruments.timing import Timing, seconds
 from ..models import transformer
 from ..output import output_folder, write_file
 from ..progress import Progress, Stages, watched
+from ..showing import Shown
 from ..verbs import comparison, lab
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
@@ -46,8 +47,8 @@ def transformer_block(params: Any, x: jax.Array) -> jax.Array:
     return transformer.block(params, x, heads=HEADS)
 
 
-@dataclass(frozen=True, eq=False)
-class Demo:
+@dataclass(frozen=True, eq=False, repr=False)
+class Demo(Shown):
     """What the demo found and measured; prints as a short table.
 
     Attributes:

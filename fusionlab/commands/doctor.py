@@ -5,7 +5,6 @@ Nothing optional is imported to find out: installed packages are read from their
 
 from __future__ import annotations
 
-import html
 import importlib.metadata
 import importlib.util
 import os
@@ -22,12 +21,13 @@ from ..kernels.choose.choices import CHOICES
 from ..kernels.launch import ffi_call as launch
 from ..kernels.launch import native
 from ..kernels.launch.compile import DEFAULT_CACHE
+from ..showing import Shown, Table
 from ..tracebacks import own_lines_hidden
 from ..verbs.fused import DISABLE, is_disabled
 
 
-@dataclass(frozen=True)
-class Need:
+@dataclass(frozen=True, repr=False)
+class Need(Shown):
     """One thing FusionLab can use.
 
     Attributes:
@@ -46,18 +46,24 @@ class Need:
     def present(self) -> bool:
         return self.version is not None
 
+    def __str__(self) -> str:
+        return _need_line(self).strip()
 
-@dataclass(frozen=True)
-class Ability:
+
+@dataclass(frozen=True, repr=False)
+class Ability(Shown):
     """A backend of the fused ops, or a kind of output: whether it runs here, and why (not)."""
 
     name: str
     ready: bool
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.name}: {'ready' if self.ready else 'missing'}, {self.reason}"
+
 
 @dataclass(frozen=True, repr=False)
-class Doctor:
+class Doctor(Shown):
     """The result of `doctor()`; prints as a report.
 
     Attributes:
@@ -86,8 +92,15 @@ class Doctor:
         ready = sum(a.ready for a in self.abilities)
         return f"<Doctor: {ready} of {len(self.abilities)} backends and outputs ready; next: {self.next_command}>"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def _sentence(self) -> str:
+        return f"{repr(self)[len('<Doctor: ') : -1]} on {self.device}"
+
+    def _table(self) -> Table:
+        facts = [("device", text, "") for text in (*self.devices, *_facts(self.device))]
+        able = [(a.name, "ready" if a.ready else "missing", a.reason) for a in self.abilities]
+        needs = [(n.name, (n.version or "found") if n.present else "missing", n.purpose) for n in self.needs]
+        versions = [(name, version, "version") for name, version in self.versions.items()]
+        return Table(("what", "state", "for or why"), (*facts, *able, *needs, *versions))
 
     def __str__(self) -> str:
         lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]

@@ -21,6 +21,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
 from fusionlab.progress import Cancel, Progress, Stages, watched
+from fusionlab.showing import Shown
 
 from .instruments.program import Program, compile_program
 from .instruments.record import hardware
@@ -34,8 +35,8 @@ _DISPATCH = "(dispatch)"
 _WHOLE = "(whole)"
 
 
-@dataclass(frozen=True)
-class PartTiming:
+@dataclass(frozen=True, repr=False)
+class PartTiming(Shown):
     """A part of a program run alone.
 
     Attributes:
@@ -45,15 +46,22 @@ class PartTiming:
       net_s: median without a dispatch; never below 0.
     """
 
+    _told = ("name", "net_s")
+
     name: str
     nodes: tuple[int, ...]
     runs: Runs
     net_s: float
 
+    def __str__(self) -> str:
+        return f"{self.name}: {seconds(self.net_s)} without its dispatch"
 
-@dataclass(frozen=True)
-class PartTimings:
+
+@dataclass(frozen=True, repr=False)
+class PartTimings(Shown):
     """The parts of a program beside the whole, and what one dispatch takes; `hardware` is where they were measured."""
+
+    _listed = "parts"
 
     parts: tuple[PartTiming, ...]
     whole: Runs
@@ -69,6 +77,9 @@ class PartTimings:
     def __str__(self) -> str:
         clock = f"medians of {len(self.whole.samples_s)} samples, {self.whole.clock}, on {self.hardware}"
         return f"{self.reconciliation}\n{clock}"
+
+    def _sentence(self) -> str:
+        return f"{len(self.parts)} parts of a call of {seconds(self.whole.median_s)}, on {self.hardware}"
 
 
 def parts_of(
@@ -179,8 +190,8 @@ def _function(closed: Any) -> Callable[..., Any]:
 # -- by site ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SiteShare:
+@dataclass(frozen=True, repr=False)
+class SiteShare(Shown):
     """What one site is worth: the program with all others fused, beside all of them.
 
     Attributes:
@@ -206,13 +217,25 @@ class SiteShare:
         verdict = "" if self.is_clear else ", no clear difference"
         return f"{self.site}: {sign}{seconds(abs(self.saved_s))} [{low:.3f}, {high:.3f}]{verdict}"
 
+    def _row(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {
+            "site": self.site,
+            "saved_s": self.saved_s,
+            "ratio, low": low,
+            "ratio, high": high,
+            "clear": self.is_clear,
+        }
 
-@dataclass(frozen=True)
-class SiteShares:
+
+@dataclass(frozen=True, repr=False)
+class SiteShares(Shown):
     """What each site is worth, and all of them together: `fused` has all, `unfused` none of them.
 
     `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled.
     """
+
+    _listed = "sites"
 
     sites: tuple[SiteShare, ...]
     fused: Runs
@@ -236,6 +259,9 @@ class SiteShares:
         rest = f"of that {sign}{seconds(abs(self.interaction_s))} is no single site's (sites that share reads, noise)"
         same = [f"not toggled, as they are what XLA runs anyway: {', '.join(self.same_code)}"] if self.same_code else []
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
+
+    def _sentence(self) -> str:
+        return f"{len(self.sites)} sites, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
 
 
 def sites_of(

@@ -13,19 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionlab.progress import SILENT, Stages, Stopped
+from fusionlab.showing import Shown
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, repr=False)
+class Trial(Shown):
     """The program with these sites alone fused: whether it shows the fault, and what was seen, in words."""
 
     sites: tuple[str, ...]
     bad: bool
     observed: str
 
+    def __str__(self) -> str:
+        return f"{' with '.join(self.sites) or 'no site'}: {'bad' if self.bad else 'not bad'}, {self.observed}"
 
-@dataclass(frozen=True)
-class Cause:
+
+@dataclass(frozen=True, repr=False)
+class Cause(Shown):
     """The smallest set of sites found that shows the fault on its own; none of them can be left out.
 
     Attributes:
@@ -40,8 +44,8 @@ class Cause:
         return f"{' with '.join(self.sites)}: {self.observed}"
 
 
-@dataclass(frozen=True)
-class Bisection:
+@dataclass(frozen=True, repr=False)
+class Bisection(Shown):
     """What a bisection found.
 
     Attributes:
@@ -52,6 +56,8 @@ class Bisection:
       trials: every program tried, in order.
       stopped: "", or why the search ended early ("cancelled", "most trials").
     """
+
+    _listed = "trials"
 
     name: str
     of: str

@@ -13,21 +13,24 @@ from fusionlab.errors import ArgumentError, MissingDependencyError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
+from fusionlab.showing import Shown, Table, save_as
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Error, LeafNumerics, Numerics
 from .instruments.clocks import Clocks
 from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import CompiledMemory, Memory
-from .instruments.record import Environment, environment, load_json, save_json, to_json
+from .instruments.record import Environment, environment, load_json, to_json
 from .instruments.timing import WALL, Runs, Timing, Verdict, check_effort, names_of, seconds
 from .measuring import Measuring
 from .over_devices import OverDevices
 
+_HEADS = ("quantity", "name", "version", "value", "unit", "dtype", "hardware")
+
 
 @errors_for_users
 @dataclass(frozen=True, repr=False)
-class Evidence:
+class Evidence(Shown):
     """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
 
     Attributes:
@@ -161,13 +164,19 @@ class Evidence:
             devices=OverDevices.from_dict(over) if (over := data.get("devices")) else None,
         )
 
+    def _table(self) -> Table:
+        return Table(_HEADS, tuple(self.rows()))
+
+    def _makers(self) -> dict[str, Callable[[], str | bytes]]:
+        return super()._makers() | {".json": lambda: self.to_json() + "\n"}
+
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the record as JSON, with every sample; `load` reads it back.
+        """Writes it by suffix: .json (the record, with every sample: `load` reads it back), .csv (every number), .html or .txt.
 
         Raises:
-          OutputError: the file cannot be written; no part of it is left.
+          ArgumentError: another suffix. OutputError: the file cannot be written; no part of it is left.
         """
-        return save_json(path, self.to_dict())
+        return save_as(path, self._makers(), folders=True, advice="give a path you can write to")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -196,8 +205,7 @@ class Evidence:
             raise MissingDependencyError(
                 "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
             ) from error
-        heads = ["quantity", "name", "version", "value", "unit", "dtype", "hardware"]
-        return pd.DataFrame(list(self.rows()), columns=heads)
+        return pd.DataFrame(list(self.rows()), columns=list(_HEADS))
 
     def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
         """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype "" where there is none."""

@@ -15,6 +15,8 @@ from fusionlab.graph.settings import as_function
 from fusionlab.graph.xla.modules import CompiledModule, metadata_of_its_own, read_hlo
 from fusionlab.graph.xla.tagging import tagged_jaxpr
 from fusionlab.progress import SILENT, Stages
+from fusionlab.showing import Shown, Table
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import compile_program
 from .kernel_times import KernelTimes, traceable, traced
@@ -22,8 +24,8 @@ from .kernel_times import KernelTimes, traceable, traced
 RUNS = 5
 
 
-@dataclass(frozen=True)
-class NodeTimes:
+@dataclass(frozen=True, repr=False)
+class NodeTimes(Shown):
     """Seconds of a program's nodes.
 
     Attributes:
@@ -43,7 +45,13 @@ class NodeTimes:
             f"{self.kernels.name}: {len(self.seconds)} nodes, {share:.1%} of all kernels' time placed\n{self.kernels}"
         )
 
+    def _table(self) -> Table:
+        total = sum(self.seconds.values()) or 1.0
+        rows = sorted(self.seconds.items(), key=lambda item: -item[1])
+        return Table(("node", "time (s)", "share"), tuple((f"n{node}", s, s / total) for node, s in rows))
 
+
+@own_lines_hidden
 def node_times(graph: Graph, *args: Any, runs: int = RUNS, stages: Stages = SILENT, **kwargs: Any) -> NodeTimes:
     """Compiles a program, times its kernels and says which of its nodes the time is of.
 

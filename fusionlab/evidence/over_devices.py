@@ -15,6 +15,7 @@ import numpy as np
 from fusionlab.graph.jax_compat import child_jaxprs, split_closed
 from fusionlab.graph.xla.collectives import Traffic, bytes_text, traffic
 from fusionlab.processes import from_process_0, several
+from fusionlab.showing import Shown
 
 from .instruments.program import Program
 from .instruments.timing import seconds
@@ -23,8 +24,8 @@ RUNS = 5
 Sent = Mapping[str, Traffic]
 
 
-@dataclass(frozen=True)
-class Collectives:
+@dataclass(frozen=True, repr=False)
+class Collectives(Shown):
     """The collectives of one call: what ("call"), and by kind how many, and the bytes of one device, before and after."""
 
     what: str
@@ -50,8 +51,8 @@ class Collectives:
         return f"collectives of a device, {self.what}: {counts or 'none'}"
 
 
-@dataclass(frozen=True)
-class OverDevices:
+@dataclass(frozen=True, repr=False)
+class OverDevices(Shown):
     """Where a program that several devices run together was measured.
 
     Attributes:
@@ -61,6 +62,8 @@ class OverDevices:
       device_s: version -> device ("0") -> the median of the seconds from the start of a call until that device's results are there; of
         this process's devices, and empty where nothing was timed.
     """
+
+    _listed = "collectives"
 
     mesh: Mapping[str, int]
     devices: int
@@ -98,6 +101,9 @@ class OverDevices:
 
         calls = (Collectives(c["what"], sent(c["before"]), sent(c["after"])) for c in data["collectives"])
         return cls(data["mesh"], data["devices"], data["processes"], tuple(calls), data["device_s"])
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
 
 def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> OverDevices | None:

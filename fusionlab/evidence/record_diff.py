@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fusionlab.showing import Shown
+
 from .comparison import Evidence
 from .errors.numerics import LeafNumerics
 from .instruments.memory import Memory
@@ -20,8 +22,8 @@ MEMORY_GROWTH = (
 )
 
 
-@dataclass(frozen=True)
-class RecordChange:
+@dataclass(frozen=True, repr=False)
+class RecordChange(Shown):
     """One quantity of both records.
 
     Attributes:
@@ -41,9 +43,11 @@ class RecordChange:
         return f"{self.verdict}: {self.what}: {self.old or 'nothing'} -> {self.new or 'nothing'}{self.why and f' ({self.why})'}"
 
 
-@dataclass(frozen=True)
-class RecordDiff:
+@dataclass(frozen=True, repr=False)
+class RecordDiff(Shown):
     """What changed from one record to a newer one."""
+
+    _listed = "changes"
 
     name: str
     changes: tuple[RecordChange, ...]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fusionlab.graph.calls.binding import Bound
 from fusionlab.progress import SILENT, Stages, Stopped
+from fusionlab.showing import Shown
 
 from .bisection import Bisection, bisect_sites
 from .errors.numerics import LeafNumerics
@@ -17,8 +19,8 @@ from .original import Original
 Fuser = Callable[[tuple[str, ...]], Callable]  # site ids -> the function with these alone fused
 
 
-@dataclass(frozen=True)
-class SiteErrors:
+@dataclass(frozen=True, repr=False)
+class SiteErrors(Shown):
     """Errors that one site makes, fused, and no other.
 
     Attributes:
@@ -27,6 +29,9 @@ class SiteErrors:
         the site alone.
       drawn: of the site alone, and on values drawn at random, as those that reach it differ from round to round.
     """
+
+    _listed = "leaves"
+    _name = "site"
 
     site: str
     leaves: tuple[LeafNumerics, ...]
@@ -42,6 +47,9 @@ class SiteErrors:
 
     def __str__(self) -> str:
         return f"{self.site}: {self.worst}{' (on values drawn at random)' if self.drawn else ''}"
+
+    def _row(self) -> dict[str, Any]:
+        return {"site": self.site, **self.worst._row()}
 
 
 def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:

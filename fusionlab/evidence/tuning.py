@@ -24,6 +24,7 @@ from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op.composite import CompositePrimitive
 from fusionlab.kernels.op.primitive import FusedPrimitive
 from fusionlab.progress import Progress, Stages, watched
+from fusionlab.showing import Shown, Table, table_of
 
 from .instruments.device_clock import time_on_device
 from .instruments.out_of_memory import out_of_memory
@@ -49,7 +50,7 @@ class TunedCall:
 
 
 @dataclass(frozen=True, repr=False)
-class Tuned:
+class Tuned(Shown):
     """What `fusionlab.tune` found; prints as a table.
 
     Attributes:
@@ -69,7 +70,11 @@ class Tuned:
         path = None if self.path is None else str(self.path)
         return self.measured.to_dict() | {"device": str(self.device), "path": path, "calls": self.calls}
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
+        cases = self.measured.cases.items()
+        return table_of({"call": _case_text(text), **choice._row()} for text, choice in cases)
+
+    def __str__(self) -> str:
         if self.path is None:
             why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
             return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"

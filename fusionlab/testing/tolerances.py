@@ -19,12 +19,15 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 
+from ..showing import Shown
 from ..tracebacks import own_lines_hidden
 
 
-@dataclass(frozen=True)
-class Tolerance:
+@dataclass(frozen=True, repr=False)
+class Tolerance(Shown):
     """A row: up to `reduction_size` terms, `rtol` and `atol` (relative to the array's largest magnitude), and why."""
+
+    _says = "{0.dtype}: rtol {0.rtol:.3g}, atol {0.atol:.3g}; {0.reason}"
 
     dtype: str
     reduction_size: float

@@ -18,6 +18,7 @@ from ..graph.calls.binding import Bound
 from ..graph.program.trace import bind_users
 from ..graph.settings import as_function
 from ..progress import Cancel, Progress, Stages, watched
+from ..showing import Records
 from ..tracebacks import own_lines_hidden
 from . import lab
 
@@ -90,7 +91,7 @@ def errors_by_site(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
-) -> tuple[trials.SiteErrors, ...]:
+) -> Records[trials.SiteErrors]:
     """What each site does to the errors of outputs and gradients, fused alone and the rest of the program left as it is.
 
     With `local`, of the site's own output and of the gradients by what it reads, on the values that reach it: nothing else of the
@@ -99,7 +100,7 @@ def errors_by_site(
     Args, and what is raised: as for `bisect`.
 
     Returns:
-      One record a site, in program order; each prints as the output or gradient that it makes worst.
+      One record a site, in program order: a tuple that prints a line for each, the output or gradient that it makes worst.
     """
     asked = {"passes": passes, "implementation": implementation}
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
@@ -115,7 +116,7 @@ def errors_by_site(
                 return local_errors(found, chosen[site], arrays, wanted, stages.inside(site))
             return trials.SiteErrors(site, tried.errors((site,)))
 
-        return trials.each_site(list(chosen), errors, stages)
+        return Records(trials.each_site(list(chosen), errors, stages))
 
 
 @own_lines_hidden

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING
 from ..device import Device
 from ..fusers import Pass, find_in
 from ..graph.program.trace import trace
+from ..showing import Shown
 
 if TYPE_CHECKING:
     from ..viz.notebook import Output
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Catalogue(Shown):
     """All passes. `str()` lists formula, needs and options; a notebook adds a before/after picture of each."""
 
     passes: tuple[Pass, ...]
+    _listed = "passes"
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)

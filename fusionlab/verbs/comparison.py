@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
@@ -28,6 +31,23 @@ class Comparison(Evidence):
         from ..viz.html.report import evidence_summary_html
 
         return evidence_summary_html(self)
+
+    def _makers(self) -> dict[str, Callable[[], str | bytes]]:
+        def picture(kind: str) -> bytes:
+            file = io.BytesIO()
+            self.plot().figure.savefig(file, format=kind, bbox_inches="tight")
+            return file.getvalue()
+
+        pictures = {f".{kind}": functools.partial(picture, kind) for kind in ("png", "svg", "pdf")}
+        return super()._makers() | pictures | {".html": self.to_html}
+
+    def save(self, path: Any) -> Path:
+        """Writes .json (the record, with every sample: `load` reads it back), .html (the report), .csv, .txt, or the plot: .svg .png .pdf.
+
+        Raises:
+          ArgumentError: another suffix, or nothing was timed that could be drawn. OutputError: the file cannot be written.
+        """
+        return super().save(path)
 
     def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
         """Errors of both versions against float64; returns matplotlib Axes."""

@@ -23,6 +23,7 @@ from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
     from ..viz.explorer.blame import Fault
+    from ..viz.explorer.widget import Explorer
     from ..viz.model.setting import Setting
 
 
@@ -112,7 +113,7 @@ def explore(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
-) -> Any:
+) -> Explorer:
     """The widget: tick passes, options and sites, see graph, time and error. Measures nothing until asked.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..device import Device
 from ..errors import ArgumentError, unknown_name
@@ -20,6 +20,9 @@ from .fused import find_with_notes
 from .shown import Findings as Findings
 from .shown import Graph as Graph
 from .shown import fields_of
+
+if TYPE_CHECKING:
+    from .catalogue import Catalogue
 
 Passes = Strategy | Iterable[str] | str | None
 
@@ -170,7 +173,7 @@ def check_implementation(name: str | None) -> None:
 
 
 @own_lines_hidden
-def passes() -> Any:
+def passes() -> Catalogue:
     """Every pass: formula, needs, options; in a notebook with a before/after picture each."""
     from .catalogue import Catalogue
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..fusers import Findings as PlainFindings
@@ -70,6 +72,19 @@ class Findings(PlainFindings):
         from ..viz.notebook import graph_outputs, show
 
         show(graph_outputs(self.graph, self, plain=repr(self)))
+
+    def _makers(self) -> dict[str, Callable[[], str | bytes]]:
+        from ..viz.explorer.files import picture_makers
+
+        return super()._makers() | {".html": self.to_html} | picture_makers(self.graph, self)
+
+    def save(self, path: Any) -> Path:
+        """Writes .html (the page of `to_html`), .txt (the report), .json, .csv (a row a site), or the picture: .svg .png .pdf .dot.
+
+        Raises:
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without the extra.
+        """
+        return super().save(path)
 
     def to_html(self, path: Any = None) -> str:
         """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.

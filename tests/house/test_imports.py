@@ -18,7 +18,7 @@ PACKAGE = Path(fusionlab.__file__).parent
 # A place may import the places before it, and itself; of several that a name lies in, the longest counts. What stands in no list is
 # for all (errors), or for the command line alone.
 ORDER = """
-errors tracebacks device processes progress output
+errors tracebacks processes progress output showing device
 graph.jax_compat graph.dtypes graph.primitives graph.settings graph.declined graph.calls graph.program graph.canonical graph.interpret
 graph.matching graph.cost graph.certify graph.backward graph.rewriting graph.xla graph
 kernels.launch kernels.choose kernels.op kernels.ops kernels ops

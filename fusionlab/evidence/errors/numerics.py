@@ -13,6 +13,7 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.parts import CallResult, fixed_difference
+from fusionlab.showing import Shown
 from fusionlab.testing.tolerances import Tolerance, tolerance
 from fusionlab.tracebacks import own_lines_hidden
 
@@ -25,8 +26,8 @@ ULP_EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
 _ACCEPTED_GROWTH = 2.0  # over tolerance is accepted while the error is at most this often the baseline's own
 
 
-@dataclass(frozen=True)
-class Error:
+@dataclass(frozen=True, repr=False)
+class Error(Shown):
     """How far an array is from its reference; non-finite elements are counted, not measured.
 
     Attributes:
@@ -42,6 +43,8 @@ class Error:
       worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
     """
 
+    _says = "max abs {0.max_abs:.2e}, relative L2 {0.rel_l2:.2e}, over tolerance {0.over_tolerance}"
+
     max_abs: float
     max_rel: float
     rel_l2: float
@@ -56,8 +59,8 @@ class Error:
     share: float | None = None
 
 
-@dataclass(frozen=True)
-class LeafNumerics:
+@dataclass(frozen=True, repr=False)
+class LeafNumerics(Shown):
     """One output or gradient of both versions against the reference.
 
     Attributes:
@@ -123,9 +126,16 @@ class LeafNumerics:
             f"over tolerance {self.before.over_tolerance} -> {self.after.over_tolerance - self.filled} of {self.size}{verdict}"
         )
 
+    def _row(self) -> dict[str, Any]:
+        what = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+        versions = {"before": self.before, "after": self.after}
+        errors = {f"max abs, {name}": error.max_abs for name, error in versions.items()}
+        relative = {f"relative L2, {name}": error.rel_l2 for name, error in versions.items()}
+        return what | errors | relative | {"tolerated": self.atol, "worse": not self.ok}
 
-@dataclass(frozen=True)
-class Numerics:
+
+@dataclass(frozen=True, repr=False)
+class Numerics(Shown):
     """Errors of both versions against the promoted float64 reference.
 
     Attributes:
@@ -135,6 +145,8 @@ class Numerics:
       tf32: whether float32 products may have run in TF32, which widens the tolerance.
       notes: what the reference could not promote.
     """
+
+    _listed = "leaves"
 
     leaves: tuple[LeafNumerics, ...]
     left_out: tuple[str, ...]
@@ -171,6 +183,10 @@ class Numerics:
             return "no errors were measured"
         share, error = share_text(leaf.shares[1]), f"{leaf.after.max_abs:.2e}"
         return f"worst error {share} of its tolerance: {error} in {leaf.called}, against float64"
+
+    def __str__(self) -> str:
+        worst = [leaf for kind in ("output", "gradient") if (leaf := self.worst(kind)) is not None]
+        return "\n".join([self.sentence, *(f"  {leaf}" for leaf in worst), *(f"  note: {note}" for note in self.notes)])
 
 
 def _quotient(error: float, tolerated: float) -> float:

@@ -20,6 +20,7 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 from fusionlab.output import write_file
+from fusionlab.showing import Shown
 from fusionlab.tracebacks import own_lines_hidden
 
 # Settings that change what XLA compiles or what numbers come out.
@@ -34,8 +35,8 @@ _SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Environment:
+@dataclass(frozen=True, repr=False)
+class Environment(Shown):
     """Where and with what a measurement was made.
 
     Attributes:

@@ -24,6 +24,7 @@ from fusionlab.graph.calls.binding import as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
 from fusionlab.progress import Progress, Reporter, Stages, watched
+from fusionlab.showing import Shown
 from fusionlab.tracebacks import own_lines_hidden
 
 from . import device_clock
@@ -57,8 +58,8 @@ class Verdict(enum.StrEnum):
     NOT_TIMED = "not timed"
 
 
-@dataclass(frozen=True)
-class Runs:
+@dataclass(frozen=True, repr=False)
+class Runs(Shown):
     """All samples of one function.
 
     Attributes:
@@ -71,6 +72,8 @@ class Runs:
       dispatch_s: seconds until a call gives the host back, its results still to come; None in older records. Where the host computes
         (a CPU), small programs are done by then.
     """
+
+    _told = ("name", "median_s", "min_s", "repeats", "compile_s", "clock")
 
     name: str
     samples_s: tuple[float, ...]
@@ -95,9 +98,12 @@ class Runs:
     def min_s(self) -> float:
         return min(self.samples_s)
 
+    def __str__(self) -> str:
+        return f"{self.name}: median {seconds(self.median_s)} of {len(self.samples_s)} samples, {self.clock}"
 
-@dataclass(frozen=True)
-class Timing:
+
+@dataclass(frozen=True, repr=False)
+class Timing(Shown):
     """Two functions timed in turns.
 
     Attributes:
@@ -140,6 +146,12 @@ class Timing:
             f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
             f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock}{cold}{stopped})"
         )
+
+    def _row(self) -> dict[str, Any]:
+        low, high = self.interval
+        times = {"before_s": self.before.median_s, "after_s": self.after.median_s, "ratio": self.ratio}
+        told = {"low": low, "high": high, "verdict": str(self.verdict), "clock": self.clock, "hardware": self.hardware}
+        return {"what": self.what, **times, **told}
 
 
 def names_of(differentiated: bool) -> tuple[str, str]:

@@ -19,6 +19,7 @@ from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
+from ...showing import Facts, Records, Shown, Text
 from ...tracebacks import errors_for_users
 from ..engine.grouping import STATE_WORDS, code_counts, columns_of, grouped_by, nameless, states_said, which
 from ..engine.outcomes import Candidate, Rejection
@@ -33,7 +34,7 @@ _LINES = 20  # of reasons that a printed report holds before it is cut short
 
 @errors_for_users
 @dataclass(frozen=True, eq=False)
-class Findings:
+class Findings(Shown):
     """All candidates and rejections of a search over one graph.
 
     Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
@@ -54,6 +55,16 @@ class Findings:
     applied: Collection[str] = ()
     router: Callable[[Findings], Routes] | None = dataclasses.field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        for name in ("candidates", "rejections"):
+            object.__setattr__(self, name, Records(getattr(self, name)))
+
+    _listed = "_sites"
+
+    @property
+    def _sites(self) -> tuple[Candidate | Rejection, ...]:
+        return (*self.candidates, *self.rejections)
+
     def routes(self) -> Routes:
         """The route of every matrix product of the program, with what each route said of it: a table to print."""
         return self.router(self) if self.router is not None else Routes(self.device, ())
@@ -64,7 +75,7 @@ class Findings:
         "<pass>_grad" is a key where the gradient is fused too: the number of candidates that are fused with their backward passes, in
         a program that is differentiated already; in any other the words "runs under jax.grad", for it is fused then.
         """
-        found: dict[str, int | str] = {}
+        found = Facts()
         for p in self.passes:
             mine = [c for c in self.candidates if c.pass_name == p]
             found[p] = len(mine)
@@ -75,7 +86,7 @@ class Findings:
 
     def concepts(self) -> dict[str, int]:
         """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
-        return dict(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
+        return Facts(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
 
     def cost(self, trips: Mapping[int, int] | None = None) -> Costs:
         """Operations and bytes of every node of the program as it is; `trips` says how often while loops run, by node id.
@@ -92,7 +103,7 @@ class Findings:
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
         """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
-        return self._structures_or_why[0]
+        return Records(self._structures_or_why[0])
 
     @functools.cached_property
     def _structures_or_why(self) -> tuple[tuple[Structure, ...], str]:
@@ -105,13 +116,13 @@ class Findings:
     def pairs(self) -> tuple[Pair, ...]:
         """The forward sites, fused or declined, whose gradient this program computes as well: it was differentiated already."""
         items = sorted((*self.candidates, *self.rejections), key=lambda x: x.region.nodes[0].id if x.region else -1)
-        return tuple(item.backward for item in items if item.backward is not None)
+        return Records(item.backward for item in items if item.backward is not None)
 
-    def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
+    def of_node(self, node: Node | int) -> Records[Candidate | Rejection]:
         """Every candidate or rejection that touches a node."""
         nid = node if isinstance(node, int) else node.id
         hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.all_node_ids]
-        return hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids]
+        return Records(hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids])
 
     def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
         """The candidate, rejection or structure with this id."""
@@ -134,7 +145,7 @@ class Findings:
             if name not in known:
                 raise unknown_name("site or pass", name, known)
         chosen = (c for c in self.candidates if (not c.idle if enabled is None else _is_named(c, wanted)))
-        return tuple(c for c in chosen if not _is_named(c, left))
+        return Records(c for c in chosen if not _is_named(c, left))
 
     def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
         """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
@@ -165,7 +176,7 @@ class Findings:
 
     def kernels(self) -> tuple[SiteKernels, ...]:
         """The XLA kernels of each candidate, before and after; compiles the program both ways (see `xla`)."""
-        return site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True))
+        return Records(site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True)))
 
     def line(self, pass_name: str) -> str:
         """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" of what `applied` names."""
@@ -211,7 +222,7 @@ class Findings:
         """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
         return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
 
-    def report(self, xla: bool = False) -> str:
+    def report(self, xla: bool = False) -> Text:
         """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why.
 
         With `xla` also how many kernels XLA makes of each site, as it was written and fused: both are compiled for it (see `xla`).
@@ -219,7 +230,7 @@ class Findings:
         kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
         sections = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
         parts = (self.lines(), self.reasons(), *sections, (f"note: {n}" for n in self.notes))
-        return "\n".join(line for part in parts for line in part)
+        return Text("\n".join(line for part in parts for line in part))
 
     def reasons(self, most: int | None = None) -> list[str]:
         """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
@@ -264,22 +275,22 @@ class Findings:
         said = states_said(fused, len(self.candidates) - fused, len(self.rejections))
         return f"<{type(self).__name__} {self.graph.name}: {', '.join(said)}>"
 
-    def explain(self, node: Node | int | str, origin: bool = False) -> str:
+    def explain(self, node: Node | int | str, origin: bool = False) -> Text:
         """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences.
 
         With `origin`, a rejection says which line of FusionLab declined it.
         """
         if isinstance(node, str) and "@" in node:
-            return self._explained_site(node, origin)
+            return Text(self._explained_site(node, origin))
         given = self._given(node)
         if given is not None:
-            return given
+            return Text(given)
         found = self._node(node)
         texts = [_explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().summary(found)}")
-        return "\n".join([node_text(found), *("  " + text for text in texts)])
+        return Text("\n".join([node_text(found), *("  " + text for text in texts)]))
 
     def _explained_site(self, site: str, origin: bool) -> str:
         """A site or a structure, what a candidate's nodes cost as they are and as one kernel, and its backward pass."""

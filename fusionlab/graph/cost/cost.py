@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ArgumentError
+from ...showing import Shown, Table, table_of
 from ...tracebacks import errors_for_users
 from ..program.graph import Graph
 from ..program.ir import Block, Node
@@ -31,8 +32,8 @@ from .traffic import COMBINES, ideal_traffic, is_region, reads, writes
 _SOLVE = "jaxprs[2]"  # of those of a linear solve (matvec, vecmat, solve, transpose_solve), the one that runs
 
 
-@dataclass(frozen=True)
-class Cost:
+@dataclass(frozen=True, repr=False)
+class Cost(Shown):
     """Operations and bytes, of all trips together.
 
     Attributes:
@@ -107,7 +108,7 @@ def total_of(costs: Iterable[Cost]) -> Cost:
 
 @errors_for_users
 @dataclass(frozen=True, eq=False)
-class Costs:
+class Costs(Shown):
     """The cost of every node of a graph.
 
     Attributes:
@@ -213,6 +214,13 @@ class Costs:
 
     def __repr__(self) -> str:
         return f"Costs({self.graph.name!r}, {self.total})"
+
+    def _table(self) -> Table:
+        named = (("(all)", self.total), *self.by_scope().items())
+        return table_of(named)
+
+    def _sentence(self) -> str:
+        return f"{self.graph.name}: {self.total}"
 
 
 def cost_of(graph: Graph, *, trips: Mapping[int, int] | None = None) -> Costs:

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from ...showing import Shown
 from ..jax_compat import child_jaxprs, split_closed
 
 _JAX_DIR = os.path.dirname(os.path.dirname(os.path.abspath(jax.__file__)))
@@ -34,8 +35,8 @@ _NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body",
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
 
 
-@dataclass(frozen=True)
-class Source:
+@dataclass(frozen=True, repr=False)
+class Source(Shown):
     """A line of the user's code: absolute `file`, 1-based `line`, enclosing `function`."""
 
     file: str

@@ -23,6 +23,7 @@ from ...errors import ArgumentError, BackendError, CompileError, MissingDependen
 from ...graph.certify.verdict import relative_error
 from ...graph.interpret.evaluate import CannotEvaluate, evaluate
 from ...graph.settings import matmul_precision
+from ...showing import Shown
 from ...tracebacks import errors_for_users
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
@@ -47,8 +48,8 @@ _MAGNITUDES, _WORSE = (1.0, 0.0, 1 / 32, 4.0, 30.0, 1e4), 16
 
 
 @errors_for_users
-@dataclass(frozen=True)
-class CudaKernel:
+@dataclass(frozen=True, repr=False)
+class CudaKernel(Shown):
     """One CUDA kernel that computes a whole op.
 
     Its parameters are the addresses of the operands in order, that of the result, the length of each axis as `long long` in the order in
@@ -65,6 +66,8 @@ class CudaKernel:
       dtypes: those it is written for, out of float32, bfloat16, float16 and float64.
       shared: dynamic shared memory of a block, bytes.
     """
+
+    _says = "CUDA kernel {0.entry}, {0.threads} threads a block, for {0.dtypes}"
 
     source: str
     entry: str | None = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fusionlab.errors import ArgumentError
+from fusionlab.showing import Facts
 from fusionlab.tracebacks import errors_for_users
 
 from ..cards.layout.opened import opened_name
@@ -19,7 +18,7 @@ class Selecting(Observed):
         """Hands to the browser what has changed."""
         raise NotImplementedError
 
-    def select(self, what: object) -> dict[str, Any]:
+    def select(self, what: object) -> Facts:
         """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, a source line ("model.py:41"), a lane ("backward") or nothing
         (""); tells what it is.
 
@@ -28,7 +27,7 @@ class Selecting(Observed):
         """
         info = self.session.select(what)
         self.refresh()
-        return info
+        return Facts(info)
 
     def search(self, text: str) -> list[dict[str, str]]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""

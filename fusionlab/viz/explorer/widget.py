@@ -21,6 +21,7 @@ from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 from fusionlab.progress import Clock, Watch, noticed
+from fusionlab.showing import Text
 from fusionlab.tracebacks import errors_for_users
 
 from ..model.setting import Setting
@@ -130,7 +131,7 @@ class Explorer(Measuring):
         """Goes back to what was on when it was opened."""
         return self.session.reset()
 
-    def code(self) -> str:
+    def code(self) -> Text:
         """A Python program that reproduces what is on.
 
         Raises:
@@ -138,7 +139,7 @@ class Explorer(Measuring):
         """
         if self._script_with is None:
             raise ArgumentError("code: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
-        return self._script_with(self.setting, self.findings)
+        return Text(self._script_with(self.setting, self.findings))
 
     def close(self) -> None:
         """Parts the explorer from the page for good, where it stays as a record of what was shown; a measurement that runs is cancelled."""

@@ -14,14 +14,15 @@ from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node
 from fusionlab.graph.xla.modules import CompiledModule, ModuleKernel
+from fusionlab.showing import Shown
 
 from .node_data import find_node, node_dict, site_dict
 
 _LINE = re.compile(r".+:\d+")
 
 
-@dataclass(frozen=True)
-class Selection:
+@dataclass(frozen=True, repr=False)
+class Selection(Shown):
     """One thing selected; nothing, as made without arguments.
 
     Attributes:
@@ -30,6 +31,9 @@ class Selection:
       target: what is selected, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
       nodes: ids of its nodes.
     """
+
+    _says = "{0.name} ({0.kind})"
+    _told = ("name", "kind", "nodes")
 
     name: str = ""
     kind: str = ""

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ....showing import Shown
 from ....tracebacks import own_lines_hidden
 from ...op.arrays import check_name
 from .attributes import LAYOUTS, refused
@@ -27,8 +28,8 @@ Array = Any
 ONE_ARRAY = LAYOUTS[1:]  # the layouts in which the three projections are one
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransformerLayer:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TransformerLayer(Shown):
     """One layer's parameters, a pytree. Either q, k and v are given or qkv; biases and norms' parameters may be None.
 
     Attributes:
@@ -87,6 +88,12 @@ class TransformerLayer:
         if len(shape) == 4 and (shape[0], shape[3]) == (3, width):
             return "packed"
         raise refused(f"qkv has shape {shape}, needed [E, (H + 2 G) D], [E, H, 3, D] or [3, H, D, E] with E = {width}")
+
+    def __str__(self) -> str:
+        return f"weights of a transformer layer: {', '.join(f'{k} {v}' for k, v in self._row().items())}"
+
+    def _row(self) -> dict[str, Any]:
+        return {f.name: str(jnp.shape(a)) for f in fields(self) if (a := getattr(self, f.name)) is not None}
 
 
 jax.tree_util.register_dataclass(
