@@ -40,7 +40,7 @@ def opened(page, server, name, *, trusted=False, kernel=False):
     nbformat.write(book, path)
     if trusted:
         NotebookNotary(data_dir=str(server.folder.parent / "data")).sign(book)
-    page.set_viewport_size({"width": 1400, "height": 4000})
+    page.set_viewport_size({"width": 1400, "height": 5200})
     page.goto(server.lab(path))
     if not kernel:
         page.locator(".jp-Dialog").get_by_role("button", name="No Kernel").click()
