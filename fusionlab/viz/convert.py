@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import math
 import re
 from functools import cache
 from pathlib import Path
@@ -14,13 +15,19 @@ from fusionlab.errors import MissingDependencyError
 
 _FAMILY = "DejaVu Sans"
 _FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf")
+_SHARP = 2.0  # pixels to a px of the page, as screens have them
 _COLOURS = 256  # of a palette: flat colours and the steps between them at the edges of letters
 
 
-def to_png(svg: str, *, scale: float = 2.0) -> bytes:
-    """PNG bytes of an SVG text; `scale` multiplies its size. Its font is matplotlib's own, the same on every machine."""
+def to_png(svg: str, *, most: float = 64e6) -> bytes:
+    """PNG bytes of an SVG text of ours: two pixels to a px, fewer where there would be more than `most`.
+
+    Its font is matplotlib's own, the same on every machine.
+    """
     import resvg_py
 
+    width, height = size_of(svg)
+    scale = min(_SHARP, math.sqrt(most / (width * height)))
     png = resvg_py.svg_to_bytes(
         svg_string=svg,
         background="#ffffff",

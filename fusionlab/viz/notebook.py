@@ -10,7 +10,6 @@ style sheet hides while the explorer is there.
 from __future__ import annotations
 
 import base64
-import math
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping
@@ -30,7 +29,6 @@ from .model.alike import alike
 from .model.summaries import summary
 
 _MOST_PIXELS = 4e6  # of a still picture: as many as a screen has
-_SHARP = 2.0  # pixels of a picture to a px of the page, where it is small enough
 
 
 @dataclass(frozen=True)
@@ -79,9 +77,7 @@ def words(html: str, plain: str) -> Output:
 
 def png_of(svg: str) -> tuple[bytes, dict[str, int]]:
     """A picture of ours as PNG, sharp where it is small and no larger than a screen, and the width that it is shown at."""
-    width, height = size_of(svg)
-    scale = min(_SHARP, math.sqrt(_MOST_PIXELS / (width * height)))
-    return to_png(svg, scale=scale), {"width": round(width)}
+    return to_png(svg, most=_MOST_PIXELS), {"width": round(size_of(svg)[0])}
 
 
 def picture(svg: str, plain: str) -> Output:

@@ -14,6 +14,12 @@ from tests.browser.server import KERNEL
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 NAMES = sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb"))
+WAYS = {
+    "without a kernel": {"trusted": True},
+    "with a new kernel": {"trusted": True, "kernel": True},
+    "untrusted": {},
+}
+LOST = re.compile("model not found|Loading widget")  # what JupyterLab says of a widget that is not there
 LONGEST = 500  # characters of a paragraph of ours; what is left of an SVG has thousands
 # Every output of a picture with how it is seen, and every line of text that is seen, streams apart.
 SEEN = """() => {
@@ -40,7 +46,7 @@ def opened(page, server, name, *, trusted=False, kernel=False):
     nbformat.write(book, path)
     if trusted:
         NotebookNotary(data_dir=str(server.folder.parent / "data")).sign(book)
-    page.set_viewport_size({"width": 1400, "height": 4000})
+    page.set_viewport_size({"width": 1400, "height": 5200})
     page.goto(server.lab(path))
     if not kernel:
         page.locator(".jp-Dialog").get_by_role("button", name="No Kernel").click()
@@ -55,7 +61,7 @@ def outputs(book):
 
 
 def reads_well(page, book):
-    """Every picture is one, and of none there are words alone."""
+    """Every picture is one, and of none there are words alone. Gives the lines of text."""
     wanted = sum("image/png" in data for data in outputs(book))
     assert wanted > 0
     page.wait_for_function("[...document.querySelectorAll('.jp-OutputArea-output img')].every(e => e.complete)")
@@ -66,8 +72,8 @@ def reads_well(page, book):
         assert picture["width"] > 250
         assert picture["height"] > 100
     assert not [line for line in seen["lines"] if len(line) > LONGEST]
-    assert not re.search("model not found|Loading widget", "\n".join(seen["lines"]))
-    return seen
+    assert not LOST.search("\n".join(seen["lines"]))
+    return seen["lines"]
 
 
 @pytest.fixture
@@ -76,24 +82,17 @@ def here(jupyter):
     jupyter.stop_kernels()
 
 
+@pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-def test_an_untrusted_notebook_shows_its_pictures(name, page, here, artifacts):
-    book = opened(page, here, name)
-    seen = reads_well(page, book)
-    page.screenshot(path=artifacts / f"untrusted-{name}.png")
-    if any("application/vnd.jupyter.widget-view+json" in data for data in outputs(book)):
-        assert any("still picture" in line for line in seen["lines"])
-
-
-@pytest.mark.parametrize("kernel", [True, False], ids=["a new kernel", "no kernel"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_trusted_notebook_that_was_not_run_shows_its_pictures(name, kernel, page, here, artifacts):
-    book = opened(page, here, name, trusted=True, kernel=kernel)
-    if any("application/vnd.jupyter.widget-view+json" in data for data in outputs(book)):
-        gone = page.locator(".jp-OutputArea-output", has_text=re.compile("model not found|Loading widget"))
+def test_a_notebook_that_comes_back_shows_its_pictures(name, how, page, here, artifacts):
+    book = opened(page, here, name, **WAYS[how])
+    explored = any("application/vnd.jupyter.widget-view+json" in data for data in outputs(book))
+    if explored and how != "untrusted":
+        gone = page.locator(".jp-OutputArea-output", has_text=LOST)
         expect(gone).to_have_count(1)
-        if kernel:
+        if how == "with a new kernel":
             expect(gone).to_have_text(re.compile("model not found"))
         expect(gone).to_be_hidden()
-    reads_well(page, book)
-    page.screenshot(path=artifacts / f"trusted-{name}-{'kernel' if kernel else 'none'}.png")
+    lines = reads_well(page, book)
+    assert explored == any("A still picture of the explorer" in line for line in lines)
+    page.screenshot(path=artifacts / f"{name}-{how.replace(' ', '-')}.png")

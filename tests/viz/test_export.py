@@ -141,6 +141,12 @@ def test_a_png_is_drawn_by_what_the_base_installation_has_in_the_colours_of_the_
         assert min(max(abs(a - b) for a, b in zip(rgb, c, strict=True)) for c in colours) <= 8, wanted
 
 
+def test_a_png_of_a_huge_picture_has_fewer_pixels():
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9000" height="40000"><rect width="9" height="9"/></svg>'
+    width, height = Image.open(io.BytesIO(convert.to_png(svg, most=1e6))).size
+    assert 0.95e6 < width * height < 1.05e6
+
+
 def test_pdf_without_its_extra_names_the_extra(case, tmp_path, monkeypatch):
     real = convert.importlib.import_module
 
