@@ -156,11 +156,7 @@ def test_names_values_and_source_lines_are_copied(shown):
         shown.hook("inspector").locator("h3").hover()
         copy.click()
         where = line.get_attribute("data-fl-pick")
-        row = (
-            shown.hook("inspector")
-            .locator("dd")
-            .first.evaluate("e => e.textContent")
-        )
+        row = shown.hook("inspector").locator("dd").first.evaluate("e => e.textContent")
         assert page.evaluate("copied") == [where, row, "layer_0"]
         page.evaluate("() => { copied.length = 0; }")
         line.focus()

@@ -28,6 +28,7 @@ def export(
     name: str,
     formulas: Mapping[str, str],
     saved: Callable[[], str],
+    script: str = "",
 ) -> str | bytes:
     """The content of a file of this kind: the picture with the cards open that are, the whole page, or the state.
 
@@ -37,6 +38,7 @@ def export(
       name: of the file, for the error.
       formulas: as for `report_html`.
       saved: makes the state's text.
+      script: the program that does the same, for the page.
 
     Raises:
       ArgumentError: another suffix. MissingDependencyError: PNG or PDF without the extra.
@@ -51,6 +53,7 @@ def export(
             evidence=session.evidence,
             after=after,
             formulas=formulas,
+            tabs=session.tabs(script),
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {

@@ -23,6 +23,7 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..html.report import still_html
+from ..html.tabs import Tab
 from ..model.setting import Setting
 from .background import Background, Cancel
 from .changing import Changing
@@ -338,15 +339,17 @@ class Explorer(Changing):
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
-    def _tabs(self) -> list[dict[str, str]]:
-        script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""
-        return self.session.tabs(script, awaited=self.measuring and self._background.running)
+    def _tabs(self) -> list[Tab]:
+        return self.session.tabs(self._script(), awaited=self.measuring and self._background.running)
+
+    def _script(self) -> str:
+        return self._script_with(self.setting, self.findings) if self._script_with is not None else ""
 
     def export(self, suffix: str, name: str) -> str | bytes:
         """The content of a file of this kind (see `save`); `name` is the file's, for the error."""
         from .files import export  # draws with much that a first picture does not need
 
-        return export(self.session, suffix, name, self._formulas, self._saved)
+        return export(self.session, suffix, name, self._formulas, self._saved, self._script())
 
     def _saved(self) -> str:
         return saved_text(self.session)

@@ -46,7 +46,7 @@ def passes_html(view: Mapping[str, Any]) -> str:
         ]
         for p in view["passes"]
     ]
-    return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
+    return table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
 
 
 def _card(sites: list[SiteDict], colours: Mapping[str, str], inside: list[str]) -> str:
@@ -69,7 +69,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
-        return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
+        return "<h3>Candidates</h3><p>None: no site matched any pass asked.</p>"
     keys = (
         "pass",
         "text",
@@ -83,7 +83,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
         "paired",
     )
     groups = alike([s | {"paired": _backward_text(s)} for s in sites], keys)
-    return "<h2>Candidates</h2>" + "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
+    return "<h3>Candidates</h3>" + "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
 
 
 def _candidate(s: Mapping[str, Any]) -> list[str]:
@@ -135,7 +135,7 @@ def structures_html(view: Mapping[str, Any]) -> str:
             [(named, "mono"), len(group), group[0]["text"], ", ".join(where[:3]) + (", ..." if where[3:] else "")]
         )
     heads = ["structure", "how many", "what it is", "where"]
-    return "<h2>Structures</h2>" + table(heads, rows, (1,)) if rows else ""
+    return table(heads, rows, (1,))
 
 
 def residuals_html(view: Mapping[str, Any]) -> str:
@@ -151,4 +151,4 @@ def residuals_html(view: Mapping[str, Any]) -> str:
         size, total = binary_bytes(r["bytes"]), binary_bytes(n * r["bytes"])
         rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
     heads = ["site", "residual", "type", "size", "together", "read by"]
-    return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))
+    return "<h3>Kept for the backward pass</h3>" + table(heads, rows, (3, 4))
