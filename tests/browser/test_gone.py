@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -38,11 +37,15 @@ TOLD = """async () => {
     context.statusChanged.connect((_, status) => { if (gone.includes(status)) known(); });
     context.kernelChanged.connect(known);
     (ACT)(context);
-    while (!document.querySelector('.fl-explorer [data-fl=gone]')?.getClientRects().length || !window.flKnown) await new Promise(go => setTimeout(go, 20));
+    const told = () => document.querySelector('.fl-explorer [data-fl=gone]')?.getClientRects().length;
+    while (!told() || !window.flKnown) await new Promise(go => setTimeout(go, 20));
     return performance.now() - window.flKnown;
 }"""
-BUSY = "() => { window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.requestExecute({ code: 'import time; time.sleep(3)' }); }"
-KEPT = "() => new Promise(go => { const look = () => document.querySelector('.fl-explorer')?.flKept ? go() : setTimeout(look, 50); look(); })"
+BUSY = """() => {
+    const context = window.jupyterapp.shell.currentWidget.context.sessionContext;
+    context.session.kernel.requestExecute({ code: 'import time; time.sleep(3)' });
+}"""
+KEPT = "() => document.querySelector('.fl-explorer')?.flKept()"
 RECORD = "data => window.flJupyter.emit('msg:custom', { type: 'kept', side: 'before', data })"
 
 
@@ -102,7 +105,7 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     book.run_all()
     shown = Explorer(page)
     expect(shown.picture).to_be_visible()
-    page.evaluate(KEPT)
+    page.wait_for_function(KEPT)
     page.evaluate(BUSY)
     page.wait_for_timeout(2000)
     expect(shown.hook("gone")).to_be_hidden()

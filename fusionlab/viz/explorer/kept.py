@@ -64,9 +64,10 @@ class Keeper:
         self._timer.start()
 
     def _keep(self) -> None:
-        if self._busy():
-            return self._wait()
         session = self._session
+        if self._busy():
+            self._wait()
+            return
         side = "after" if session.stage.shown == "after" else "before"
         key = side, session.setting, session.stage.pane, id(session.stage.times_shown)
         if key not in self._sent:

@@ -18,6 +18,7 @@ from ..model.evidence_view import EvidenceTable, evidence_dict, evidence_tables,
 from ..model.sites import is_applied
 from .diff import diff_html
 from .kernel_sources import kernels_html
+from .pictures import evidence_pictures
 
 NOT_MEASURED = (
     "Nothing measured for these sites yet: press Measure. While it runs, its progress is shown beside the button."
@@ -102,7 +103,6 @@ def _figures(evidence: Any) -> dict[str, str]:
     if evidence is None:
         return {}
     from ..plots import plot_ulps  # matplotlib is imported only where there is something to plot
-    from .report import evidence_pictures
 
     figures = evidence_pictures(evidence)
     for kind in ("output", "gradient"):
