@@ -37,6 +37,7 @@ MOUNT = """first => {
     const layout = { comm_live: true, comm: { comm_id: "beside" } }, kernel = { id: "one", status: "idle", connectionStatus: "connected" };
     const manager = { kernel };
     window.flJupyter = { emit, layout, kernel, manager };
+    (BEFORE)(first);
     window.flRender({ el: document.getElementById("home"), model: {
         get: name => name === "layout" ? layout : first[name], set: (name, value) => set({ [name]: value }), save_changes: () => {},
         on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)), off: (name, f) => watchers.get(name)?.delete(f),
@@ -45,8 +46,8 @@ MOUNT = """first => {
 }"""
 
 
-def stand(page: Page, lab: Explorer) -> None:
-    """Shows an explorer of this process in a fresh page, which talks with it until the page goes."""
+def stand(page: Page, lab: Explorer, before: str = "() => {}") -> None:
+    """Shows an explorer of this process in a fresh page, which talks with it until the page goes; `before` is done before it is drawn."""
     told = _traits(lab)
 
     def send(_: Any, message: str) -> str:
@@ -62,7 +63,7 @@ def stand(page: Page, lab: Explorer) -> None:
         f'<script type="module">{code}\nwindow.flRender = widget.render;</script>'
     )
     page.wait_for_function("() => !!window.flRender")
-    page.evaluate(MOUNT, told)
+    page.evaluate(MOUNT.replace("BEFORE", before), told)
 
 
 def _traits(lab: Explorer) -> dict[str, Any]:

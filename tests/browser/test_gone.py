@@ -118,3 +118,67 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     explorable(shown, words[case])
     page.screenshot(path=artifacts / f"gone-{case.split()[0]}-explored.png")
     server.stop_kernels()
+
+
+def test_a_saved_explorer_without_a_kernel_says_so_at_once_and_is_a_readable_picture(page):
+    lab = fl.explore(model_step, *arguments(seq=32))
+    stand(page, lab, "first => { flJupyter.layout.comm_live = false; }")  # as a notebook that holds its widgets' state
+    shown = Explorer(page)
+    expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
+    expect(shown.hook("gone")).to_contain_text("Run the cell again")
+    box = shown.boxes.first
+    box.click()
+    expect(box).to_have_attribute("aria-current", "true")
+    expect(shown.hook("inspector")).to_contain_text("No more was kept of it")
+    expect(shown.hook("undo")).to_be_disabled()
+
+
+def test_a_connection_that_is_lost_comes_back_and_keys_undo_and_redo(page):
+    lab = fl.explore(model_step, *arguments(seq=32))
+    stand(page, lab)
+    shown = Explorer(page)
+    expect(shown.hook("undo")).to_be_disabled()
+    shown.toggle("gemm_epilogue").uncheck()
+    expect(shown.hook("undo")).to_be_enabled()
+    sentence = shown.sentence
+    page.evaluate("() => { flJupyter.kernel.connectionStatus = 'connecting'; }")
+    expect(shown.hook("gone")).to_contain_text("The connection to the kernel is lost", timeout=SOON)
+    expect(shown.toggle("gemm_epilogue")).to_be_disabled()
+    page.evaluate("() => { flJupyter.kernel.connectionStatus = 'connected'; }")
+    expect(shown.hook("gone")).to_be_hidden(timeout=SOON)
+    keyboard = page.keyboard
+    shown.toggle("gemm_epilogue").focus()
+    keyboard.press("Control+z")
+    expect(shown.toggle("gemm_epilogue")).to_be_checked()
+    expect(shown.hook("redo")).to_be_enabled()
+    keyboard.press("Control+Shift+z")
+    expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
+    assert shown.sentence == sentence
+    shown.hook("undo").click()
+    keyboard.press("Control+y")
+    expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
+    expect(shown.hook("redo")).to_be_disabled()
+
+
+def test_a_page_has_the_tabs_of_the_explorer_and_opens_on_what_it_has(page, tmp_path):
+    lab = fl.explore(model_step, *arguments(seq=32))
+    lab.toggles[MLP] = False
+    live = [tab["name"] for tab in lab.tabs if not tab.get("empty")]
+    assert {"Roofline", "Kernels", "Graph diff", "Ledger", "Code"} <= set(live)
+    page.goto(lab.save(tmp_path / "page.html").as_uri())
+    shown = Explorer(page)
+    names = shown.root.locator("[role=tab][data-fl-tab]").evaluate_all("all => all.map(e => e.dataset.flTab)")
+    assert [name for name in names if name in live] == live
+    assert not {"Errors", "Memory"} & set(names)  # nothing was measured
+    first = shown.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')
+    expect(first).to_have_attribute("data-fl-tab", live[0])
+    expect(shown.open_tab("Ledger")).to_contain_text(f"{MLP} off")
+    expect(shown.open_tab("Code")).to_contain_text("fl.fuse(model_step")
+    expect(shown.open_tab("Graph diff")).to_contain_text("nodes")
+    expect(shown.open_tab("Timing")).to_contain_text("Nothing was measured.")
+    shown.hook("export").locator("summary").click()
+    entries = shown.root.locator("[data-fl-export]")
+    told = dict(zip([".svg", ".png", ".pdf", ".dot", ".json", ".html"], entries.all_inner_texts(), strict=True))
+    assert "for documents" in told[".svg"]
+    assert "fusionlab.load opens it again" in told[".json"]
+    assert "needs a live kernel" in told[".json"]
