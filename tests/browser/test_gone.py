@@ -13,7 +13,7 @@ import fusionlab as fl
 from fusionlab.viz.explorer.kept import kept
 from tests.browser.explorer import Explorer
 from tests.browser.model import arguments, model_step
-from tests.browser.notebooks import open_in_lab, write_notebook
+from tests.browser.notebooks import CONNECTED, open_in_lab, write_notebook
 from tests.browser.stand import stand
 
 CELLS = [
@@ -22,7 +22,7 @@ CELLS = [
 ]
 MLP = "gemm_epilogue@layer_0/mlp#1"
 SOON = 1000  # ms
-BARE, RESTARTED, DIED, SHUT, CLOSED = "in a bare page", "restarted", "died", "shut down", "closed"
+BARE, REOPENED, RESTARTED, DIED, SHUT, CLOSED = "in a bare page", "reopened", "restarted", "died", "shut down", "closed"
 ACTS = {
     RESTARTED: "c => { c.restartKernel(); }",
     DIED: "c => { c.session.kernel.requestExecute({ code: 'import os; os._exit(1)' }); }",
@@ -82,7 +82,7 @@ def explorable(lab: Explorer, why: str) -> None:
     lab.root.locator('[data-fl-side="passes"]').click()
 
 
-@pytest.mark.parametrize("case", [BARE, RESTARTED, DIED, SHUT, CLOSED])
+@pytest.mark.parametrize("case", [BARE, REOPENED, RESTARTED, DIED, SHUT, CLOSED])
 def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     case, page, problems, request, tmp_path, artifacts
 ):
@@ -105,6 +105,19 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     book.run_all()
     shown = Explorer(page)
     expect(shown.picture).to_be_visible()
+    if case == REOPENED:  # with the state of its widgets, but without what the browser kept
+        book.menu("Settings", "Save Widget State Automatically")
+        book.saved()
+        server.stop_kernels()
+        open_in_lab(page, server, book.path)
+        expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
+        shown.boxes.first.click()
+        expect(shown.boxes.first).to_have_attribute("aria-current", "true")
+        expect(shown.toggle("gemm_epilogue")).to_be_disabled()
+        page.screenshot(path=artifacts / "gone-reopened.png")
+        book.menu("Settings", "Save Widget State Automatically")
+        server.stop_kernels()
+        return
     page.wait_for_function(KEPT)
     page.evaluate(BUSY)
     page.wait_for_timeout(2000)
@@ -117,6 +130,8 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     words = {RESTARTED: "restarted", DIED: "died|restarted", SHUT: "shut down", CLOSED: "closed from Python"}
     explorable(shown, words[case])
     page.screenshot(path=artifacts / f"gone-{case.split()[0]}-explored.png")
+    if case == RESTARTED:  # a server that is still at it cannot stop it
+        page.wait_for_function(CONNECTED)
     server.stop_kernels()
 
 
