@@ -37,6 +37,7 @@ MOUNT = """first => {
     const layout = { comm_live: true, comm: { comm_id: "beside" } }, kernel = { id: "one", status: "idle", connectionStatus: "connected" };
     const manager = { kernel };
     window.flJupyter = { emit, layout, kernel, manager };
+    (BEFORE)(first);
     window.flRender({ el: document.getElementById("home"), model: {
         get: name => name === "layout" ? layout : first[name], set: (name, value) => set({ [name]: value }), save_changes: () => {},
         on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)), off: (name, f) => watchers.get(name)?.delete(f),
@@ -47,8 +48,8 @@ MOUNT = """first => {
 POLL = "ms => { setInterval(() => window.flPoll(), ms); }"
 
 
-def stand(page: Page, lab: Explorer, live: bool = False) -> None:
-    """Shows an explorer of this process in a fresh page, which talks with it until the page goes.
+def stand(page: Page, lab: Explorer, live: bool = False, before: str = "() => {}") -> None:
+    """Shows an explorer of this process in a fresh page, which talks with it until the page goes; `before` is done before it is drawn.
 
     `live`: what changes in the background is told as well, within a twentieth of a second; else what a message changed.
     """
@@ -70,6 +71,6 @@ def stand(page: Page, lab: Explorer, live: bool = False) -> None:
         f'<script type="module">{code}\nwindow.flRender = widget.render;</script>'
     )
     page.wait_for_function("() => !!window.flRender")
-    page.evaluate(MOUNT, first)
+    page.evaluate(MOUNT.replace("BEFORE", before), first)
     if live:
         page.evaluate(POLL, 50)

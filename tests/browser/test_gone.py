@@ -13,7 +13,7 @@ import fusionlab as fl
 from fusionlab.viz.explorer.kept import kept
 from tests.browser.explorer import Explorer
 from tests.browser.model import arguments, model_step
-from tests.browser.notebooks import open_in_lab, write_notebook
+from tests.browser.notebooks import CONNECTED, open_in_lab, write_notebook
 from tests.browser.stand import stand
 
 CELLS = [
@@ -22,7 +22,7 @@ CELLS = [
 ]
 MLP = "gemm_epilogue@layer_0/mlp#1"
 SOON = 1000  # ms
-BARE, RESTARTED, DIED, SHUT, CLOSED = "in a bare page", "restarted", "died", "shut down", "closed"
+BARE, REOPENED, RESTARTED, DIED, SHUT, CLOSED = "in a bare page", "reopened", "restarted", "died", "shut down", "closed"
 ACTS = {
     RESTARTED: "c => { c.restartKernel(); }",
     DIED: "c => { c.session.kernel.requestExecute({ code: 'import os; os._exit(1)' }); }",
@@ -37,11 +37,15 @@ TOLD = """async () => {
     context.statusChanged.connect((_, status) => { if (gone.includes(status)) known(); });
     context.kernelChanged.connect(known);
     (ACT)(context);
-    while (!document.querySelector('.fl-explorer [data-fl=gone]')?.getClientRects().length || !window.flKnown) await new Promise(go => setTimeout(go, 20));
+    const told = () => document.querySelector('.fl-explorer [data-fl=gone]')?.getClientRects().length;
+    while (!told() || !window.flKnown) await new Promise(go => setTimeout(go, 20));
     return performance.now() - window.flKnown;
 }"""
-BUSY = "() => { window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.requestExecute({ code: 'import time; time.sleep(3)' }); }"
-KEPT = "() => new Promise(go => { const look = () => document.querySelector('.fl-explorer')?.flKept ? go() : setTimeout(look, 50); look(); })"
+BUSY = """() => {
+    const context = window.jupyterapp.shell.currentWidget.context.sessionContext;
+    context.session.kernel.requestExecute({ code: 'import time; time.sleep(3)' });
+}"""
+KEPT = "() => document.querySelector('.fl-explorer')?.flKept()"
 RECORD = "data => window.flJupyter.emit('msg:custom', { type: 'kept', side: 'before', data })"
 
 
@@ -78,7 +82,7 @@ def explorable(lab: Explorer, why: str) -> None:
     lab.root.locator('[data-fl-side="passes"]').click()
 
 
-@pytest.mark.parametrize("case", [BARE, RESTARTED, DIED, SHUT, CLOSED])
+@pytest.mark.parametrize("case", [BARE, REOPENED, RESTARTED, DIED, SHUT, CLOSED])
 def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     case, page, problems, request, tmp_path, artifacts
 ):
@@ -101,7 +105,20 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     book.run_all()
     shown = Explorer(page)
     expect(shown.picture).to_be_visible()
-    page.evaluate(KEPT)
+    if case == REOPENED:  # with the state of its widgets, but without what the browser kept
+        book.menu("Settings", "Save Widget State Automatically")
+        book.saved()
+        server.stop_kernels()
+        open_in_lab(page, server, book.path)
+        expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
+        shown.boxes.first.click()
+        expect(shown.boxes.first).to_have_attribute("aria-current", "true")
+        expect(shown.toggle("gemm_epilogue")).to_be_disabled()
+        page.screenshot(path=artifacts / "gone-reopened.png")
+        book.menu("Settings", "Save Widget State Automatically")
+        server.stop_kernels()
+        return
+    page.wait_for_function(KEPT)
     page.evaluate(BUSY)
     page.wait_for_timeout(2000)
     expect(shown.hook("gone")).to_be_hidden()
@@ -113,4 +130,70 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     words = {RESTARTED: "restarted", DIED: "died|restarted", SHUT: "shut down", CLOSED: "closed from Python"}
     explorable(shown, words[case])
     page.screenshot(path=artifacts / f"gone-{case.split()[0]}-explored.png")
+    if case == RESTARTED:  # a server that is still at it cannot stop it
+        page.wait_for_function(CONNECTED)
     server.stop_kernels()
+
+
+def test_a_saved_explorer_without_a_kernel_says_so_at_once_and_is_a_readable_picture(page):
+    lab = fl.explore(model_step, *arguments(seq=32))
+    stand(page, lab, "first => { flJupyter.layout.comm_live = false; }")  # as a notebook that holds its widgets' state
+    shown = Explorer(page)
+    expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
+    expect(shown.hook("gone")).to_contain_text("Run the cell again")
+    box = shown.boxes.first
+    box.click()
+    expect(box).to_have_attribute("aria-current", "true")
+    expect(shown.hook("inspector")).to_contain_text("No more was kept of it")
+    expect(shown.hook("undo")).to_be_disabled()
+
+
+def test_a_connection_that_is_lost_comes_back_and_keys_undo_and_redo(page):
+    lab = fl.explore(model_step, *arguments(seq=32))
+    stand(page, lab)
+    shown = Explorer(page)
+    expect(shown.hook("undo")).to_be_disabled()
+    shown.toggle("gemm_epilogue").uncheck()
+    expect(shown.hook("undo")).to_be_enabled()
+    sentence = shown.sentence
+    page.evaluate("() => { flJupyter.kernel.connectionStatus = 'connecting'; }")
+    expect(shown.hook("gone")).to_contain_text("The connection to the kernel is lost", timeout=SOON)
+    expect(shown.toggle("gemm_epilogue")).to_be_disabled()
+    page.evaluate("() => { flJupyter.kernel.connectionStatus = 'connected'; }")
+    expect(shown.hook("gone")).to_be_hidden(timeout=SOON)
+    keyboard = page.keyboard
+    shown.toggle("gemm_epilogue").focus()
+    keyboard.press("Control+z")
+    expect(shown.toggle("gemm_epilogue")).to_be_checked()
+    expect(shown.hook("redo")).to_be_enabled()
+    keyboard.press("Control+Shift+z")
+    expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
+    assert shown.sentence == sentence
+    shown.hook("undo").click()
+    keyboard.press("Control+y")
+    expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
+    expect(shown.hook("redo")).to_be_disabled()
+
+
+def test_a_page_has_the_tabs_of_the_explorer_and_opens_on_what_it_has(page, tmp_path):
+    lab = fl.explore(model_step, *arguments(seq=32))
+    lab.toggles[MLP] = False
+    live = [tab["name"] for tab in lab.tabs if not tab.get("empty")]
+    assert {"Roofline", "Kernels", "Graph diff", "Ledger", "Code"} <= set(live)
+    page.goto(lab.save(tmp_path / "page.html").as_uri())
+    shown = Explorer(page)
+    names = shown.root.locator("[role=tab][data-fl-tab]").evaluate_all("all => all.map(e => e.dataset.flTab)")
+    assert [name for name in names if name in live] == live
+    assert not {"Errors", "Memory"} & set(names)  # nothing was measured
+    first = shown.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')
+    expect(first).to_have_attribute("data-fl-tab", live[0])
+    expect(shown.open_tab("Ledger")).to_contain_text(f"{MLP} off")
+    expect(shown.open_tab("Code")).to_contain_text("fl.fuse(model_step")
+    expect(shown.open_tab("Graph diff")).to_contain_text("nodes")
+    expect(shown.open_tab("Timing")).to_contain_text("Nothing was measured.")
+    shown.hook("export").locator("summary").click()
+    entries = shown.root.locator("[data-fl-export]")
+    told = dict(zip([".svg", ".png", ".pdf", ".dot", ".json", ".html"], entries.all_inner_texts(), strict=True))
+    assert "for documents" in told[".svg"]
+    assert "fusionlab.load opens it again" in told[".json"]
+    assert "needs a live kernel" in told[".json"]

@@ -234,8 +234,13 @@ def test_everything_is_reached_by_keyboard(lab):
     )
 
 
-def test_escape_leads_back_to_the_notebook(lab):
+def test_escape_selects_nothing_and_then_leads_back_to_the_notebook(lab):
+    lab.boxes.first.click()
+    expect(lab.picture.locator("[aria-current=true]")).to_have_count(1)
     lab.open_tab("Ledger")
+    lab.page.keyboard.press("Escape")
+    expect(lab.picture.locator("[aria-current=true]")).to_have_count(0)
+    expect(lab.root.locator('[data-fl-tab="Ledger"]')).to_be_focused()
     lab.page.keyboard.press("Escape")
     focused = "selector => document.activeElement.closest(selector) !== null"
     assert lab.page.evaluate(focused, ".jp-Notebook")

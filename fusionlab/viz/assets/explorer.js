@@ -106,7 +106,7 @@ function tabs(ui) {
   const all = () => ui.store.get("tabs") || [];
   const id = (kind, name) => `${ui.uid}-${kind}-${name.replace(/\W/g, "_")}`;
   const redraw = () => {
-    if (!all().some((t) => t.name === active)) active = all()[0]?.name;
+    if (!all().some((t) => t.name === active)) active = (all().find((t) => !ui.fixed() || !t.empty) || all()[0])?.name; // a record opens on what it has
     fill(list, all().map((t) => h("button", { type: "button", role: "tab", "data-fl-tab": t.name, "data-key": t.name, id: id("tab", t.name), "aria-controls": id("panel", t.name),
       "aria-selected": String(t.name === active), tabindex: t.name === active ? "0" : "-1" }, t.name)));
     const names = new Set(all().map((t) => t.name));

@@ -48,8 +48,9 @@ function keptStore(model) {
     for (const f of record ? listeners : []) record.on_custom(f);
     all();
   };
-  live.on_custom((message) => { if (message?.type === "kept") sides[message.side] = message.data; });
-  model.on("comm:close", () => { closed = true; look(); });
+  const close = () => { closed = true; look(); };
+  const quiet = live.on_custom((message) => { if (message?.type === "kept") [sides[message.side], live.kept] = [message.data, true]; });
+  model.on("comm:close", close);
   model.on("comm_live_update", look);
   const timer = setInterval(look, LOOKED);
   return {
@@ -61,7 +62,13 @@ function keptStore(model) {
     on_custom: (f) => { listeners.add(f); const quiet = live.on_custom(f); return () => { listeners.delete(f); quiet(); }; },
     answers: (type) => !record || record.answers(type),
     closed: () => closed,
-    end: () => clearInterval(timer),
+    kept: () => !!live.kept,
+    end: () => {
+      clearInterval(timer);
+      quiet();
+      model.off("comm:close", close);
+      model.off("comm_live_update", look);
+    },
     look,
   };
 }
@@ -93,7 +100,7 @@ function stay(el, root, end) {
 function renderWidget({ model, el }) {
   const store = keptStore(model), unmount = mount(el, store), root = el.lastElementChild;
   store.look();
-  store.on_custom((message) => { if (message?.type === "kept") root.flKept = true; });
+  root.flKept = store.kept; // whether the browser could go on without Python now
   model.send({ type: "keep" });
   return () => {
     const end = () => { store.end(); unmount(); };

@@ -7,7 +7,7 @@ function openPage() {
   const picture = (id) => document.querySelector(`#${id} svg`)?.outerHTML;
   const pictures = { before: picture("fl-before"), after: picture("fl-after") };
   const sections = [...document.querySelectorAll("[data-fl-section]")];
-  const tabs = sections.map((s) => ({ name: s.dataset.flSection, html: s.innerHTML }));
+  const tabs = sections.map((s) => ({ name: s.dataset.flSection, html: s.innerHTML, empty: "flEmpty" in s.dataset }));
   for (const section of [...sections, document.getElementById("fl-after")]) section?.remove();
   home.replaceChildren();
   document.body.classList.add("fl-live");

@@ -11,7 +11,7 @@ from fusionlab.fusers import Strategy
 from fusionlab.graph.program.graph import Graph
 
 from ..html.shares import shares_html
-from ..html.tabs import evidence_tabs, roofline_of
+from ..html.tabs import Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet
 from ..model.setting import Setting
 from .blame import TAB, sentence_html
@@ -46,14 +46,14 @@ class Below(Decided):
         self.rates: Device | None = None
         self._fused: dict[Setting, Graph] = {}
         self._roofs: dict[Strategy | None, Roofline] = {}
-        self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
+        self._drawn_tabs: dict[Any, list[Tab]] = {}
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
 
     def fused_graph(self) -> Graph:
         """The program with the enabled sites fused."""
         raise NotImplementedError
 
-    def tabs(self, script: str = "", awaited: bool = False, rates: bool = False) -> list[dict[str, str]]:
+    def tabs(self, script: str = "", awaited: bool = False, rates: bool = False) -> list[Tab]:
         """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
 
         While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites. `rates`: there is
@@ -64,16 +64,15 @@ class Below(Decided):
         key = self.setting, id(self.evidence), id(shares), id(under), id(after)
         if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
             shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
-            shown.insert(2, {"name": "Sites", "html": shares_html(shares, self._own_code())})
+            shown.insert(2, tab("Sites", shares_html(shares, self._own_code()), shares is None))
             self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
         shown = self._drawn_tabs[key]
         if self.evidence is not None:
-            self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
+            self._last_tabs = {each["name"]: each["html"] for each in shown}
         elif awaited and self._last_tabs:
-            shown = [self._awaited(tab) for tab in shown]
-        shown = [tab | {"html": self._above(tab["name"], rates) + tab["html"]} for tab in shown]
-        ledger = [{"name": "Ledger", "html": self.ledger.html()}]
-        return shown + ledger + ([{"name": "Code", "html": code(script)}] if script else [])
+            shown = [self._awaited(each) for each in shown]
+        shown = [each | {"html": self._above(each["name"], rates) + each["html"]} for each in shown]
+        return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
 
     def _above(self, name: str, rates: bool) -> str:
         """What stands first in a tab: which sites are to blame, and what measures the rates that it lacks."""
@@ -92,10 +91,10 @@ class Below(Decided):
             return self.fused_graph()
         return after
 
-    def _awaited(self, tab: dict[str, str]) -> dict[str, str]:
+    def _awaited(self, shown: Tab) -> Tab:
         """A tab while its measurement is awaited: dimmed, with what the last one showed; what is not measured as it is."""
-        name = tab["name"]
-        return tab | {"html": _stale(self._last_tabs[name])} if name in _MEASURED else tab
+        name = shown["name"]
+        return tab(name, _stale(self._last_tabs[name])) if name in _MEASURED else shown
 
     def _under(self) -> Roofline | None:
         """The findings under the roof of the device, once its rates were measured."""

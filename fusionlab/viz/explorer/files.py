@@ -27,6 +27,7 @@ def export(
     name: str,
     formulas: Mapping[str, str],
     saved: Callable[[], str],
+    script: str = "",
 ) -> str | bytes:
     """The content of a file of this kind: the picture with the cards open that are, the whole page, or the state.
 
@@ -36,6 +37,7 @@ def export(
       name: of the file, for the error.
       formulas: as for `report_html`.
       saved: makes the state's text.
+      script: the program that does the same, for the page.
 
     Raises:
       ArgumentError: another suffix. MissingDependencyError: PDF without the extra.
@@ -50,6 +52,7 @@ def export(
             evidence=session.evidence,
             after=after,
             formulas=formulas,
+            tabs=session.tabs(script),
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {

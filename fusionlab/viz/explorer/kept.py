@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..cards.album import Album
 from ..html.page import items, record_data
 from ..markup import ID_PREFIX
+from .background import aside
 from .session import Session
 
 REST = 1.5  # seconds without a change before a record is made
@@ -22,9 +24,14 @@ def kept(session: Session) -> dict[str, Any]:
         (graph, findings, enabled), view = session.drawn(), session.summary()
         album, decided = Album(graph, findings), len(session.ledger)
         album.pane, album.times = session.stage.pane, session.stage.times_shown
+    with aside():
+        return _record(album, enabled, view) | {"decided": decided}
+
+
+def _record(album: Album, enabled: frozenset[str], view: Mapping[str, Any]) -> dict[str, Any]:
     scene = {"svg": album.svg(enabled, ID_PREFIX), "items": items(album, enabled, ID_PREFIX)}
     record = record_data(album, enabled, view, room=MOST_BYTES, max_seconds=MOST_SECONDS)
-    return {"scene": scene, "decided": decided} | record
+    return {"scene": scene} | record
 
 
 class Keeper:
@@ -40,6 +47,7 @@ class Keeper:
         self._session, self._busy, self._send = session, busy, send
         self._timer: threading.Timer | None = None
         self._sent: set[Any] = set()
+        self._rest = REST
 
     def ask(self) -> None:
         """The browser shows the explorer, and keeps nothing yet."""
@@ -59,16 +67,19 @@ class Keeper:
 
     def _wait(self) -> None:
         self.stop()
-        self._timer = threading.Timer(REST, self._keep)
+        self._timer = threading.Timer(self._rest, self._keep)
         self._timer.daemon = True
         self._timer.start()
 
     def _keep(self) -> None:
-        if self._busy():
-            return self._wait()
         session = self._session
+        if self._busy():
+            self._wait()
+            return
         side = "after" if session.stage.shown == "after" else "before"
         key = side, session.setting, session.stage.pane, id(session.stage.times_shown)
         if key not in self._sent:
             self._sent = {k for k in self._sent if k[0] != side} | {key}
+            start = time.monotonic()
             self._send({"type": "kept", "side": side, "data": kept(session)})
+            self._rest = max(REST, 3 * (time.monotonic() - start))  # a long program is not recorded after every click

@@ -24,6 +24,7 @@ from fusionlab.progress import Clock, Watch, noticed
 from fusionlab.showing import Text
 from fusionlab.tracebacks import errors_for_users
 
+from ..html.tabs import Tab
 from ..model.setting import Setting
 from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
@@ -257,17 +258,19 @@ class Explorer(Measuring):
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
-    def _tabs(self) -> list[dict[str, str]]:
-        script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""
+    def _tabs(self) -> list[Tab]:
         awaited = self.measuring and self._background.running
-        return self.session.tabs(script, awaited=awaited, rates=self._rates_with is not None)
+        return self.session.tabs(self._script(), awaited=awaited, rates=self._rates_with is not None)
+
+    def _script(self) -> str:
+        return self._script_with(self.setting, self.findings) if self._script_with is not None else ""
 
     def export(self, suffix: str, name: str) -> str | bytes:
         """The content of a file of this kind (see `save`); `name` is the file's, for the error."""
         from .files import export  # draws with much that a first picture does not need
 
         with self._aside(f"drawing the {suffix} file"):
-            return export(self.session, suffix, name, self._formulas, self._saved)
+            return export(self.session, suffix, name, self._formulas, self._saved, self._script())
 
     def _saved(self) -> str:
         return saved_text(self.session)

@@ -45,7 +45,7 @@ def passes_html(view: Mapping[str, Any]) -> str:
         ]
         for p in view["passes"]
     ]
-    return "<h2>Passes</h2>" + table(["pass", "computes", *STATE_WORDS.values()], rows, (2, 3, 4))
+    return table(["pass", "computes", *STATE_WORDS.values()], rows, (2, 3, 4))
 
 
 def _card(sites: list[SiteDict], colours: Mapping[str, str], inside: list[str]) -> str:
@@ -68,7 +68,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
-        return "<h2>Can be fused</h2><p>Nothing: no site matched any pass asked.</p>"
+        return "<h3>Can be fused</h3><p>Nothing: no site matched any pass asked.</p>"
     keys = (
         "pass",
         "text",
@@ -82,9 +82,8 @@ def candidates_html(view: Mapping[str, Any]) -> str:
         "paired",
     )
     groups = alike([s | {"paired": _backward_text(s)} for s in sites], keys)
-    return f"<h2>{_heading(sites)}</h2>" + "".join(
-        _card(group, _colours(view), _candidate(group[0])) for group in groups
-    )
+    told = "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
+    return f"<h3>{_heading(sites)}</h3>{told}"
 
 
 def _heading(sites: list[SiteDict]) -> str:
@@ -141,7 +140,7 @@ def structures_html(view: Mapping[str, Any]) -> str:
             [(named, "mono"), len(group), group[0]["text"], ", ".join(where[:3]) + (", ..." if where[3:] else "")]
         )
     heads = ["structure", "how many", "what it is", "where"]
-    return "<h2>Structures</h2>" + table(heads, rows, (1,)) if rows else ""
+    return table(heads, rows, (1,))
 
 
 def residuals_html(view: Mapping[str, Any]) -> str:
@@ -157,4 +156,4 @@ def residuals_html(view: Mapping[str, Any]) -> str:
         size, total = binary_bytes(r["bytes"]), binary_bytes(n * r["bytes"])
         rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
     heads = ["site", "residual", "type", "size", "together", "read by"]
-    return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))
+    return "<h3>Kept for the backward pass</h3>" + table(heads, rows, (3, 4))

@@ -243,6 +243,7 @@ def test_clicks_keys_and_ticks_become_messages(tmp_path, browser):
     )
     a, b = {"id": "fl-a"}, {"id": "fl-b"}
     assert log["sent"] == [
+        {"type": "keep"},
         *(
             {"type": "select"} | a,
             {"type": "select"} | a,
