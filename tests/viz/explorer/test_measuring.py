@@ -250,3 +250,46 @@ def test_rates_are_measured_behind_a_button_that_is_there_as_long_as_they_lack(c
     assert all('data-fl="rates"' not in tab["html"] for tab in bare.tabs)
     with pytest.raises(ArgumentError, match=r"fusionlab\.explore"):
         bare.measure_rates()
+
+
+def test_what_a_script_waits_for_is_shown_in_a_line_as_well(case, monkeypatch):
+    drawn = []
+
+    class Line:
+        def draw(self, clock):
+            drawn.append(str(clock))
+
+        def close(self):
+            drawn.append("gone")
+
+    monkeypatch.setattr("fusionlab.progress.somebody_looks", lambda: True)
+    monkeypatch.setattr("fusionlab.progress.WAIT_S", 0.0)
+    monkeypatch.setattr("fusionlab.progress._Bar", Line)
+
+    def measure(setting, told, cancel):
+        while len(drawn) < 3:
+            told("timing forward", 3, 40)
+
+    Explorer(case.graph, case.findings, measure=measure).measure()
+    assert any(text.startswith("timing forward 3/40 · 0 s") for text in drawn)
+    assert drawn[-1] == "gone"
+
+
+def test_kernels_that_were_asked_for_during_a_measurement_leave_the_bar_at_rest(case, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def measure(setting, told, cancel):
+        begun.set()
+        assert go.wait(20)
+
+    lab = Explorer(case.graph, case.findings, measure=measure)
+    monkeypatch.setattr(lab.session, "kernels", lambda: None)
+    thread = lab.start()
+    assert begun.wait(20)
+    lab.hulls = True
+    go.set()
+    for one in (thread, *threading.enumerate()):
+        if one.name == "fusionlab-explorer":
+            one.join(20)
+    assert not lab.busy["running"]
+    assert lab.status == "not measured"
