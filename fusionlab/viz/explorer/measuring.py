@@ -116,6 +116,7 @@ class Measuring(Selecting):
         if token.is_set():
             raise Stopped("the evidence")
         self.session.measured[setting] = evidence
+        self.session.blamed.pop(setting, None)  # of a measurement that this one takes the place of
         told("drawing what was measured")
         self.refresh()
         if self._shares_with is not None:

@@ -130,6 +130,59 @@ def test_a_search_again_and_a_file_are_told_and_have_no_cancel(case, tmp_path):
     assert not lab.busy["running"]
 
 
+def test_an_interrupt_of_a_search_again_changes_nothing(case):
+    def interrupted(strategy):
+        raise KeyboardInterrupt
+
+    lab = Explorer(case.graph, case.findings, find=interrupted)
+    before = lab.setting, lab.panel
+    with pytest.raises(KeyboardInterrupt):
+        lab._message(lab, {"type": "option", "pass": "lerp", "name": "reassociate", "value": True}, [])
+    assert (lab.setting, lab.panel) == before
+    assert not lab.busy["running"]
+    assert len(tuple(lab.ledger)) == 1
+
+
+def attend(q):
+    return jax.nn.dot_product_attention(q, q, q) * 2
+
+
+def small(q):
+    return jnp.tanh(q[0, :8, 0] @ q[0, 0])
+
+
+@pytest.mark.parametrize(("fn", "positions"), [(small, 8), (attend, 1024)])
+def test_a_real_measurement_is_cancelled_at_whichever_stage_it_is(fn, positions):
+    lab = fl.explore(fn, jax.random.normal(jax.random.key(0), (1, positions, 2, 2)), budget_s=0.5)
+    stages = []
+    lab.observe(lambda change: change["new"]["running"] and stages.append(change["new"]["what"]), "busy")
+    lab.measure()
+    lab.unobserve_all("busy")
+    stages = list(dict.fromkeys(stages))
+    by_site = {"compiling a program for each site", "timing sites"} if fn is attend else set()
+    assert {"searching", "float64 reference", "time of each kernel", *by_site} <= set(stages)
+    assert lab.evidence is not None
+    for stage in stages if fn is attend else ["compiling after, gradient 4/4"]:
+        lab.session.measured.clear()
+        lab.session.stage.times = {}
+        told = []
+
+        def cancel(change, stage=stage, told=told):
+            if change["new"]["running"]:
+                told.append(change["new"]["what"])
+                if told[-1] == stage:
+                    lab.cancel()
+
+        lab.observe(cancel, "busy")
+        lab.start().join(60)
+        lab.unobserve(cancel, "busy")
+        assert told[-1] == stage
+        assert not lab.busy["running"]
+        assert lab.problem is None
+        assert (lab.evidence is None) == (stages.index(stage) < stages.index("drawing what was measured")), stage
+    assert lab.measure() is lab.evidence is not None
+
+
 # Which site.
 
 
