@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from .commands.loading import example_arguments, keyword_arguments, load_function
 from .errors import FusionLabError, did_you_mean
 from .output import check_file, output_folder
-from .progress import Stages, somebody_looks, watched
+from .progress import Stages, watched
 
 _FUNCTION = """\
 FUNCTION is package.module:function or path/to/file.py:function.
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     status = 0
     try:
         with contextlib.ExitStack() as options.shown:
-            options.progress = options.shown.enter_context(watched(options.command in _LONG or somebody_looks()))
+            options.progress = options.shown.enter_context(watched(True if options.command in _LONG else None))
             status = options.run(options) or 0
         sys.stdout.flush()
     except FusionLabError as e:

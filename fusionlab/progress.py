@@ -50,7 +50,7 @@ class Clock:
     Attributes:
       task, done, total, budget_s: as a `Watch` is told.
       began: when, by `time.perf_counter`.
-      seen: task -> seconds that it took when it was last done.
+      seen: task -> seconds that it took when last done, whatever it was a part of: "trial 1: compiling" tells of "trial 2: compiling".
     """
 
     task: str = ""
@@ -72,7 +72,7 @@ class Clock:
     def end(self) -> None:
         """The stage is over: what it took is kept for the next of its name."""
         if self.task:
-            self.seen[self.task] = self.seconds
+            self.seen[_own(self.task)] = self.seconds
         self.drop()
 
     def drop(self) -> None:
@@ -90,8 +90,8 @@ class Clock:
         spent, known = self.seconds, []
         if 0 < self.done < self.total:
             known.append(spent / self.done * (self.total - self.done))
-        elif self.task in self.seen:
-            known.append(self.seen[self.task] - spent)
+        elif (before := self.seen.get(_own(self.task))) is not None:
+            known.append(before - spent)
         if math.isfinite(self.budget_s):
             known.append(self.budget_s - spent)
         return max(0.0, min(known)) if known else None
@@ -105,6 +105,11 @@ class Clock:
         left = self.left_s
         rest = f", about {clock_text(left)} left" if left is not None and left >= 1 else ""
         return f"{self.step} · {clock_text(self.seconds)}{rest}"
+
+
+def _own(task: str) -> str:
+    """A task without what it is a part of."""
+    return task.rpartition(": ")[2]
 
 
 def clock_text(seconds: float) -> str:
@@ -204,8 +209,10 @@ class _Named(Watch):
 
 
 @contextlib.contextmanager
-def watched(progress: Progress) -> Iterator[Progress]:
-    """Around a whole piece of work: with True one line shows all of its stages, and is gone at the end."""
+def watched(progress: Progress | None) -> Iterator[Progress]:
+    """Around a whole piece of work: with True one line shows all of its stages, and is gone at the end; with None where somebody looks."""
+    if progress is None:
+        progress = somebody_looks()
     if progress is not True or not speaks():
         yield progress if callable(progress) else False
         return
@@ -216,7 +223,7 @@ def watched(progress: Progress) -> Iterator[Progress]:
 @contextlib.contextmanager
 def noticed(task: str) -> Iterator[None]:
     """Around one stage, which is shown where somebody looks and it takes longer than a second."""
-    with watched(somebody_looks()) as told, Reporter(told, task):
+    with watched(None) as told, Reporter(told, task):
         yield
 
 

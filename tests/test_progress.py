@@ -86,7 +86,7 @@ def test_what_is_left_is_told_by_steps_a_budget_and_what_it_took_before(at):
     at(200.0)
     assert clock.left_s == 0.0  # it takes longer than before: nothing is promised
     clock.drop()  # cancelled: what it took says nothing of the next
-    clock.tell("compiling")
+    clock.tell("trial 2: compiling")
     assert clock.left_s == 60.0
 
 

@@ -16,7 +16,7 @@ from ..evidence.node_times import node_times
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
 from ..graph.program.trace import bind_users
-from ..progress import Progress, Stages, somebody_looks, watched
+from ..progress import Progress, Stages, watched
 from ..tracebacks import own_lines_hidden
 from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
@@ -148,8 +148,7 @@ def _explorer(
         raise ArgumentError(f"measure: got {measure!r:.80}, needed True or False")
     static = {k: options[k] for k in _STATIC if options[k] != ()}
     search = {k: options[k] for k in ("device", "implementation")}
-    progress = options.get("progress")
-    with watched(somebody_looks() if progress is None else progress) as told:
+    with watched(options["progress"]) as told:
         found = find(fn, *args, passes=passes, **search, **static, progress=told, **kwargs)
         live = _Live(fn, args, kwargs, found.graph, search, static, budget_s)
         Stages(told)("drawing")

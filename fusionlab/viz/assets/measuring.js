@@ -55,7 +55,8 @@ function measuring(ui) {
     busy(busy = {}) {
       const { running = false, what = "", done = 0, total = 0, status: said = "" } = (now = busy);
       const text = running ? `${what}${total ? ` ${done}/${total}` : ""}` : said;
-      if (status.textContent !== text) [status.textContent, status.title] = [text, text];
+      if (status.textContent !== text) status.textContent = text;
+      status.title = running && busy.cancel === false ? `${text}: interrupt the kernel to stop it` : text;
       progress.hidden = !running;
       if (total) [progress.max, progress.value] = [total, done];
       else progress.removeAttribute("value");

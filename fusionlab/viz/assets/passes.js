@@ -11,10 +11,11 @@ function passes(ui) {
   const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? ui.why() : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
+  const warned = (item) => item.losing && h("span", { role: "img", "aria-label": "measured slower or worse:" }, "⚠ ");
   const site = (s, note = s.note || (s.idle && "idle")) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
     box({ "data-fl-toggle": s.id }, s.on, `apply ${s.label}`),
     h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id },
-      h("bdi", { dir: "ltr" }, s.losing && h("span", { role: "img", "aria-label": "measured slower or worse:" }, "⚠ "), s.label)),
+      h("bdi", { dir: "ltr" }, warned(s), s.label)),
     note && h("span", { class: `fl-said ${s.losing ? "fl-warn" : "fl-quiet"}${/\d/.test(note) ? " fl-measured" : ""}`, title: note }, note));
   const group = (g, few) => {
     if (g.sites.length === 1) return site(g.sites[0]);
@@ -22,10 +23,10 @@ function passes(ui) {
     const id = `${ui.uid}-${g.key}`.replace(/\s/g, "_");
     const note = g.sites[0].note, once = note && g.sites.every((s) => s.note === note); // said once, not beside each
     return h("div", { class: "fl-group", "data-key": g.key },
-      h("div", { class: "fl-row" },
+      h("div", { class: `fl-row${g.losing ? " fl-losing" : ""}` },
         h("button", { type: "button", class: "fl-twist", "data-open": g.key, "aria-expanded": String(open), "aria-controls": id, "aria-label": `sites of ${g.label}` }, open ? "▾" : "▸"),
         box({ "data-fl-group": g.key }, g.state, `apply all ${g.count} identical: ${g.label}${g.names ? ` (${g.names})` : ""}`),
-        h("button", { type: "button", class: "fl-link", "data-fl-pick": g.ids[0], title: g.where || g.label }, g.label),
+        h("button", { type: "button", class: "fl-link", "data-fl-pick": g.ids[0], title: g.where || g.label }, warned(g), g.label),
         g.names && h("span", { class: "fl-said fl-quiet fl-names", title: g.names }, g.names),
         h("span", { class: "fl-count", title: "identical sites" }, `×${g.count}`)),
       h("div", { class: "fl-sites", id, hidden: !open }, open && once && h("p", { class: "fl-quiet fl-once", "data-key": "once" }, `each: ${note}`),

@@ -14,7 +14,7 @@ from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.bisection import Bisection
 from fusionlab.fusers.report.findings import Findings
-from fusionlab.progress import Clock, Stopped, Watch
+from fusionlab.progress import Clock, Progress, Stopped, Watch, pass_on, watched
 
 from ..model.setting import Setting
 from .background import Background, Cancel
@@ -29,15 +29,17 @@ _Job = Callable[[Setting, Watch, Cancel], Any]
 
 
 class _Told(Watch):
-    """Hands the stages of one job to the bar of the explorer; once the job is cancelled, its next stage or step ends it."""
+    """Hands the stages of one job to the bar of the explorer, and to a line where the caller waits for it; once the job is cancelled, its
+    next stage or step ends it."""
 
-    def __init__(self, lab: Measuring, token: Cancel) -> None:
-        self.lab, self.token = lab, token
+    def __init__(self, lab: Measuring, token: Cancel, line: Progress = False) -> None:
+        self.lab, self.token, self.line = lab, token, line or None
 
     def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
         if self.token.is_set():
             raise Stopped(task)
         self.lab._stage(task, done, total, budget_s)
+        pass_on(self.line, task, done, total, budget_s)
 
 
 class Measuring(Selecting):
@@ -114,6 +116,7 @@ class Measuring(Selecting):
         if token.is_set():
             raise Stopped("the evidence")
         self.session.measured[setting] = evidence
+        self.session.blamed.pop(setting, None)  # of a measurement that this one takes the place of
         told("drawing what was measured")
         self.refresh()
         if self._shares_with is not None:
@@ -170,7 +173,8 @@ class Measuring(Selecting):
     # How they run --------------------------------------------------------------------------------------------------
     def _now(self, job: _Job, what: str, needed: Any) -> Any:
         setting, token = self.setting, self._begin(needed)
-        return self._background.run(functools.partial(self._run, job, what, setting), token)
+        with watched(None) as line:
+            return self._background.run(functools.partial(self._run, job, what, setting, line=line), token)
 
     def _later(self, job: _Job, what: str, needed: Any) -> threading.Thread:
         setting, token = self.setting, self._begin(needed)
@@ -184,10 +188,10 @@ class Measuring(Selecting):
         _Told(self, token)(f"waiting for {awaited} to end" if awaited else "measuring")
         return token
 
-    def _run(self, job: _Job, what: str, setting: Setting, token: Cancel) -> Any:
+    def _run(self, job: _Job, what: str, setting: Setting, token: Cancel, line: Progress = False) -> Any:
         result = None
         try:
-            result = job(setting, _Told(self, token), token)
+            result = job(setting, _Told(self, token, line), token)
         except Stopped:
             pass  # and said so, when it was cancelled
         except BaseException as error:
@@ -205,8 +209,8 @@ class Measuring(Selecting):
                 self._tell(error)
 
     def _finish(self, token: Cancel, status: str, error: BaseException | None = None) -> None:
-        if not self._background.end(token):  # cancelled, and perhaps another one runs already
-            return
+        if not self._background.end(token) and (token.is_set() or self._background.running):
+            return  # cancelled, or beside another one that runs yet
         self._clock.end()
         self._say(status)
         if error is not None:

@@ -54,7 +54,7 @@ def _pass(
 
 def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: Mapping[str, Any]) -> dict[str, Any]:
     on = sum(s["state"] == "applied" for s in sites)
-    source = sites[0]["source"]
+    source, rows = sites[0]["source"], [_site(s, shares.get(s["id"])) for s in sites]
     return {
         "key": f"{name}:{number}",
         "label": sites[0]["text"],
@@ -62,7 +62,8 @@ def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: M
         "count": len(sites),
         "ids": [s["id"] for s in sites],
         "state": "on" if on == len(sites) else "partial" if on else "off",
-        "sites": [_site(s, shares.get(s["id"])) for s in sites],
+        "losing": any(row["losing"] for row in rows),
+        "sites": rows,
     }
 
 

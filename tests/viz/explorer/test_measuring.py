@@ -130,6 +130,59 @@ def test_a_search_again_and_a_file_are_told_and_have_no_cancel(case, tmp_path):
     assert not lab.busy["running"]
 
 
+def test_an_interrupt_of_a_search_again_changes_nothing(case):
+    def interrupted(strategy):
+        raise KeyboardInterrupt
+
+    lab = Explorer(case.graph, case.findings, find=interrupted)
+    before = lab.setting, lab.panel
+    with pytest.raises(KeyboardInterrupt):
+        lab._message(lab, {"type": "option", "pass": "lerp", "name": "reassociate", "value": True}, [])
+    assert (lab.setting, lab.panel) == before
+    assert not lab.busy["running"]
+    assert len(tuple(lab.ledger)) == 1
+
+
+def attend(q):
+    return jax.nn.dot_product_attention(q, q, q) * 2
+
+
+def small(q):
+    return jnp.tanh(q[0, :8, 0] @ q[0, 0])
+
+
+@pytest.mark.parametrize(("fn", "positions"), [(small, 8), (attend, 1024)])
+def test_a_real_measurement_is_cancelled_at_whichever_stage_it_is(fn, positions):
+    lab = fl.explore(fn, jax.random.normal(jax.random.key(0), (1, positions, 2, 2)), budget_s=0.5)
+    stages = []
+    lab.observe(lambda change: change["new"]["running"] and stages.append(change["new"]["what"]), "busy")
+    lab.measure()
+    lab.unobserve_all("busy")
+    stages = list(dict.fromkeys(stages))
+    by_site = {"compiling a program for each site", "timing sites"} if fn is attend else set()
+    assert {"searching", "float64 reference", "time of each kernel", *by_site} <= set(stages)
+    assert lab.evidence is not None
+    for stage in stages if fn is attend else ["compiling after, gradient 4/4"]:
+        lab.session.measured.clear()
+        lab.session.stage.times = {}
+        told = []
+
+        def cancel(change, stage=stage, told=told):
+            if change["new"]["running"]:
+                told.append(change["new"]["what"])
+                if told[-1] == stage:
+                    lab.cancel()
+
+        lab.observe(cancel, "busy")
+        lab.start().join(60)
+        lab.unobserve(cancel, "busy")
+        assert told[-1] == stage
+        assert not lab.busy["running"]
+        assert lab.problem is None
+        assert (lab.evidence is None) == (stages.index(stage) < stages.index("drawing what was measured")), stage
+    assert lab.measure() is lab.evidence is not None
+
+
 # Which site.
 
 
@@ -250,3 +303,46 @@ def test_rates_are_measured_behind_a_button_that_is_there_as_long_as_they_lack(c
     assert all('data-fl="rates"' not in tab["html"] for tab in bare.tabs)
     with pytest.raises(ArgumentError, match=r"fusionlab\.explore"):
         bare.measure_rates()
+
+
+def test_what_a_script_waits_for_is_shown_in_a_line_as_well(case, monkeypatch):
+    drawn = []
+
+    class Line:
+        def draw(self, clock):
+            drawn.append(str(clock))
+
+        def close(self):
+            drawn.append("gone")
+
+    monkeypatch.setattr("fusionlab.progress.somebody_looks", lambda: True)
+    monkeypatch.setattr("fusionlab.progress.WAIT_S", 0.0)
+    monkeypatch.setattr("fusionlab.progress._Bar", Line)
+
+    def measure(setting, told, cancel):
+        while len(drawn) < 3:
+            told("timing forward", 3, 40)
+
+    Explorer(case.graph, case.findings, measure=measure).measure()
+    assert any(text.startswith("timing forward 3/40 · 0 s") for text in drawn)
+    assert drawn[-1] == "gone"
+
+
+def test_kernels_that_were_asked_for_during_a_measurement_leave_the_bar_at_rest(case, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def measure(setting, told, cancel):
+        begun.set()
+        assert go.wait(20)
+
+    lab = Explorer(case.graph, case.findings, measure=measure)
+    monkeypatch.setattr(lab.session, "kernels", lambda: None)
+    thread = lab.start()
+    assert begun.wait(20)
+    lab.hulls = True
+    go.set()
+    for one in (thread, *threading.enumerate()):
+        if one.name == "fusionlab-explorer":
+            one.join(20)
+    assert not lab.busy["running"]
+    assert lab.status == "not measured"
