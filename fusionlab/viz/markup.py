@@ -115,9 +115,6 @@ def equation(node: Node) -> str:
     return f'<p class="fl-equation"><code>{shown}</code></p>'
 
 
-_LEFT, _WHOLE = ' style="text-align:left"', 'style="white-space:nowrap" '  # what cleaners of untrusted HTML leave in
-
-
 class Html(str):
     """Text that is HTML already, as a cell of a table."""
 
@@ -134,9 +131,10 @@ def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Co
 
 
 def aligned(html: str) -> str:
-    """Tables as `table` makes them for a notebook, whose own style has all cells to the right and breaks 1e-06 in two."""
-    html = re.sub(r"<td>|<td (?=class=\"mono)|<th (?=scope)", lambda found: found[0][:3] + _LEFT + found[0][3:], html)
-    return re.sub(r'<td (?=class="num")', lambda found: found[0] + _WHOLE, html)
+    """Tables as `table` makes them, for a notebook: its own style may set every cell to the right, break 1e-06 in two, or leave no room."""
+    html = re.sub(r'<t[dh](?= class="num")', r'\g<0> style="text-align:right;padding:2px 8px"', html)
+    html = re.sub(r"<t[dh](?! style)(?=[ >])", r'\g<0> style="text-align:left;padding:2px 8px"', html)
+    return html.replace('<td style="text-align:right;', '<td style="white-space:nowrap;text-align:right;')
 
 
 def _cell(value: Any, index: int, numeric: Collection[int]) -> str:

@@ -121,7 +121,9 @@ def test_a_comparison_is_tables_that_need_no_style(shown):
     assert kinds([output]) == [{"text/html"}]
     assert plain(output.data["text/html"])
     assert "<table>" in output.data["text/html"]
-    assert '<td style="text-align:left">' in output.data["text/html"]
+    assert '<td style="text-align:left;' in output.data["text/html"]
+    assert '<td style="white-space:nowrap;text-align:right;' in output.data["text/html"]
+    assert "<td>" not in output.data["text/html"]
 
 
 def test_an_explorer_is_followed_by_a_still_picture_of_itself(shown, lab):
