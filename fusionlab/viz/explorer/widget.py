@@ -377,10 +377,6 @@ class Explorer(Selecting):
         data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
         return (data, *rest) if rest else data
 
-    def __repr__(self) -> str:
-        on = len(self.enabled)
-        return f"Explorer({self.graph.name!r}, {on} of {len(self.findings.candidates)} sites on, {self.status})"
-
 
 def _named(error: BaseException) -> str:
     return f"[{error.code}] {error}" if getattr(error, "code", "") else f"{type(error).__name__}: {error}"  # pyright: ignore[reportAttributeAccessIssue]
