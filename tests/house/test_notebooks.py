@@ -109,7 +109,7 @@ def gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
     ):
         assert said in everything, said
     pictures = [o for c in cells for o in c.outputs if {"text/html", "image/svg+xml"} & set(o.get("data", {}))]
-    assert len(pictures) == 3  # the graph, errors, what it was worth
+    assert len(pictures) == 4  # the graph, the counts, errors, what it was worth
 
 
 @story_of("01_gemm_epilogues")

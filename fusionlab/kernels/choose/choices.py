@@ -86,7 +86,7 @@ class Measured(Shown):
     """
 
     _listed = "cases"
-    _says = "choices measured on {0.device}"
+    _says = "measured choices"
 
     cases: Mapping[str, Choice] = field(default_factory=dict)
     algorithms: Mapping[str, tuple[str, int]] = field(default_factory=dict)

@@ -506,7 +506,7 @@ def test_the_bundle_has_the_widget_and_a_static_picture(lab, case):
     assert "application/vnd.jupyter.widget-view+json" in bundle
     assert lab.scene["svg"][-200:] in bundle["text/html"]
     assert "fusionlab.explore(fn, *args)" in graph_html(case.graph, case.findings, enabled=lab.enabled)
-    assert bundle["text/plain"] == "Explorer('mlp', 2 of 2 sites on, not measured)"
+    assert bundle["text/plain"] == str(lab)
 
 
 def test_declined_sites_are_listed(lab):
