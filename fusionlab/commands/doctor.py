@@ -47,7 +47,7 @@ class Need(Shown):
         return self.version is not None
 
     def __str__(self) -> str:
-        return _need_line(self).strip()
+        return f"{self.name}: {(self.version or 'found') if self.present else 'missing'}, {self.purpose}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,10 @@ class Doctor(Shown):
         return f"<Doctor: {ready} of {len(self.abilities)} backends and outputs ready; next: {self.next_command}>"
 
     def _sentence(self) -> str:
-        return f"{repr(self)[len('<Doctor: ') : -1]} on {self.device}"
+        ready = sum(a.ready for a in self.abilities)
+        return (
+            f"{ready} of {len(self.abilities)} backends and outputs ready on {self.device}; next: {self.next_command}"
+        )
 
     def _table(self) -> Table:
         facts = [("device", text, "") for text in (*self.devices, *_facts(self.device))]

@@ -82,6 +82,8 @@ class Tuned(Shown):
         lines += [f"  {_case_text(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
 
 def _case_text(text: str) -> str:
     """A case for a reader: the op, its sizes, what it is asked for."""

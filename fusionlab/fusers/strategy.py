@@ -55,6 +55,9 @@ class Strategy(Mapping[str, Any], Shown):
     def __repr__(self) -> str:
         return f"Strategy({', '.join(f'{k}={v!r}' for k, v in self._passes.items())})"
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
     def _table(self) -> Table:
         return Table(("pass", "asked"), tuple(self.items()))
 

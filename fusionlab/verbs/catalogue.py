@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..device import Device
+from ..errors import unknown_name
 from ..fusers import Pass, find_in
 from ..graph.program.trace import trace
 from ..showing import Shown
@@ -25,6 +26,14 @@ class Catalogue(Shown):
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
+
+    def __getitem__(self, name: str) -> Pass:
+        if name not in self.names:
+            raise unknown_name("pass", name, self.names)
+        return self.passes[self.names.index(name)]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.names)
 
     def __len__(self) -> int:
         return len(self.passes)

@@ -177,7 +177,9 @@ def test_a_notebook_shows_a_line_or_the_report():
     assert "\n" not in repr(found)
     ready = sum(a.ready for a in found.abilities)
     assert repr(found).startswith(f"<Doctor: {ready} of {len(found.abilities)} backends and outputs ready; next: ")
-    assert found._repr_html_().startswith("<pre>Versions")
+    html = found._repr_html_()
+    assert html.startswith(f"<p>{ready} of {len(found.abilities)} backends and outputs ready on ")
+    assert "<td>fusing</td><td>ready</td>" in html
     assert "&#x27;" in found._repr_html_()
 
 

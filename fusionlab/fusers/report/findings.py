@@ -61,6 +61,9 @@ class Findings(Shown):
 
     _listed = "_sites"
 
+    def _ipython_key_completions_(self) -> list[str]:
+        return [site.id for site in self._sites]
+
     @property
     def _sites(self) -> tuple[Candidate | Rejection, ...]:
         return (*self.candidates, *self.rejections)
@@ -141,9 +144,8 @@ class Findings(Shown):
         """
         wanted, left = _names(enabled or ()), _names(skip)
         known = {*(item.id for item in (*self.candidates, *self.rejections)), *self.passes}
-        for name in (*wanted, *left):
-            if name not in known:
-                raise unknown_name("site or pass", name, known)
+        if unknown := sorted((wanted | left) - known):
+            raise unknown_name("site or pass", unknown[0], known)
         chosen = (c for c in self.candidates if (not c.idle if enabled is None else _is_named(c, wanted)))
         return Records(c for c in chosen if not _is_named(c, left))
 
@@ -324,11 +326,7 @@ class Findings(Shown):
             raise ArgumentError(f"explain: no node makes {node}; print(graph) lists the values")
         if isinstance(node, int) and node in self.graph.node_by_id:
             return self.graph.node_by_id[node]
-        near = (
-            did_you_mean(node, (item.id for item in (*self.candidates, *self.rejections)))
-            if isinstance(node, str)
-            else ""
-        )
+        near = did_you_mean(node, [site.id for site in self._sites]) if isinstance(node, str) else ""
         raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id.{near}")
 
     def to_dict(self) -> dict[str, Any]:

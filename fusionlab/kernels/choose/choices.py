@@ -86,6 +86,7 @@ class Measured(Shown):
     """
 
     _listed = "cases"
+    _says = "measured choices"
 
     cases: Mapping[str, Choice] = field(default_factory=dict)
     algorithms: Mapping[str, tuple[str, int]] = field(default_factory=dict)

@@ -67,7 +67,7 @@ class CudaKernel(Shown):
       shared: dynamic shared memory of a block, bytes.
     """
 
-    _says = "CUDA kernel {0.entry}, {0.threads} threads a block, for {0.dtypes}"
+    _says = "CUDA kernel {0.entry}, {0.threads} threads a block"
 
     source: str
     entry: str | None = None

@@ -7,11 +7,11 @@ from fusionlab.showing import Facts
 from fusionlab.tracebacks import errors_for_users
 
 from ..cards.layout.opened import opened_name
-from .observed import Observed
+from .offering import Offering
 
 
 @errors_for_users
-class Selecting(Observed):
+class Selecting(Offering):
     """The part of an `Explorer` that selects and searches."""
 
     def refresh(self) -> None:

@@ -80,6 +80,9 @@ class Toggles(MutableMapping[str, bool | None], Shown):
     def _ipython_key_completions_(self) -> list[str]:
         return list(self)
 
+    def _sentence(self) -> str:
+        return f"{len(self._enabled)} of {len(self._sites)} sites on"
+
     def _table(self) -> Table:
         return Table(("name", "on"), tuple((name, "partly" if self[name] is None else self[name]) for name in self))
 

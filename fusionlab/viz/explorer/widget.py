@@ -291,7 +291,3 @@ class Explorer(Measuring):
         bundle: Any = super()._repr_mimebundle_()
         data = bundle[0] if isinstance(bundle, tuple) else bundle
         return {**(data or {}), "text/plain": repr(self)}
-
-    def __repr__(self) -> str:
-        on = len(self.enabled)
-        return f"Explorer({self.graph.name!r}, {on} of {len(self.findings.candidates)} sites on, {self.status})"

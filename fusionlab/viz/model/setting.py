@@ -104,6 +104,9 @@ class Ledger(Sequence[Decision], Shown):
         """The table as HTML, its texts escaped."""
         return table(_HEADS, self.rows(), (0, 2, 3, 4, 5))
 
+    def _sentence(self) -> str:
+        return f"{len(self)} decisions, {len(self._measured)} settings measured"
+
     def _table(self) -> Table:
         return Table(tuple(_HEADS), tuple(map(tuple, self.rows())))
 

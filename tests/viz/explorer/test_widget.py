@@ -507,7 +507,7 @@ def test_the_bundle_has_the_widget_and_a_static_picture(lab):
     assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
     assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
     assert set(metadata) == {"image/png"}
-    assert bundle["text/plain"] == "Explorer('mlp', 2 of 2 sites on, not measured)"
+    assert bundle["text/plain"] == str(lab)
 
 
 def test_declined_sites_are_listed(lab):

@@ -34,7 +34,7 @@ _RESERVED = frozenset(
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PatternPass(Pass):
     """A pass made by `pattern_pass`; attributes as of `Pass`, and
 
