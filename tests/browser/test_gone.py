@@ -170,6 +170,7 @@ def test_a_connection_that_is_lost_comes_back_and_keys_undo_and_redo(page):
     expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
     assert shown.sentence == sentence
     shown.hook("undo").click()
+    expect(shown.hook("redo")).to_be_enabled()
     keyboard.press("Control+y")
     expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
     expect(shown.hook("redo")).to_be_disabled()
