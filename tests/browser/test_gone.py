@@ -13,7 +13,7 @@ import fusionlab as fl
 from fusionlab.viz.explorer.kept import kept
 from tests.browser.explorer import Explorer
 from tests.browser.model import arguments, model_step
-from tests.browser.notebooks import CONNECTED, open_in_lab, write_notebook
+from tests.browser.notebooks import open_in_lab, write_notebook
 from tests.browser.stand import stand
 
 CELLS = [
@@ -24,7 +24,7 @@ MLP = "gemm_epilogue@layer_0/mlp#1"
 SOON = 1000  # ms
 BARE, REOPENED, RESTARTED, DIED, SHUT, CLOSED = "in a bare page", "reopened", "restarted", "died", "shut down", "closed"
 ACTS = {
-    RESTARTED: "c => { c.restartKernel(); }",
+    RESTARTED: "c => { window.flRestarted = c.restartKernel(); }",
     DIED: "c => { c.session.kernel.requestExecute({ code: 'import os; os._exit(1)' }); }",
     SHUT: "c => { c.shutdown(); }",
     CLOSED: "c => { c.session.kernel.requestExecute({ code: 'lab.close()' }).done.then(() => { window.flKnown = performance.now(); }); }",
@@ -131,7 +131,7 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     explorable(shown, words[case])
     page.screenshot(path=artifacts / f"gone-{case.split()[0]}-explored.png")
     if case == RESTARTED:  # a server that is still at it cannot stop it
-        page.wait_for_function(CONNECTED)
+        page.evaluate("() => window.flRestarted")
     server.stop_kernels()
 
 
@@ -170,6 +170,7 @@ def test_a_connection_that_is_lost_comes_back_and_keys_undo_and_redo(page):
     expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
     assert shown.sentence == sentence
     shown.hook("undo").click()
+    expect(shown.hook("redo")).to_be_enabled()
     keyboard.press("Control+y")
     expect(shown.toggle("gemm_epilogue")).not_to_be_checked()
     expect(shown.hook("redo")).to_be_disabled()

@@ -34,6 +34,7 @@ function keptStore(model) {
     const stale = Object.values(sides).some((s) => s.index && s.decided !== now.head?.decided);
     const off = lost ? `${why}: off until it is back.` : `${why}: off. ${AGAIN}.`;
     const can = { export: [".svg", ".png"], outline: sides[shown].index !== undefined, after: "after" in sides, both: "both" in sides };
+    if (now.tabs) now.tabs = now.tabs.map((t) => (t.empty && t.html.includes("press Measure") ? { ...t, html: '<p class="quiet">Nothing was measured.</p>' } : t));
     Object.assign(now, { busy: { running: false, status: why }, problem: null, outline: sides[shown].outline ?? now.outline ?? {},
       head: { ...now.head, can, offline: off, gone: { what: why, lost, stale, bare: !Object.values(sides).some((s) => s.index) } } });
     return recordStore(now, sides, lost ? "It opens once the connection is back." : `${AGAIN} to see it.`);

@@ -74,6 +74,8 @@ function passes(ui) {
       act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "all is as it was opened", "go back to what was on when it was opened"),
       act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change (Ctrl+Z)"),
       act("redo", "Redo", { type: "redo" }, !ui.can("redo") && "nothing was taken back", "make the change again that was taken back (Ctrl+Shift+Z, Ctrl+Y)"));
+    const at = [...foot.children].find(focused), other = { undo: "redo", redo: "undo" }[at?.dataset.fl];
+    if (at?.disabled) (foot.querySelector(`[data-fl="${other}"]:not(:disabled)`) || foot.querySelector(":not(:disabled)"))?.focus(); // keys still come to the explorer
   };
   ui.on(el, "click", (e) => {
     const key = e.target.dataset.open;
