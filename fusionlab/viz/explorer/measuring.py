@@ -20,7 +20,7 @@ from ..model.setting import Setting
 from .background import Background, Cancel
 from .blame import FAULTS, Fault, faults_of
 from .observed import IDLE
-from .selecting import Selecting
+from .offering import Selecting
 
 Measure = Callable[[Setting, Watch, Cancel], Any]
 Share = Callable[[Setting, Findings, Watch, Cancel], Any]

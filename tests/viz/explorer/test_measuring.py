@@ -162,7 +162,7 @@ def test_a_real_measurement_is_cancelled_at_whichever_stage_it_is(fn, positions)
     by_site = {"compiling a program for each site", "timing sites"} if fn is attend else set()
     assert {"searching", "float64 reference", "time of each kernel", *by_site} <= set(stages)
     assert lab.evidence is not None
-    for stage in stages if fn is attend else ["compiling after, gradient 4/4"]:
+    for stage in stages if fn is attend else ["compiling after, gradient of the call 4/4"]:
         lab.session.measured.clear()
         lab.session.stage.times = {}
         told = []

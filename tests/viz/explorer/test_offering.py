@@ -57,7 +57,7 @@ def test_sites_are_candidates_and_rejections_with_their_state(lab):
     for site in found.rejections:
         assert lab.sites.state(site.id) == "declined"
     assert "<td>can be fused</td>" in lab.sites._repr_html_()
-    with pytest.raises(UnknownNameError, match=f"Did you mean '{first}'"):
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{first}' or"):
         lab.sites[first[:-2]]
 
 
