@@ -21,7 +21,7 @@ from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
-    from ..viz.explorer.blame import Fault
+    from ..viz.html.blame import Fault
     from ..viz.model.setting import Setting
 
 
