@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusionlab.errors import ArgumentError
-from fusionlab.showing import Facts
+from fusionlab.showing import Facts, Records
 from fusionlab.tracebacks import errors_for_users
 
 from ..cards.layout.opened import opened_name
@@ -29,11 +29,11 @@ class Selecting(Offering):
         self.refresh()
         return Facts(info)
 
-    def search(self, text: str) -> list[dict[str, str]]:
+    def search(self, text: str) -> Records[Facts]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
         rows = self.session.search(text)["rows"]
         self.refresh()
-        return rows
+        return Records(map(Facts, rows))
 
     def hit(self, index: int) -> None:
         """Selects a hit of the last search, from 0; ArgumentError where there are not so many."""
