@@ -106,7 +106,7 @@ class LeafNumerics(Shown):
         )
 
     def _row(self) -> dict[str, Any]:
-        what = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
+        what = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "shape": str(list(self.shape))}
         versions = ("before", self.before), ("after", self.after)
         errors = {f"max abs, {name}": e.max_abs for name, e in versions}
         relative = {f"relative L2, {name}": e.rel_l2 for name, e in versions}
