@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from .commands.loading import example_arguments, keyword_arguments, load_function
 from .errors import FusionLabError, did_you_mean
 from .output import check_file, output_folder
+from .progress import Stages, watched
 
 _FUNCTION = """\
 FUNCTION is package.module:function or path/to/file.py:function.
@@ -37,6 +38,7 @@ examples:
 """
 _DEVICE = "judge for this device: cpu, sm_90 and the like, or a100, l4, h100, h200, b200, rtx4090, t4"
 INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended: 128 + SIGINT
+_LONG = "demo", "compare", "bench", "tune"  # say what they do where standard error is no terminal, too
 WORSE = 3  # the exit status of `diff` of two records
 
 
@@ -72,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     status = 0
     try:
-        status = options.run(options) or 0
+        with contextlib.ExitStack() as options.shown:
+            options.progress = options.shown.enter_context(watched(True if options.command in _LONG else None))
+            status = options.run(options) or 0
         sys.stdout.flush()
     except FusionLabError as e:
         print(f"fusionlab: error: {' '.join(str(e).split())}", file=sys.stderr)
@@ -198,6 +202,7 @@ def _positive(text: str) -> int:
 
 
 def _print(options: argparse.Namespace, text: Any, data: dict[str, Any]) -> None:
+    options.shown.close()  # the line with what is being done, which would stand in between
     print(json.dumps(data, indent=2) if options.json else text)
 
 
@@ -211,12 +216,13 @@ def _doctor(options: argparse.Namespace) -> None:
 def _demo(options: argparse.Namespace) -> None:
     from .commands.demo import run_demo
 
-    result = run_demo(options.output, size=options.size)
+    result = run_demo(options.output, size=options.size, progress=options.progress)
     _print(options, result, result.to_dict())
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """The function, its arguments, its keyword arguments, and which of them are static."""
+    Stages(options.progress)(f"loading {options.function}")
     function, module = load_function(options.function)
     static = {k: tuple(v) for k in ("static_argnums", "static_argnames") if (v := getattr(options, k)) is not None}
     return (
@@ -233,18 +239,17 @@ def _trace(options: argparse.Namespace) -> None:
     from .viz.export import view_model
 
     function, args, kwargs, static = _load(options)
+    Stages(options.progress)("tracing")
     graph = fl.trace(function, *args, **static, **kwargs)
-    if options.json:
-        print(json.dumps(view_model(graph), indent=2))
-    else:
-        print(graph)
+    options.shown.close()
+    print(json.dumps(view_model(graph), indent=2) if options.json else graph)
 
 
 def _find(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
     function, args, kwargs, static = _load(options)
-    asked = {"passes": options.passes, "device": options.device}
+    asked = {"passes": options.passes, "device": options.device, "progress": options.progress}
     with output_folder(options.dump) if options.dump else contextlib.nullcontext() as work:
         found = fl.find(function, *args, **asked, dump=work, **static, **kwargs)
     _print(options, found.report(), found.to_dict())
@@ -254,7 +259,8 @@ def _explain(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
     function, args, kwargs, static = _load(options)
-    found = fl.find(function, *args, passes=options.passes, device=options.device, **static, **kwargs)
+    asked = {"passes": options.passes, "device": options.device, "progress": options.progress}
+    found = fl.find(function, *args, **asked, **static, **kwargs)
     text = found.explain(options.name, origin=options.origin)
     _print(options, text, {"name": options.name, "text": text})
 
@@ -280,7 +286,7 @@ def _diff_programs(options: argparse.Namespace) -> int:
     from .graph.program.text import graph_text
 
     function, args, kwargs, static = _load(options)
-    found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
+    found = fl.find(function, *args, passes=options.passes, progress=options.progress, **static, **kwargs)
     before, after = (graph_text(graph).splitlines() for graph in (found.graph, found.apply()))
     text = "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm=""))
     _print(options, text or "nothing is fused", {"diff": text, "counts": found.counts()})
@@ -294,8 +300,9 @@ def _export(options: argparse.Namespace) -> None:
 
     check_file(options.output, None)
     function, args, kwargs, static = _load(options)
-    found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
+    found = fl.find(function, *args, passes=options.passes, progress=options.progress, **static, **kwargs)
     graph, findings = (found.apply(), None) if options.fused else (found.graph, found)
+    Stages(options.progress)(f"writing {options.output}")
     path = save(graph, options.output, findings)
     _print(options, f"written to {path}", {"path": str(path)})
 
@@ -308,10 +315,15 @@ def _compare(options: argparse.Namespace) -> None:
         check_file(options.output, ".json" if record else ".html")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True, **kwargs)
+    result = fl.compare(function, fused, *args, grad=_grad(options), progress=options.progress, **kwargs)
     if options.output:
         (result.save if record else result.to_html)(options.output)
     _print(options, result, result.to_dict())
+
+
+def _grad(options: argparse.Namespace) -> bool | None:
+    """Gradients where there is something to differentiate, unless they are not wanted."""
+    return False if options.no_grad else None
 
 
 def _load_with_data(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
@@ -329,8 +341,8 @@ def _bench(options: argparse.Namespace) -> None:
         check_file(options.output, ".json")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    effort = {"samples": options.samples, "budget_s": options.budget, "progress": True}
-    only = {"grad": not options.no_grad, "numerics": False, "memory": False}
+    effort = {"samples": options.samples, "budget_s": options.budget, "progress": options.progress}
+    only = {"grad": _grad(options), "numerics": False, "memory": False}
     result = fl.compare(function, fused, *args, **only, **effort, **kwargs)
     if options.output:
         result.save(options.output)
@@ -342,7 +354,7 @@ def _tune(options: argparse.Namespace) -> None:
 
     function, args, kwargs, static = _load(options)
     asked = {"passes": options.passes, "grad": not options.no_grad, "path": options.output}
-    result = fl.tune(function, *args, **asked, progress=True, **static, **kwargs)
+    result = fl.tune(function, *args, **asked, progress=options.progress, **static, **kwargs)
     _print(options, result, result.to_dict())
 
 

@@ -178,7 +178,8 @@ def _needs() -> tuple[Need, ...]:
         _package("ipywidgets", "ipywidgets", "controls in a notebook", base),
         _package("anywidget", "anywidget", "the explorer in a notebook", base),
         _package("tqdm", "tqdm", "progress bars", base),
-        _package("vl-convert-python", "vl_convert", "PNG and PDF pictures", "pip install 'fusionlab[png]'"),
+        _package("resvg_py", "resvg_py", "PNG pictures", base),
+        _package("vl-convert-python", "vl_convert", "PDF pictures", "pip install 'fusionlab[pdf]'"),
         _cupy(),
     )
 
@@ -192,9 +193,8 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
         *_backends(device),
         _launcher(),
         Ability("SVG pictures", True, "drawn by FusionLab"),
-        Ability(
-            "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
-        ),
+        Ability("PNG pictures", "resvg_py" in have, "by resvg_py"),
+        Ability("PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[pdf]')"),
         Ability("plots", "matplotlib" in have, "by matplotlib"),
         Ability("notebook explorer", widget, "by ipywidgets and anywidget"),
     )

@@ -7,13 +7,13 @@ shortest bad prefix found by halving), and another search over what is left tell
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusionlab.progress import SILENT, Stages, Stopped
 from fusionlab.showing import Shown
-
-from .instruments.progress import Progress, Reporter
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,19 +96,19 @@ class _Bisection:
     """The trials of one bisection, none made twice."""
 
     def __init__(
-        self, attempt: Callable[[tuple[str, ...]], tuple[bool, str]], most: int, cancel: Any, step: Any
+        self, attempt: Callable[[tuple[str, ...]], tuple[bool, str]], of: int, most: int, stages: Stages
     ) -> None:
-        self.attempt, self.most, self.cancel, self.step = attempt, most, cancel, step
+        self.attempt, self.of, self.most, self.stages = attempt, of, most, stages
         self.tried: dict[tuple[str, ...], Trial] = {}
 
     def bad(self, sites: tuple[str, ...]) -> bool:
         if sites not in self.tried:
-            if self.cancel is not None and self.cancel():
-                raise _Stop("cancelled")
             if len(self.tried) >= self.most:
                 raise _Stop("most trials")
+            n = len(self.tried) + 1
+            about = max(n, math.ceil(math.log2(self.of)) + 3) if self.of > 1 else n
+            self.stages(f"trial {n} of about {about}, {len(sites)} site{'s' if len(sites) > 1 else ''}")
             self.tried[sites] = Trial(sites, *self.attempt(sites))
-            self.step()
         return self.tried[sites].bad
 
     def cause(self, sites: tuple[str, ...]) -> Cause:
@@ -132,8 +132,7 @@ def bisect_sites(
     attempt: Callable[[tuple[str, ...]], tuple[bool, str]],
     *,
     most: int = 200,
-    progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    stages: Stages = SILENT,
 ) -> Bisection:
     """The sets of sites that explain a fault.
 
@@ -143,18 +142,18 @@ def bisect_sites(
       sites: ids, in program order.
       attempt: sites -> (whether the program with these alone fused shows the fault, what was seen).
       most: trials at most.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
-      cancel: asked before each trial; when it says True, what was found so far is returned.
+      stages: told of each trial; cancelled, what was found so far is returned.
     """
     causes: list[Cause] = []
     stopped = ""
-    with Reporter(progress, "trials", most) as reporter:
-        search = _Bisection(attempt, most, cancel, reporter.step)
-        left = tuple(sites)
-        try:
-            while left and search.bad(left):
-                causes.append(search.cause(left))
-                left = tuple(s for s in left if s not in causes[-1].sites)
-        except _Stop as why:
-            stopped = str(why)
+    search = _Bisection(attempt, len(sites), most, stages)
+    left = tuple(sites)
+    try:
+        while left and search.bad(left):
+            causes.append(search.cause(left))
+            left = tuple(s for s in left if s not in causes[-1].sites)
+    except _Stop as why:
+        stopped = str(why)
+    except Stopped:
+        stopped = "cancelled"
     return Bisection(name, of, tuple(sites), tuple(causes), tuple(search.tried.values()), stopped)

@@ -26,7 +26,7 @@ Sent = Mapping[str, Traffic]
 
 @dataclass(frozen=True, repr=False)
 class Collectives(Shown):
-    """The collectives of one call: what ("forward"), and by kind how many, and the bytes of one device, before and after."""
+    """The collectives of one call: what ("call"), and by kind how many, and the bytes of one device, before and after."""
 
     what: str
     before: Sent
@@ -43,7 +43,7 @@ class Collectives(Shown):
         return self.before.get(kind, none), self.after.get(kind, none)
 
     def __str__(self) -> str:
-        """ "collectives of a device, forward: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
+        """ "collectives of a device, call: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
         pairs = ((kind, *self.of(kind)) for kind in self.kinds)
         counts = ", ".join(
             f"{kind} {b.count} ({bytes_text(b.bytes)}) -> {a.count} ({bytes_text(a.bytes)})" for kind, b, a in pairs
@@ -58,7 +58,7 @@ class OverDevices(Shown):
     Attributes:
       mesh: axis -> size; empty where neither arguments nor program name one.
       devices, processes: how many run it.
-      collectives: of each call that was compiled: forward, then forward + backward.
+      collectives: of each call that was compiled: the call, then its gradient.
       device_s: version -> device ("0") -> the median of the seconds from the start of a call until that device's results are there; of
         this process's devices, and empty where nothing was timed.
     """
@@ -106,24 +106,22 @@ class OverDevices(Shown):
         return "\n".join(self.lines)
 
 
-def over_devices(pairs: Mapping[str, tuple[Program, Program] | None], timed: bool) -> OverDevices | None:
+def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> OverDevices | None:
     """What may be said of programs (call -> before and after) that run on several devices; None of one.
 
     Args:
-      pairs: "forward" and "forward + backward", as far as they were compiled.
-      timed: also run the forward programs, to see how long each device takes.
+      pairs: the call and its gradient, in this order, as far as they were compiled.
+      timed: also run the first, to see how long each device takes.
     """
-    known = {call: pair for call, pair in pairs.items() if pair is not None}
-    devices = frozenset().union(*(p.devices for pair in known.values() for p in pair))
+    devices = frozenset().union(*(p.devices for pair in pairs.values() for p in pair))
     if len(devices) < 2:
         return None
     # as_text() is None where a backend does not give its HLO.
     sent = tuple(
-        Collectives(call, *(traffic(p.compiled.as_text() or "") for p in pair)) for call, pair in known.items()
+        Collectives(call, *(traffic(p.compiled.as_text() or "") for p in pair)) for call, pair in pairs.items()
     )
-    forward = known.get("forward", ())
-    times = {p.name: device_seconds(p) for p in forward} if timed else {}
-    mesh = next((m for pair in known.values() for p in pair if (m := mesh_sizes(p))), {})
+    times = {p.name: device_seconds(p) for p in next(iter(pairs.values()))} if timed else {}
+    mesh = next((m for pair in pairs.values() for p in pair if (m := mesh_sizes(p))), {})
     return OverDevices(mesh, len(devices), len({d.process_index for d in devices}), sent, times)
 
 

@@ -27,7 +27,7 @@ class RecordChange(Shown):
     """One quantity of both records.
 
     Attributes:
-      what: "time, forward", "compiled peak memory, forward", "output out float32[8]".
+      what: "time, call", "compiled peak memory, call", "output out float32[8]".
       old, new: what each says of it, in words; "" where it says nothing.
       verdict: "worse", "better", "same" or "not compared".
       why: of "not compared", the reason.
@@ -120,7 +120,7 @@ def _faster(old: Timing, new: Timing) -> str:
 
 
 def _memories(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
-    for part, call in (("memory", "forward"), ("memory_grad", "forward + backward")):
+    for part, call in zip(("memory", "memory_grad"), new.calls, strict=True):
         before, after = getattr(old, part), getattr(new, part)
         quantity = f"compiled peak memory of the fused version, {call}"
         if before is None and after is None:

@@ -23,11 +23,11 @@ from fusionlab.kernels.launch import cublaslt, plans
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op.composite import CompositePrimitive
 from fusionlab.kernels.op.primitive import FusedPrimitive
+from fusionlab.progress import Progress, Stages, watched
 from fusionlab.showing import Shown, Table, table_of
 
 from .instruments.device_clock import time_on_device
 from .instruments.out_of_memory import out_of_memory
-from .instruments.progress import Progress, Reporter
 from .instruments.record import environment
 
 SAMPLES = 10
@@ -159,13 +159,14 @@ def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: 
     device = Device.current()
     measured = []
     try:
-        with Reporter(progress, "tuning", len(calls)) as reporter:
+        with watched(progress) as told:
+            tuning = Stages(told)("tuning", len(calls))
             for call in calls:
                 with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
                     rivals = _rivals(call, device, samples)
                 if rivals is not None:
                     measured.append(rivals)
-                reporter.step(1)
+                tuning.step()
         algorithms = dict(CHOICES.trial)
     finally:
         CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
+from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused
 from .lab import check_names, not_swallowed
@@ -65,15 +66,16 @@ class Comparison(Evidence):
         from ..output import write_file
         from ..viz.html.report import evidence_html
 
-        text = evidence_html(self)
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = evidence_html(self)
+            if path is not None:
+                write_file(path, text)
         return text
 
 
 @own_lines_hidden
-def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
-    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
+def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, **options: Any) -> Comparison:
+    """Timing, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
     On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
@@ -81,7 +83,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     Args:
       fn, fused: the original and the version to judge.
       *args: arrays to run on.
-      grad: also compare gradients, and time value-and-gradient.
+      grad: also compare gradients, and time value and gradient; None: where `fn` has one, and is not differentiated already.
       **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
         cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
         that are not named here are those that `fused` was made with.
@@ -97,7 +99,11 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
     options = fused.__fusionlab_jit__.static | options
-    found, fusing = fused.selected(*args, **kwargs)
-    options.setdefault("same_code", all(c.same_code for c in fusing))
-    evidence = measure(fn, fused, *args, grad=grad, **options)
+    with watched(options.get("progress", False)) as told:
+        Stages(told)("searching")
+        found, fusing = fused.selected(*args, **kwargs)
+        options.setdefault("same_code", all(c.same_code for c in fusing))
+        options["progress"] = told
+        grad = False if grad is None and found.differentiated else grad
+        evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))

@@ -13,6 +13,7 @@ from ..fusers import Pass, Strategy, implementations, select, site_names
 from ..fusers import registry as _registry
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import trace as _trace
+from ..progress import Progress, Stages, watched
 from ..tracebacks import own_lines_hidden
 from .fused import Fused as Fused
 from .fused import find_with_notes
@@ -23,7 +24,7 @@ from .shown import fields_of
 if TYPE_CHECKING:
     from .catalogue import Catalogue
 
-_OPTIONS = ("passes", "device", "implementation", "dump", "static_argnums", "static_argnames")
+_OPTIONS = ("passes", "device", "implementation", "dump", "progress", "static_argnums", "static_argnames")
 Passes = Strategy | Iterable[str] | str | None
 
 
@@ -78,6 +79,7 @@ def find(
     device: Device | str | None = None,
     implementation: str | None = None,
     dump: Any = None,
+    progress: Progress = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
@@ -92,24 +94,29 @@ def find(
         "t4"; in any case), or a Device. None of it has to be here.
       implementation: as in `fuse`, judged for that device; a site that it cannot run there is declined (`implementation`).
       dump: a folder for the graph before and after each pass (see `fuse`).
+      progress: False, True (a line, where it takes more than a second) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
 
     Raises:
       UnknownNameError: a pass, option or implementation that does not exist. TraceError, ArgumentError: as for `trace`, and where
         an option has the name of a parameter of `fn`.
     """
-    not_swallowed("find", fn, {"passes": passes, "device": device, "implementation": implementation, "dump": dump})
+    options = {"passes": passes, "device": device, "implementation": implementation, "dump": dump}
+    not_swallowed("find", fn, options | {"progress": progress or None})
     check_names("find", fn, kwargs, _OPTIONS)
     chosen = select(_registry(), passes)
     check_implementation(implementation)
     where = Device.of(device)
-    if isinstance(fn, PlainGraph):
-        if args or kwargs:
-            raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
-        graph = fn
-    else:
-        graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    found = find_with_notes(graph, chosen, where, implementation)
+    if isinstance(fn, PlainGraph) and (args or kwargs):
+        raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
+    with watched(progress) as told:
+        stages = Stages(told)
+        if isinstance(fn, PlainGraph):
+            graph = fn
+        else:
+            stages("tracing")
+            graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+        found = find_with_notes(graph, chosen, where, implementation, stages)
     if dump is not None:
         from .dump import write_dump
 

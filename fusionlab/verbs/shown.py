@@ -11,6 +11,7 @@ from typing import Any
 from ..fusers import Findings as PlainFindings
 from ..fusers import registry
 from ..graph.program.graph import Graph as PlainGraph
+from ..progress import noticed
 from ..tracebacks import errors_for_users
 
 
@@ -39,17 +40,23 @@ class Graph(PlainGraph):
         """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path. Options as of `to_svg`.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
-          the extra.
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the
+          extra.
         """
         from ..viz.explorer.files import save
 
-        return save(self, path, **options)
+        with noticed("drawing the graph"):
+            return save(self, path, **options)
 
     def _repr_html_(self) -> str:
         from ..viz.html.report import graph_html
 
         return graph_html(self)
+
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self))
 
 
 @errors_for_users
@@ -60,6 +67,11 @@ class Findings(PlainFindings):
         from ..viz.html.report import graph_html
 
         return graph_html(self.graph, self)
+
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self.graph, self, plain=repr(self)))
 
     def _makers(self) -> dict[str, Callable[[], str | bytes]]:
         from ..viz.explorer.files import picture_makers
@@ -83,9 +95,10 @@ class Findings(PlainFindings):
         from ..output import write_file
         from ..viz.html.report import report_html
 
-        text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
+            if path is not None:
+                write_file(path, text)
         return text
 
 

@@ -130,6 +130,13 @@ def table(heads: Collection[str], rows: Collection[Collection[Any]], numeric: Co
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def aligned(html: str) -> str:
+    """Tables as `table` makes them, for a notebook: its own style may set every cell to the right, break 1e-06 in two, or leave no room."""
+    html = re.sub(r'<t[dh](?= class="num")', r'\g<0> style="text-align:right;padding:2px 8px"', html)
+    html = re.sub(r"<t[dh](?! style)(?=[ >])", r'\g<0> style="text-align:left;padding:2px 8px"', html)
+    return html.replace('<td style="text-align:right;', '<td style="white-space:nowrap;text-align:right;')
+
+
 def _cell(value: Any, index: int, numeric: Collection[int]) -> str:
     if isinstance(value, Html):
         return f"<td>{value}</td>"

@@ -234,8 +234,13 @@ def test_everything_is_reached_by_keyboard(lab):
     )
 
 
-def test_escape_leads_back_to_the_notebook(lab):
+def test_escape_selects_nothing_and_then_leads_back_to_the_notebook(lab):
+    lab.boxes.first.click()
+    expect(lab.picture.locator("[aria-current=true]")).to_have_count(1)
     lab.open_tab("Ledger")
+    lab.page.keyboard.press("Escape")
+    expect(lab.picture.locator("[aria-current=true]")).to_have_count(0)
+    expect(lab.root.locator('[data-fl-tab="Ledger"]')).to_be_focused()
     lab.page.keyboard.press("Escape")
     focused = "selector => document.activeElement.closest(selector) !== null"
     assert lab.page.evaluate(focused, ".jp-Notebook")
@@ -382,19 +387,13 @@ def test_the_exported_page_works_without_a_server(lab, tab, tmp_path, artifacts)
     assert problems == []
 
 
-def test_the_saved_notebook_shows_the_picture_without_a_kernel(lab, book, chromium, tmp_path, artifacts):
-    saved = book.saved()
-    (still,) = [
-        o["data"]["text/html"] for c in saved.cells for o in c.get("outputs", []) if "text/html" in o.get("data", {})
-    ]
-    path = tmp_path / "still.html"
-    path.write_text(f"<!doctype html><meta charset=utf-8><body>{still}", encoding="utf-8")
-    context = chromium.new_context(java_script_enabled=False)  # as GitHub and nbviewer show it
-    page = context.new_page()
-    page.goto(path.as_uri())
-    picture = page.locator("svg").first
-    expect(picture).to_be_visible()
-    assert picture.bounding_box()["height"] > 200
-    assert picture.locator("text").count() > 5
-    page.screenshot(path=artifacts / "still.png")
-    context.close()
+def test_the_saved_notebook_has_the_picture_which_the_live_explorer_hides(lab, book):
+    live, note, still = (o["data"] for o in book.saved().cells[1].outputs)
+    assert "application/vnd.jupyter.widget-view+json" in live
+    assert "A still picture of the explorer" in note["text/html"]
+    assert still["image/png"]
+    outputs = book.cells.nth(1).locator(".jp-OutputArea-child")
+    expect(outputs).to_have_count(3)
+    for hidden in (1, 2):
+        expect(outputs.nth(hidden)).to_be_attached()
+        expect(outputs.nth(hidden)).to_be_hidden()

@@ -112,10 +112,10 @@ def test_every_backend_of_every_op_is_reported():
 def test_a_missing_package_is_named_with_its_remedy(without):
     without("vl_convert", "matplotlib")
     found = doctor()
-    assert not by_name(found.abilities)["PNG and PDF pictures"].ready
+    assert not by_name(found.abilities)["PDF pictures"].ready
     assert not by_name(found.abilities)["plots"].ready
     assert found.next_command == "pip install matplotlib"
-    assert "pip install 'fusionlab[png]'" in str(found)
+    assert "pip install 'fusionlab[pdf]'" in str(found)
 
 
 def test_the_report_prints_every_need_and_goes_through_json():

@@ -12,11 +12,11 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import measure
+from fusionlab.evidence.errors.gradients import random_cotangents
 from fusionlab.evidence.errors.numerics import (
     ULP_EDGES,
     compare_arrays,
     leaf_numerics,
-    random_cotangents,
     tolerance_notes,
     ulp_size,
 )

@@ -363,7 +363,7 @@ def timed(before, after, clock="device time", samples=40):
         Runs(name, tuple(s * n), 8, 0.0, 0.0, 0.0, clock)
         for name, s, n in zip(("before", "after"), (before, after), noise, strict=True)
     ]
-    return Evidence("layer", environment(), timing=timing_of("forward", *runs))
+    return Evidence("layer", environment(), timing=timing_of("call", *runs))
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class Error(Shown):
       ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
       ulp_histogram: finite elements by their distance in ulp: how many are within each of `ULP_EDGES` and beyond the one before, then those
         beyond the last; () in older records and for integers.
+      share: the largest |got - want| / (atol + rtol * |want|): above 1 it is over tolerance; infinite for a non-finite mismatch and for
+        integers that differ; None in older records.
       over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
       nonfinite_mismatch: elements where one is NaN or infinite and the other not, or of another kind or sign.
       worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
@@ -53,6 +56,7 @@ class Error(Shown):
     worst_value: float
     worst_reference: float
     ulp_histogram: tuple[int, ...] = ()
+    share: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,6 +90,11 @@ class LeafNumerics(Shown):
     filled_rows: int = 0
 
     @property
+    def called(self) -> str:
+        """ "gradient b1" of a gradient, the name alone of an output."""
+        return f"gradient {self.name}" if self.kind == "gradient" else self.name
+
+    @property
     def ok(self) -> bool:
         """No new NaN or infinity; and in tolerance, or at most twice as far off as the original."""
         before, after = self.before, self.after
@@ -96,12 +105,24 @@ class LeafNumerics(Shown):
         near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
         return near or after.over_tolerance == self.filled
 
+    @property
+    def shares(self) -> tuple[float, float]:
+        """How much of what is tolerated the original's and the fused version's error are: 1 is all of it.
+
+        Of older records, by `atol` alone, which is the larger part.
+        """
+        before, after = (
+            e.share if e.share is not None else _quotient(e.max_abs, self.atol) for e in (self.before, self.after)
+        )
+        return before, after
+
     def __str__(self) -> str:
         verdict = "" if self.ok else ": WORSE"
         relative = f"rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}"
         return (
             f"{self.kind} {self.name} {self.dtype}{list(self.shape)}: max abs {self.before.max_abs:.2e} -> "
             f"{self.after.max_abs:.2e}, {'zero in theory' if self.zero_in_theory else relative}, "
+            f"of tolerance {' -> '.join(map(share_text, self.shares))}, "
             f"over tolerance {self.before.over_tolerance} -> {self.after.over_tolerance - self.filled} of {self.size}{verdict}"
         )
 
@@ -142,18 +163,41 @@ class Numerics(Shown):
         """The leaves on which the fused version is worse than the original and over tolerance."""
         return tuple(leaf for leaf in self.leaves if not leaf.ok)
 
-    def worst(self, kind: str) -> LeafNumerics | None:
-        """The leaf of this kind whose fused version is furthest off: regressions first, then by error over tolerance.
+    def worst(self, kind: str | None = None) -> LeafNumerics | None:
+        """The leaf (of this kind) whose fused version is furthest off: regressions first, then by its share of the tolerance.
 
         Not by relative error: a gradient that is zero in theory has an arbitrarily large one.
         """
-        leaves = [leaf for leaf in self.leaves if leaf.kind == kind]
-        return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
+        return next((leaf for leaf in self.ranked if kind is None or leaf.kind == kind), None)
+
+    @property
+    def ranked(self) -> tuple[LeafNumerics, ...]:
+        """All leaves, the worst first."""
+        return tuple(sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.shares[1], -leaf.after.max_abs)))
+
+    @property
+    def sentence(self) -> str:
+        """ "worst error 12 % of its tolerance: 4.03e-07 in gradient b1, against float64": the worst of all leaves, as tables show it."""
+        leaf = self.worst()
+        if leaf is None:
+            return "no errors were measured"
+        share, error = share_text(leaf.shares[1]), f"{leaf.after.max_abs:.2e}"
+        return f"worst error {share} of its tolerance: {error} in {leaf.called}, against float64"
 
     def __str__(self) -> str:
         worst = [leaf for kind in ("output", "gradient") if (leaf := self.worst(kind)) is not None]
-        head = f"{len(self.leaves)} outputs and gradients against float64, {len(self.regressions)} worse than before"
-        return "\n".join([head, *(f"  worst {leaf}" for leaf in worst), *(f"  note: {note}" for note in self.notes)])
+        return "\n".join([self.sentence, *(f"  {leaf}" for leaf in worst), *(f"  note: {note}" for note in self.notes)])
+
+
+def _quotient(error: float, tolerated: float) -> float:
+    return error / tolerated if tolerated else math.inf if error else 0.0
+
+
+def share_text(share: float) -> str:
+    """A share of a tolerance: "12 %", "310 %"; "not finite" where no number says how far it is off."""
+    if not math.isfinite(share):
+        return "not finite"
+    return "under 0.1 %" if 0 < share < 0.001 else f"{100 * share:.2g} %" if share < 1 else f"{100 * share:,.0f} %"
 
 
 def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
@@ -201,19 +245,27 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
     relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
     index = _worst_index(np.where(mismatch, np.inf, difference))
     norm, total = np.linalg.norm(difference), np.linalg.norm(size)
+    tolerated = atol + rtol * size
     return Error(
         max_abs=_top(difference),
         max_rel=_top(relative),
         rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
         ulp_max=_top(ulp),
         ulp_median=float(np.median(ulp[finite])) if finite.any() else 0.0,
-        over_tolerance=int(((difference > atol + rtol * size) | mismatch).sum()),
+        over_tolerance=int(((difference > tolerated) | mismatch).sum()),
+        share=math.inf if mismatch.any() else _top(_quotients(difference, tolerated)),
         nonfinite_mismatch=int(mismatch.sum()),
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,
         worst_reference=float(want[index]) if got.size else 0.0,
         ulp_histogram=_histogram(ulp[finite]),
     )
+
+
+def _quotients(difference: np.ndarray, tolerated: np.ndarray) -> np.ndarray:
+    """Elementwise; where nothing is tolerated, 0 of no difference and infinity of any."""
+    beyond = np.where(difference > 0, np.inf, 0.0)
+    return np.divide(difference, tolerated, out=beyond, where=tolerated > 0)
 
 
 def _histogram(ulp: np.ndarray) -> tuple[int, ...]:
@@ -233,6 +285,7 @@ def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:
         ulp_max=0.0,
         ulp_median=0.0,
         over_tolerance=int(differs.sum()),
+        share=math.inf if differs.any() else 0.0,
         nonfinite_mismatch=0,
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,
@@ -331,51 +384,6 @@ def _scale(x: np.ndarray) -> float:
         return 0.0
     finite = np.abs(x[np.isfinite(x)])
     return float(finite.max()) if finite.size else 0.0
-
-
-def random_cotangents(out_avals: Iterable[Any]) -> list[np.ndarray]:
-    """One fixed standard-normal array per output leaf, in its dtype; a zero for integers, which carry no gradient."""
-    rng = np.random.default_rng(0)
-    cotangents = []
-    for aval in out_avals:
-        if jnp.issubdtype(aval.dtype, np.floating):
-            cotangents.append(rng.standard_normal(aval.shape).astype(aval.dtype))
-        elif jnp.issubdtype(aval.dtype, np.complexfloating):
-            pair = rng.standard_normal((2, *aval.shape))
-            cotangents.append((pair[0] + 1j * pair[1]).astype(aval.dtype))
-        else:
-            cotangents.append(np.zeros(()))
-    return cotangents
-
-
-def value_and_gradients(fn: Callable, chosen: Sequence[int]) -> Callable:
-    """(cotangents, args, kwargs) -> (sum of cotangent * output, gradients of the chosen leaves of (args, kwargs)).
-
-    The gradients are the vector-Jacobian product; the sum runs in float32 or wider, and adds no rounding to them.
-    """
-
-    def program(cotangents: list, args: tuple, kwargs: dict) -> tuple[Any, list]:
-        flat, tree = jax.tree_util.tree_flatten((args, kwargs))
-
-        def scalar(leaves: list) -> Any:
-            full = list(flat)
-            for i, leaf in zip(chosen, leaves, strict=True):
-                full[i] = leaf
-            a, k = jax.tree_util.tree_unflatten(tree, full)
-            outs = jax.tree_util.tree_leaves(fn(*a, **k))
-            return sum(
-                (_weighted(o, c) for o, c in zip(outs, cotangents, strict=True) if jnp.issubdtype(o.dtype, np.inexact)),
-                start=jnp.zeros(()),
-            )
-
-        return jax.value_and_grad(scalar)([flat[i] for i in chosen])
-
-    return program
-
-
-def _weighted(out: Any, cotangent: Any) -> Any:
-    wide = jnp.promote_types(out.dtype, np.float32)
-    return jnp.sum(out.astype(wide) * cotangent.astype(wide)).real
 
 
 def named_outputs(outputs: Any) -> list[str]:

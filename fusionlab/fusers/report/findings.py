@@ -21,7 +21,7 @@ from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
 from ...showing import Facts, Records, Shown, Text
 from ...tracebacks import errors_for_users
-from ..engine.grouping import code_counts, columns_of, grouped_by, nameless, which
+from ..engine.grouping import STATE_WORDS, code_counts, columns_of, grouped_by, nameless, states_said, which
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
 from ..passes.matmul.route_table import Routes
@@ -39,7 +39,8 @@ class Findings(Shown):
 
     Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
     are judged for), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
-    program has a backward pass in it), `router` (tells the routes of the products; opaque to readers).
+    program has a backward pass in it), `applied` (ids of what is fused, where a fused function was asked what it found), `router`
+    (tells the routes of the products; opaque to readers).
     """
 
     graph: Graph
@@ -51,6 +52,7 @@ class Findings(Shown):
     notes: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     differentiated: bool = False
+    applied: Collection[str] = ()
     router: Callable[[Findings], Routes] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -179,7 +181,7 @@ class Findings(Shown):
         return Records(site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True)))
 
     def line(self, pass_name: str) -> str:
-        """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
+        """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" of what `applied` names."""
         found = [c for c in self.candidates if c.pass_name == pass_name]
         mine = [c.id for c in found if not c.idle]
         left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
@@ -187,8 +189,16 @@ class Findings(Shown):
         why = f" ({', '.join(code_counts(declined))})" if declined else ""
         before = self.graph.node_count
         after = self.apply(mine).node_count if mine else before
-        return (
-            f"{pass_name}: {len(mine)} subgraphs fused{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+        return f"{pass_name}: {self._subgraphs(mine)}{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+
+    def _subgraphs(self, sites: Collection[str]) -> str:
+        """ "3 subgraphs can be fused"; "2 subgraphs fused, 1 can be fused" where a function fuses some of them."""
+        fused = sum(s in self.applied for s in sites)
+        counted = [(n, STATE_WORDS[s]) for n, s in ((fused, "applied"), (len(sites) - fused, "candidate")) if n]
+        counted = counted or [(0, STATE_WORDS["applied" if self.applied else "candidate"])]
+        first = counted[0][0]
+        return ", ".join(
+            [f"{first} subgraph{'' if first == 1 else 's'} {counted[0][1]}", *(f"{n} {w}" for n, w in counted[1:])]
         )
 
     def lines(self) -> list[str]:
@@ -197,10 +207,13 @@ class Findings(Shown):
         return [line for lines in per_pass for line in lines] or ["no passes asked"]
 
     def _gradient_line(self, pass_name: str) -> list[str]:
-        """ "gemm_epilogue_grad: 3 subgraphs fused", in a differentiated program; none where nothing is fused forward."""
+        """ "gemm_epilogue_grad: 3 subgraphs can be fused", in a differentiated program; none where nothing is fused forward."""
         counts = self.counts()
         has_fused = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
-        return [f"{pass_name}_grad: {counts[f'{pass_name}_grad']} subgraphs fused"] if has_fused else []
+        with_backward = [
+            c.id for c in self.candidates if c.pass_name == pass_name and c.backward is not None and c.backward.is_fused
+        ]
+        return [f"{pass_name}_grad: {self._subgraphs(with_backward)}"] if has_fused else []
 
     def _under_grad(self) -> list[str]:
         """What is said of the gradients of a program that is not differentiated."""
@@ -260,7 +273,9 @@ class Findings(Shown):
         return [f"structures: {why}"] if why else _section("structures:", lines)
 
     def __repr__(self) -> str:
-        return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
+        fused = sum(c.id in self.applied for c in self.candidates)
+        said = states_said(fused, len(self.candidates) - fused, len(self.rejections))
+        return f"<{type(self).__name__} {self.graph.name}: {', '.join(said)}>"
 
     def explain(self, node: Node | int | str, origin: bool = False) -> Text:
         """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences.

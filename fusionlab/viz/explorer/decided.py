@@ -36,6 +36,7 @@ class Decided:
         self._find, self._changed = find, changed
         self._decisions = [Decision("opened", self.setting)]
         self._past: list[Setting] = []
+        self._undone: list[Setting] = []
 
     @property
     def enabled(self) -> frozenset[str]:
@@ -49,6 +50,10 @@ class Decided:
     @property
     def can_undo(self) -> bool:
         return bool(self._past)
+
+    @property
+    def can_redo(self) -> bool:
+        return bool(self._undone)
 
     @property
     def can_reset(self) -> bool:
@@ -68,18 +73,28 @@ class Decided:
         except BaseException:
             self._past.pop()
             raise
+        self._undone = []
         self._decisions.append(Decision(words, setting))
         self._changed()
         return True
 
     def undo(self) -> bool:
         """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
-        if not self._past:
+        return self._step(self._past, self._undone, "undone", "before")
+
+    def redo(self) -> bool:
+        """Makes the change again that undo took back last; False where there is none, or another change was made since."""
+        return self._step(self._undone, self._past, "redone", "after")
+
+    def _step(self, taken: list[Setting], left: list[Setting], word: str, options: str) -> bool:
+        if not taken:
             return False
-        setting, was = self._past.pop(), self.setting
+        setting, was = taken[-1], self.setting
         self._become(setting)
+        taken.pop()
+        left.append(was)
         words = _words(self.findings, was.enabled, setting.enabled)
-        self._decisions.append(Decision(f"undone: {words or 'options as before'}", setting))
+        self._decisions.append(Decision(f"{word}: {words or f'options as {options}'}", setting))
         self._changed()
         return True
 

@@ -27,6 +27,7 @@ def export(
     name: str,
     formulas: Mapping[str, str],
     saved: Callable[[], str],
+    script: str = "",
 ) -> str | bytes:
     """The content of a file of this kind: the picture with the cards open that are, the whole page, or the state.
 
@@ -36,9 +37,10 @@ def export(
       name: of the file, for the error.
       formulas: as for `report_html`.
       saved: makes the state's text.
+      script: the program that does the same, for the page.
 
     Raises:
-      ArgumentError: another suffix. MissingDependencyError: PNG or PDF without the extra.
+      ArgumentError: another suffix. MissingDependencyError: PDF without the extra.
     """
 
     def page() -> str:
@@ -50,6 +52,7 @@ def export(
             evidence=session.evidence,
             after=after,
             formulas=formulas,
+            tabs=session.tabs(script),
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {
@@ -84,7 +87,7 @@ def save(
     Raises:
       ArgumentError: the suffix is not one of the seven.
       OutputError: the folder is missing or not writable; nothing is left behind.
-      MissingDependencyError: .png or .pdf without the extra `png`.
+      MissingDependencyError: .pdf without the extra `pdf`.
     """
     makers: dict[str, Callable[[], str | bytes]] = {
         ".html": lambda: report_html(graph, findings, enabled=enabled),

@@ -9,6 +9,7 @@ from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.attribution import SiteShares
 from fusionlab.evidence.roofline import Roofline
 from fusionlab.evidence.units import binary_bytes
+from fusionlab.fusers.engine.grouping import STATE_WORDS
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.site_kernels import kinds
@@ -92,7 +93,7 @@ def _candidate(
 def _state(c: Candidate, enabled: Collection[str] | None) -> str:
     applied = is_applied(c, enabled)
     idle = f": left as it is unless asked for, {c.idle}" if c.idle and not applied else ""
-    return text(("applied" if applied else "can be fused, not applied") + idle)
+    return text(STATE_WORDS["applied" if applied else "candidate"] + idle)
 
 
 def _attrs(c: Candidate) -> str:

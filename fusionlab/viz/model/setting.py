@@ -11,7 +11,6 @@ from fusionlab.fusers import Strategy
 from fusionlab.showing import Shown, Table
 
 from ..markup import table
-from .evidence_view import worst_leaf
 
 
 @dataclass(frozen=True, repr=False)
@@ -131,8 +130,7 @@ def _numbers(evidence: Any) -> list[str]:
     if evidence is None:
         return [""] * 6
     where = evidence.environment.hardware
-    worst = worst_leaf(evidence.numerics.leaves) if evidence.numerics is not None else None
-    error = "" if worst is None else f"{worst.after.max_abs:.2g} ({worst.name}) against float64"
+    error = evidence.numerics.sentence.removeprefix("worst error ") if evidence.numerics is not None else ""
     if not evidence.timings:
         return ["", "", "", str(evidence.verdict), error, where]
     timing = evidence.timings[-1]

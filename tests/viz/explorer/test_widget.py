@@ -1,5 +1,6 @@
 """The explorer widget's Python side: what it hands to the browser, and what clicks do."""
 
+import base64
 import json
 import threading
 
@@ -10,7 +11,6 @@ import pytest
 from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
 from fusionlab.graph.program.trace import trace
 from fusionlab.viz.explorer.widget import Explorer
-from fusionlab.viz.html.report import graph_html
 
 from ..conftest import Case, candidate, findings_of, linear_nodes
 
@@ -222,7 +222,8 @@ def test_a_running_measurement_shows_progress_and_can_be_cancelled(case):
     click(lab, "measure")
     assert running.wait(10)
     assert lab.status == "timing 14/40"
-    assert lab.busy == {"running": True, "what": "timing", "done": 14, "total": 40, "status": "timing 14/40"}
+    shown = {"running": True, "what": "timing", "done": 14, "total": 40, "status": "timing 14/40"}
+    assert shown.items() <= lab.busy.items()
     thread = next(t for t in threading.enumerate() if t.name == "fusionlab-explorer")
     click(lab, "cancel")
     assert lab.status.startswith("cancelled: what was running")
@@ -501,11 +502,11 @@ def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
 # Showing and saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_bundle_has_the_widget_and_a_static_picture(lab, case):
-    bundle, _ = lab._repr_mimebundle_()
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert lab.scene["svg"][-200:] in bundle["text/html"]
-    assert "fusionlab.explore(fn, *args)" in graph_html(case.graph, case.findings, enabled=lab.enabled)
+def test_the_bundle_has_the_widget_and_a_static_picture(lab):
+    bundle, metadata = lab._repr_mimebundle_()
+    assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
+    assert set(metadata) == {"image/png"}
     assert bundle["text/plain"] == str(lab)
 
 

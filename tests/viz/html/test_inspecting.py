@@ -199,7 +199,7 @@ def test_a_declined_site_shows_its_nearest_miss_and_the_edit(case):
 
 def test_a_candidate_tells_backends_residuals_cost_and_state(case):
     site = case.findings.candidates[0]
-    for enabled, state in (((), "can be fused, not applied"), (None, "applied"), ((site.id,), "applied")):
+    for enabled, state in (((), "can be fused"), (None, "fused"), ((site.id,), "fused")):
         assert f"state {state}" in said(inspect(case.graph, case.findings, site.id, enabled=enabled))
     text = said(inspect(case.graph, case.findings, site.id))
     for wanted in (

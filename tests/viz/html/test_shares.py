@@ -74,7 +74,7 @@ def roof(lab):
 def test_rates_are_measured_once_and_only_when_asked_unless_told_otherwise(case, at_once):
     measured = []
 
-    def rates():
+    def rates(progress):
         measured.append(1)
         return dataclasses.replace(Device.of("cpu"), copy_bytes_per_s=1e10, gemm_flop_per_s=1e11)
 
