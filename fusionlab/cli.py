@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = _function_command(commands, "trace", "the traced program, as text")
     trace.set_defaults(run=_trace)
 
-    find = _function_command(commands, "find", "what may be fused, what was declined, and why")
+    find = _function_command(commands, "find", "what can be fused, what was declined, and why")
     _add_pass_options(find)
     find.add_argument("--device", metavar="NAME", help=_DEVICE)
     find.add_argument("--dump", metavar="DIR", help="write the graph before and after each pass, and report.json")

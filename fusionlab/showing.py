@@ -76,11 +76,12 @@ class Table:
     rows: tuple[tuple[Any, ...], ...]
 
     def html(self, most: int = _MOST_ROWS) -> str:
-        """As HTML, its texts escaped, with so many rows at most; "" where there is none."""
+        """As HTML, its texts escaped, with so many rows at most and without columns that tell nothing; "" where there is no row."""
         if not self.rows:
             return ""
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.heads)
-        rows = ("".join(_td(value) for value in row) for row in self.rows[:most])
+        told = [k for k in range(len(self.heads)) if any(cell(row[k]) for row in self.rows)]
+        head = "".join(f"<th>{escape(self.heads[k])}</th>" for k in told)
+        rows = ("".join(_td(row[k]) for k in told) for row in self.rows[:most])
         body = "".join(f"<tr>{row}</tr>" for row in rows)
         more = len(self.rows) - most
         rest = f"<p>... and {more:,} more: .save('rows.csv') has them all</p>" if more > 0 else ""

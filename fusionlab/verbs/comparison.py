@@ -13,7 +13,7 @@ from ..evidence.comparison import Evidence, measure
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused
-from .lab import not_swallowed
+from .lab import check_names, not_swallowed
 from .shown import fields_of
 
 
@@ -94,6 +94,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
     """
     own = signature(measure).parameters
     kwargs = {k: v for k, v in options.items() if k not in own}
+    check_names("compare", fn, kwargs, (*own, "grad"))
     not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))

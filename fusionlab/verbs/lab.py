@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import signature
+from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any
 
 from ..device import Device
-from ..errors import ArgumentError, unknown_name
+from ..errors import ArgumentError, UnknownNameError, did_you_mean, unknown_name
 from ..fusers import Pass, Strategy, implementations, select, site_names
 from ..fusers import registry as _registry
 from ..graph.program.graph import Graph as PlainGraph
@@ -24,6 +24,7 @@ from .shown import fields_of
 if TYPE_CHECKING:
     from .catalogue import Catalogue
 
+_OPTIONS = ("passes", "device", "implementation", "dump", "progress", "static_argnums", "static_argnames")
 Passes = Strategy | Iterable[str] | str | None
 
 
@@ -38,6 +39,19 @@ def not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
             f"{name}: got it by keyword, and it is an option of {verb} as well as a parameter of {_name(fn)}; needed one meaning: "
             f"give the parameter by position, or in a function of your own, lambda *args: {_name(fn)}(*args, {name}=...)"
         )
+
+
+def check_names(verb: str, fn: Any, named: Iterable[str], options: Iterable[str]) -> None:
+    """Raises UnknownNameError for a keyword that is no parameter of the user's function, and nearly an option of the verb."""
+    try:
+        parameters = signature(fn).parameters if callable(fn) else {}
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in (n for n in named if n not in parameters):
+        if near := did_you_mean(name, options):
+            raise UnknownNameError(f"{name}: neither an option of {verb} nor a parameter of {_name(fn)}.{near}")
 
 
 @own_lines_hidden
@@ -89,6 +103,7 @@ def find(
     """
     options = {"passes": passes, "device": device, "implementation": implementation, "dump": dump}
     not_swallowed("find", fn, options | {"progress": progress or None})
+    check_names("find", fn, kwargs, _OPTIONS)
     chosen = select(_registry(), passes)
     check_implementation(implementation)
     where = Device.of(device)

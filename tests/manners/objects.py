@@ -207,6 +207,11 @@ def roots(folder: Path) -> Iterator[Any]:
     yield from (card, fusionlab.doctor(), fusionlab.testing.tolerance("float32"))
     fused = fusionlab.fuse(program)
     result = fusionlab.compare(program, fused, *args, samples=3, budget_s=1.0)
+    run = evidence.Runs("before", (1e-3, 1.1e-3), 1, 0.1, 0.1, 0.1)
+    timing = evidence.Timing(
+        "forward", run, dataclasses.replace(run, name="after"), 1.2, (1.1, 1.3), evidence.Verdict.FASTER, "a card"
+    )
+    result = dataclasses.replace(result, timing=timing, same_code=False)
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     yield from (result, evidence.Evidence(**plain), fused, record_diff.diff_records(result, result))
     yield fusionlab.bisect(program, *args)
@@ -216,7 +221,6 @@ def roots(folder: Path) -> Iterator[Any]:
     yield roofline.roofline(found, card, measured=1e-4).reconcile()
     yield node_times.node_times(found.graph, *args, runs=1)
     yield attribution.parts_of(found.graph, *args, samples=3, budget_s=1.0)
-    run = evidence.Runs("before", (1e-3, 1.1e-3), 1, 0.1, 0.1, 0.1)
     share = attribution.SiteShare(found.candidates[0].id, run, 1e-5, (1.01, 1.05))
     yield attribution.SiteShares((share,), run, run, "a card")
     lab = fusionlab.explore(program, *args)
@@ -235,8 +239,6 @@ def by_hand() -> Iterator[Any]:
     from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
     from fusionlab.kernels.ops.matmul.support import Reason
 
-    run = fusionlab.evidence.Runs("before", (1e-3, 1.1e-3), 1, 0.1, 0.1, 0.1)
-
     yield fusionlab.evidence.ResidentGrowth("model:step", 1 << 30, 3 << 30, "VmHWM")
     yield clocks.Clocks(1980.0, 2619.0, 41.0, 350.0, (), 0.9)
     yield device_clock.DeviceTimes("after", (1e-3, 1.1e-3), 10)
@@ -245,7 +247,6 @@ def by_hand() -> Iterator[Any]:
     cause = bisection.Cause(("lerp@#1",), "output out is WORSE")
     trial = bisection.Trial(("lerp@#1",), True, "output out is WORSE")
     yield bisection.Bisection("step", "error", ("lerp@#1",), (cause,), (trial,))
-    yield fusionlab.evidence.Timing("forward", run, run, 1.2, (1.1, 1.3), fusionlab.evidence.Verdict.FASTER, "a card")
     yield ImplementationChoice("xla", ChoiceKind.SLOWER, "measured: xla 10 us, cuda 12 us")
     yield Reason("dtype", "operands are f64")
     yield Measured({"{}": Choice("cuda", {"cuda": 10.0, "xla": 12.0})}, {}, "NVIDIA H100", {})
@@ -298,8 +299,8 @@ the suffix of a file: `result.save("x.csv")`. Another suffix is an error that na
 rows of its table, `.txt` what it prints, `.html` what a notebook shows. `fusionlab/showing.py` is the one mechanism behind them; texts,
 numbers, enums and JAX's own objects are what they are.
 
-This page is written by `python -m tests.manners.objects`, and tests/manners/test_objects.py holds it against the package: a class that comes to be
-returned and stands not here fails there. Texts are those of one small program on a CPU.
+This page is written by `python -m tests.manners.objects`, and tests/manners/test_objects.py holds it against the package:
+a class that is returned and does not stand here fails there. Texts are those of one small program on a CPU.
 
 | object | where it comes from | prints (its first line) | in a notebook | `.save()` writes |
 |---|---|---|---|---|

@@ -56,6 +56,9 @@ ARGS = jnp.ones((8, 16)), jnp.ones((16, 4))
         (lambda: fl.explore(mlp, *ARGS).select("gemm"), "'gemm_epilogue@#1'"),
         (lambda: fl.explore(mlp, *ARGS).toggles["gemm_epilog"], "'gemm_epilogue'"),
         (lambda: fl.unregister("gemm"), "'gemm_epilogue'"),
+        (lambda: fl.find(mlp, *ARGS, pases="lerp"), "'passes'"),
+        (lambda: fl.explore(mlp, *ARGS, implementatoin="xla"), "'implementation'"),
+        (lambda: fl.compare(mlp, fl.fuse(mlp), *ARGS, sample=3), "'samples'"),
     ],
 )
 def test_every_place_that_takes_a_name_proposes_one(call, near):

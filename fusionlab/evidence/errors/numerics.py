@@ -127,10 +127,10 @@ class LeafNumerics(Shown):
         )
 
     def _row(self) -> dict[str, Any]:
-        what = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
-        versions = {"before": self.before, "after": self.after}
-        errors = {f"max abs, {name}": error.max_abs for name, error in versions.items()}
-        relative = {f"relative L2, {name}": error.rel_l2 for name, error in versions.items()}
+        what = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "shape": str(list(self.shape))}
+        versions = ("before", self.before), ("after", self.after)
+        errors = {f"max abs, {name}": e.max_abs for name, e in versions}
+        relative = {f"relative L2, {name}": e.rel_l2 for name, e in versions}
         return what | errors | relative | {"tolerated": self.atol, "worse": not self.ok}
 
 

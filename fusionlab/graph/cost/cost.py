@@ -216,8 +216,8 @@ class Costs(Shown):
         return f"Costs({self.graph.name!r}, {self.total})"
 
     def _table(self) -> Table:
-        named = (("(all)", self.total), *self.by_scope().items())
-        return table_of(named)
+        scopes = ((scope or "(top)", cost) for scope, cost in self.by_scope().items())
+        return table_of((*scopes, ("total", self.total)))
 
     def _sentence(self) -> str:
         return f"{self.graph.name}: {self.total}"

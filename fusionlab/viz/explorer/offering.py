@@ -7,7 +7,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping
 
 from fusionlab.errors import ArgumentError, unknown_name
 from fusionlab.fusers import Candidate, Findings, Rejection
-from fusionlab.showing import Facts, Shown, Table
+from fusionlab.showing import Facts, Records, Shown, Table
 from fusionlab.tracebacks import errors_for_users
 
 from ..cards.layout.opened import opened_name
@@ -128,11 +128,11 @@ class Selecting(Offering):
         self.refresh()
         return Facts(info)
 
-    def search(self, text: str) -> list[dict[str, str]]:
+    def search(self, text: str) -> Records[Facts]:
         """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
         rows = self.session.search(text)["rows"]
         self.refresh()
-        return rows
+        return Records(map(Facts, rows))
 
     def hit(self, index: int) -> None:
         """Selects a hit of the last search, from 0; ArgumentError where there are not so many."""
