@@ -1,18 +1,45 @@
-"""What can be selected in an explorer by a line of Python, and found: each call is what a click does."""
+"""What an explorer offers at a Python prompt: how it prints, what the tab key completes; selecting and searching, as a click does."""
 
 from __future__ import annotations
+
+import functools
 
 from fusionlab.errors import ArgumentError
 from fusionlab.showing import Facts, Records
 from fusionlab.tracebacks import errors_for_users
 
 from ..cards.layout.opened import opened_name
-from .offering import Offering
+from .observed import Observed
+from .toggles import Sites
+
+# What the browser draws, and what only this package calls.
+_NOT_OFFERED = frozenset(
+    "busy export head hits inspector marks outline panel problem refresh scene session tabs trail".split()
+)
+_OF_THE_WIDGET = ("close", "observe", "unobserve")
+_HERE = __name__.rpartition(".")[0]
 
 
 @errors_for_users
-class Selecting(Offering):
-    """The part of an `Explorer` that selects and searches."""
+class Selecting(Observed):
+    """The part of an `Explorer` that a person at a prompt meets, and that selects and searches."""
+
+    # No property: IPython completes the keys of an attribute that it can read without running code of ours.
+    @functools.cached_property
+    def sites(self) -> Sites:
+        """Site id -> the candidate or the rejection; prints each with its state."""
+        return Sites(lambda: self.findings, lambda: self.enabled)
+
+    def __dir__(self) -> list[str]:
+        own = {name for cls in type(self).__mro__ if cls.__module__.startswith(_HERE) for name in vars(cls)}
+        return sorted({name for name in own - _NOT_OFFERED if not name.startswith("_")} | set(_OF_THE_WIDGET))
+
+    def __repr__(self) -> str:
+        return (
+            f"Explorer of {self.graph.name!r}, {self.graph.node_count} nodes: {self.sites._sentence()}; {self.status}. "
+            "In a notebook it shows itself as the last line of a cell; here: lab.save('x.html'), lab.measure(), lab.sites, "
+            "lab.toggles['<pass or site>'] = False, lab.select('<site>'), lab.code()"
+        )
 
     def refresh(self) -> None:
         """Hands to the browser what has changed."""
