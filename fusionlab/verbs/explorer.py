@@ -22,8 +22,8 @@ from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
-    from ..viz.explorer.blame import Fault
     from ..viz.explorer.widget import Explorer
+    from ..viz.html.blame import Fault
     from ..viz.model.setting import Setting
 
 

@@ -137,7 +137,8 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
 
 def test_a_saved_explorer_without_a_kernel_says_so_at_once_and_is_a_readable_picture(page):
     lab = fl.explore(model_step, *arguments(seq=32))
-    stand(page, lab, "first => { flJupyter.layout.comm_live = false; }")  # as a notebook that holds its widgets' state
+    reopened = "first => { flJupyter.layout.comm_live = false; }"  # as a notebook that holds its widgets' state
+    stand(page, lab, before=reopened)
     shown = Explorer(page)
     expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
     expect(shown.hook("gone")).to_contain_text("Run the cell again")

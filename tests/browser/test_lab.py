@@ -235,7 +235,8 @@ def test_everything_is_reached_by_keyboard(lab):
 
 
 def test_escape_selects_nothing_and_then_leads_back_to_the_notebook(lab):
-    lab.boxes.first.click()
+    lab.boxes.first.focus()
+    lab.page.keyboard.press("Enter")
     expect(lab.picture.locator("[aria-current=true]")).to_have_count(1)
     lab.open_tab("Ledger")
     lab.page.keyboard.press("Escape")

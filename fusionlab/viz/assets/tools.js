@@ -7,7 +7,7 @@ function tools(ui, view) {
   const icon = (hook, text, name, more = {}) => button(hook, text, null, { class: "fl-icon", title: name, "aria-label": name, ...more });
   const draw = () => {
     const { shown = "before", hulls = false } = ui.head(), id = view.selected(), item = view.items()[id], framed = view.boxes().has(id);
-    const titles = { before: "the program as written", after: ui.can("after") ? "the program with the sites fused" : ui.fixed() ? "the page holds no fused program" : `only findings are known here; ${LIVE}`,
+    const titles = { before: "the program as written", after: ui.can("after") ? "the program with the sites fused" : ui.head().gone ? ui.why() : ui.fixed() ? "the page holds no fused program" : `only findings are known here; ${LIVE}`,
       both: ui.can("both") ? "before and after beside each other: one row is the same work" : ui.fixed() ? ui.why() : `only findings are known here; ${LIVE}` };
     const side = (name) => button(name, name, { type: "shown", value: name }, { "aria-pressed": String(shown === name), disabled: name !== "before" && !ui.can(name), title: titles[name] });
     const step = (hook, text, by, name, none) => icon(hook, text, ui.past.can(by) ? name : none, { disabled: !ui.past.can(by) });

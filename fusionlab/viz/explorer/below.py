@@ -10,11 +10,11 @@ from fusionlab.evidence.roofline import Roofline
 from fusionlab.fusers import Strategy
 from fusionlab.graph.program.graph import Graph
 
+from ..html.blame import TAB, sentence_html
 from ..html.shares import shares_html
 from ..html.tabs import Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet
 from ..model.setting import Setting
-from .blame import TAB, sentence_html
 from .decided import Decided
 
 _MEASURED = ("Timing", "Errors", "Sites", "Memory")

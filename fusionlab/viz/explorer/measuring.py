@@ -16,11 +16,11 @@ from fusionlab.evidence.bisection import Bisection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.progress import Clock, Progress, Stopped, Watch, pass_on, watched
 
+from ..html.blame import FAULTS, Fault, faults_of
 from ..model.setting import Setting
 from .background import Background, Cancel
-from .blame import FAULTS, Fault, faults_of
 from .observed import IDLE
-from .selecting import Selecting
+from .offering import Selecting
 
 Measure = Callable[[Setting, Watch, Cancel], Any]
 Share = Callable[[Setting, Findings, Watch, Cancel], Any]

@@ -17,6 +17,7 @@ from fusionlab.graph.program.graph import Graph
 
 from ..cards.card import Card
 from ..convert import exported
+from ..html.blame import blamed_sites, faults_of, site_html
 from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
 from ..markup import quiet
@@ -26,7 +27,6 @@ from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
 from .below import Below
-from .blame import blamed_sites, faults_of, site_html
 from .stage import SHOWN, Stage
 from .state_file import Saved, program_digest
 from .walk import PAGE, Walk

@@ -1,16 +1,13 @@
-"""What an explorer has by name: switches of passes and sites, which the check boxes and scripts share, and the sites themselves."""
+"""Switches by name: a pass or a site, on or off; what the check boxes and scripts share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 
 from fusionlab.errors import ArgumentError, unknown_name
-from fusionlab.fusers import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.showing import Shown, Table
 from fusionlab.tracebacks import errors_for_users
-
-Site = Candidate | Rejection
 
 
 @errors_for_users
@@ -96,69 +93,3 @@ class Toggles(MutableMapping[str, bool | None], Shown):
     def __repr__(self) -> str:
         words = {True: "on", False: "off", None: "partly on"}
         return "\n".join(f"{words[self[name]]:>9}  {name}" for name in self) or "no pass was asked"
-
-
-class Sites(Mapping[str, Site], Shown):
-    """Site id -> what was found there: a candidate, or a rejection that says why it is none; prints each with its state."""
-
-    def __init__(self, findings: Callable[[], Findings], enabled: Callable[[], frozenset[str]]) -> None:
-        self._findings, self._enabled = findings, enabled
-
-    @property
-    def _found(self) -> dict[str, Site]:
-        found = self._findings()
-        return {site.id: site for site in (*found.candidates, *found.rejections)}
-
-    def __getitem__(self, name: str) -> Site:
-        if name not in self._found:
-            raise unknown_name("site", name, self._found)
-        return self._found[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def _ipython_key_completions_(self) -> list[str]:
-        return list(self._found)
-
-    def state(self, name: str) -> str:
-        """ "fused", "can be fused" (it is off), or "declined".
-
-        Raises:
-          UnknownNameError: there is no such site.
-        """
-        if isinstance(self[name], Rejection):
-            return "declined"
-        return "fused" if name in self._enabled() else "can be fused"
-
-    def __repr__(self) -> str:
-        return "\n".join([self._sentence(), *(f"  {self.state(name):<12}  {site}" for name, site in self.items())])
-
-    def items(self) -> ItemsView[str, Site]:
-        return self._found.items()
-
-    def _sentence(self) -> str:
-        on = self._enabled()
-        states = [
-            "declined" if isinstance(s, Rejection) else "fused" if n in on else "can be fused" for n, s in self.items()
-        ]
-        return ", ".join(f"{states.count(state)} {state}" for state in ("fused", "can be fused", "declined"))
-
-    def _table(self) -> Table:
-        heads = ("state", "site", "what", "source", "why")
-        return Table(heads, tuple((self.state(name), name, *_told(site)) for name, site in self.items()))
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain data, JSON-able: id -> the site, with its state."""
-        return {name: {"state": self.state(name)} | site.to_dict() for name, site in self.items()}
-
-
-def _told(site: Site) -> tuple[object, object, str]:
-    if isinstance(site, Rejection):
-        return f"[{site.code}]", site.source, site.sentence
-    return site.formula, site.source, site.idle

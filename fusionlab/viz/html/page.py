@@ -1,6 +1,6 @@
 """What the standalone page tells the explorer: the traits of the widget, baked into plain data.
 
-The page draws with the widget's own module (`explorer.js`); `report.js` stands in for the kernel. What needs one is
+The page draws with the widget's own module (`explorer.js`); `record.js` stands in for the kernel. What needs one is
 shown, switched off, and says so.
 """
 

@@ -202,7 +202,7 @@ def test_the_setting_and_the_ledger_are_plain_data():
 
 
 def test_plots_are_drawn_again_only_when_something_was_measured(session, case, monkeypatch):
-    from fusionlab.viz.explorer import session as module
+    from fusionlab.viz.explorer import below as module
 
     drawn = []
     real = module.evidence_tabs

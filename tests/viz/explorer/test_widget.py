@@ -3,6 +3,7 @@
 import base64
 import json
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
 from fusionlab.graph.program.trace import trace
+from fusionlab.viz.explorer import kept
 from fusionlab.viz.explorer.widget import Explorer
 
 from ..conftest import Case, candidate, findings_of, linear_nodes
@@ -535,3 +537,36 @@ def test_an_unknown_suffix_lists_the_known_ones_and_writes_nothing(lab, tmp_path
     with pytest.raises(ArgumentError, match=r"'\.doc'.*needed one of \.dot, \.html, \.json"):
         lab.save(tmp_path / "x.doc")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_is_sent_once_it_is_asked_for_and_at_rest_and_again_after_a_change(lab, case, monkeypatch):
+    monkeypatch.setattr(kept, "REST", 0.05)
+    sent = []
+    lab.send = sent.append
+    keeper = kept.Keeper(lab.session, lambda: lab.status.startswith("busy"), sent.append)
+    lab._keeper = keeper
+
+    def waited(n):
+        until = time.monotonic() + 20
+        while len(sent) < n and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return len(sent)
+
+    lab.refresh()
+    assert waited(0) == 0  # no browser shows it
+    lab.status = "busy measuring"
+    click(lab, "keep")
+    assert waited(0) == 0  # nor beside a measurement
+    lab.status = "measured"
+    assert waited(1) == 1
+    assert (sent[0]["type"], sent[0]["side"], sent[0]["data"]["decided"]) == ("kept", "before", lab.head["decided"])
+    assert set(sent[0]["data"]["scene"]["items"]) <= set(lab.scene["items"])
+    lab.select(ids(case)[0])
+    assert waited(1) == 1  # what is selected is no change of what is shown
+    click(lab, "toggle", name=ids(case)[0], on=False)
+    assert waited(2) == 2
+    assert sent[1]["data"]["decided"] == lab.head["decided"] == 2
+    lab.close()
+    click(lab, "undo")
+    assert waited(2) == 2

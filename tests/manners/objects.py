@@ -1,6 +1,6 @@
 """Every class that a public function returns an object of, found by reading the annotations; and the page that lists them.
 
-`python -m tests.public.objects` (from the repository's root) writes docs/objects.md anew. The walk begins at what is public by name
+`python -m tests.manners.objects` (from the repository's root) writes docs/objects.md anew. The walk begins at what is public by name
 (`fusionlab.__all__`, its `ops`, `testing` and `evidence`) or by use (what README, docs and notebooks import), and goes on through what the
 methods, properties and fields of a class give.
 """
@@ -299,8 +299,8 @@ the suffix of a file: `result.save("x.csv")`. Another suffix is an error that na
 rows of its table, `.txt` what it prints, `.html` what a notebook shows. `fusionlab/showing.py` is the one mechanism behind them; texts,
 numbers, enums and JAX's own objects are what they are.
 
-This page is written by `python -m tests.public.objects`, and tests/public/test_objects.py holds it against the package: a class that
-comes to be returned and stands not here fails there. Texts are those of one small program on a CPU.
+This page is written by `python -m tests.manners.objects`, and tests/manners/test_objects.py holds it against the package:
+a class that is returned and does not stand here fails there. Texts are those of one small program on a CPU.
 
 | object | where it comes from | prints (its first line) | in a notebook | `.save()` writes |
 |---|---|---|---|---|

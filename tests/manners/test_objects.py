@@ -8,7 +8,7 @@ import pytest
 
 from fusionlab.errors import ArgumentError
 from fusionlab.showing import Facts, Records, Shown, Text, cell, head
-from tests.public.objects import OTHERS, PAGE, public_classes, samples, suffixes_of
+from tests.manners.objects import OTHERS, PAGE, public_classes, samples, suffixes_of
 
 
 def prints_raw(cls: type) -> bool:
@@ -61,7 +61,7 @@ def test_none_prints_as_a_raw_dataclass_and_all_share_one_mechanism():
     assert [cls.__name__ for cls in found if prints_raw(cls)] == []
     others = {cls.__name__ for cls in found if not issubclass(cls, Shown)}
     assert others <= set(OTHERS), (
-        "derive it from fusionlab.showing.Shown, and write docs/objects.md anew: python -m tests.public.objects"
+        "derive it from fusionlab.showing.Shown, and write docs/objects.md anew: python -m tests.manners.objects"
     )
 
 
@@ -79,7 +79,7 @@ def test_the_page_lists_every_class_with_the_way_to_it():
     ways = {}
     for cls, way in public_classes().items():
         ways.setdefault(cls.__name__, way)
-    assert dict(rows) == ways, "write it anew: python -m tests.public.objects"
+    assert dict(rows) == ways, "write it anew: python -m tests.manners.objects"
 
 
 # What Python writes of a record or of an object without a `repr` of its own.
@@ -89,7 +89,7 @@ RAW = re.compile(r"\b[A-Z]\w+\(\w+=|<[\w.]+ object at 0x")
 @pytest.mark.parametrize("part", ["whole page"])
 def test_every_object_is_a_sentence_a_table_and_files(part, tmp_path):
     values = samples(tmp_path)
-    assert set(values) == set(public_classes()), "give a sample of it in tests/public/objects.py"
+    assert set(values) == set(public_classes()), "give a sample of it in tests/manners/objects.py"
     page = PAGE.read_text(encoding="utf-8")
     for cls, value in values.items():
         if cls.__name__ not in ("Strategy", "Setting", "Decision"):  # a Strategy is written as it is made

@@ -1,1 +1,0 @@
-"""What is public, as its user meets it: what calls give back, names that are misspelt, what an error shows."""
