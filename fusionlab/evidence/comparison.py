@@ -121,10 +121,8 @@ class Evidence(Shown):
         lines = [f"  {self.numerics.sentence}"] if self.numerics.leaves else []
         worst = [leaf for kind in ("output", "gradient") if (leaf := self.numerics.worst(kind)) is not None]
         lines += [f"    {leaf}" for leaf in worst]
-        bad = self.numerics.regressions
-        lines += (
-            [f"  {len(bad)} of {len(self.numerics.leaves)} outputs and gradients are WORSE than before"] if bad else []
-        )
+        if bad := self.numerics.regressions:
+            lines += [f"  {len(bad)} of {len(self.numerics.leaves)} outputs and gradients are WORSE than before"]
         return lines
 
     def to_dict(self) -> dict[str, Any]:
@@ -166,9 +164,6 @@ class Evidence(Shown):
 
     def _table(self) -> Table:
         return Table(_HEADS, tuple(self.rows()))
-
-    def _makers(self) -> dict[str, Callable[[], str | bytes]]:
-        return super()._makers() | {".json": lambda: self.to_json() + "\n"}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes it by suffix: .json (the record, with every sample: `load` reads it back), .csv (every number), .html or .txt.

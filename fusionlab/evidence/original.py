@@ -19,7 +19,8 @@ from fusionlab.kernels.op.op import meaning_of
 from fusionlab.progress import SILENT, Stages
 
 from .errors.gradients import random_cotangents, value_and_gradients
-from .errors.numerics import LeafNumerics, check_same_outputs, leaf_numerics, named_outputs
+from .errors.numerics import LeafNumerics, leaf_numerics
+from .errors.outputs import check_same_outputs, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling

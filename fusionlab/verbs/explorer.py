@@ -52,8 +52,8 @@ class _Live:
         named = self.search.get("implementation")
         return ({} if named is None else {"implementation": named}) | dict(self.static)
 
-    def find(self, strategy: Strategy | None) -> PlainFindings:
-        return find(self.graph, passes=strategy, **self.search)
+    def find(self, strategy: Strategy | None, progress: Progress = False) -> PlainFindings:
+        return find(self.graph, passes=strategy, progress=progress, **self.search)
 
     def after(self, setting: Setting, found: PlainFindings) -> Any:
         return found.apply(sorted(setting.enabled))

@@ -55,6 +55,13 @@ class Steps:
                     told(stage)
             self.go.clear()
 
+    def search(self, told):
+        for site in range(4):
+            told("searching again", site, 4)
+            while not self.go.wait(0.01):
+                told("searching again", site, 4)  # ends it where it was cancelled
+        self.go.clear()
+
 
 def linear(x, w, b):
     with jax.named_scope("first"):
@@ -73,7 +80,7 @@ def lab(page):
         found,
         measure=steps,
         after=lambda setting, f: f.apply(sorted(setting.enabled)),
-        find=lambda s: fl.find(found.graph, passes=s),
+        find=lambda s, progress: steps.search(progress) or fl.find(found.graph, passes=s),
     )
     lab.steps = steps
     stand(page, lab, live=True)
@@ -107,6 +114,28 @@ def test_a_stage_has_a_clock_that_ticks_by_itself_and_can_be_cancelled(lab, page
             lab.steps.go.set()
         _ended(lab)
     assert lab.steps.cancelled == ["float64 reference", "timing call"]
+    assert problems == []
+
+
+def test_an_option_is_searched_for_beside_the_screen_and_a_cancel_leaves_it_as_it_was(lab, page, problems):
+    shown = Explorer(page)
+    option = shown.root.locator("[data-fl-option]").first
+    was, other = option.input_value(), option.locator("option").nth(1).get_attribute("value")
+    option.select_option(index=1)
+    expect(shown.hook("status")).to_have_text("searching again 0/4")
+    shown.boxes.first.click()  # is answered meanwhile
+    expect(shown.picture.locator("[aria-current=true]")).to_have_count(1)
+    shown.hook("cancel").click()
+    expect(shown.hook("status")).to_contain_text("cancelled")
+    _ended(lab)
+    expect(option).to_have_value(was)
+    assert len(tuple(lab.ledger)) == 1
+    option.select_option(index=1)
+    expect(shown.hook("status")).to_have_text("searching again 0/4")
+    lab.steps.go.set()
+    expect(shown.hook("status")).to_have_text("not measured")
+    expect(option).to_have_value(other)
+    assert len(tuple(lab.ledger)) == 2
     assert problems == []
 
 

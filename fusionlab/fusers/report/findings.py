@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, did_you_mean, unknown_name
+from ...errors import ArgumentError, MissingDependencyError, did_you_mean, unknown_name
 from ...graph.cost.cost import Costs, cost_of
 from ...graph.program.boundary import guarded
 from ...graph.program.graph import Graph
@@ -25,6 +25,7 @@ from ..engine.grouping import STATE_WORDS, code_counts, columns_of, grouped_by, 
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
 from ..passes.matmul.route_table import Routes
+from .explaining import explained
 from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
 from .structures import Structure, structures_of
 
@@ -288,7 +289,7 @@ class Findings(Shown):
         if given is not None:
             return Text(given)
         found = self._node(node)
-        texts = [_explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
+        texts = [explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().summary(found)}")
@@ -297,7 +298,7 @@ class Findings(Shown):
     def _explained_site(self, site: str, origin: bool) -> str:
         """A site or a structure, what a candidate's nodes cost as they are and as one kernel, and its backward pass."""
         item = self[site]
-        lines = [_explained(item, origin)]
+        lines = [explained(item, origin)]
         if isinstance(item, Candidate):
             nodes, costs = item.node_ids, self.cost()
             lines += [f"  costs {costs.of(nodes)}, node by node", f"  costs {costs.fused(nodes)}, as one kernel"]
@@ -378,28 +379,6 @@ class Findings(Shown):
 def _section(head: str, lines: list[str]) -> list[str]:
     """Lines of a report under their head; nothing where there are none."""
     return [head, *lines] if lines else []
-
-
-def _explained(item: Candidate | Rejection | Structure, origin: bool) -> str:
-    """Everything known about a site or a structure."""
-    if isinstance(item, Rejection):
-        where = f"\n  declined at {item.origin}" if origin and item.origin else ""
-        return f"{item}\n  {REJECTIONS[item.code]}{where}"
-    if isinstance(item, Structure):
-        return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
-    return _explained_candidate(item)
-
-
-def _explained_candidate(item: Candidate) -> str:
-    lines = [str(item), *(f"  {n}" for n in item.notes)]
-    lines += [f"  gives {', '.join(map(repr, item.roots))}"] if item.others else []
-    lines += [f"  products in {item.arithmetic}"] if item.arithmetic else []
-    lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
-    lines += [
-        f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}"
-        for r in item.residuals
-    ]
-    return "\n".join(lines)
 
 
 def _names(given: Iterable[str] | str) -> set[str]:

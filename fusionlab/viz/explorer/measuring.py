@@ -101,6 +101,10 @@ class Measuring(Selecting):
         """`measure_rates` in a thread of its own."""
         return self._later(self._rated, "measuring rates", self._rates_with)
 
+    def start_option(self, name: str, option: str, value: Any) -> threading.Thread:
+        """`option` in a thread of its own: what was measured stays in sight until the search has ended, and a cancel changes nothing."""
+        return self._later(functools.partial(self._looked_ahead, name, option, value), "search", True)
+
     def cancel(self) -> None:
         """Asks what runs to stop, and measures no more; the evidence stays what it was."""
         self.measuring = False
@@ -169,6 +173,12 @@ class Measuring(Selecting):
     def _compiled(self, _: Setting, told: Watch, token: Cancel) -> None:
         told("compiling, to see what XLA makes of it")
         self.session.kernels()
+
+    def _looked_ahead(self, name: str, option: str, value: Any, _: Setting, told: Watch, token: Cancel) -> None:
+        told("searching again")
+        self.session.look_ahead(name, option, value, told)
+        if self._background.end(token):  # what the change does to a measurement is no matter of the search
+            self.session.option(name, option, value)
 
     # How they run --------------------------------------------------------------------------------------------------
     def _now(self, job: _Job, what: str, needed: Any) -> Any:

@@ -108,7 +108,7 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "pane": _pane,
     "toggle": _toggle,
     "group": lambda lab, m: lab.session.group([str(i) for i in m["ids"]], bool(m["on"])),
-    "option": lambda lab, m: lab.option(str(m["pass"]), str(m["name"]), m["value"]),
+    "option": lambda lab, m: lab.start_option(str(m["pass"]), str(m["name"]), m["value"]),
     "all": _all,
     "reset": lambda lab, _: lab.reset(),
     "undo": lambda lab, _: lab.undo(),

@@ -27,6 +27,7 @@ from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
 from .below import Below
+from .decided import Find
 from .stage import SHOWN, Stage
 from .state_file import Saved, program_digest
 from .walk import PAGE, Walk
@@ -44,7 +45,7 @@ class Session(Below):
       findings: what was found in it.
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
-      find: `find(strategy) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
+      find: `find(strategy, progress) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
       after: `after(setting, findings) -> Graph`, the program with those sites fused; None where it cannot be shown.
       formulas: pass name -> what it computes.
       changed: called after every change of the setting.
@@ -57,7 +58,7 @@ class Session(Below):
         *,
         enabled: frozenset[str] | None = None,
         strategy: Strategy | None = None,
-        find: Callable[[Strategy | None], Findings] | None = None,
+        find: Find | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
         formulas: Mapping[str, str] | None = None,
         changed: Changed = lambda: None,

@@ -28,6 +28,7 @@ from ..html.tabs import Tab
 from ..model.setting import Setting
 from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
+from .decided import Find
 from .kept import Keeper
 from .measuring import Measure, Measuring, Share, Which
 from .messages import act
@@ -53,7 +54,7 @@ class Explorer(Measuring):
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
       which: `which(setting, fault, progress, cancel) -> Bisection`, which sites are to blame for a measurement that is slower or worse.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
-      find: `find(strategy) -> Findings` over the same graph, for when an option is changed.
+      find: `find(strategy, progress) -> Findings` over the same graph, for when an option is changed.
       script: `script(setting, findings) -> str`, a program that does the same.
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
@@ -82,7 +83,7 @@ class Explorer(Measuring):
         rates_at_once: bool = False,
         which: Which | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
-        find: Callable[[Strategy | None], Findings] | None = None,
+        find: Find | None = None,
         script: Callable[[Setting, Findings], str] | None = None,
         enabled: frozenset[str] | None = None,
         strategy: Strategy | None = None,

@@ -120,7 +120,7 @@ def test_what_is_cancelled_elsewhere_gives_nothing_back(case):
 
 def test_a_search_again_and_a_file_are_told_and_have_no_cancel(case, tmp_path):
     seen = []
-    lab = Explorer(case.graph, case.findings, find=lambda s: seen.append(lab.busy) or case.findings)
+    lab = Explorer(case.graph, case.findings, find=lambda s, _: seen.append(lab.busy) or case.findings)
     lab.observe(lambda change: seen.append(change["new"]), "busy")
     lab.option("lerp", "reassociate", True)
     lab.save(tmp_path / "x.txt")
@@ -131,13 +131,13 @@ def test_a_search_again_and_a_file_are_told_and_have_no_cancel(case, tmp_path):
 
 
 def test_an_interrupt_of_a_search_again_changes_nothing(case):
-    def interrupted(strategy):
+    def interrupted(strategy, progress):
         raise KeyboardInterrupt
 
     lab = Explorer(case.graph, case.findings, find=interrupted)
     before = lab.setting, lab.panel
     with pytest.raises(KeyboardInterrupt):
-        lab._message(lab, {"type": "option", "pass": "lerp", "name": "reassociate", "value": True}, [])
+        lab.option("lerp", "reassociate", True)
     assert (lab.setting, lab.panel) == before
     assert not lab.busy["running"]
     assert len(tuple(lab.ledger)) == 1

@@ -36,7 +36,7 @@ def mixed():
 
 def live(mixed, **options):
     graph, found = mixed
-    return Session(graph, found, find=lambda strategy: fl.find(graph, passes=strategy), **options)
+    return Session(graph, found, find=lambda strategy, _: fl.find(graph, passes=strategy), **options)
 
 
 def words(session):
@@ -223,7 +223,7 @@ def test_a_search_again_is_seen_while_it_lasts_and_no_longer(mixed):
     lab = Explorer(
         graph,
         found,
-        find=lambda strategy: said.append((lab.status, lab.busy["running"])) or fl.find(graph, passes=strategy),
+        find=lambda strategy, _: said.append((lab.status, lab.busy["running"])) or fl.find(graph, passes=strategy),
     )
     lab.option("lerp", "reassociate", True)
     assert said == [("searching again", True)]
