@@ -10,7 +10,7 @@ from fusionlab.graph.calls.binding import Bound
 from fusionlab.processes import several
 from fusionlab.progress import Stages
 
-from .errors.numerics import Numerics, filled_notes, tolerance_notes
+from .errors.numerics import Numerics, filled_notes, rounding_notes, tolerance_notes
 from .instruments.instructions import instructions
 from .instruments.memory import memory_of
 from .instruments.program import Program
@@ -146,5 +146,10 @@ class Measuring:
             return None
         sums = original.sums
         left_out = original.left_out if self.grad else ()
-        remarks = (*reference.promoted.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))
+        remarks = (
+            *reference.promoted.notes,
+            *filled_notes(leaves),
+            *rounding_notes(leaves),
+            *tolerance_notes(leaves, sums),
+        )
         return Numerics(tuple(leaves), left_out, sums.reduction_size, remarks, sums.tf32)
