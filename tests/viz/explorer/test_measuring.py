@@ -269,9 +269,9 @@ def test_a_search_for_the_site_that_is_cancelled_keeps_nothing(case):
 def test_what_was_found_is_a_sentence():
     sites = ("a@x#1", "b@y#1")
     trials = (Trial(sites, True, "2x"), Trial(sites[:1], False, "1x"))
-    of_two = sentence_html(Bisection("f", "error", sites, (Cause(sites, "2x <worse>"),), trials))
+    of_two = sentence_html(Bisection("f", "error", sites, (Cause(sites, "1 -> 2x <worse>"),), trials))
     assert ">a@x#1</button> with <button" in of_two
-    assert "alone makes results worse against float64: 2x &lt;worse&gt; (2 trials)" in of_two
+    assert "alone makes results worse against float64: 1 → 2× &lt;worse&gt; (2 trials)" in of_two
     nothing = sentence_html(Bisection("f", "time", sites, (), trials[1:]))
     assert "did not show again with all of them fused (1x); 1 trial." in nothing
     stopped = sentence_html(Bisection("f", "time", sites, (), (), "cancelled"))
