@@ -64,6 +64,11 @@ def content_as(suffix: str, name: str, makers: Makers) -> str | bytes:
     return makers[suffix]()
 
 
+def plural(noun: str, number: int) -> str:
+    """ "op" or "ops", as the number wants it."""
+    return noun if number == 1 else f"{noun}s"
+
+
 def _one_of(makers: Makers) -> str:
     return " or ".join(sorted(makers))
 

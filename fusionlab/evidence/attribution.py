@@ -21,7 +21,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
 from fusionlab.progress import Cancel, Progress, Stages, watched
-from fusionlab.showing import Shown
+from fusionlab.showing import Shown, plural
 
 from .instruments.program import Program, compile_program
 from .instruments.record import hardware
@@ -261,7 +261,8 @@ class SiteShares(Shown):
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
 
     def _sentence(self) -> str:
-        return f"{len(self.sites)} sites, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
+        sites = f"{len(self.sites)} {plural('site', len(self.sites))}"
+        return f"{sites}, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
 
 
 def sites_of(

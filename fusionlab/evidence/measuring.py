@@ -87,6 +87,12 @@ class Measuring:
         """Whether a pair compiled so far differs in its instructions."""
         return not all(self._equal().values())
 
+    @property
+    def differing(self) -> str:
+        """ " (gradient of the call)": which differs, where another does not; "" where all do."""
+        equal = self._equal()
+        return f" ({', '.join(call for call, same in equal.items() if not same)})" if any(equal.values()) else ""
+
     def _equal(self) -> dict[str, bool]:
         for call, pair in self._pairs().items():
             if call not in self._compared:

@@ -15,6 +15,7 @@ from fusionlab.evidence.comparison import measure
 from fusionlab.evidence.errors.gradients import random_cotangents
 from fusionlab.evidence.errors.numerics import (
     ULP_EDGES,
+    Numerics,
     compare_arrays,
     leaf_numerics,
     rounding_notes,
@@ -196,6 +197,7 @@ def test_an_output_of_which_the_original_has_no_digit_right_is_judged_by_the_ori
     (worse,) = leaf_numerics("output", ["nu"], [noise], [5 * noise], want[1:], ReductionSizes(64))
     assert not worse.ok
     assert worse.shares[1] > 2
+    assert [leaf.name for leaf in Numerics((noisy, sound), (), 64).ranked] == ["w", "nu"]
 
 
 def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():

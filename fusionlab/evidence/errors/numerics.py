@@ -107,6 +107,11 @@ class LeafNumerics(Shown):
         return near or after.over_tolerance == self.filled
 
     @property
+    def is_rounding(self) -> bool:
+        """An output of which the original has no digit right: of interest only where it got worse."""
+        return self.zero_in_theory and self.kind == "output"
+
+    @property
     def shares(self) -> tuple[float, float]:
         """How much of what is tolerated the original's and the fused version's error are: 1 is all of it.
 
@@ -167,14 +172,17 @@ class Numerics(Shown):
     def worst(self, kind: str | None = None) -> LeafNumerics | None:
         """The leaf (of this kind) whose fused version is furthest off: regressions first, then by its share of the tolerance.
 
-        Not by relative error: a gradient that is zero in theory has an arbitrarily large one.
+        Not by relative error: a gradient that is zero in theory has an arbitrarily large one. An output that is rounding alone comes after
+        all that are not, unless it is a regression.
         """
         return next((leaf for leaf in self.ranked if kind is None or leaf.kind == kind), None)
 
     @property
     def ranked(self) -> tuple[LeafNumerics, ...]:
         """All leaves, the worst first."""
-        return tuple(sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.shares[1], -leaf.after.max_abs)))
+        return tuple(
+            sorted(self.leaves, key=lambda leaf: (leaf.ok, leaf.is_rounding, -leaf.shares[1], -leaf.after.max_abs))
+        )
 
     @property
     def sentence(self) -> str:
@@ -364,7 +372,7 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
 
 def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
     """How many outputs are rounding alone, and what they are judged by, in a sentence; () for none."""
-    n = sum(leaf.zero_in_theory and leaf.kind == "output" for leaf in leaves)
+    n = sum(leaf.is_rounding for leaf in leaves)
     if not n:
         return ()
     which = "1 output holds" if n == 1 else f"{n} outputs hold"

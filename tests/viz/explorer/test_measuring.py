@@ -199,7 +199,7 @@ def test_what_got_worse_is_read_off_the_measurement():
     assert faults_of(evidence(numerics=numerics(("gradient", False)))) == [Fault("error", True)]
 
 
-def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch):
+def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch, tmp_path):
     """The clock is made up: the second layer is slow."""
 
     def model(x, w):
@@ -240,6 +240,7 @@ def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch):
     assert "To blame: alone, it makes the program slower" in lab.inspector["html"]
     lab.select("gemm_epilogue@layer_0#1")
     assert "To blame" not in lab.inspector["html"]
+    assert '"losing": true' in lab.save(tmp_path / "x.html").read_text(encoding="utf-8")  # on the site in the page, too
     lab.toggles["gemm_epilogue@layer_0#1"] = False
     assert losing(lab) == set()
     lab.undo()
