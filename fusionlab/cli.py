@@ -55,7 +55,8 @@ class _Parser(argparse.ArgumentParser):
             return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
             groups = [self, *(p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values())]
-            return did_you_mean(found[1], (name for group in groups for name in group._option_string_actions))
+            names = {name for group in groups for name in group._option_string_actions}
+            return did_you_mean(found[1], names) if found[1] not in names else ""  # another command's
         return ""
 
 
@@ -139,25 +140,21 @@ def _parser() -> argparse.ArgumentParser:
 
     compare = _function_command(commands, "compare", "time and errors, before and after fusing")
     _add_pass_options(compare)
-    compare.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    compare.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    _add_effort_options(compare)
     compare.add_argument("-o", "--output", metavar="FILE", help="write it as a web page (.html) or a record (.json)")
     compare.set_defaults(run=_compare)
 
     bench = _function_command(commands, "bench", "time alone, before and after fusing")
     _add_pass_options(bench)
-    bench.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
-    bench.add_argument(
-        "--samples", type=_positive, default=40, metavar="N", help="of each version (default %(default)s)"
-    )
-    bench.add_argument(
-        "--budget", type=_positive, default=60, metavar="S", help="seconds a timing (default %(default)s)"
-    )
+    bench.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    _add_effort_options(bench)
     bench.add_argument("-o", "--output", metavar="FILE.json", help="write the record with every sample")
     bench.set_defaults(run=_bench)
 
     tune = _function_command(commands, "tune", "measure which implementations are fastest here; write the plan file")
     _add_pass_options(tune)
-    tune.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    tune.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
     tune.add_argument("-o", "--output", metavar="FILE", help="the plan file (default: where fusing looks)")
     tune.set_defaults(run=_tune)
 
@@ -178,6 +175,15 @@ def _function_command(commands: Any, name: str, summary: str) -> argparse.Argume
     )
     command.add_argument("--static-argnames", type=_names, metavar="A,B", help="names of arguments that are no arrays")
     return command
+
+
+def _add_effort_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--samples", type=_positive, default=40, metavar="N", help="of each version (default %(default)s)"
+    )
+    command.add_argument(
+        "--budget", type=_positive, default=60, metavar="S", help="seconds a timing (default %(default)s)"
+    )
 
 
 def _add_pass_options(command: argparse.ArgumentParser) -> None:
@@ -315,10 +321,14 @@ def _compare(options: argparse.Namespace) -> None:
         check_file(options.output, ".json" if record else ".html")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    result = fl.compare(function, fused, *args, grad=_grad(options), progress=options.progress, **kwargs)
+    result = fl.compare(function, fused, *args, grad=_grad(options), **_effort(options), **kwargs)
     if options.output:
         (result.save if record else result.to_html)(options.output)
     _print(options, result, result.to_dict())
+
+
+def _effort(options: argparse.Namespace) -> dict[str, Any]:
+    return {"samples": options.samples, "budget_s": options.budget, "progress": options.progress}
 
 
 def _grad(options: argparse.Namespace) -> bool | None:
@@ -341,9 +351,8 @@ def _bench(options: argparse.Namespace) -> None:
         check_file(options.output, ".json")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    effort = {"samples": options.samples, "budget_s": options.budget, "progress": options.progress}
     only = {"grad": _grad(options), "numerics": False, "memory": False}
-    result = fl.compare(function, fused, *args, **only, **effort, **kwargs)
+    result = fl.compare(function, fused, *args, **only, **_effort(options), **kwargs)
     if options.output:
         result.save(options.output)
     _print(options, result, result.to_dict())

@@ -81,13 +81,13 @@ def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameErr
     return UnknownNameError(f"unknown {kind} {got!r}; valid: {', '.join(told)}.{did_you_mean(got, names)}")
 
 
-def did_you_mean(got: object, names: Iterable[str]) -> str:
-    """The end of an error's message: " Did you mean 'gemm_epilogue'?", or "" where no name is near."""
-    near = [repr(name) for name in _nearest(str(got).strip(), sorted(set(names)))]
+def did_you_mean(got: object, names: Iterable[str], alike: float = 0.6) -> str:
+    """The end of an error's message: " Did you mean 'gemm_epilogue'?", or "" where no name is near (`alike`: how near, up to 1)."""
+    near = [repr(name) for name in _nearest(str(got).strip(), sorted(set(names)), alike)]
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
-def _nearest(got: str, names: Sequence[str]) -> list[str]:
+def _nearest(got: str, names: Sequence[str], alike: float) -> list[str]:
     """A name that starts with what came, or has it inside, is nearer than one that is only spelt alike; capitals do not count."""
     asked = got.casefold()
     tests: tuple[Callable[[str, str], bool], ...] = (str.__eq__, str.startswith, str.__contains__)
@@ -98,7 +98,7 @@ def _nearest(got: str, names: Sequence[str]) -> list[str]:
         if found:
             return shortest[:_MOST_NEAR]
     spelt = {name.casefold(): name for name in names}
-    return [spelt[name] for name in difflib.get_close_matches(asked, spelt, n=1)]
+    return [spelt[name] for name in difflib.get_close_matches(asked, spelt, n=1, cutoff=alike)]
 
 
 # Rejection codes. The sentence says what the code means in general; each Rejection adds the particulars of its site.

@@ -57,11 +57,16 @@ def save_as(path: str | os.PathLike[str], makers: Makers, **options: Any) -> Pat
 def content_as(suffix: str, name: str, makers: Makers) -> str | bytes:
     """The content for a suffix; `name` is the file's, for the error, which is as of `save_as`."""
     if suffix not in makers:
-        near = did_you_mean(suffix, makers)
+        near = did_you_mean(suffix, makers, alike=0.8)  # ".csv" is no slip for ".svg"
         raise ArgumentError(
             f"path: got the suffix {suffix!r} in {name!r}, needed one of {', '.join(sorted(makers))}{near and '.'}{near}"
         )
     return makers[suffix]()
+
+
+def plural(noun: str, number: int) -> str:
+    """ "op" or "ops", as the number wants it."""
+    return noun if number == 1 else f"{noun}s"
 
 
 def _one_of(makers: Makers) -> str:

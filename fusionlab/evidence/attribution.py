@@ -21,7 +21,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
 from fusionlab.progress import Cancel, Progress, Stages, watched
-from fusionlab.showing import Shown
+from fusionlab.showing import Shown, plural
 
 from .instruments.program import Program, compile_program
 from .instruments.record import hardware
@@ -215,7 +215,7 @@ class SiteShare(Shown):
         low, high = self.interval
         sign = "-" if self.saved_s < 0 else ""
         verdict = "" if self.is_clear else ", no clear difference"
-        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} [{low:.3f}, {high:.3f}]{verdict}"
+        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} a call, {low:.3f}x to {high:.3f}x{verdict}"
 
     def _row(self) -> dict[str, Any]:
         low, high = self.interval
@@ -254,14 +254,15 @@ class SiteShares(Shown):
         return self.saved_s - sum(s.saved_s for s in self.sites)
 
     def __str__(self) -> str:
-        together = f"all together: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
+        together = f"all together, a call: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
         sign = "-" if self.interaction_s < 0 else ""
         rest = f"of that {sign}{seconds(abs(self.interaction_s))} is no single site's (sites that share reads, noise)"
         same = [f"not toggled, as they are what XLA runs anyway: {', '.join(self.same_code)}"] if self.same_code else []
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
 
     def _sentence(self) -> str:
-        return f"{len(self.sites)} sites, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
+        sites = f"{len(self.sites)} {plural('site', len(self.sites))}"
+        return f"{sites}, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
 
 
 def sites_of(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusionlab.progress import SILENT, Stages, Stopped
-from fusionlab.showing import Shown
+from fusionlab.showing import Shown, plural
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +68,7 @@ class Bisection(Shown):
 
     def __str__(self) -> str:
         fault = {"error": "worse than before against float64", "time": "slower than before"}[self.of]
-        head = f"{self.name}: {len(self.sites)} sites, {len(self.trials)} trials"
+        head = f"{self.name}: {_many('site', self.sites)}, {_many('trial', self.trials)}"
         if self.stopped:
             head += f", stopped: {self.stopped}"
         if not self.causes:
@@ -157,3 +157,7 @@ def bisect_sites(
     except Stopped:
         stopped = "cancelled"
     return Bisection(name, of, tuple(sites), tuple(causes), tuple(search.tried.values()), stopped)
+
+
+def _many(noun: str, things: Sequence[Any]) -> str:
+    return f"{len(things)} {plural(noun, len(things))}"

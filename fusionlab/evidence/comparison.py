@@ -378,7 +378,9 @@ def measure(
         same = parts.pop("same_code", False)
         notes += measuring.notes()
         if same_code and not same and measuring.differs:
-            notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
+            notes.append(
+                f"every site runs what XLA runs anyway, yet the whole compiles to other instructions{measuring.differing}"
+            )
         hlo = measuring.hlo()
         compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
         compiled["differentiated"] = bool(hlo) and measuring.original.differentiated

@@ -10,7 +10,7 @@ from fusionlab.graph.calls.binding import Bound
 from fusionlab.processes import several
 from fusionlab.progress import Stages
 
-from .errors.numerics import Numerics, filled_notes, tolerance_notes
+from .errors.numerics import Numerics, filled_notes, rounding_notes, tolerance_notes
 from .instruments.instructions import instructions
 from .instruments.memory import memory_of
 from .instruments.program import Program
@@ -87,6 +87,12 @@ class Measuring:
         """Whether a pair compiled so far differs in its instructions."""
         return not all(self._equal().values())
 
+    @property
+    def differing(self) -> str:
+        """ " (gradient of the call)": which differs, where another does not; "" where all do."""
+        equal = self._equal()
+        return f" ({', '.join(call for call, same in equal.items() if not same)})" if any(equal.values()) else ""
+
     def _equal(self) -> dict[str, bool]:
         for call, pair in self._pairs().items():
             if call not in self._compared:
@@ -146,5 +152,10 @@ class Measuring:
             return None
         sums = original.sums
         left_out = original.left_out if self.grad else ()
-        remarks = (*reference.promoted.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))
+        remarks = (
+            *reference.promoted.notes,
+            *filled_notes(leaves),
+            *rounding_notes(leaves),
+            *tolerance_notes(leaves, sums),
+        )
         return Numerics(tuple(leaves), left_out, sums.reduction_size, remarks, sums.tf32)

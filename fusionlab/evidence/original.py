@@ -138,22 +138,22 @@ class Original:
         options["said"] = self._said(name, 1)
         return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
 
-    def _said(self, version: str, call: int) -> Callable[[str], Any]:
-        """What tells of a program as it is made: "compiling before, call 1/4"."""
-        which = f"{version}, {self.names[call] if self._is_traced else ('call', 'gradient')[call]}"
-        if self.numbered and (version, call) in _COMPILED:
-            which += f" {_COMPILED.index((version, call)) + 1}/{4 if self._may_have_gradient else 2}"
-        return lambda verb: self.stages(f"{verb} {which}")
+    def _said(self, version: str, call: int) -> Callable[[str, Any], Any]:
+        """What tells of a program as it is made: "compiling before, call 1/4"; "tracing before" where it is not known what it is."""
 
-    @property
-    def _is_traced(self) -> bool:
-        return "forward" in self.__dict__
+        def said(verb: str, jaxpr: Any) -> None:
+            first = self.forward.jaxpr if "forward" in self.__dict__ else jaxpr
+            if first is None:
+                self.stages(f"{verb} {version}")
+                return
+            differentiated = jaxpr_in_backward(first)
+            which = f"{verb} {version}, {names_of(differentiated)[call]}"
+            if self.numbered and (version, call) in _COMPILED:
+                may_have_gradient = bool(self.chosen) and not differentiated if self._grad is None else self._grad
+                which += f" {_COMPILED.index((version, call)) + 1}/{4 if may_have_gradient else 2}"
+            self.stages(which)
 
-    @property
-    def _may_have_gradient(self) -> bool:
-        if self._grad is not None or not self._is_traced:
-            return self._grad is not False
-        return bool(self.chosen) and not self.differentiated
+        return said
 
     @functools.cached_property
     def reference(self) -> Reference:

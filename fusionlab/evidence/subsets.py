@@ -54,19 +54,23 @@ class SiteErrors(Shown):
 
 def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
     """The leaf that got worst: regressions first, then by how far the error grew, against what is tolerated."""
-    return max(
-        leaves, key=lambda leaf: (not leaf.ok, (leaf.after.max_abs - leaf.before.max_abs) / (leaf.atol or 1e-300))
-    )
+
+    def grown(leaf: LeafNumerics) -> tuple[bool, bool, float]:
+        growth = (leaf.after.max_abs - leaf.before.max_abs) / (leaf.atol or 1e-300)
+        return not leaf.ok, not leaf.is_rounding, growth
+
+    return max(leaves, key=grown)
 
 
 class Trials:
-    """Versions of one original, each with some of its sites fused. `each` is what one is called where its stages are told."""
+    """Versions of one original, each with some of its sites fused. `each` is what one is called where its stages are told, `total` how many
+    there are, where that is known."""
 
     def __init__(
-        self, call: Bound, fused: Fuser, grad: bool | None, stages: Stages = SILENT, each: str = "trial"
+        self, call: Bound, fused: Fuser, grad: bool | None, stages: Stages = SILENT, each: str = "trial", total: int = 0
     ) -> None:
         self.original, self.fused = Original(call, (), None, grad, stages), fused
-        self.stages, self.each, self._done = stages, each, 0
+        self.stages, self.each, self.total, self._done = stages, each, total, 0
 
     def errors(self, sites: tuple[str, ...]) -> tuple[LeafNumerics, ...]:
         """Errors of outputs and gradients with these sites fused.
@@ -91,7 +95,9 @@ class Trials:
     def _begun(self, sites: tuple[str, ...]) -> Bound:
         """The version with these sites fused; what is told from here on is told of it."""
         self._done += 1
-        self.original.stages = self.stages.inside(f"{self.each} {self._done}")
+        self.original.stages = self.stages.inside(
+            f"{self.each} {self._done}{f' of {self.total}' if self.total else ''}"
+        )
         return replace(self.original.call, fn=self.fused(sites))
 
 

@@ -107,7 +107,10 @@ def errors_by_site(
     with watched(progress) as told:
         stages = Stages(told, cancel)
         found, chosen, call = _selected(fn, args, kwargs, asked, told)
-        tried, arrays = _trials(found, call, grad, stages, "site"), jax.tree.leaves((call.args, call.kwargs))
+        tried, arrays = (
+            _trials(found, call, grad, stages, "site", len(chosen)),
+            jax.tree.leaves((call.args, call.kwargs)),
+        )
 
         wanted = not found.differentiated if grad is None else grad
 
@@ -163,7 +166,9 @@ def _selected(
     return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
 
 
-def _trials(found: lab.Findings, call: Bound, grad: bool | None, stages: Stages, each: str) -> trials.Trials:
+def _trials(
+    found: lab.Findings, call: Bound, grad: bool | None, stages: Stages, each: str, total: int = 0
+) -> trials.Trials:
     def version(sites: tuple[str, ...]) -> Callable:
         closed = found.rewritten(sites)
 
@@ -173,4 +178,4 @@ def _trials(found: lab.Findings, call: Bound, grad: bool | None, stages: Stages,
 
         return with_sites
 
-    return trials.Trials(call, version, grad, stages, each)
+    return trials.Trials(call, version, grad, stages, each, total)

@@ -24,11 +24,6 @@ def short(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def plural(noun: str, number: int) -> str:
-    """ "op" or "ops", as the number wants it."""
-    return noun if number == 1 else f"{noun}s"
-
-
 def text(value: Any, limit: int = 600) -> str:
     """A value as escaped text."""
     return escape(short(str(value), limit))

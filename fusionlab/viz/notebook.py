@@ -125,10 +125,10 @@ def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: 
       svg: the picture.
     """
     said = (
-        f'<div class="fl-still"><style>{asset("still.css")}</style><p><b>{escape(sentence)}</b><br>'
-        "<small>A still picture of the explorer. Run the cell for the live one.</small></p></div>"
+        f'<div class="fl-still"><style>{asset("still.css")}</style><p><b>{escape(title)} · {escape(sentence)}</b><br>'
+        "<small>A still picture of the explorer as the cell gave it. Run the cell for the live one.</small></p></div>"
     )
-    return [Output(widget), words(said, sentence), picture(svg, f"<picture of {title}>")]
+    return [Output(widget), words(said, f"{title} · {sentence}"), picture(svg, f"<picture of {title}>")]
 
 
 def beside(*svgs: str, gap: float = 24.0) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -224,7 +225,7 @@ def _printable(name: str) -> str:
 
 
 def _leaf_name(leaf: LeafNumerics) -> str:
-    name = _printable(leaf.name)
+    name = _KEY.sub(r".\1", _printable(leaf.name))  # x['a']['b'] is twice as long as x.a.b, and the ends alike
     exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
     # The end of a path tells a parameter from its neighbours; the start is the same for all of them.
     shown = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
@@ -234,6 +235,7 @@ def _leaf_name(leaf: LeafNumerics) -> str:
 # Above the axes, where it covers no point, and below the title, which may be as long as the axes are wide.
 _OVER_LEGEND: dict[str, Any] = {"fontsize": 9, "loc": "left", "pad": 20}
 _LONGEST_NAME = 40
+_KEY = re.compile(r"\['(\w+)'\]")
 
 
 def _legend(ax: Any, columns: int) -> None:

@@ -248,6 +248,19 @@ def test_escape_selects_nothing_and_then_leads_back_to_the_notebook(lab):
     assert not lab.page.evaluate(focused, ".fl-explorer")
 
 
+def test_a_press_on_a_cell_takes_the_keys_back_to_the_notebook(lab, book):
+    lab.open_tab("Errors")
+    expect(lab.root.locator('[data-fl-tab="Errors"]')).to_be_focused()
+    # The prompt of the cell that has the explorer: it is the active one, and JupyterLab moves no focus that is within it.
+    book.cells.nth(1).locator(".jp-InputPrompt").click()
+    lab.page.wait_for_function("() => !document.querySelector('.fl-explorer').contains(document.activeElement)")
+    before = book.cells.count()
+    lab.page.keyboard.press("b")
+    expect(book.cells).to_have_count(before + 1)
+    lab.page.keyboard.type("dd")
+    expect(book.cells).to_have_count(before)
+
+
 def test_jupyterlab_does_not_narrow_the_terms_of_the_inspector(lab):
     lab.boxes.first.focus()
     lab.page.keyboard.press("End")
@@ -391,7 +404,7 @@ def test_the_exported_page_works_without_a_server(lab, tab, tmp_path, artifacts)
 def test_the_saved_notebook_has_the_picture_which_the_live_explorer_hides(lab, book):
     live, note, still = (o["data"] for o in book.saved().cells[1].outputs)
     assert "application/vnd.jupyter.widget-view+json" in live
-    assert "A still picture of the explorer" in note["text/html"]
+    assert "A still picture of the explorer as the cell gave it" in note["text/html"]
     assert still["image/png"]
     outputs = book.cells.nth(1).locator(".jp-OutputArea-child")
     expect(outputs).to_have_count(3)

@@ -151,7 +151,7 @@ def test_each_site_s_own_errors(arguments, planted):
     assert {leaf.kind for leaf in found[1].leaves} == {"output", "gradient"}
     assert "WORSE" in str(found[1])
     assert [step[1:] for step in told if step[0] == "errors site by site"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    parts = [task.removeprefix("site 2: ") for task, *_ in told if task.startswith("site 2: ")]
+    parts = [task.removeprefix("site 2 of 3: ") for task, *_ in told if task.startswith("site 2 of 3: ")]
     assert parts == [
         *(f"{verb} after, {call}" for call in ("gradient of the call", "call") for verb in ("tracing", "compiling")),
         "errors of outputs and gradients",

@@ -84,6 +84,20 @@ def test_so_does_the_command_line(line, near, capsys):
     assert f". Did you mean {near}?" in capsys.readouterr().err
 
 
+def test_an_option_of_another_command_is_not_proposed_to_itself(capsys):
+    with pytest.raises(SystemExit):
+        main(["find", "x", "--budget", "2"])
+    assert "unrecognized arguments: --budget 2 (see" in capsys.readouterr().err
+
+
+def test_so_does_the_package():
+    with pytest.raises(
+        AttributeError, match=r"module 'fusionlab' has no attribute 'exploer'\. Did you mean 'explore'\?"
+    ):
+        fl.exploer(mlp)
+    assert not hasattr(fl, "_ipython_display_")
+
+
 def test_a_number_is_no_name():
     with pytest.raises(ArgumentError) as caught:
         fl.find(mlp, *ARGS).explain(99)

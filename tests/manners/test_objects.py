@@ -114,6 +114,8 @@ def test_a_wrong_suffix_is_one_error_that_names_those_there_are(tmp_path):
         Facts(a=1).save(tmp_path / "x.jsn")
     text = "needed one of .csv, .html, .json, .txt. Did you mean '.json'?"
     assert str(caught.value) == f"path: got the suffix '.jsn' in {str(tmp_path / 'x.jsn')!r}, {text}"
+    with pytest.raises(ArgumentError, match=r"needed one of [^?]*\.txt$"):
+        Facts(a=1).save(tmp_path / "x.xml")  # another kind of file, no slip for ".html"
     with pytest.raises(ArgumentError, match="got 3, needed the name of a file"):
         Facts(a=1).save(3)
     assert list(tmp_path.iterdir()) == []

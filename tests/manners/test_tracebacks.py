@@ -61,6 +61,7 @@ def files_in(text: str) -> list[str]:
         ("found.select('nope')", "UnknownNameError: unknown site or pass 'nope'", []),
         ("lab.select('nope')", "ArgumentError: select: got 'nope'", []),
         ("lab.toggles['nope'] = True", "UnknownNameError: unknown pass or site 'nope'", []),
+        ("lab.sites['nope']", "UnknownNameError: unknown site 'nope'", []),
         ("lab.measure(1)", "TypeError: Measuring.measure() takes 1 positional argument", []),
         ("fused(x)", "TypeError: mlp() missing 1 required positional argument: 'w'", []),
         ("bad(x, w)", "TypeError: dot_general requires", ["broken"]),

@@ -69,7 +69,8 @@ class LeafNumerics(Shown):
       rtol, atol: what "over tolerance" means; `atol` is absolute here.
       before, after: errors of the original and of the fused version against float64.
       between: "after" against "before": for information, never a verdict.
-      zero_in_theory: a gradient that would be 0 in exact arithmetic: what is there is rounding, relative errors mean nothing.
+      zero_in_theory: it would be 0, or next to it, in exact arithmetic: what is there is rounding, relative errors mean nothing. A gradient
+        far below the largest; an output (what a train step makes of such a gradient) of which the original has no digit right.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
         the fused version: attention gives 0 to a query that sees no key. No regression, and told in the notes.
     """
@@ -103,6 +104,11 @@ class LeafNumerics(Shown):
             return False
         near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
         return near or after.over_tolerance == self.filled
+
+    @property
+    def is_rounding(self) -> bool:
+        """An output of which the original has no digit right: of interest only where it got worse."""
+        return self.zero_in_theory and self.kind == "output"
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -165,14 +171,17 @@ class Numerics(Shown):
     def worst(self, kind: str | None = None) -> LeafNumerics | None:
         """The leaf (of this kind) whose fused version is furthest off: regressions first, then by its share of the tolerance.
 
-        Not by relative error: a gradient that is zero in theory has an arbitrarily large one.
+        Not by relative error: a gradient that is zero in theory has an arbitrarily large one. An output that is rounding alone comes after
+        all that are not, unless it is a regression.
         """
         return next((leaf for leaf in self.ranked if kind is None or leaf.kind == kind), None)
 
     @property
     def ranked(self) -> tuple[LeafNumerics, ...]:
         """All leaves, the worst first."""
-        return tuple(sorted(self.leaves, key=lambda leaf: (leaf.ok, -leaf.shares[1], -leaf.after.max_abs)))
+        return tuple(
+            sorted(self.leaves, key=lambda leaf: (leaf.ok, leaf.is_rounding, -leaf.shares[1], -leaf.after.max_abs))
+        )
 
     @property
     def sentence(self) -> str:
@@ -311,8 +320,9 @@ def leaf_numerics(
         b, a = _readable(b), _readable(a)
         row = _tolerance_of(b.dtype, sums)
         scale = _scale(want)
-        zero = kind == "gradient" and scale < _ZERO_IN_THEORY * largest
-        atol = row.atol * (largest if zero else scale)
+        noise = 0.0 if kind == "gradient" else _rounding_alone(b, want)
+        zero = noise > 0 or (kind == "gradient" and scale < _ZERO_IN_THEORY * largest)
+        atol = _ACCEPTED_GROWTH * noise or row.atol * (largest if zero else scale)
         filled = _filled(b, a, want)
         leaves.append(
             LeafNumerics(
@@ -334,6 +344,14 @@ def leaf_numerics(
     return leaves
 
 
+def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
+    """The original's largest error where it is, over the whole array, as large as what was wanted: it has no digit right; 0 elsewhere."""
+    if not jnp.issubdtype(before.dtype, np.inexact):
+        return 0.0
+    error = compare_arrays(before, want, before.dtype)
+    return error.max_abs if error.rel_l2 >= 1 and not error.nonfinite_mismatch and math.isfinite(error.max_abs) else 0.0
+
+
 def _filled(before: np.ndarray, after: np.ndarray, want: np.ndarray) -> np.ndarray:
     """Where the original and its reference are NaN and the fused version is a number."""
     if not all(jnp.issubdtype(a.dtype, np.inexact) for a in (before, after, want)):
@@ -348,6 +366,17 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
         f"numbers in the fused version; the sites' notes say why"
         for leaf in leaves
         if leaf.filled
+    )
+
+
+def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
+    """How many outputs are rounding alone, and what they are judged by, in a sentence; () for none."""
+    n = sum(leaf.is_rounding for leaf in leaves)
+    if not n:
+        return ()
+    which = "1 output holds" if n == 1 else f"{n} outputs hold"
+    return (
+        f"{which} rounding alone, in the original too (zero in theory): tolerated is twice the original's own error",
     )
 
 

@@ -256,7 +256,7 @@ def time_pair(
         return time_programs(names_of(differentiated=False)[0], programs[0], programs[1], **effort)
 
 
-def _said(stages: Stages, which: str, verb: str) -> None:
+def _said(stages: Stages, which: str, verb: str, _jaxpr: object) -> None:
     stages(f"{verb} {which}")
 
 

@@ -182,15 +182,19 @@ class Findings(Shown):
         return Records(site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True)))
 
     def line(self, pass_name: str) -> str:
-        """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" of what `applied` names."""
-        found = [c for c in self.candidates if c.pass_name == pass_name]
-        mine = [c.id for c in found if not c.idle]
-        left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
+        """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" of what `applied` names.
+
+        "3 subgraphs can be fused, of which 1 is left as it is": not fused unless asked for; the node count leaves it out.
+        """
+        found = [c.id for c in self.candidates if c.pass_name == pass_name]
+        mine = [c.id for c in self.candidates if c.pass_name == pass_name and not c.idle]
+        idle = len(found) - len(mine)
+        left = f", of which {idle} {'is left as it is' if idle == 1 else 'are left as they are'}" if idle else ""
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
         why = f" ({', '.join(code_counts(declined))})" if declined else ""
         before = self.graph.node_count
         after = self.apply(mine).node_count if mine else before
-        return f"{pass_name}: {self._subgraphs(mine)}{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+        return f"{pass_name}: {self._subgraphs(found)}{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
 
     def _subgraphs(self, sites: Collection[str]) -> str:
         """ "3 subgraphs can be fused"; "2 subgraphs fused, 1 can be fused" where a function fuses some of them."""

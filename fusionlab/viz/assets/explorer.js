@@ -139,7 +139,7 @@ function problem(ui) {
   const el = h("div", { class: "fl-problem", "data-fl": "problem", role: "alert", hidden: true });
   return { el, draw: { problem(p) {
     el.hidden = !p;
-    fill(el, p && h("b", {}, p.code), p && h("span", {}, [p.sentence, ...(p.near || []).flatMap((name) => [" ", h("button", { type: "button", class: "fl-link", "data-fl-pick": name }, name)])]), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
+    fill(el, p && h("b", {}, p.code), p && h("span", {}, [p.sentence, ...(p.near || []).flatMap((name, k) => [k ? ", " : " ", h("button", { type: "button", class: "fl-link", "data-fl-pick": name }, name)])]), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
   } } };
 }
 
@@ -206,6 +206,10 @@ export function mount(el, store) {
     if (any) store.send({ type: "pick", name: "" });
     return any;
   };
+  // A press elsewhere takes the focus along, to a cell's prompt too: a notebook leaves it to what holds it, and its keys did nothing.
+  ui.on(document, "pointerdown", (e) => {
+    if (root.contains(document.activeElement) && !root.contains(e.target)) document.activeElement.blur();
+  }, { capture: true });
   ui.copying = copying(ui);
   ui.past = history(ui);
   const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), gone(ui), ui.past];

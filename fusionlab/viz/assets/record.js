@@ -92,7 +92,7 @@ function recordStore(traits, sides, elsewhere) {
     const card = names().find(name);
     if (card && !byName.has(name)) return choose(card.card, name, card.twin ? { twin: 1 } : undefined);
     const row = byName.get(name) || byName.get(`n${side()?.sites[name]}`), line = row ? [] : rows.filter((r) => r.where === name);
-    if (!row && !line.length) return set({ problem: { code: "", sentence: `${name} is not in this record${names().near(name).length ? "; nearest:" : `. ${elsewhere}`}`, near: names().near(name) } });
+    if (!row && !line.length) return set({ problem: { code: "", sentence: `${name} is not in this record${names().near(name).length ? "; nearest:" : ": it is no part, value, site or source line of the program."}`, near: names().near(name) } });
     return choose((row || line[0]).card, name, row, line);
   };
   const choose = async (card, name, row, line = []) => {

@@ -12,7 +12,7 @@ from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
 from ..html.shares import shares_html
-from ..html.tabs import Tab, evidence_tabs, roofline_of, tab
+from ..html.tabs import HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet
 from ..model.setting import Setting
 from .decided import Decided
@@ -22,7 +22,7 @@ _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _RATES = (
     '<p><button type="button" data-fl="rates" data-msg="{&quot;type&quot;:&quot;rates&quot;}">Measure this device\'s rates</button> '
-    "Some seconds; the roof is drawn from them.</p>"
+    "takes some seconds; the roof is drawn from them.</p>"
 )
 
 
@@ -71,12 +71,15 @@ class Below(Decided):
             self._last_tabs = {each["name"]: each["html"] for each in shown}
         elif awaited and self._last_tabs:
             shown = [self._awaited(each) for each in shown]
-        shown = [each | {"html": self._above(each["name"], rates) + each["html"]} for each in shown]
+        rated = rates and self.rates is None
+        shown = [each | {"html": self._above(each["name"], rated) + each["html"]} for each in shown]
+        if rated:  # the button is there, so that nobody has to be told of the line of Python
+            shown = [each | {"html": each["html"].replace(HOW_TO_RATE, "")} for each in shown]
         return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
 
-    def _above(self, name: str, rates: bool) -> str:
-        """What stands first in a tab: which sites are to blame, and what measures the rates that it lacks."""
-        if name == "Roofline" and rates and self.rates is None:
+    def _above(self, name: str, rated: bool) -> str:
+        """What stands first in a tab: which sites are to blame, and what measures the rates that it lacks, where that can be."""
+        if name == "Roofline" and rated:
             return _RATES
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
 

@@ -53,6 +53,7 @@ def export(
             after=after,
             formulas=formulas,
             tabs=session.tabs(script),
+            panel=session.panel(),
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {

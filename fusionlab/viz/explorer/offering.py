@@ -22,6 +22,7 @@ _OF_THE_WIDGET = ("close", "observe", "unobserve")
 _HERE = __name__.rpartition(".")[0]
 
 
+@errors_for_users
 class Sites(Mapping[str, Site], Shown):
     """Site id -> what was found there: a candidate, or a rejection that says why it is none; prints each with its state."""
 

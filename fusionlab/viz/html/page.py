@@ -17,7 +17,7 @@ from ..cards.album import Album
 from ..cards.card import Card
 from ..cards.layout.opened import opened_name
 from ..markup import ID_PREFIX
-from ..model.panel import panel
+from ..model.panel import panel as panel_of
 from .baked import MAX_BYTES, MAX_SECONDS, bake, index, packed_json
 from .dearest import dearest_html
 from .inspector import inspect
@@ -35,6 +35,7 @@ def page_data(
     view: Mapping[str, Any],
     after: Album | None = None,
     used: int = 0,
+    panel: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The explorer's traits for a page, and the pictures it can open.
 
@@ -43,11 +44,12 @@ def page_data(
       view: their `summary`.
       after: of the fused graph, whose picture the page holds too.
       used: bytes of the page without these data; pictures are baked until the page has `MAX_PAGE`.
+      panel: of a live explorer (`Session.panel`); None for what was found.
     """
     findings = album.findings
     told = {
         "head": head(view, after is not None),
-        "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
+        "panel": panel or panel_of(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
         "items": items(album, enabled, ID_PREFIX),
         "after": items(after, None, AFTER_ID_PREFIX) if after is not None else None,
     }

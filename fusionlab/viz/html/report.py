@@ -43,6 +43,7 @@ def report_html(
     record: Mapping[str, Any] | None = None,
     title: str | None = None,
     tabs: Sequence[Tab] | None = None,
+    panel: Mapping[str, Any] | None = None,
 ) -> str:
     """A whole HTML page about a graph, what was found in it and what was measured.
 
@@ -53,6 +54,7 @@ def report_html(
       record: of `python -m benchmarks gemm_epilogue` on a GPU, shown below what was measured here (see `gpu_record`).
       title: the page's title; the graph's name without it.
       tabs: those of a live explorer, with its ledger and code (`Session.tabs`); without them what was measured and is known.
+      panel: that of a live explorer (`Session.panel`), with what its sites gain or cost; without it what was found.
     """
     album = _album(graph, findings)
     view = summary(graph, findings, enabled, evidence, formulas)
@@ -80,7 +82,7 @@ def report_html(
     body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
     whole = "\n".join(body)
     used = len(_page(title, whole, {}).encode())
-    return _page(title, whole, page_data(album, enabled, view, later, used))
+    return _page(title, whole, page_data(album, enabled, view, later, used, panel))
 
 
 def _album(graph: Graph, findings: Findings | None = None) -> Album:

@@ -23,6 +23,7 @@ from .pictures import evidence_pictures
 NOT_MEASURED = (
     "Nothing measured for these sites yet: press Measure. While it runs, its progress is shown beside the button."
 )
+HOW_TO_RATE = quiet("In an explorer, lab.measure_rates() measures them in some seconds.")
 Tab = dict[str, Any]
 # Predicting a site's gain fuses it alone and counts the whole program: so many nodes are counted while nobody waits long.
 _PREDICTED_NODES = 100_000
@@ -125,12 +126,12 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
     if findings is None:
         return quiet("No program here to count: only a measurement.")
     if under is None and device is None:
-        why = "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
+        why = quiet("No roof: the rates of this device were not measured.") + HOW_TO_RATE
         nodes = findings.graph.node_count
         if nodes > _COUNTED_AT_ONCE:
             later = f"What its {nodes:,} nodes cost is told of what is selected, and under the roof: counting all of them takes a while."
-            return quiet(why) + quiet(later)
-        return quiet(why) + _costs(findings)
+            return why + quiet(later)
+        return why + _costs(findings)
     costs = _costs(findings)
     try:
         known = roofline_of(findings, device) if under is None and device is not None else under

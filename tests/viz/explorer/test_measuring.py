@@ -199,7 +199,7 @@ def test_what_got_worse_is_read_off_the_measurement():
     assert faults_of(evidence(numerics=numerics(("gradient", False)))) == [Fault("error", True)]
 
 
-def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch):
+def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch, tmp_path):
     """The clock is made up: the second layer is slow."""
 
     def model(x, w):
@@ -240,6 +240,7 @@ def test_which_site_is_found_kept_with_what_was_on_and_marked(monkeypatch):
     assert "To blame: alone, it makes the program slower" in lab.inspector["html"]
     lab.select("gemm_epilogue@layer_0#1")
     assert "To blame" not in lab.inspector["html"]
+    assert '"losing": true' in lab.save(tmp_path / "x.html").read_text(encoding="utf-8")  # on the site in the page, too
     lab.toggles["gemm_epilogue@layer_0#1"] = False
     assert losing(lab) == set()
     lab.undo()
@@ -269,9 +270,9 @@ def test_a_search_for_the_site_that_is_cancelled_keeps_nothing(case):
 def test_what_was_found_is_a_sentence():
     sites = ("a@x#1", "b@y#1")
     trials = (Trial(sites, True, "2x"), Trial(sites[:1], False, "1x"))
-    of_two = sentence_html(Bisection("f", "error", sites, (Cause(sites, "2x <worse>"),), trials))
+    of_two = sentence_html(Bisection("f", "error", sites, (Cause(sites, "1 -> 2x <worse>"),), trials))
     assert ">a@x#1</button> with <button" in of_two
-    assert "alone makes results worse against float64: 2x &lt;worse&gt; (2 trials)" in of_two
+    assert "alone makes results worse against float64: 1 → 2× &lt;worse&gt; (2 trials)" in of_two
     nothing = sentence_html(Bisection("f", "time", sites, (), trials[1:]))
     assert "did not show again with all of them fused (1x); 1 trial." in nothing
     stopped = sentence_html(Bisection("f", "time", sites, (), (), "cancelled"))
