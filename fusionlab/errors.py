@@ -87,12 +87,15 @@ def did_you_mean(got: object, names: Iterable[str], alike: float = 0.6) -> str:
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
+_MOST_LOOKED_AT = 100  # of near names, in alphabetical order
+
+
 def _nearest(got: str, names: Sequence[str], alike: float) -> list[str]:
     """A name that starts with what came, or has it inside, is nearer than one that is only spelt alike; capitals do not count."""
     asked = got.casefold()
     tests: tuple[Callable[[str, str], bool], ...] = (str.__eq__, str.startswith, str.__contains__)
     for is_near in tests if len(asked) > 1 else ():
-        found = [name for name in names if is_near(name.casefold(), asked)]
+        found = [name for name in names if is_near(name.casefold(), asked)][:_MOST_LOOKED_AT]
         # "gemm_epilogue" speaks for "gemm_epilogue_grad", too.
         shortest = [name for name in found if not any(name != other and name.startswith(other) for other in found)]
         if found:

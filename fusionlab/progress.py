@@ -1,6 +1,6 @@
 """How far a long piece of work is: stages with a clock, for a person to watch or a function of the caller's to be told.
 
-Work is a row of stages, each named as it begins ("tracing", "compiling before, forward 1/4", "timing forward"), its steps counted where it
+Work is a row of stages, each named as it begins ("tracing", "compiling before, call 1/4", "timing call"), its steps counted where it
 has some. Who does the work holds `Stages`; who looks at it is a `Watch`: a line in a terminal or a notebook's cell here, the bar of an
 explorer there. Each keeps a `Clock`, which knows since when a stage runs and how long it may yet take.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
+from .errors import ArgumentError
 from .processes import speaks
 
 Progress = bool | Callable[[str, int, int], Any]
@@ -98,7 +99,7 @@ class Clock:
 
     @property
     def step(self) -> str:
-        """The stage and its step: "timing forward 14/40"."""
+        """The stage and its step: "timing call 14/40"."""
         return f"{self.task} {self.done}/{self.total}" if self.total else self.task
 
     def __str__(self) -> str:
@@ -211,6 +212,8 @@ class _Named(Watch):
 @contextlib.contextmanager
 def watched(progress: Progress | None) -> Iterator[Progress]:
     """Around a whole piece of work: with True one line shows all of its stages, and is gone at the end; with None where somebody looks."""
+    if progress is not None and not isinstance(progress, bool) and not callable(progress):
+        raise ArgumentError(f"progress: got {progress!r:.80}, needed False, True or a function of (task, done, total)")
     if progress is None:
         progress = somebody_looks()
     if progress is not True or not speaks():
@@ -232,7 +235,10 @@ def noticed(task: str) -> Iterator[None]:
 
 def somebody_looks() -> bool:
     """Whether what is shown while work goes on is seen: in a notebook's cell, or on a terminal."""
-    return in_notebook() or sys.stderr.isatty()
+    try:
+        return in_notebook() or sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, it is closed, or something else stands for it
+        return False
 
 
 def in_notebook() -> bool:
@@ -316,7 +322,8 @@ class Line(Watch):
             return
         with self._lock:
             if not self._closed.is_set():
-                self._shown = _Log() if not somebody_looks() else _Cell() if in_notebook() else _Bar()
+                with self._safely():
+                    self._shown = _Log() if not somebody_looks() else _Cell() if in_notebook() else _Bar()
                 self._draw()
         while not self._closed.wait(TICK_S):
             with self._lock:
@@ -324,13 +331,23 @@ class Line(Watch):
 
     def _draw(self) -> None:
         if self._shown is not None and self.clock.task and not self._closed.is_set():
-            self._shown.draw(self.clock)
+            with self._safely():
+                self._shown.draw(self.clock)
+
+    @contextlib.contextmanager
+    def _safely(self) -> Iterator[None]:
+        """Where nothing can be shown any more (a pipe whose reader has left), the work goes on unseen."""
+        try:
+            yield
+        except (OSError, ValueError, AttributeError):
+            self._shown = None
 
     def close(self) -> None:
         with self._lock:
             self._closed.set()
             if self._shown is not None:
-                self._shown.close()
+                with self._safely():
+                    self._shown.close()
                 self._shown = None
         self._thread.join(TICK_S)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +20,11 @@ import jax
 
 from .errors import FusionLabError
 
-_HERE = str(Path(__file__).parent)
-_MODELS = str(Path(__file__).parent / "models")  # functions as a user writes them
-_JAX = tuple(str(Path(module.__file__ or "").parent) for module in (jax, sys.modules["jaxlib"]))
-_PYTHON = str(Path(inspect.__file__).parent)
+_HERE = os.path.join(Path(__file__).parent, "")
+_MODELS = os.path.join(_HERE, "models", "")  # functions as a user writes them
+_JAX = tuple(os.path.join(Path(module.__file__ or "").parent, "") for module in (jax, sys.modules["jaxlib"]))
+_PYTHON = os.path.join(Path(inspect.__file__).parent, "")
 _BETWEEN = (contextlib.__file__, functools.__file__)  # decorators and context managers
-_REMOVED = "JAX has removed its internal frames"  # the note that JAX adds to an error that it shortened
 
 _Class = TypeVar("_Class", bound=type)
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -45,8 +45,9 @@ class _OwnLinesHidden:
         return None
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        # Frame 1 is the public function (or the decorator around it); the one behind it called it.
-        if isinstance(error, Exception) and not _is_own(sys._getframe(2).f_code.co_filename):
+        # The frame behind this is the public function (or the decorator around it); the one behind that called it, if any did.
+        caller = sys._getframe(1).f_back
+        if isinstance(error, Exception) and (caller is None or not _is_own(caller.f_code.co_filename)):
             _shorten(error)
 
 
@@ -75,18 +76,23 @@ def _shorten(error: BaseException) -> None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        if error.__traceback__ is not None and not any(_is_own(_file(e)) for e in _entries(error.__traceback__)):
+            break  # another one, which was being handled when the call began
         error.__traceback__ = _without_own(error.__traceback__)
         error = error.__cause__ or error.__context__  # pyright: ignore[reportAssignmentType]
 
 
 def _is_mistake(error: BaseException) -> bool:
-    """Whether FusionLab itself failed: its own line, or Python's library called by it, raised what it does not raise on purpose."""
-    is_jaxs = any(_REMOVED in note for note in getattr(error, "__notes__", ()))
-    if isinstance(error, FusionLabError | AssertionError) or is_jaxs:
+    """Whether FusionLab itself failed: its own line, or a library that it called, raised what it does not raise on purpose."""
+    if isinstance(error, FusionLabError) or type(error).__module__.startswith("fusionlab."):
         return False
-    files = [f for f in map(_file, _entries(error.__traceback__)) if not _is_pythons(f)]
+    files = [f for f in map(_file, _entries(error.__traceback__)) if not _is_librarys(f)]
     # This file calls a public function with what the user gave it, which may be no arguments of it.
     return bool(files) and _is_own(files[-1]) and files[-1] != __file__
+
+
+def _is_librarys(file: str) -> bool:
+    return _is_pythons(file) or file.startswith(_JAX) or ("site-packages" in file and not _is_own(file))
 
 
 def _is_own(file: str) -> bool:

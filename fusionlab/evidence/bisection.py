@@ -71,6 +71,8 @@ class Bisection(Shown):
         head = f"{self.name}: {_many('site', self.sites)}, {_many('trial', self.trials)}"
         if self.stopped:
             head += f", stopped: {self.stopped}"
+        if self.stopped and not self.trials:
+            return f"{head}: whether it is {fault} is not known"
         if not self.causes:
             seen = f" ({self.trials[0].observed})" if self.trials else ""
             return f"{head}: fused, it is not {fault}{seen}"

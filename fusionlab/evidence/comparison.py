@@ -21,7 +21,7 @@ from .instruments.clocks import Clocks
 from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import CompiledMemory, Memory
 from .instruments.record import Environment, environment, load_json, to_json
-from .instruments.timing import WALL, Runs, Timing, Verdict, check_effort, names_of, seconds
+from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict, check_effort, names_of, seconds
 from .measuring import Measuring
 from .over_devices import OverDevices
 
@@ -242,9 +242,6 @@ class Evidence(Shown):
         return rows
 
 
-_OLDER_NAMES = {"forward": "call", "forward + backward": "gradient of the call"}
-
-
 def _timing(data: Mapping[str, Any] | None) -> Timing | None:
     if data is None:
         return None
@@ -261,7 +258,7 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 
     low, high = (float(x) for x in data["interval"])
     return Timing(
-        what=str(_OLDER_NAMES.get(data["what"], data["what"])),
+        what=str(OLDER_NAMES.get(data["what"], data["what"])),
         before=runs(data["before"]),
         after=runs(data["after"]),
         ratio=data["ratio"],
@@ -390,12 +387,12 @@ def measure(
 def _taken(steps: Iterable[tuple[str, Callable[[], Any]]], notes: list[str], cancel: Cancel | None) -> dict[str, Any]:
     """The parts of the evidence, as far as it was not cancelled."""
     parts: dict[str, Any] = {}
-    for key, step in steps:
-        try:
+    key = ""
+    try:
+        for key, step in steps:  # what comes next may have to be compiled to be known, and be cancelled, too
             if cancel is not None and cancel():
                 raise Stopped(key)
             parts[key] = step()
-        except Stopped:
-            notes.append(f"cancelled before: {key}")
-            break
+    except Stopped as stopped:
+        notes.append(f"cancelled before: {stopped if key in parts or not key else key}")
     return parts

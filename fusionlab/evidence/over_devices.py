@@ -18,7 +18,7 @@ from fusionlab.processes import from_process_0, several
 from fusionlab.showing import Shown
 
 from .instruments.program import Program
-from .instruments.timing import seconds
+from .instruments.timing import OLDER_NAMES, seconds
 
 RUNS = 5
 Sent = Mapping[str, Traffic]
@@ -99,7 +99,10 @@ class OverDevices(Shown):
         def sent(kinds: Mapping[str, Any]) -> dict[str, Traffic]:
             return {kind: Traffic(**counts) for kind, counts in kinds.items()}
 
-        calls = (Collectives(c["what"], sent(c["before"]), sent(c["after"])) for c in data["collectives"])
+        calls = (
+            Collectives(str(OLDER_NAMES.get(c["what"], c["what"])), sent(c["before"]), sent(c["after"]))
+            for c in data["collectives"]
+        )
         return cls(data["mesh"], data["devices"], data["processes"], tuple(calls), data["device_s"])
 
     def __str__(self) -> str:

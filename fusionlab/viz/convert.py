@@ -37,7 +37,10 @@ def to_png(svg: str, *, most: float = 64e6) -> bytes:
         font_family=_FAMILY,
         sans_serif_family=_FAMILY,
     )
-    return with_palette(png)
+    return with_palette(png) if width * height * scale**2 <= _MOST_PALETTED else png
+
+
+_MOST_PALETTED = 16_000_000  # pixels; of more it takes seconds
 
 
 def with_palette(png: bytes) -> bytes:

@@ -209,7 +209,7 @@ def roots(folder: Path) -> Iterator[Any]:
     result = fusionlab.compare(program, fused, *args, samples=3, budget_s=1.0)
     run = evidence.Runs("before", (1e-3, 1.1e-3), 1, 0.1, 0.1, 0.1)
     timing = evidence.Timing(
-        "forward", run, dataclasses.replace(run, name="after"), 1.2, (1.1, 1.3), evidence.Verdict.FASTER, "a card"
+        "call", run, dataclasses.replace(run, name="after"), 1.2, (1.1, 1.3), evidence.Verdict.FASTER, "a card"
     )
     result = dataclasses.replace(result, timing=timing, same_code=False)
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
@@ -242,7 +242,7 @@ def by_hand() -> Iterator[Any]:
     yield fusionlab.evidence.ResidentGrowth("model:step", 1 << 30, 3 << 30, "VmHWM")
     yield clocks.Clocks(1980.0, 2619.0, 41.0, 350.0, (), 0.9)
     yield device_clock.DeviceTimes("after", (1e-3, 1.1e-3), 10)
-    sent = over_devices.Collectives("forward", {"all-reduce": Traffic(4, 131072)}, {"all-reduce": Traffic(2, 65536)})
+    sent = over_devices.Collectives("call", {"all-reduce": Traffic(4, 131072)}, {"all-reduce": Traffic(2, 65536)})
     yield over_devices.OverDevices({"data": 2}, 2, 1, (sent,), {"before": {"0": 1e-3}})
     cause = bisection.Cause(("lerp@#1",), "output out is WORSE")
     trial = bisection.Trial(("lerp@#1",), True, "output out is WORSE")

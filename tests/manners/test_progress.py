@@ -238,7 +238,8 @@ def test_nothing_of_it_goes_into_a_pipe(tmp_path):
 def test_a_log_has_a_line_for_each_stage(monkeypatch, capsys):
     monkeypatch.setattr(progress, "WAIT_S", 0.0)
     with watched(True) as told:
-        while not capsys.readouterr().err:
+        end = time.monotonic() + 30
+        while not capsys.readouterr().err and time.monotonic() < end:
             told("compiling")
             time.sleep(0.01)
         for k in range(3):

@@ -35,8 +35,8 @@ class Error(Shown):
       ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
       ulp_histogram: finite elements by their distance in ulp: how many are within each of `ULP_EDGES` and beyond the one before, then those
         beyond the last; () in older records and for integers.
-      share: the largest |got - want| / (atol + rtol * |want|): above 1 it is over tolerance; infinite for a non-finite mismatch and for
-        integers that differ; None in older records.
+      share: the largest |got - want| / (atol + rtol * |want|) of finite elements: above 1 it is over tolerance; infinite where nothing is
+        tolerated, as of integers that differ; None in older records.
       over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
       nonfinite_mismatch: elements where one is NaN or infinite and the other not, or of another kind or sign.
       worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
@@ -189,8 +189,10 @@ class Numerics(Shown):
         leaf = self.worst()
         if leaf is None:
             return "no errors were measured"
-        share, error = share_text(leaf.shares[1]), f"{leaf.after.max_abs:.2e}"
-        return f"worst error {share} of its tolerance: {error} in {leaf.called}, against float64"
+        before, after = leaf.shares
+        share = f"{share_text(after)} of" if math.isfinite(after) else "beyond"
+        was = f" ({share_text(before)} before)" if after > 1 else ""  # which may be no worse than it was
+        return f"worst error {share} its tolerance{was}: {leaf.after.max_abs:.2e} in {leaf.called}, against float64"
 
     def __str__(self) -> str:
         worst = [leaf for kind in ("output", "gradient") if (leaf := self.worst(kind)) is not None]
@@ -202,10 +204,10 @@ def _quotient(error: float, tolerated: float) -> float:
 
 
 def share_text(share: float) -> str:
-    """A share of a tolerance: "12 %", "310 %"; "not finite" where no number says how far it is off."""
+    """A share of a tolerance: "12 %", "310 %"; "beyond" where nothing is tolerated."""
     if not math.isfinite(share):
-        return "not finite"
-    return "under 0.1 %" if 0 < share < 0.001 else f"{100 * share:.2g} %" if share < 1 else f"{100 * share:,.0f} %"
+        return "beyond"
+    return "under 0.1 %" if 0 < share < 0.001 else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 
 def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
@@ -261,7 +263,7 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
         ulp_max=_top(ulp),
         ulp_median=float(np.median(ulp[finite])) if finite.any() else 0.0,
         over_tolerance=int(((difference > tolerated) | mismatch).sum()),
-        share=math.inf if mismatch.any() else _top(_quotients(difference, tolerated)),
+        share=_top(_quotients(difference, tolerated)),
         nonfinite_mismatch=int(mismatch.sum()),
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,

@@ -154,6 +154,10 @@ class Timing(Shown):
         return {"what": self.what, **times, **told}
 
 
+# What records from before it called them.
+OLDER_NAMES = {"forward": "call", "forward + backward": "gradient of the call"}
+
+
 def names_of(differentiated: bool) -> tuple[str, str]:
     """What measurements call a program and its gradient: one that is differentiated already is the step of a training."""
     call = "step" if differentiated else "call"

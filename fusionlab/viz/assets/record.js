@@ -1,5 +1,6 @@
 // Stands in for Python where there is none: answers the explorer's messages from a record that Python made (`record_data`). The standalone
 // page holds one; an explorer in a notebook is sent one while its kernel lives.
+const own = (all, name) => (Object.hasOwn(all, name) ? all[name] : undefined);
 const PAGE = 60; // hits that the list shows at once
 
 async function unpack(text) {
@@ -67,7 +68,7 @@ function recordStore(traits, sides, elsewhere) {
 
   const select = async (id, more = {}, name = id) => {
     const scene = more.scene || traits.scene, known = await told(), beside = `${id}`.replace(/^fl-after--/, "fl-");
-    const { title = "", html = "", near = [] } = known[name] || known[beside] || { title: scene.items[id]?.label || name, html: `<p class="quiet">No more was kept of it. ${elsewhere}</p>` };
+    const { title = "", html = "", near = [] } = own(known, name) || own(known, beside) || { title: scene.items[id]?.label || name, html: `<p class="quiet">No more was kept of it. ${elsewhere}</p>` };
     const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.card)) : [];
     set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), found: lit(scene), ...more.marks } });
   };
@@ -87,7 +88,7 @@ function recordStore(traits, sides, elsewhere) {
   const pick = async (name) => {
     if (!name) return visit("");
     const { byName, rows, number } = await loaded();
-    if (name in traits.scene.items) return select(name); // a card by its id, as going back to it names it
+    if (Object.hasOwn(traits.scene.items, name)) return select(name); // a card by its id, as going back to it names it
     if (number.has(`fl-${name}`) || number.has(name)) return choose(number.get(`fl-${name}`) ?? number.get(name), name);
     const card = names().find(name);
     if (card && !byName.has(name)) return choose(card.card, name, card.twin ? { twin: 1 } : undefined);

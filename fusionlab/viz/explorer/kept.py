@@ -79,7 +79,7 @@ class Keeper:
         side = "after" if session.stage.shown == "after" else "before"
         key = side, session.setting, session.stage.pane, id(session.stage.times_shown)
         if key not in self._sent:
-            self._sent = {k for k in self._sent if k[0] != side} | {key}
             start = time.monotonic()
             self._send({"type": "kept", "side": side, "data": kept(session)})
+            self._sent = {k for k in self._sent if k[0] != side} | {key}
             self._rest = max(REST, 3 * (time.monotonic() - start))  # a long program is not recorded after every click

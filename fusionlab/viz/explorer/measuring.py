@@ -183,8 +183,12 @@ class Measuring(Selecting):
     # How they run --------------------------------------------------------------------------------------------------
     def _now(self, job: _Job, what: str, needed: Any) -> Any:
         setting, token = self.setting, self._begin(needed)
-        with watched(None) as line:
-            return self._background.run(functools.partial(self._run, job, what, setting, line=line), token)
+        try:
+            with watched(None) as line:
+                return self._background.run(functools.partial(self._run, job, what, setting, line=line), token)
+        except BaseException as error:  # also while it waits for its turn; what has ended is not ended twice
+            self._finish(token, f"{what} failed: {_named(error)}")
+            raise
 
     def _later(self, job: _Job, what: str, needed: Any) -> threading.Thread:
         setting, token = self.setting, self._begin(needed)

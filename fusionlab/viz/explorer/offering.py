@@ -28,11 +28,14 @@ class Sites(Mapping[str, Site], Shown):
 
     def __init__(self, findings: Callable[[], Findings], enabled: Callable[[], frozenset[str]]) -> None:
         self._findings, self._enabled = findings, enabled
+        self._known: tuple[Findings | None, dict[str, Site]] = (None, {})
 
     @property
     def _found(self) -> dict[str, Site]:
         found = self._findings()
-        return {site.id: site for site in (*found.candidates, *found.rejections)}
+        if self._known[0] is not found:
+            self._known = found, {site.id: site for site in (*found.candidates, *found.rejections)}
+        return self._known[1]
 
     def __getitem__(self, name: str) -> Site:
         if name not in self._found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,8 @@ class Explorer(Measuring):
         """
         from fusionlab.output import write_file
 
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentError(f"path: got {path!r:.80}, needed the name of a file, for instance 'explorer.html'")
         target = Path(path)
         with noticed(f"writing {target.name}"):
             content = self.export(target.suffix.lower(), str(target))

@@ -94,6 +94,26 @@ def test_the_screen_is_told_what_can_act_and_what_selects_again(session, case, m
     assert turns == [1, 3, 5]  # selecting the same again is told too
 
 
+def test_what_was_undone_is_redone_until_another_change_is_made(session, case):
+    first, second = (c.id for c in case.findings.candidates)
+    session.toggles[first] = False
+    session.toggles[second] = False
+    assert not session.redo()
+    assert session.undo()
+    assert session.undo()
+    assert session.head()["can"]["redo"]
+    assert session.redo()
+    assert session.enabled == {second}
+    assert words(session)[-1] == f"redone: {first} off"
+    assert session.undo()
+    assert [session.redo(), session.redo(), session.redo()] == [True, True, False]
+    assert session.enabled == frozenset()
+    assert session.undo()
+    session.toggles[first] = True
+    assert not session.can_redo
+    assert not session.redo()
+
+
 def test_what_changes_nothing_is_no_decision(session):
     session.toggles["gemm_epilogue"] = True
     assert words(session) == ["opened"]
