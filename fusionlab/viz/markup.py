@@ -24,6 +24,11 @@ def short(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def as_on_screen(observed: object) -> str:
+    """A measurement's own line with the signs of the tables and the sentence: "3.3 ms → 3.56 ms, 0.93×"."""
+    return re.sub(r"(\d)x\b", r"\1×", str(observed).replace("->", "→"))
+
+
 def text(value: Any, limit: int = 600) -> str:
     """A value as escaped text."""
     return escape(short(str(value), limit))

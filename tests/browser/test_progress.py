@@ -179,7 +179,7 @@ def test_which_site_is_asked_by_a_button_and_marked_where_it_stands(page, proble
         begun.set()
         assert go.wait(30)
         told("trial 2: timing call", 4, 40)
-        trials = (Trial(sites, True, "2.00x slower"), Trial(sites[1:], True, "2.00x slower"))
+        trials = (Trial(sites, True, "2.00× slower"), Trial(sites[1:], True, "2.00x slower"))
         return Bisection(found.graph.name, fault.of, sites, (Cause(sites[1:], "2.00x slower"),), trials)
 
     lab = Lab(
@@ -200,7 +200,7 @@ def test_which_site_is_asked_by_a_button_and_marked_where_it_stands(page, proble
     assert lab.session.blamed == {}
     shown.hook("which").click()
     expect(shown.open_tab("Timing").locator("[data-fl=blamed]")).to_contain_text(
-        f"{sites[1]} alone makes the program slower: 2.00x slower (2 trials)"
+        f"{sites[1]} alone makes the program slower: 2.00× slower (2 trials)"
     )
     expect(shown.hook("which")).to_have_count(0)
     row = shown.root.locator(".fl-site.fl-losing")
@@ -210,7 +210,7 @@ def test_which_site_is_asked_by_a_button_and_marked_where_it_stands(page, proble
     expect(row).to_have_count(1)
     expect(row).to_contain_text("⚠")
     row.locator(".fl-link").click()
-    expect(shown.hook("inspector")).to_contain_text("To blame: alone, it makes the program slower: 2.00x slower")
+    expect(shown.hook("inspector")).to_contain_text("To blame: alone, it makes the program slower: 2.00× slower")
     lab.toggles[sites[0]] = False
     assert not lab.session.panel()["passes"][0]["groups"][0]["sites"][0]["losing"]
     lab.undo()

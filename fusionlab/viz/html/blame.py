@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from fusionlab.evidence.bisection import Bisection
 from fusionlab.evidence.instruments.timing import Verdict
 
-from ..markup import pick, quiet, text
+from ..markup import as_on_screen, pick, quiet, text
 
 FAULTS = "time", "error"
 TAB = {"time": "Timing", "error": "Errors"}
@@ -48,13 +47,8 @@ def blamed_sites(found: Mapping[str, Bisection]) -> dict[str, str]:
             for site in cause.sites:
                 others = [s for s in cause.sites if s != site]
                 who = f"with {' and '.join(others)}" if others else "alone"
-                notes.setdefault(site, f"{who}, it makes {does}: {_as_on_screen(cause.observed)}")
+                notes.setdefault(site, f"{who}, it makes {does}: {as_on_screen(cause.observed)}")
     return notes
-
-
-def _as_on_screen(observed: object) -> str:
-    """A measurement's own line with the signs of the tables and the sentence: "3.3 ms → 3.56 ms, 0.93×"."""
-    return re.sub(r"(\d)x\b", r"\1×", str(observed).replace("->", "→"))
 
 
 def site_html(found: Mapping[str, Bisection], site: str) -> str:
@@ -78,6 +72,6 @@ def sentence_html(found: Bisection) -> str:
         return quiet(f"Which site? What was measured {again}; {trials}.")
     does = {"time": "makes the program slower", "error": "makes results worse against float64"}[found.of]
     causes = [
-        f"{' with '.join(map(pick, c.sites))} alone {does}: {text(_as_on_screen(c.observed))}" for c in found.causes
+        f"{' with '.join(map(pick, c.sites))} alone {does}: {text(as_on_screen(c.observed))}" for c in found.causes
     ]
     return f'<p class="fl-blamed" data-fl="blamed"><b>⚠ Which site?</b> {"; ".join(causes)} ({text(trials)}).</p>'

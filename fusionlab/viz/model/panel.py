@@ -9,6 +9,7 @@ from typing import Any
 from fusionlab.errors import REJECTIONS
 from fusionlab.fusers import Strategy, registry
 
+from ..markup import as_on_screen
 from .alike import alike
 
 _ALIKE = ("text", "attrs", "nodes_before", "nodes_after", "arithmetic", "backends", "same_code", "idle")
@@ -85,7 +86,7 @@ def _site(site: Mapping[str, Any], share: Any) -> dict[str, Any]:
     if site["blamed"]:
         note = site["blamed"]
     elif share is not None:
-        note = "saves " + str(share).partition(": ")[2]
+        note = "saves " + as_on_screen(str(share).partition(": ")[2])
     elif site["same_code"]:
         note = "what XLA runs anyway"
     elif site["idle"]:
