@@ -53,7 +53,10 @@ def test_sites_that_say_same_code_but_compile_otherwise_are_timed():
     result = fl.compare(attention, fused, X, **QUICK)
     assert [t.what for t in result.timings] == ["call", "gradient of the call"]
     assert not result.same_code
-    assert "every site runs what XLA runs anyway, yet the whole compiles to other instructions" in result.notes
+    assert any(
+        n.startswith("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
+        for n in result.notes
+    )
 
 
 def test_what_is_skipped_has_no_say():
