@@ -7,6 +7,7 @@ from collections.abc import Callable, ItemsView, Iterator, Mapping
 
 from fusionlab.errors import ArgumentError, unknown_name
 from fusionlab.fusers import Candidate, Findings, Rejection
+from fusionlab.fusers.engine.grouping import states_said
 from fusionlab.showing import Facts, Records, Shown, Table
 from fusionlab.tracebacks import errors_for_users
 
@@ -71,11 +72,9 @@ class Sites(Mapping[str, Site], Shown):
         return self._found.items()
 
     def _sentence(self) -> str:
-        on = self._enabled()
-        states = [
-            "declined" if isinstance(s, Rejection) else "fused" if n in on else "can be fused" for n, s in self.items()
-        ]
-        return ", ".join(f"{states.count(state)} {state}" for state in ("fused", "can be fused", "declined"))
+        found, on = self._findings(), self._enabled()
+        fused = sum(c.id in on for c in found.candidates)
+        return ", ".join(states_said(fused, len(found.candidates) - fused, len(found.rejections)))
 
     def _table(self) -> Table:
         heads = ("state", "site", "what", "source", "why")
