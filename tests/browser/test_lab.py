@@ -340,6 +340,7 @@ def test_the_theme_is_chosen(lab):
     expect(lab.root).not_to_have_attribute("data-theme", re.compile("."))
 
 
+@pytest.mark.dear
 def test_measuring_shows_times_and_follows_the_ticks(lab, book, artifacts):
     lab.hook("measure").click()
     timing = lab.open_tab("Timing")

@@ -31,6 +31,7 @@ def book(page, problems, notebook_server):
     notebook_server.stop_kernels()
 
 
+@pytest.mark.dear
 def test_the_explorer_works_in_notebook_7(book, problems, tmp_path, artifacts):
     lab = Explorer(book.page)
     expect(lab.picture).to_be_visible()

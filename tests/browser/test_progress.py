@@ -290,6 +290,7 @@ def _a_cell_that_is_not_there(monkeypatch):
     assert shown[1] == {"text/plain": "tracing · 0 s"}
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("layers", [1, 24])
 def test_no_five_seconds_without_a_change_from_the_click_on(layers, page, problems, monkeypatch):
     """From the call of `explore` to the end of the first measurement: a stage, a step or a clock changes before anybody wonders."""

@@ -101,6 +101,7 @@ def test_a_site_can_be_fused_until_something_is_fused(measured):
     assert set(STATE_WORDS.values()) == {"fused", "can be fused", "declined"}
 
 
+@pytest.mark.dear
 def test_a_train_step_is_measured_as_the_step_it_is():
     def step(w, x):
         loss, grad = jax.value_and_grad(lambda w: jnp.square(layer(x, w, B)).mean())(w)

@@ -152,6 +152,7 @@ def small(q):
     return jnp.tanh(q[0, :8, 0] @ q[0, 0])
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(("fn", "positions"), [(small, 8), (attend, 1024)])
 def test_a_real_measurement_is_cancelled_at_whichever_stage_it_is(fn, positions):
     lab = fl.explore(fn, jax.random.normal(jax.random.key(0), (1, positions, 2, 2)), budget_s=0.5)

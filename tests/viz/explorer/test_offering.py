@@ -22,14 +22,14 @@ def test_outside_a_notebook_it_says_how_to_see_it(lab):
     assert "\n" not in str(lab)
     nodes, found = lab.graph.node_count, lab.findings
     on, declined = len(lab.enabled), len(found.rejections)
-    off = len(found.candidates) - on
+    assert (on, declined) == (len(found.candidates), 1)
     assert str(lab).startswith(
-        f"Explorer of 'block', {nodes} nodes: {on} fused, {off} can be fused, {declined} declined; not measured. In a notebook "
+        f"Explorer of 'block', {nodes} nodes: {on} fused, {declined} declined; not measured. In a notebook "
     )
     for way in ("lab.save('x.html')", "lab.measure()", "lab.sites", "lab.code()"):
         assert way in str(lab)
     lab.toggles.set(frozenset())
-    assert f"0 fused, {len(found.candidates)} can be fused" in str(lab)
+    assert f"nodes: {len(found.candidates)} can be fused, {declined} declined" in str(lab)
 
 
 def test_dir_has_what_a_person_calls_and_nothing_of_the_widget_s(lab):
