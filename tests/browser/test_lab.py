@@ -148,6 +148,7 @@ def test_a_handler_sees_what_is_clicked(lab, book):
         expect(book.cells.nth(2)).to_contain_text(f"{on - 1} on")
 
 
+@pytest.mark.dear
 def test_an_exception_in_a_handler_is_told_and_the_explorer_goes_on(lab, book):
     on, problem = enabled(book), lab.hook("problem")
     with handler(book, "def handler(change):\n    raise ValueError('no <such> luck')"):
@@ -389,6 +390,7 @@ def test_what_is_exported_is_what_it_says(lab, tmp_path):
     assert lab.exported(".pdf", tmp_path).read_bytes().startswith(b"%PDF")
 
 
+@pytest.mark.dear
 def test_the_exported_page_works_without_a_server(lab, tab, tmp_path, artifacts):
     path = lab.exported(".html", tmp_path)
     problems: list[str] = []

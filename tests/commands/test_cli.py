@@ -425,6 +425,7 @@ def test_the_demo_says_what_would_fuse_on_an_h100_and_why(demo):
     assert all(b["reason"] for b in backends)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("changed", [QUICK, {}], ids=["quick", "as it is"])
 def test_a_small_demo_is_timed_and_says_that_its_sites_alone_gain_nothing(run, tmp_path, monkeypatch, changed):
     """At 64 positions every site runs what XLA runs anyway; fused, the block compiles to other instructions all the same."""

@@ -27,7 +27,7 @@ def layer(x, w, b):
 @pytest.fixture(scope="module")
 def measured():
     """(explorer, its measurement)."""
-    lab = fl.explore(layer, X, W, B, budget_s=1.0)
+    lab = fl.explore(layer, X, W, B, budget_s=0.4)
     return lab, lab.measure()
 
 
@@ -120,9 +120,10 @@ def test_what_has_no_gradient_is_measured_without_one_unasked():
     def looped(x):
         return jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (jnp.tanh(c[0]), c[1] + 1), (x, 0))[0]
 
-    result = fl.compare(looped, fl.fuse(looped), X, samples=2, budget_s=0.1, same_code=False)
+    quick = {"samples": 2, "budget_s": 0.1, "same_code": False, "numerics": False, "memory": False}
+    result = fl.compare(looped, fl.fuse(looped), X, **quick)
     assert [t.what for t in result.timings] == ["call"]
     (note,) = [n for n in result.notes if n.startswith("no gradient was measured: ")]
     assert "Reverse-mode differentiation does not work for lax.while_loop" in note
     with pytest.raises(fl.errors.TraceError, match="Reverse-mode"):
-        fl.compare(looped, fl.fuse(looped), X, grad=True, samples=2, budget_s=0.1)
+        fl.compare(looped, fl.fuse(looped), X, grad=True, **quick)
