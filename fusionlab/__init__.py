@@ -72,7 +72,9 @@ __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 
 def __getattr__(name: str) -> _Any:
     if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        __tracebackhide__ = True  # in IPython, which shows a module's lines otherwise
+        near = "" if name.startswith("_") else _import_module(".errors", __name__).did_you_mean(name, __all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near and '.'}{near}")
     module = _import_module(f".{_MODULE_OF[name]}", __name__)
     value = module if name == _MODULE_OF[name] else getattr(module, name)
     globals()[name] = value

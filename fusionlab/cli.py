@@ -10,13 +10,15 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from .commands.loading import example_arguments, keyword_arguments, load_function
-from .errors import FusionLabError
+from .errors import FusionLabError, did_you_mean
 from .output import check_file, output_folder
+from .progress import Stages, watched
 
 _FUNCTION = """\
 FUNCTION is package.module:function or path/to/file.py:function.
@@ -36,6 +38,7 @@ examples:
 """
 _DEVICE = "judge for this device: cpu, sm_90 and the like, or a100, l4, h100, h200, b200, rtx4090, t4"
 INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended: 128 + SIGINT
+_LONG = "demo", "compare", "bench", "tune"  # say what they do where standard error is no terminal, too
 WORSE = 3  # the exit status of `diff` of two records
 
 
@@ -43,7 +46,18 @@ class _Parser(argparse.ArgumentParser):
     """argparse's parser, with its complaint on one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"fusionlab: error: {message} (see {self.prog} --help)\n")
+        near = self._nearest(message)
+        self.exit(2, f"fusionlab: error: {message}{near and '.'}{near} (see {self.prog} --help)\n")
+
+    def _nearest(self, message: str) -> str:
+        """The command or the option that was meant, where argparse's complaint is of a name."""
+        if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            groups = [self, *(p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values())]
+            names = {name for group in groups for name in group._option_string_actions}
+            return did_you_mean(found[1], names) if found[1] not in names else ""  # another command's
+        return ""
 
 
 class _Version(argparse.Action):
@@ -61,7 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     status = 0
     try:
-        status = options.run(options) or 0
+        with contextlib.ExitStack() as options.shown:
+            options.progress = options.shown.enter_context(watched(True if options.command in _LONG else None))
+            status = options.run(options) or 0
         sys.stdout.flush()
     except FusionLabError as e:
         print(f"fusionlab: error: {' '.join(str(e).split())}", file=sys.stderr)
@@ -92,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = _function_command(commands, "trace", "the traced program, as text")
     trace.set_defaults(run=_trace)
 
-    find = _function_command(commands, "find", "what may be fused, what was declined, and why")
+    find = _function_command(commands, "find", "what can be fused, what was declined, and why")
     _add_pass_options(find)
     find.add_argument("--device", metavar="NAME", help=_DEVICE)
     find.add_argument("--dump", metavar="DIR", help="write the graph before and after each pass, and report.json")
@@ -124,25 +140,21 @@ def _parser() -> argparse.ArgumentParser:
 
     compare = _function_command(commands, "compare", "time and errors, before and after fusing")
     _add_pass_options(compare)
-    compare.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    compare.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    _add_effort_options(compare)
     compare.add_argument("-o", "--output", metavar="FILE", help="write it as a web page (.html) or a record (.json)")
     compare.set_defaults(run=_compare)
 
     bench = _function_command(commands, "bench", "time alone, before and after fusing")
     _add_pass_options(bench)
-    bench.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
-    bench.add_argument(
-        "--samples", type=_positive, default=40, metavar="N", help="of each version (default %(default)s)"
-    )
-    bench.add_argument(
-        "--budget", type=_positive, default=60, metavar="S", help="seconds a timing (default %(default)s)"
-    )
+    bench.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    _add_effort_options(bench)
     bench.add_argument("-o", "--output", metavar="FILE.json", help="write the record with every sample")
     bench.set_defaults(run=_bench)
 
     tune = _function_command(commands, "tune", "measure which implementations are fastest here; write the plan file")
     _add_pass_options(tune)
-    tune.add_argument("--no-grad", action="store_true", help="the forward only, no gradients")
+    tune.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
     tune.add_argument("-o", "--output", metavar="FILE", help="the plan file (default: where fusing looks)")
     tune.set_defaults(run=_tune)
 
@@ -163,6 +175,15 @@ def _function_command(commands: Any, name: str, summary: str) -> argparse.Argume
     )
     command.add_argument("--static-argnames", type=_names, metavar="A,B", help="names of arguments that are no arrays")
     return command
+
+
+def _add_effort_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--samples", type=_positive, default=40, metavar="N", help="of each version (default %(default)s)"
+    )
+    command.add_argument(
+        "--budget", type=_positive, default=60, metavar="S", help="seconds a timing (default %(default)s)"
+    )
 
 
 def _add_pass_options(command: argparse.ArgumentParser) -> None:
@@ -187,6 +208,7 @@ def _positive(text: str) -> int:
 
 
 def _print(options: argparse.Namespace, text: Any, data: dict[str, Any]) -> None:
+    options.shown.close()  # the line with what is being done, which would stand in between
     print(json.dumps(data, indent=2) if options.json else text)
 
 
@@ -200,12 +222,13 @@ def _doctor(options: argparse.Namespace) -> None:
 def _demo(options: argparse.Namespace) -> None:
     from .commands.demo import run_demo
 
-    result = run_demo(options.output, size=options.size)
+    result = run_demo(options.output, size=options.size, progress=options.progress)
     _print(options, result, result.to_dict())
 
 
 def _load(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """The function, its arguments, its keyword arguments, and which of them are static."""
+    Stages(options.progress)(f"loading {options.function}")
     function, module = load_function(options.function)
     static = {k: tuple(v) for k in ("static_argnums", "static_argnames") if (v := getattr(options, k)) is not None}
     return (
@@ -222,18 +245,17 @@ def _trace(options: argparse.Namespace) -> None:
     from .viz.export import view_model
 
     function, args, kwargs, static = _load(options)
+    Stages(options.progress)("tracing")
     graph = fl.trace(function, *args, **static, **kwargs)
-    if options.json:
-        print(json.dumps(view_model(graph), indent=2))
-    else:
-        print(graph)
+    options.shown.close()
+    print(json.dumps(view_model(graph), indent=2) if options.json else graph)
 
 
 def _find(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
     function, args, kwargs, static = _load(options)
-    asked = {"passes": options.passes, "device": options.device}
+    asked = {"passes": options.passes, "device": options.device, "progress": options.progress}
     with output_folder(options.dump) if options.dump else contextlib.nullcontext() as work:
         found = fl.find(function, *args, **asked, dump=work, **static, **kwargs)
     _print(options, found.report(), found.to_dict())
@@ -243,7 +265,8 @@ def _explain(options: argparse.Namespace) -> None:
     import fusionlab as fl
 
     function, args, kwargs, static = _load(options)
-    found = fl.find(function, *args, passes=options.passes, device=options.device, **static, **kwargs)
+    asked = {"passes": options.passes, "device": options.device, "progress": options.progress}
+    found = fl.find(function, *args, **asked, **static, **kwargs)
     text = found.explain(options.name, origin=options.origin)
     _print(options, text, {"name": options.name, "text": text})
 
@@ -269,7 +292,7 @@ def _diff_programs(options: argparse.Namespace) -> int:
     from .graph.program.text import graph_text
 
     function, args, kwargs, static = _load(options)
-    found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
+    found = fl.find(function, *args, passes=options.passes, progress=options.progress, **static, **kwargs)
     before, after = (graph_text(graph).splitlines() for graph in (found.graph, found.apply()))
     text = "\n".join(difflib.unified_diff(before, after, "before", "after", lineterm=""))
     _print(options, text or "nothing is fused", {"diff": text, "counts": found.counts()})
@@ -283,8 +306,9 @@ def _export(options: argparse.Namespace) -> None:
 
     check_file(options.output, None)
     function, args, kwargs, static = _load(options)
-    found = fl.find(function, *args, passes=options.passes, **static, **kwargs)
+    found = fl.find(function, *args, passes=options.passes, progress=options.progress, **static, **kwargs)
     graph, findings = (found.apply(), None) if options.fused else (found.graph, found)
+    Stages(options.progress)(f"writing {options.output}")
     path = save(graph, options.output, findings)
     _print(options, f"written to {path}", {"path": str(path)})
 
@@ -297,10 +321,19 @@ def _compare(options: argparse.Namespace) -> None:
         check_file(options.output, ".json" if record else ".html")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    result = fl.compare(function, fused, *args, grad=not options.no_grad, progress=True, **kwargs)
+    result = fl.compare(function, fused, *args, grad=_grad(options), **_effort(options), **kwargs)
     if options.output:
         (result.save if record else result.to_html)(options.output)
     _print(options, result, result.to_dict())
+
+
+def _effort(options: argparse.Namespace) -> dict[str, Any]:
+    return {"samples": options.samples, "budget_s": options.budget, "progress": options.progress}
+
+
+def _grad(options: argparse.Namespace) -> bool | None:
+    """Gradients where there is something to differentiate, unless they are not wanted."""
+    return False if options.no_grad else None
 
 
 def _load_with_data(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
@@ -318,9 +351,8 @@ def _bench(options: argparse.Namespace) -> None:
         check_file(options.output, ".json")
     function, args, kwargs, static = _load_with_data(options)
     fused = fl.fuse(function, passes=options.passes, **static)
-    effort = {"samples": options.samples, "budget_s": options.budget, "progress": True}
-    only = {"grad": not options.no_grad, "numerics": False, "memory": False}
-    result = fl.compare(function, fused, *args, **only, **effort, **kwargs)
+    only = {"grad": _grad(options), "numerics": False, "memory": False}
+    result = fl.compare(function, fused, *args, **only, **_effort(options), **kwargs)
     if options.output:
         result.save(options.output)
     _print(options, result, result.to_dict())
@@ -331,7 +363,7 @@ def _tune(options: argparse.Namespace) -> None:
 
     function, args, kwargs, static = _load(options)
     asked = {"passes": options.passes, "grad": not options.no_grad, "path": options.output}
-    result = fl.tune(function, *args, **asked, progress=True, **static, **kwargs)
+    result = fl.tune(function, *args, **asked, progress=options.progress, **static, **kwargs)
     _print(options, result, result.to_dict())
 
 

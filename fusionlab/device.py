@@ -20,7 +20,9 @@ from typing import Any
 
 import jax
 
-from .errors import ArgumentError
+from .errors import ArgumentError, did_you_mean
+from .showing import Shown
+from .tracebacks import errors_for_users
 
 # What a card is called -> its architecture. Any other is asked about by its sm_NN.
 GPUS = {
@@ -35,8 +37,9 @@ GPUS = {
 NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX
 
 
-@dataclass(frozen=True)
-class Device:
+@errors_for_users
+@dataclass(frozen=True, repr=False)
+class Device(Shown):
     """What a decision needs to know of a device: decisions are pure functions of a call and this record.
 
     Any device can be simulated: `Device.of("sm_75")`, `Device.of("h100")` or another of `GPUS`,
@@ -114,8 +117,9 @@ class Device:
         if re.fullmatch(r"sm_\d{2,3}", name):
             return cls("cuda", name, f"a CUDA {name} device", simulated=True)
         cards = ", ".join(map(repr, GPUS))
+        near = did_you_mean(device, ("cpu", *GPUS, *GPUS.values())) if isinstance(device, str) else ""
         raise ArgumentError(
-            f"device: got {device!r}, needed None, 'cpu', 'sm_NN' (for instance 'sm_90'), one of {cards}, or a Device"
+            f"device: got {device!r}, needed None, 'cpu', 'sm_NN' (for instance 'sm_90'), one of {cards}, or a Device.{near}"
         )
 
     def __str__(self) -> str:
@@ -179,7 +183,15 @@ def _driver() -> str | None:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:
         return None
-    return _first_match(r"Kernel Module\D*([\d.]+)", text)
+    return driver_in(text)
+
+
+def driver_in(text: str) -> str | None:
+    """The kernel driver's version in what `/proc/driver/nvidia/version` says: "580.159.03".
+
+    The file may name the processor before it ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.03"): a version has a dot.
+    """
+    return _first_match(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)\s", text)
 
 
 def _host_memory() -> int | None:

@@ -6,7 +6,7 @@ An error message has three parts: what came, what was needed, what to do about i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 
 class FusionLabError(Exception):
@@ -67,12 +67,41 @@ class ExportWarning(UserWarning):
     """A program was lowered for a card from a machine without one: its fused ops are written out in plain operations."""
 
 
+_MOST_NAMES = 40  # that one message lists
+_MOST_NEAR = 3  # that one message proposes
+
+
 def unknown_name(kind: str, got: object, valid: Iterable[str]) -> UnknownNameError:
-    """The error for a misspelt name: lists the valid ones and, where one is close, suggests it."""
-    names = sorted(valid)
-    near = difflib.get_close_matches(str(got), names, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return UnknownNameError(f"unknown {kind} {got!r}; valid: {', '.join(names)}.{hint}")
+    """The error for a misspelt name: lists the valid ones (of very many, those that are spelt most alike) and proposes the nearest."""
+    names = sorted(set(valid))
+    told = names
+    if len(names) > _MOST_NAMES:
+        alike = difflib.get_close_matches(str(got), names, n=10, cutoff=0)
+        told = [*alike, f"... and {len(names) - len(alike):,} more"]
+    return UnknownNameError(f"unknown {kind} {got!r}; valid: {', '.join(told)}.{did_you_mean(got, names)}")
+
+
+def did_you_mean(got: object, names: Iterable[str], alike: float = 0.6) -> str:
+    """The end of an error's message: " Did you mean 'gemm_epilogue'?", or "" where no name is near (`alike`: how near, up to 1)."""
+    near = [repr(name) for name in _nearest(str(got).strip(), sorted(set(names)), alike)]
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
+_MOST_LOOKED_AT = 100  # of near names, in alphabetical order
+
+
+def _nearest(got: str, names: Sequence[str], alike: float) -> list[str]:
+    """A name that starts with what came, or has it inside, is nearer than one that is only spelt alike; capitals do not count."""
+    asked = got.casefold()
+    tests: tuple[Callable[[str, str], bool], ...] = (str.__eq__, str.startswith, str.__contains__)
+    for is_near in tests if len(asked) > 1 else ():
+        found = [name for name in names if is_near(name.casefold(), asked)][:_MOST_LOOKED_AT]
+        # "gemm_epilogue" speaks for "gemm_epilogue_grad", too.
+        shortest = [name for name in found if not any(name != other and name.startswith(other) for other in found)]
+        if found:
+            return shortest[:_MOST_NEAR]
+    spelt = {name.casefold(): name for name in names}
+    return [spelt[name] for name in difflib.get_close_matches(asked, spelt, n=1, cutoff=alike)]
 
 
 # Rejection codes. The sentence says what the code means in general; each Rejection adds the particulars of its site.

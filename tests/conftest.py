@@ -73,7 +73,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     named = _asked_by_name(config)
     least = {item.nodeid: math.inf if item.nodeid in named else _least(item) for item in items}
     extra = {item.nodeid for item in items if "extra" in item.keywords and item.nodeid not in named}
-    default = tiers.default_tier(least, least.__getitem__) - extra
+    dear = {item.nodeid for item in items if "dear" in item.keywords and item.nodeid not in named}
+    default = tiers.default_tier(least, least.__getitem__) - extra - dear
     rest = [item for item in items if item.nodeid not in default]
     for item in rest:
         item.add_marker(pytest.mark.rest)

@@ -2,8 +2,8 @@
 
 The default tier has every test function with few of its cases: the first, and one in `ONE_IN` of the others, chosen by a
 hash of the test's id, so that a case stays where it is when others come and go. The marker `whole` keeps all cases of a
-test; a case that is asked for by its name always runs. What is left over carries the marker `rest`: `pytest` leaves it out,
-`pytest -m ""` runs all. With FUSIONLAB_SLICE set to the hash of a commit's tree, one part in so many of the rest
+test, `dear` keeps none; a case that is asked for by its name always runs. What is left over carries the marker `rest`: `pytest`
+leaves it out, `pytest -m ""` runs all. With FUSIONLAB_SLICE set to the hash of a commit's tree, one part in so many of the rest
 carries the marker `slice` too; `.ci/run` sets it.
 """
 

@@ -13,11 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..evidence.errors.numerics import Error, LeafNumerics
+from ..evidence.errors.numerics import share_text
 from ..evidence.instruments.record import newest_record
 from ..evidence.instruments.timing import Timing, seconds
 from ..models import transformer
 from ..output import output_folder, write_file
+from ..progress import Progress, Stages, watched
+from ..showing import Shown
 from ..verbs import comparison, lab
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
@@ -45,8 +47,8 @@ def transformer_block(params: Any, x: jax.Array) -> jax.Array:
     return transformer.block(params, x, heads=HEADS)
 
 
-@dataclass(frozen=True, eq=False)
-class Demo:
+@dataclass(frozen=True, eq=False, repr=False)
+class Demo(Shown):
     """What the demo found and measured; prints as a short table.
 
     Attributes:
@@ -101,6 +103,7 @@ class Demo:
         yield from (f"  {row}" for row in _table(list(_choices(self.found))))
         yield f"\nMeasured on {environment.hardware}: jax.jit of the block -> the same with its sites fused"
         yield from (f"  {row}" for row in _table([["", "before", "after", "before/after", "verdict"], *self._rows()]))
+        yield from [f"  {self.result.numerics.sentence}"] if self.result.numerics else []
         yield from (f"  note: {note}" for note in self.result.all_notes)
         yield f"\nWould run on {self.elsewhere.device}; judged, not run"
         yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
@@ -120,25 +123,20 @@ class Demo:
         yield from self._error_rows()
 
     def _memory_rows(self) -> Iterator[list[str]]:
-        for call, memory in (("forward", self.result.memory), ("forward + backward", self.result.memory_grad)):
-            if memory is not None:
-                before, after = memory.before.temp, memory.after.temp
-                ratio = f"{before / after:.2f}x" if after else ""
-                yield [f"compiled temporaries, {call}", mebibytes(before), mebibytes(after), ratio, ""]
+        for call, memory in self.result.memories:
+            before, after = memory.before.temp, memory.after.temp
+            ratio = f"{before / after:.2f}x" if after else ""
+            yield [f"compiled temporaries, {call}", mebibytes(before), mebibytes(after), ratio, ""]
 
     def _error_rows(self) -> Iterator[list[str]]:
-        leaves = self.result.numerics.leaves if self.result.numerics else ()
+        numerics = self.result.numerics
         for kind in ("output", "gradient"):
-            of_kind = [leaf for leaf in leaves if leaf.kind == kind]
+            of_kind = [leaf for leaf in (numerics.ranked if numerics else ()) if leaf.kind == kind]
             if of_kind:
-                worst = [max(e.max_abs for e in errors) for errors in _errors(of_kind)]
-                verdict = "ok" if all(leaf.ok for leaf in of_kind) else "WORSE"
-                name = f"largest error against float64, {len(of_kind)} {kind}" + ("s" if len(of_kind) > 1 else "")
-                yield [name, f"{worst[0]:.1e}", f"{worst[1]:.1e}", "", verdict]
-
-
-def _errors(leaves: list[LeafNumerics]) -> tuple[list[Error], list[Error]]:
-    return [leaf.before for leaf in leaves], [leaf.after for leaf in leaves]
+                worst, verdict = of_kind[0], "ok" if all(leaf.ok for leaf in of_kind) else "WORSE"
+                errors = [f"{error.max_abs:.2e}" for error in (worst.before, worst.after)]
+                shares = " -> ".join(map(share_text, worst.shares))
+                yield [f"worst {kind} of {len(of_kind)}, {worst.name}", *errors, f"{shares} of tolerance", verdict]
 
 
 def mebibytes(n: float) -> str:
@@ -174,28 +172,27 @@ def _table(rows: list[list[str]]) -> list[str]:
     return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: bool = True) -> Demo:
+def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: Progress = True) -> Demo:
     """Finds, fuses, verifies and times a transformer block, and writes `report.html`, pictures and `report.json`.
 
     Args:
       folder: where to; checked first, and its files appear together at the end.
       size: sequence length.
-      progress: bars on standard error.
+      progress: False, True (a line on standard error) or a function of (task, done, total).
 
     Raises:
       OutputError: `folder` cannot be written to; nothing is left half-written.
     """
     start = time.perf_counter()
-    with output_folder(folder) as work:
+    with output_folder(folder) as work, watched(progress) as told:
         params = transformer.init_block(jax.random.key(0), EMBED)
         x = transformer.inputs(jax.random.key(1), seq=size, embed=EMBED, dtype=jnp.float32)
-        found = lab.find(transformer_block, params, x)
-        elsewhere = lab.find(found.graph, device=ELSEWHERE)
+        found = lab.find(transformer_block, params, x, progress=told)
+        elsewhere = lab.find(found.graph, device=ELSEWHERE, progress=told)
         fused = lab.fuse(transformer_block)
-        result = comparison.compare(
-            transformer_block, fused, params, x, grad=True, progress=progress, budget_s=BUDGET_S
-        )
+        result = comparison.compare(transformer_block, fused, params, x, grad=True, progress=told, budget_s=BUDGET_S)
         record = gpu_record()
+        Stages(told)("writing the report")
         _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")
         done = Demo(size, found, elsewhere, result, record, str(folder), files, time.perf_counter() - start)

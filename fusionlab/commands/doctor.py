@@ -5,7 +5,6 @@ Nothing optional is imported to find out: installed packages are read from their
 
 from __future__ import annotations
 
-import html
 import importlib.metadata
 import importlib.util
 import os
@@ -22,11 +21,13 @@ from ..kernels.choose.choices import CHOICES
 from ..kernels.launch import ffi_call as launch
 from ..kernels.launch import native
 from ..kernels.launch.compile import DEFAULT_CACHE
+from ..showing import Shown, Table
+from ..tracebacks import own_lines_hidden
 from ..verbs.fused import DISABLE, is_disabled
 
 
-@dataclass(frozen=True)
-class Need:
+@dataclass(frozen=True, repr=False)
+class Need(Shown):
     """One thing FusionLab can use.
 
     Attributes:
@@ -45,18 +46,24 @@ class Need:
     def present(self) -> bool:
         return self.version is not None
 
+    def __str__(self) -> str:
+        return f"{self.name}: {(self.version or 'found') if self.present else 'missing'}, {self.purpose}"
 
-@dataclass(frozen=True)
-class Ability:
+
+@dataclass(frozen=True, repr=False)
+class Ability(Shown):
     """A backend of the fused ops, or a kind of output: whether it runs here, and why (not)."""
 
     name: str
     ready: bool
     reason: str
 
+    def __str__(self) -> str:
+        return f"{self.name}: {'ready' if self.ready else 'missing'}, {self.reason}"
+
 
 @dataclass(frozen=True, repr=False)
-class Doctor:
+class Doctor(Shown):
     """The result of `doctor()`; prints as a report.
 
     Attributes:
@@ -85,8 +92,18 @@ class Doctor:
         ready = sum(a.ready for a in self.abilities)
         return f"<Doctor: {ready} of {len(self.abilities)} backends and outputs ready; next: {self.next_command}>"
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def _sentence(self) -> str:
+        ready = sum(a.ready for a in self.abilities)
+        return (
+            f"{ready} of {len(self.abilities)} backends and outputs ready on {self.device}; next: {self.next_command}"
+        )
+
+    def _table(self) -> Table:
+        facts = [("device", text, "") for text in (*self.devices, *_facts(self.device))]
+        able = [(a.name, "ready" if a.ready else "missing", a.reason) for a in self.abilities]
+        needs = [(n.name, (n.version or "found") if n.present else "missing", n.purpose) for n in self.needs]
+        versions = [(name, version, "version") for name, version in self.versions.items()]
+        return Table(("what", "state", "for or why"), (*facts, *able, *needs, *versions))
 
     def __str__(self) -> str:
         lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]
@@ -110,13 +127,23 @@ def _facts(device: Device) -> Iterator[str]:
     """What is known of a device beyond its name, in words."""
     if device.memory is not None:
         yield f"{device.memory / 2**30:.1f} GiB"
-    libraries = {"CUDA": device.runtime, "driver": device.driver, "cuDNN": device.cudnn, "cuBLAS": device.cublaslt}
+    libraries = {
+        "CUDA": _cuda(device.runtime),
+        "driver": device.driver,
+        "cuDNN": device.cudnn,
+        "cuBLAS": device.cublaslt,
+    }
     yield from (f"{name} {version}" for name, version in libraries.items() if version is not None)
     if device.copy_bytes_per_s is not None:
         yield f"copies {device.copy_bytes_per_s / 1e9:.4g} GB/s (measured, read and written)"
     if device.gemm_flop_per_s is not None:
         dtype = "bfloat16" if device.platform == "cuda" else "float32"
         yield f"multiplies {device.gemm_flop_per_s / 1e12:.3g} TFLOP/s (measured, {dtype})"
+
+
+def _cuda(runtime: str | None) -> str | None:
+    """CUDA's version as it is written ("13.0"), of the number that it gives itself ("13000")."""
+    return f"{int(runtime) // 1000}.{int(runtime) % 1000 // 10}" if runtime and runtime.isdigit() else runtime
 
 
 def _package(name: str, module: str, purpose: str, remedy: str) -> Need:
@@ -151,7 +178,8 @@ def _needs() -> tuple[Need, ...]:
         _package("ipywidgets", "ipywidgets", "controls in a notebook", base),
         _package("anywidget", "anywidget", "the explorer in a notebook", base),
         _package("tqdm", "tqdm", "progress bars", base),
-        _package("vl-convert-python", "vl_convert", "PNG and PDF pictures", "pip install 'fusionlab[png]'"),
+        _package("resvg_py", "resvg_py", "PNG pictures", base),
+        _package("vl-convert-python", "vl_convert", "PDF pictures", "pip install 'fusionlab[pdf]'"),
         _cupy(),
     )
 
@@ -165,9 +193,8 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
         *_backends(device),
         _launcher(),
         Ability("SVG pictures", True, "drawn by FusionLab"),
-        Ability(
-            "PNG and PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[png]')"
-        ),
+        Ability("PNG pictures", "resvg_py" in have, "by resvg_py"),
+        Ability("PDF pictures", "vl-convert-python" in have, "by vl-convert-python (pip install 'fusionlab[pdf]')"),
         Ability("plots", "matplotlib" in have, "by matplotlib"),
         Ability("notebook explorer", widget, "by ipywidgets and anywidget"),
     )
@@ -204,6 +231,7 @@ def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
     return "fusionlab demo -o demo"
 
 
+@own_lines_hidden
 def doctor(measure: bool = False) -> Doctor:
     """What this machine has and can run. Starts JAX's default backend and imports nothing optional.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, did_you_mean
 
 
 def load_function(spec: str) -> tuple[Callable[..., Any], ModuleType]:
@@ -35,17 +35,17 @@ def load_function(spec: str) -> tuple[Callable[..., Any], ModuleType]:
     found: Any = module
     for name in path.split("."):
         if not hasattr(found, name):
-            raise ArgumentError(f"function: {module_name!r} has no {path!r}{_public_names(found)}")
+            raise ArgumentError(f"function: {module_name!r} has no {path!r}{_public_names(found, name)}")
         found = getattr(found, name)
     if not callable(found):
         raise ArgumentError(f"function: {spec!r} is a {type(found).__name__}, not a function")
     return found, module
 
 
-def _public_names(holder: Any) -> str:
-    """The first names of what can be called of a module or a class, as an error goes on."""
+def _public_names(holder: Any, asked: str) -> str:
+    """The first names of what can be called of a module or a class, and the nearest to what was asked, as an error goes on."""
     public = [n for n in vars(holder) if not n.startswith("_") and callable(getattr(holder, n))]
-    return f"; it has {', '.join(sorted(public)[:12])}" if public else ""
+    return f"; it has {', '.join(sorted(public)[:12])}.{did_you_mean(asked, public)}" if public else ""
 
 
 def _load_file(name: str) -> ModuleType:

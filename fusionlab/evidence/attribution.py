@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,9 +20,10 @@ from fusionlab.graph.program.equations import slice_jaxpr
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
+from fusionlab.progress import Cancel, Progress, Stages, watched
+from fusionlab.showing import Shown, plural
 
 from .instruments.program import Program, compile_program
-from .instruments.progress import Progress, Reporter
 from .instruments.record import hardware
 from .instruments.timing import Runs, ratio_interval, runs_of, seconds
 from .reconcile import Reconciliation
@@ -33,8 +35,8 @@ _DISPATCH = "(dispatch)"
 _WHOLE = "(whole)"
 
 
-@dataclass(frozen=True)
-class PartTiming:
+@dataclass(frozen=True, repr=False)
+class PartTiming(Shown):
     """A part of a program run alone.
 
     Attributes:
@@ -44,15 +46,22 @@ class PartTiming:
       net_s: median without a dispatch; never below 0.
     """
 
+    _told = ("name", "net_s")
+
     name: str
     nodes: tuple[int, ...]
     runs: Runs
     net_s: float
 
+    def __str__(self) -> str:
+        return f"{self.name}: {seconds(self.net_s)} without its dispatch"
 
-@dataclass(frozen=True)
-class PartTimings:
+
+@dataclass(frozen=True, repr=False)
+class PartTimings(Shown):
     """The parts of a program beside the whole, and what one dispatch takes; `hardware` is where they were measured."""
+
+    _listed = "parts"
 
     parts: tuple[PartTiming, ...]
     whole: Runs
@@ -68,6 +77,9 @@ class PartTimings:
     def __str__(self) -> str:
         clock = f"medians of {len(self.whole.samples_s)} samples, {self.whole.clock}, on {self.hardware}"
         return f"{self.reconciliation}\n{clock}"
+
+    def _sentence(self) -> str:
+        return f"{len(self.parts)} parts of a call of {seconds(self.whole.median_s)}, on {self.hardware}"
 
 
 def parts_of(
@@ -97,10 +109,12 @@ def parts_of(
     if not graph.top.nodes:
         raise ArgumentError(f"graph: {graph!r} has no node, so there is nothing to time")
     cut = stretches(graph.top, depth)
-    programs = [*_compiled(graph.top, cut, leaves), _program(_WHOLE, _whole(graph.top), leaves)]
-    programs.append(compile_program(lambda x: x, (jax.numpy.zeros(()),), {}, name=_DISPATCH))
-    with Reporter(progress, "timing parts", samples) as reporter:
-        runs, _ = runs_of(programs, samples, budget_s, reporter.step)
+    with watched(progress) as told:
+        stages = Stages(told)
+        compiling = stages("compiling parts", len(cut) + 1)
+        programs = [*_compiled(graph.top, cut, leaves, compiling.step), _program(_WHOLE, _whole(graph.top), leaves)]
+        programs.append(compile_program(lambda x: x, (jax.numpy.zeros(()),), {}, name=_DISPATCH))
+        runs, _ = runs_of(programs, samples, budget_s, stages("timing parts", samples, budget_s).step)
     *of_parts, whole, dispatch = runs
     parts = (
         PartTiming(name, tuple(n.id for n in nodes), r, max(0.0, r.median_s - dispatch.median_s))
@@ -130,7 +144,9 @@ def _whole(block: Block) -> Any:
     return slice_jaxpr(block, block.nodes, block.inputs, outputs)
 
 
-def _compiled(block: Block, cut: Sequence[tuple[str, list[Node]]], leaves: Sequence[Any]) -> list[Program]:
+def _compiled(
+    block: Block, cut: Sequence[tuple[str, list[Node]]], leaves: Sequence[Any], step: Callable[[], Any]
+) -> list[Program]:
     """Every part compiled, on the values that the parts before it gave."""
     known = dict(zip((v.id for v in block.inputs), leaves, strict=True))
     consts = {v.id for v, _ in block.consts}
@@ -141,6 +157,7 @@ def _compiled(block: Block, cut: Sequence[tuple[str, list[Node]]], leaves: Seque
         program = _program(name, slice_jaxpr(block, nodes, inputs, given), [known[v.id] for v in inputs])
         known.update(zip((v.id for v in given), program.run(), strict=True))
         programs.append(program)
+        step()
     return programs
 
 
@@ -173,8 +190,8 @@ def _function(closed: Any) -> Callable[..., Any]:
 # -- by site ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SiteShare:
+@dataclass(frozen=True, repr=False)
+class SiteShare(Shown):
     """What one site is worth: the program with all others fused, beside all of them.
 
     Attributes:
@@ -198,15 +215,27 @@ class SiteShare:
         low, high = self.interval
         sign = "-" if self.saved_s < 0 else ""
         verdict = "" if self.is_clear else ", no clear difference"
-        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} [{low:.3f}, {high:.3f}]{verdict}"
+        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} a call, {low:.3f}x to {high:.3f}x{verdict}"
+
+    def _row(self) -> dict[str, Any]:
+        low, high = self.interval
+        return {
+            "site": self.site,
+            "saved_s": self.saved_s,
+            "ratio, low": low,
+            "ratio, high": high,
+            "clear": self.is_clear,
+        }
 
 
-@dataclass(frozen=True)
-class SiteShares:
+@dataclass(frozen=True, repr=False)
+class SiteShares(Shown):
     """What each site is worth, and all of them together: `fused` has all, `unfused` none of them.
 
     `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled.
     """
+
+    _listed = "sites"
 
     sites: tuple[SiteShare, ...]
     fused: Runs
@@ -225,11 +254,15 @@ class SiteShares:
         return self.saved_s - sum(s.saved_s for s in self.sites)
 
     def __str__(self) -> str:
-        together = f"all together: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
+        together = f"all together, a call: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
         sign = "-" if self.interaction_s < 0 else ""
         rest = f"of that {sign}{seconds(abs(self.interaction_s))} is no single site's (sites that share reads, noise)"
         same = [f"not toggled, as they are what XLA runs anyway: {', '.join(self.same_code)}"] if self.same_code else []
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
+
+    def _sentence(self) -> str:
+        sites = f"{len(self.sites)} {plural('site', len(self.sites))}"
+        return f"{sites}, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
 
 
 def sites_of(
@@ -239,7 +272,7 @@ def sites_of(
     samples: int = SAMPLES,
     budget_s: float = 60.0,
     progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
     **kwargs: Any,
 ) -> SiteShares:
     """Times a program with every site fused, with none, and with each one left out in turn.
@@ -251,7 +284,8 @@ def sites_of(
       samples, budget_s, progress, cancel: as in `time_pair`; what is told after a cancel rests on the samples that were taken till then.
 
     Raises:
-      ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it prints or calls back into Python.
+      Stopped: it was cancelled before there were any. ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it
+        prints or calls back into Python.
     """
     chosen = found.select() if chosen is None else chosen
     toggled = [c.id for c in chosen if not c.same_code]
@@ -261,11 +295,17 @@ def sites_of(
         )
     leaves = jax.tree.leaves((args, kwargs))
     names = [c.id for c in chosen]
-    versions = {name: found.rewritten(names, skip=[name]) for name in toggled}
-    versions |= {"(all)": found.rewritten(names), "(none)": found.rewritten([])}
-    programs = [_program(name, closed, leaves) for name, closed in versions.items()]
-    with Reporter(progress, "timing sites", samples) as reporter:
-        runs, _ = runs_of(programs, samples, budget_s, reporter.step, cancel)
+    versions: dict[str, Callable[[], Any]] = {n: partial(found.rewritten, names, skip=[n]) for n in toggled}
+    versions |= {"(all)": partial(found.rewritten, names), "(none)": partial(found.rewritten, [])}
+    with watched(progress) as told:
+        stages, programs = Stages(told, cancel), []
+        compiling = stages("compiling a program for each site", len(versions))
+        for name, version in versions.items():
+            stages.check(name)
+            programs.append(_program(name, version(), leaves))
+            compiling.step()
+        timing = stages("timing sites", samples, budget_s)
+        runs, _ = runs_of(programs, samples, budget_s, timing.step, cancel)
     *without, fused, unfused = runs
     shares = (
         SiteShare(r.name, r, r.median_s - fused.median_s, ratio_interval(r.samples_s, fused.samples_s)) for r in without

@@ -7,24 +7,29 @@ shortest bad prefix found by halving), and another search over what is left tell
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .instruments.progress import Progress, Reporter
+from fusionlab.progress import SILENT, Stages, Stopped
+from fusionlab.showing import Shown, plural
 
 
-@dataclass(frozen=True)
-class Trial:
+@dataclass(frozen=True, repr=False)
+class Trial(Shown):
     """The program with these sites alone fused: whether it shows the fault, and what was seen, in words."""
 
     sites: tuple[str, ...]
     bad: bool
     observed: str
 
+    def __str__(self) -> str:
+        return f"{' with '.join(self.sites) or 'no site'}: {'bad' if self.bad else 'not bad'}, {self.observed}"
 
-@dataclass(frozen=True)
-class Cause:
+
+@dataclass(frozen=True, repr=False)
+class Cause(Shown):
     """The smallest set of sites found that shows the fault on its own; none of them can be left out.
 
     Attributes:
@@ -39,8 +44,8 @@ class Cause:
         return f"{' with '.join(self.sites)}: {self.observed}"
 
 
-@dataclass(frozen=True)
-class Bisection:
+@dataclass(frozen=True, repr=False)
+class Bisection(Shown):
     """What a bisection found.
 
     Attributes:
@@ -52,6 +57,8 @@ class Bisection:
       stopped: "", or why the search ended early ("cancelled", "most trials").
     """
 
+    _listed = "trials"
+
     name: str
     of: str
     sites: tuple[str, ...]
@@ -61,9 +68,11 @@ class Bisection:
 
     def __str__(self) -> str:
         fault = {"error": "worse than before against float64", "time": "slower than before"}[self.of]
-        head = f"{self.name}: {len(self.sites)} sites, {len(self.trials)} trials"
+        head = f"{self.name}: {_many('site', self.sites)}, {_many('trial', self.trials)}"
         if self.stopped:
             head += f", stopped: {self.stopped}"
+        if self.stopped and not self.trials:
+            return f"{head}: whether it is {fault} is not known"
         if not self.causes:
             seen = f" ({self.trials[0].observed})" if self.trials else ""
             return f"{head}: fused, it is not {fault}{seen}"
@@ -89,19 +98,19 @@ class _Bisection:
     """The trials of one bisection, none made twice."""
 
     def __init__(
-        self, attempt: Callable[[tuple[str, ...]], tuple[bool, str]], most: int, cancel: Any, step: Any
+        self, attempt: Callable[[tuple[str, ...]], tuple[bool, str]], of: int, most: int, stages: Stages
     ) -> None:
-        self.attempt, self.most, self.cancel, self.step = attempt, most, cancel, step
+        self.attempt, self.of, self.most, self.stages = attempt, of, most, stages
         self.tried: dict[tuple[str, ...], Trial] = {}
 
     def bad(self, sites: tuple[str, ...]) -> bool:
         if sites not in self.tried:
-            if self.cancel is not None and self.cancel():
-                raise _Stop("cancelled")
             if len(self.tried) >= self.most:
                 raise _Stop("most trials")
+            n = len(self.tried) + 1
+            about = max(n, math.ceil(math.log2(self.of)) + 3) if self.of > 1 else n
+            self.stages(f"trial {n} of about {about}, {len(sites)} site{'s' if len(sites) > 1 else ''}")
             self.tried[sites] = Trial(sites, *self.attempt(sites))
-            self.step()
         return self.tried[sites].bad
 
     def cause(self, sites: tuple[str, ...]) -> Cause:
@@ -125,8 +134,7 @@ def bisect_sites(
     attempt: Callable[[tuple[str, ...]], tuple[bool, str]],
     *,
     most: int = 200,
-    progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    stages: Stages = SILENT,
 ) -> Bisection:
     """The sets of sites that explain a fault.
 
@@ -136,18 +144,22 @@ def bisect_sites(
       sites: ids, in program order.
       attempt: sites -> (whether the program with these alone fused shows the fault, what was seen).
       most: trials at most.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
-      cancel: asked before each trial; when it says True, what was found so far is returned.
+      stages: told of each trial; cancelled, what was found so far is returned.
     """
     causes: list[Cause] = []
     stopped = ""
-    with Reporter(progress, "trials", most) as reporter:
-        search = _Bisection(attempt, most, cancel, reporter.step)
-        left = tuple(sites)
-        try:
-            while left and search.bad(left):
-                causes.append(search.cause(left))
-                left = tuple(s for s in left if s not in causes[-1].sites)
-        except _Stop as why:
-            stopped = str(why)
+    search = _Bisection(attempt, len(sites), most, stages)
+    left = tuple(sites)
+    try:
+        while left and search.bad(left):
+            causes.append(search.cause(left))
+            left = tuple(s for s in left if s not in causes[-1].sites)
+    except _Stop as why:
+        stopped = str(why)
+    except Stopped:
+        stopped = "cancelled"
     return Bisection(name, of, tuple(sites), tuple(causes), tuple(search.tried.values()), stopped)
+
+
+def _many(noun: str, things: Sequence[Any]) -> str:
+    return f"{len(things)} {plural(noun, len(things))}"

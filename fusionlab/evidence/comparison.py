@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -12,28 +12,34 @@ from typing import Any, Self
 from fusionlab.errors import ArgumentError, MissingDependencyError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
+from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
+from fusionlab.showing import Shown, Table, save_as
+from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Error, LeafNumerics, Numerics
 from .instruments.clocks import Clocks
 from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import CompiledMemory, Memory
-from .instruments.progress import Progress
-from .instruments.record import Environment, environment, load_json, save_json, to_json
-from .instruments.timing import WALL, Runs, Timing, Verdict, check_effort, seconds
+from .instruments.record import Environment, environment, load_json, to_json
+from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict, check_effort, names_of, seconds
 from .measuring import Measuring
 from .over_devices import OverDevices
 
+_HEADS = ("quantity", "name", "version", "value", "unit", "dtype", "hardware")
 
+
+@errors_for_users
 @dataclass(frozen=True, repr=False)
-class Evidence:
+class Evidence(Shown):
     """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
 
     Attributes:
-      timing, timing_grad: of the call, and of value and gradient; None where not asked for or the same code.
+      timing, timing_grad: of the call, and of its gradient with its value; None where not asked for or the same code.
       numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
       kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
         HLO.
+      differentiated: the program has a backward pass in it: it is measured as the step that it is, and no gradient unless asked for.
       devices: mesh, collectives before and after, and the time of each device; None for what runs on one.
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
@@ -52,23 +58,35 @@ class Evidence:
     notes: tuple[str, ...] = ()
     kernels: KernelCounts | None = None
     devices: OverDevices | None = None
+    differentiated: bool = False
     hlo: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """Forward, then forward + backward, as far as they were timed."""
+        """Of the call, then of its gradient, as far as they were timed."""
         return tuple(t for t in (self.timing, self.timing_grad) if t is not None)
 
     @property
+    def calls(self) -> tuple[str, str]:
+        """What the call and its gradient are called: "call" and "gradient of the call"; "step" of a train step."""
+        return names_of(self.differentiated)
+
+    @property
+    def memories(self) -> tuple[tuple[str, Memory], ...]:
+        """Compiled memory by what was compiled, as far as it is known."""
+        named = zip(self.calls, (self.memory, self.memory_grad), strict=True)
+        return tuple((call, memory) for call, memory in named if memory is not None)
+
+    @property
     def verdict(self) -> Verdict:
-        """On the forward call; `timing_grad.verdict` has the other."""
+        """On the call; `timing_grad.verdict` has the other."""
         if self.same_code:
             return Verdict.SAME_CODE
         return self.timing.verdict if self.timing is not None else Verdict.NOT_TIMED
 
     @property
     def headline(self) -> str:
-        """Every verdict in a line: "forward: faster; forward + backward: no difference"; "same code"."""
+        """Every verdict in a line: "call: faster; gradient of the call: no difference"; "same code"."""
         return "; ".join(f"{t.what}: {t.verdict}" for t in self.timings) or str(self.verdict)
 
     @property
@@ -86,11 +104,12 @@ class Evidence:
         lines += [f"  {t.text}" for t in self.timings]
         if self.timing is not None:
             b, a = self.timing.before, self.timing.after
-            lines.append(f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} (forward, once each)")
+            lines.append(
+                f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} ({self.calls[0]}, once each)"
+            )
             if b.dispatch_s is not None and a.dispatch_s is not None:
                 lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} a call, of the host")
-        lines += [f"  {m.text}" for m in (self.memory,) if m is not None]
-        lines += [f"  forward + backward, {m.text}" for m in (self.memory_grad,) if m is not None]
+        lines += [f"  {call}: {m.text}" for call, m in self.memories]
         lines += [f"  {self.kernels}"] if self.kernels is not None else []
         lines += [f"  {line}" for line in self.devices.lines] if self.devices is not None else []
         lines += self._error_lines()
@@ -99,17 +118,17 @@ class Evidence:
     def _error_lines(self) -> list[str]:
         if self.numerics is None:
             return []
+        lines = [f"  {self.numerics.sentence}"] if self.numerics.leaves else []
         worst = [leaf for kind in ("output", "gradient") if (leaf := self.numerics.worst(kind)) is not None]
-        lines = [f"  error against float64, worst {leaf}" for leaf in worst]
-        bad = self.numerics.regressions
-        lines += (
-            [f"  {len(bad)} of {len(self.numerics.leaves)} outputs and gradients are WORSE than before"] if bad else []
-        )
+        lines += [f"    {leaf}" for leaf in worst]
+        if bad := self.numerics.regressions:
+            lines += [f"  {len(bad)} of {len(self.numerics.leaves)} outputs and gradients are WORSE than before"]
         return lines
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; `from_dict` reads it back. Medians and quartiles are for readers; the samples are the source."""
         data: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "same_code": self.same_code}
+        data["differentiated"] = self.differentiated
         for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad", "kernels", "devices"):
             value = getattr(self, part)
             data[part] = None if value is None else asdict(value)
@@ -137,17 +156,22 @@ class Evidence:
             memory_grad=_memory(data["memory_grad"]),
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
-            kernels=KernelCounts(**kernels) if (kernels := data.get("kernels")) else None,  # older records have none
+            # Older records have neither.
+            kernels=KernelCounts(**kernels) if (kernels := data.get("kernels")) else None,
+            differentiated=data.get("differentiated", False),
             devices=OverDevices.from_dict(over) if (over := data.get("devices")) else None,
         )
 
+    def _table(self) -> Table:
+        return Table(_HEADS, tuple(self.rows()))
+
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the record as JSON, with every sample; `load` reads it back.
+        """Writes it by suffix: .json (the record, with every sample: `load` reads it back), .csv (every number), .html or .txt.
 
         Raises:
-          OutputError: the file cannot be written; no part of it is left.
+          ArgumentError: another suffix. OutputError: the file cannot be written; no part of it is left.
         """
-        return save_json(path, self.to_dict())
+        return save_as(path, self._makers(), folders=True, advice="give a path you can write to")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -176,8 +200,7 @@ class Evidence:
             raise MissingDependencyError(
                 "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
             ) from error
-        heads = ["quantity", "name", "version", "value", "unit", "dtype", "hardware"]
-        return pd.DataFrame(list(self.rows()), columns=heads)
+        return pd.DataFrame(list(self.rows()), columns=list(_HEADS))
 
     def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
         """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype "" where there is none."""
@@ -185,10 +208,9 @@ class Evidence:
         for timing in self.timings:
             for runs in (timing.before, timing.after):
                 rows += [("time", timing.what, runs.name, s, "s", "", timing.hardware) for s in runs.samples_s]
-        for call, memory in (("forward", self.memory), ("forward + backward", self.memory_grad)):
-            if memory is not None:
-                plans = (memory.before, memory.after)
-                rows += [("compiled peak memory", call, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
+        for call, memory in self.memories:
+            plans = (memory.before, memory.after)
+            rows += [("compiled peak memory", call, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
         for version, counts in self.kernels.versions if self.kernels else ():
             where = self.environment.hardware
             rows += [("XLA kernels", kind, version, n, "", "", where) for kind, n in counts.items()]
@@ -236,7 +258,7 @@ def _timing(data: Mapping[str, Any] | None) -> Timing | None:
 
     low, high = (float(x) for x in data["interval"])
     return Timing(
-        what=data["what"],
+        what=str(OLDER_NAMES.get(data["what"], data["what"])),
         before=runs(data["before"]),
         after=runs(data["after"]),
         ratio=data["ratio"],
@@ -266,7 +288,7 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
             "worst_index": tuple(d["worst_index"]),
             "ulp_histogram": tuple(d.get("ulp_histogram", ())),
         }
-        floats = {k: float(v) for k, v in d.items() if k not in (*whole, *lists)}
+        floats = {k: None if v is None else float(v) for k, v in d.items() if k not in (*whole, *lists)}
         return Error(**floats, **whole, **lists)
 
     def leaf(d: Mapping[str, Any]) -> LeafNumerics:
@@ -295,11 +317,12 @@ def _arguments(nums: tuple[int, ...]) -> str:
     return f"argument{'s' if len(nums) > 1 else ''} {', '.join(map(str, nums))}" if nums else ""
 
 
+@own_lines_hidden
 def measure(
     fn: Callable,
     fused: Callable,
     *args: Any,
-    grad: bool = True,
+    grad: bool | None = None,
     argnums: int | Sequence[int] | None = None,
     samples: int = 40,
     budget_s: float = 60.0,
@@ -321,41 +344,55 @@ def measure(
       fn: the original; "before" is `jax.jit(fn)`, so write it as a user would.
       fused: what it is compared with; same arguments, same outputs.
       *args, **kwargs: arrays, used as given (donated ones are copied).
-      grad: also the gradient of a fixed random weighting of all float outputs.
+      grad: also the gradient of a fixed random weighting of all float outputs; None: of a function that has one and is not
+        differentiated already, as a train step is.
       argnums: the arguments to differentiate by; None is every float leaf.
-      samples, budget_s: of each function, and seconds, per timing (forward, and forward + backward).
+      samples, budget_s: of each function, and seconds, per timing (of the call, and of its gradient).
       cold: flush caches before each call that is timed.
       donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
       same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
         instructions, nothing is timed and the verdict says so.
       timing, numerics, memory: what to measure.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
-      cancel: asked between steps; when it says True, what is there so far is returned, with a note.
+      progress: False, True (a line) or a function of (task, done, total).
+      cancel: asked between stages; when it says True, what is there so far is returned, with a note.
 
     Raises:
       ArgumentError: shapes where arrays are needed, a position that is none, outputs that differ in structure.
       SideEffectError: a function prints or calls back into Python; named with its source line.
-      TraceError: a function does not trace, or (with `grad`) cannot be differentiated.
+      TraceError: a function does not trace, or (with `grad=True`) cannot be differentiated.
       OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, `notes` says so.
     """
     check_effort(samples, budget_s)
     calls = [bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
-    measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad)
     name = getattr(fn, "__name__", type(fn).__name__)
     notes = _donation_notes(*calls) if not as_tuple(donate_argnums) else []
-    parts: dict[str, Any] = {}
-    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
-    steps = measuring.steps(numerics, memory, timing, same_code, progress, notes, effort)
-    for key, step in steps:
-        if cancel is not None and cancel():
-            notes.append(f"cancelled before: {key}")
-            break
-        parts[key] = step()
-    same = parts.pop("same_code", False)
-    notes += measuring.notes()
-    if same_code and not same and measuring.differs:
-        notes.append("every site runs what XLA runs anyway, yet the whole compiles to other instructions")
-    hlo = measuring.hlo()
-    compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+    with watched(progress) as told:
+        measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad, Stages(told, cancel))
+        effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": told, "cancel": cancel}
+        parts = _taken(measuring.steps(numerics, memory, timing, same_code, notes, effort), notes, cancel)
+        Stages(told)("reading what was compiled")
+        same = parts.pop("same_code", False)
+        notes += measuring.notes()
+        if same_code and not same and measuring.differs:
+            notes.append(
+                f"every site runs what XLA runs anyway, yet the whole compiles to other instructions{measuring.differing}"
+            )
+        hlo = measuring.hlo()
+        compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+        compiled["differentiated"] = bool(hlo) and measuring.original.differentiated
     return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)
+
+
+def _taken(steps: Iterable[tuple[str, Callable[[], Any]]], notes: list[str], cancel: Cancel | None) -> dict[str, Any]:
+    """The parts of the evidence, as far as it was not cancelled."""
+    parts: dict[str, Any] = {}
+    key = ""
+    try:
+        for key, step in steps:  # what comes next may have to be compiled to be known, and be cancelled, too
+            if cancel is not None and cancel():
+                raise Stopped(key)
+            parts[key] = step()
+    except Stopped as stopped:
+        notes.append(f"cancelled before: {stopped if key in parts or not key else key}")
+    return parts

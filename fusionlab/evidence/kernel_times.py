@@ -20,6 +20,8 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.program.trace import bind_users
+from fusionlab.showing import Shown
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import Program, compile_program, compiling
 from .instruments.record import hardware
@@ -28,8 +30,8 @@ from .instruments.timing import seconds
 WITHOUT_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
 
 
-@dataclass(frozen=True)
-class KernelTime:
+@dataclass(frozen=True, repr=False)
+class KernelTime(Shown):
     """All runs of one kernel.
 
     Attributes:
@@ -38,6 +40,8 @@ class KernelTime:
       samples_s: seconds of each run of the program, over all its launches there.
       launches: of one run of the program.
     """
+
+    _told = ("name", "hlo", "median_s", "launches")
 
     name: str
     hlo: str
@@ -53,9 +57,12 @@ class KernelTime:
         """Its name, cut short, and the instruction where that is called otherwise."""
         return self.name[:90] + (f" ({self.hlo})" if self.hlo not in ("", self.name) else "")
 
+    def __str__(self) -> str:
+        return f"{self.label}: {seconds(self.median_s)} a run, {self.launches:g} launches"
 
-@dataclass(frozen=True)
-class KernelTimes:
+
+@dataclass(frozen=True, repr=False)
+class KernelTimes(Shown):
     """The kernels of a program, the dearest first.
 
     Attributes:
@@ -65,6 +72,8 @@ class KernelTimes:
       source: what measured them.
       hardware: where.
     """
+
+    _listed = "kernels"
 
     name: str
     kernels: tuple[KernelTime, ...]
@@ -90,6 +99,7 @@ class KernelTimes:
         return asdict(self)
 
 
+@own_lines_hidden
 def kernel_times(
     fn: Callable,
     *args: Any,

@@ -8,12 +8,12 @@ from typing import Any
 from fusionlab.errors import OutOfMemoryError, TraceError
 from fusionlab.graph.calls.binding import Bound
 from fusionlab.processes import several
+from fusionlab.progress import Stages
 
-from .errors.numerics import Numerics, filled_notes, tolerance_notes
+from .errors.numerics import Numerics, filled_notes, rounding_notes, tolerance_notes
 from .instruments.instructions import instructions
 from .instruments.memory import memory_of
 from .instruments.program import Program
-from .instruments.progress import Progress, Reporter
 from .instruments.timing import time_programs
 from .original import Original
 from .over_devices import OverDevices, over_devices
@@ -22,11 +22,18 @@ from .over_devices import OverDevices, over_devices
 class Measuring:
     """The programs of one comparison, each compiled at most once, when first needed."""
 
-    def __init__(self, before: Bound, after: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.original, self.after, self.grad = Original(before, donated, argnums, grad), after, grad
+    def __init__(
+        self, before: Bound, after: Bound, donated: Sequence[int], argnums: Any, grad: bool | None, stages: Stages
+    ) -> None:
+        self.original = Original(before, donated, argnums, grad, stages, numbered=True)
+        self.after, self.stages = after, stages
         self._forward: tuple[Program, Program] | None = None
         self._backward: tuple[Program, Program] | None = None
         self._compared: dict[str, bool] = {}
+
+    @property
+    def grad(self) -> bool:
+        return self.original.grad
 
     @property
     def forward(self) -> tuple[Program, Program]:
@@ -46,28 +53,33 @@ class Measuring:
         memory: bool,
         timing: bool,
         same_code: bool,
-        progress: Progress,
         notes: list[str],
         effort: dict[str, Any],
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
         """What is to be done, in order: (part of the Evidence, how to get it)."""
         if memory:  # first: a device's peak never falls again, and the float64 reference needs more than either
-            yield "memory", lambda: memory_of(*self.forward)
+            yield "memory", lambda: self._memory_of(0, self.forward)
             if self.grad:
-                yield "memory_grad", lambda: memory_of(*self.backward)
+                yield "memory_grad", lambda: self._memory_of(1, self.backward)
         if numerics:
-            yield "numerics", lambda: self.numerics(progress, notes)
+            yield "numerics", lambda: self.numerics(notes)
         if same_code:
             yield "same_code", self.is_same_code
             timing = timing and self.differs
         if timing:
-            yield "timing", lambda: time_programs("forward", *self.forward, **effort)
+            call, gradient = self.original.names
+            yield "timing", lambda: time_programs(call, *self.forward, **effort)
             if self.grad:
-                yield "timing_grad", lambda: time_programs("forward + backward", *self.backward, **effort)
+                yield "timing_grad", lambda: time_programs(gradient, *self.backward, **effort)
+
+    def _memory_of(self, which: int, pair: tuple[Program, Program]) -> Any:
+        self.stages(f"memory, {self.original.names[which]}")
+        return memory_of(*pair)
 
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions, forward and (with `grad`) backward."""
         _ = self.forward, self.grad and self.backward
+        self.stages("comparing what was compiled")
         return not self.differs
 
     @property
@@ -75,26 +87,41 @@ class Measuring:
         """Whether a pair compiled so far differs in its instructions."""
         return not all(self._equal().values())
 
+    @property
+    def differing(self) -> str:
+        """ " (gradient of the call)": which differs, where another does not; "" where all do."""
+        equal = self._equal()
+        return f" ({', '.join(call for call, same in equal.items() if not same)})" if any(equal.values()) else ""
+
     def _equal(self) -> dict[str, bool]:
-        for call, pair in (("forward", self._forward), ("forward + backward", self._backward)):
-            if pair is not None and call not in self._compared:
+        for call, pair in self._pairs().items():
+            if call not in self._compared:
                 before, after = (instructions(p.compiled.as_text()) for p in pair)
                 self._compared[call] = before == after
         return self._compared
 
+    def _pairs(self) -> dict[str, tuple[Program, Program]]:
+        """What was compiled so far, by what the call is called; what was not is not compiled for it."""
+        if self._forward is None and self._backward is None:
+            return {}
+        named = zip(self.original.names, (self._forward, self._backward), strict=True)
+        return {call: pair for call, pair in named if pair is not None}
+
     def devices(self, timed: bool) -> OverDevices | None:
         """What several devices do together, of the programs compiled so far; None of one device."""
-        return over_devices({"forward": self._forward, "forward + backward": self._backward}, timed)
+        return over_devices(self._pairs(), timed)
 
     def notes(self) -> list[str]:
         """What was seen of the compiled programs, in sentences."""
         equal = [call for call, same in self._equal().items() if same]
-        return [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
+        notes = [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
+        why = self.original.why_no_gradient
+        return notes + ([f"no gradient was measured: {why}"] if why else [])
 
     def hlo(self) -> dict[str, str]:
         return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}
 
-    def numerics(self, progress: Progress, notes: list[str]) -> Numerics | None:
+    def numerics(self, notes: list[str]) -> Numerics | None:
         """Errors of outputs and gradients; None, with a note, where the program has no float64 form or that does not fit.
 
         Raises:
@@ -108,18 +135,15 @@ class Measuring:
             return None
         original, after = self.original, self.forward[1]
         backward = self.backward[1] if self.grad else None  # what cannot be differentiated is an error, not a note
-        with Reporter(progress, "comparing with float64", 2) as reporter:
-            try:
-                reference = original.reference
-                reporter.step()
-                leaves = original.errors(after, backward)
-            except TraceError as error:
-                reason = str(error)
-            except OutOfMemoryError as error:
-                reason = f"{error}; fl.errors_by_site(..., local=True) takes one site at a time to float64"
-            else:
-                reason = ""
-                reporter.step()
+        try:
+            reference = original.reference
+            leaves = original.errors(after, backward)
+        except TraceError as error:
+            reason = str(error)
+        except OutOfMemoryError as error:
+            reason = f"{error}; fl.errors_by_site(..., local=True) takes one site at a time to float64"
+        else:
+            reason = ""
         if reason:  # outside of the handler, which holds on to what the failed run held
             original.forget_reference()
             for program in (*self.forward, *(self.backward if self.grad else ())):
@@ -128,5 +152,10 @@ class Measuring:
             return None
         sums = original.sums
         left_out = original.left_out if self.grad else ()
-        remarks = (*reference.promoted.notes, *filled_notes(leaves), *tolerance_notes(leaves, sums))
+        remarks = (
+            *reference.promoted.notes,
+            *filled_notes(leaves),
+            *rounding_notes(leaves),
+            *tolerance_notes(leaves, sums),
+        )
         return Numerics(tuple(leaves), left_out, sums.reduction_size, remarks, sums.tf32)

@@ -14,6 +14,9 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.settings import as_function
 from fusionlab.graph.xla.modules import CompiledModule, metadata_of_its_own, read_hlo
 from fusionlab.graph.xla.tagging import tagged_jaxpr
+from fusionlab.progress import SILENT, Stages
+from fusionlab.showing import Shown, Table
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import compile_program
 from .kernel_times import KernelTimes, traceable, traced
@@ -21,8 +24,8 @@ from .kernel_times import KernelTimes, traceable, traced
 RUNS = 5
 
 
-@dataclass(frozen=True)
-class NodeTimes:
+@dataclass(frozen=True, repr=False)
+class NodeTimes(Shown):
     """Seconds of a program's nodes.
 
     Attributes:
@@ -42,14 +45,21 @@ class NodeTimes:
             f"{self.kernels.name}: {len(self.seconds)} nodes, {share:.1%} of all kernels' time placed\n{self.kernels}"
         )
 
+    def _table(self) -> Table:
+        total = sum(self.seconds.values()) or 1.0
+        rows = sorted(self.seconds.items(), key=lambda item: -item[1])
+        return Table(("node", "time (s)", "share"), tuple((f"n{node}", s, s / total) for node, s in rows))
 
-def node_times(graph: Graph, *args: Any, runs: int = RUNS, **kwargs: Any) -> NodeTimes:
+
+@own_lines_hidden
+def node_times(graph: Graph, *args: Any, runs: int = RUNS, stages: Stages = SILENT, **kwargs: Any) -> NodeTimes:
     """Compiles a program, times its kernels and says which of its nodes the time is of.
 
     Args:
       graph: the program, `fl.trace(fn, *args)`.
       *args, **kwargs: arrays, as it was traced with.
       runs: of the program, traced after one that is not.
+      stages: told of what is done.
 
     Raises:
       ArgumentError: the arguments are not those of the graph, or no runs. SideEffectError: it prints or calls back into Python.
@@ -59,10 +69,12 @@ def node_times(graph: Graph, *args: Any, runs: int = RUNS, **kwargs: Any) -> Nod
         raise ArgumentError(f"arguments: got {len(leaves)} arrays, needed the {len(graph.top.inputs)} of {graph!r}")
     if runs < 1:
         raise ArgumentError(f"runs: got {runs}, needed at least 1")
+    stages("compiling, to time each kernel")
     with metadata_of_its_own():
         program = compile_program(
             as_function(tagged_jaxpr(graph)), tuple(leaves), {}, name=graph.name, compiling=traceable()
         )
+    stages("time of each kernel")
     module = read_hlo(program.compiled.as_text() or "", graph)
     return placed(traced(program, runs), module, cost_of(graph))
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax import numpy as jnp
 
+from fusionlab.errors import TraceError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.interpret.promote import Promoted, promote
+from fusionlab.graph.program.scopes import jaxpr_in_backward
+from fusionlab.graph.program.trace import error_text
 from fusionlab.kernels.op.op import meaning_of
+from fusionlab.progress import SILENT, Stages
 
-from .errors.numerics import (
-    LeafNumerics,
-    check_same_outputs,
-    leaf_numerics,
-    named_outputs,
-    random_cotangents,
-    value_and_gradients,
-)
+from .errors.gradients import random_cotangents, value_and_gradients
+from .errors.numerics import LeafNumerics, leaf_numerics
+from .errors.outputs import check_same_outputs, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
+from .instruments.timing import names_of
 
+# Of a comparison, in this order.
+_COMPILED = (("before", 0), ("after", 0), ("before", 1), ("after", 1))
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
 
@@ -49,18 +51,53 @@ class Original:
     Attributes:
       call: the function of its dynamic arguments.
       donated: positions in its arguments that each run consumes; those that the jit around it donates, where none were named.
-      grad: whether gradients are compared as well.
+      grad: whether gradients are compared as well; given as None, where the function is not differentiated already and has some.
+      why_no_gradient: why it has none where nobody said whether to compare any, in a sentence; else "".
+      stages: what is told as it happens, and may stop it.
+      numbered: whether a program that is compiled is told as one of those of a comparison: "before, call 1/4".
       chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
     """
 
-    def __init__(self, call: Bound, donated: Sequence[int], argnums: Any, grad: bool) -> None:
-        self.call, self.grad = call, grad
+    def __init__(
+        self,
+        call: Bound,
+        donated: Sequence[int],
+        argnums: Any,
+        grad: bool | None,
+        stages: Stages = SILENT,
+        numbered: bool = False,
+    ) -> None:
+        self.call, self._grad, self.why_no_gradient = call, grad, ""
+        self.stages, self.numbered = stages, numbered
         self.donated = call.dynamic(donated, "donate_argnums") or call.donated
         asked = range(len(call.args)) if argnums is None else call.dynamic(as_tuple(argnums), "argnums")
         leaves = jax.tree.leaves((call.args, call.kwargs))
         wanted = range(len(leaves)) if argnums is None else call.leaves_of(asked)
         self.chosen = tuple(i for i in wanted if jnp.issubdtype(jnp.result_type(leaves[i]), jnp.floating))
         self.left_out = tuple(n for i, n in enumerate(call.leaf_names) if i not in self.chosen)
+
+    @functools.cached_property
+    def grad(self) -> bool:
+        if self._grad is not None:
+            return self._grad
+        if self.differentiated or not self.chosen:
+            return False
+        try:
+            _ = self.backward
+        except TraceError as error:
+            cause = error.__cause__
+            self.why_no_gradient = error_text(cause) if isinstance(cause, Exception) else str(error)
+        return not self.why_no_gradient
+
+    @functools.cached_property
+    def differentiated(self) -> bool:
+        """Whether it has a backward pass in it: a train step, whose gradient nobody asks for."""
+        return jaxpr_in_backward(self.forward.jaxpr)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the call and its gradient are called."""
+        return names_of(self.differentiated)
 
     @functools.cached_property
     def forward(self) -> Program:
@@ -92,13 +129,31 @@ class Original:
 
     def _forward_of(self, version: Bound, name: str) -> Program:
         options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
-        return compile_program(version.fn, version.args, version.kwargs, **options)
+        return compile_program(version.fn, version.args, version.kwargs, said=self._said(name, 0), **options)
 
     def backward_of(self, version: Bound, name: str = "after") -> Program:
         """The value and the gradients of a version, compiled."""
         args = (self.cotangents, version.args, version.kwargs)
         options = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
+        options["said"] = self._said(name, 1)
         return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
+
+    def _said(self, version: str, call: int) -> Callable[[str, Any], Any]:
+        """What tells of a program as it is made: "compiling before, call 1/4"; "tracing before" where it is not known what it is."""
+
+        def said(verb: str, jaxpr: Any) -> None:
+            first = self.forward.jaxpr if "forward" in self.__dict__ else jaxpr
+            if first is None:
+                self.stages(f"{verb} {version}")
+                return
+            differentiated = jaxpr_in_backward(first)
+            which = f"{verb} {version}, {names_of(differentiated)[call]}"
+            if self.numbered and (version, call) in _COMPILED:
+                may_have_gradient = bool(self.chosen) and not differentiated if self._grad is None else self._grad
+                which += f" {_COMPILED.index((version, call)) + 1}/{4 if may_have_gradient else 2}"
+            self.stages(which)
+
+        return said
 
     @functools.cached_property
     def reference(self) -> Reference:
@@ -117,12 +172,14 @@ class Original:
     def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
+        self.stages("float64 reference")
         promoted = promote(self.call.fn, *args, inline=meaning_of, **kwargs)
         outputs = jax.tree.leaves(promoted.values(*args, **kwargs))
         return Reference(promoted, outputs, self._gradients(promoted) if self.grad else None)
 
     def _gradients(self, promoted: Promoted) -> list[Any]:
         cotangents, args, kwargs = self.backward.args
+        self.stages("float64 reference, gradient")
         wanted = promoted.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
         flat = jax.tree_util.tree_leaves(wanted, is_leaf=lambda x: x is None)
         return [flat[i] for i in self.chosen]
@@ -137,7 +194,9 @@ class Original:
             return self._errors(forward, backward)
 
     def _errors(self, forward: Program, backward: Program | None) -> list[LeafNumerics]:
-        first, second, want = self.forward.run(), forward.run(), self.reference
+        want = self.reference
+        self.stages("errors of outputs and gradients" if backward is not None else "errors of outputs")
+        first, second = self.forward.run(), forward.run()
         names, leaves = named_outputs(first), jax.tree.leaves
         found = leaf_numerics("output", names, leaves(first), leaves(second), want.outputs, self.sums)
         if backward is not None and want.gradients is not None:

@@ -15,17 +15,18 @@ import numpy as np
 from fusionlab.graph.jax_compat import child_jaxprs, split_closed
 from fusionlab.graph.xla.collectives import Traffic, bytes_text, traffic
 from fusionlab.processes import from_process_0, several
+from fusionlab.showing import Shown
 
 from .instruments.program import Program
-from .instruments.timing import seconds
+from .instruments.timing import OLDER_NAMES, seconds
 
 RUNS = 5
 Sent = Mapping[str, Traffic]
 
 
-@dataclass(frozen=True)
-class Collectives:
-    """The collectives of one call: what ("forward"), and by kind how many, and the bytes of one device, before and after."""
+@dataclass(frozen=True, repr=False)
+class Collectives(Shown):
+    """The collectives of one call: what ("call"), and by kind how many, and the bytes of one device, before and after."""
 
     what: str
     before: Sent
@@ -42,7 +43,7 @@ class Collectives:
         return self.before.get(kind, none), self.after.get(kind, none)
 
     def __str__(self) -> str:
-        """ "collectives of a device, forward: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
+        """ "collectives of a device, call: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
         pairs = ((kind, *self.of(kind)) for kind in self.kinds)
         counts = ", ".join(
             f"{kind} {b.count} ({bytes_text(b.bytes)}) -> {a.count} ({bytes_text(a.bytes)})" for kind, b, a in pairs
@@ -50,17 +51,19 @@ class Collectives:
         return f"collectives of a device, {self.what}: {counts or 'none'}"
 
 
-@dataclass(frozen=True)
-class OverDevices:
+@dataclass(frozen=True, repr=False)
+class OverDevices(Shown):
     """Where a program that several devices run together was measured.
 
     Attributes:
       mesh: axis -> size; empty where neither arguments nor program name one.
       devices, processes: how many run it.
-      collectives: of each call that was compiled: forward, then forward + backward.
+      collectives: of each call that was compiled: the call, then its gradient.
       device_s: version -> device ("0") -> the median of the seconds from the start of a call until that device's results are there; of
         this process's devices, and empty where nothing was timed.
     """
+
+    _listed = "collectives"
 
     mesh: Mapping[str, int]
     devices: int
@@ -96,28 +99,32 @@ class OverDevices:
         def sent(kinds: Mapping[str, Any]) -> dict[str, Traffic]:
             return {kind: Traffic(**counts) for kind, counts in kinds.items()}
 
-        calls = (Collectives(c["what"], sent(c["before"]), sent(c["after"])) for c in data["collectives"])
+        calls = (
+            Collectives(str(OLDER_NAMES.get(c["what"], c["what"])), sent(c["before"]), sent(c["after"]))
+            for c in data["collectives"]
+        )
         return cls(data["mesh"], data["devices"], data["processes"], tuple(calls), data["device_s"])
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
 
-def over_devices(pairs: Mapping[str, tuple[Program, Program] | None], timed: bool) -> OverDevices | None:
+
+def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> OverDevices | None:
     """What may be said of programs (call -> before and after) that run on several devices; None of one.
 
     Args:
-      pairs: "forward" and "forward + backward", as far as they were compiled.
-      timed: also run the forward programs, to see how long each device takes.
+      pairs: the call and its gradient, in this order, as far as they were compiled.
+      timed: also run the first, to see how long each device takes.
     """
-    known = {call: pair for call, pair in pairs.items() if pair is not None}
-    devices = frozenset().union(*(p.devices for pair in known.values() for p in pair))
+    devices = frozenset().union(*(p.devices for pair in pairs.values() for p in pair))
     if len(devices) < 2:
         return None
     # as_text() is None where a backend does not give its HLO.
     sent = tuple(
-        Collectives(call, *(traffic(p.compiled.as_text() or "") for p in pair)) for call, pair in known.items()
+        Collectives(call, *(traffic(p.compiled.as_text() or "") for p in pair)) for call, pair in pairs.items()
     )
-    forward = known.get("forward", ())
-    times = {p.name: device_seconds(p) for p in forward} if timed else {}
-    mesh = next((m for pair in known.values() for p in pair if (m := mesh_sizes(p))), {})
+    times = {p.name: device_seconds(p) for p in next(iter(pairs.values()))} if timed else {}
+    mesh = next((m for pair in pairs.values() for p in pair if (m := mesh_sizes(p))), {})
     return OverDevices(mesh, len(devices), len({d.process_index for d in devices}), sent, times)
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fusionlab.showing import Shown, Table
+
 from .instruments.timing import seconds
 
 WITHIN = 0.10  # a remainder below this needs no explanation
 
 
-@dataclass(frozen=True)
-class Reconciliation:
+@dataclass(frozen=True, repr=False)
+class Reconciliation(Shown):
     """Seconds of parts, and of the whole that they are parts of.
 
     Attributes:
@@ -55,3 +57,10 @@ class Reconciliation:
         rows = [f"{name.ljust(width)}  {seconds(s):>8}  {s / self.whole_s:6.1%}" for name, s in self.parts]
         total = f"{'sum'.ljust(width)}  {seconds(self.sum_s):>8}  {self.sum_s / self.whole_s:6.1%}"
         return "\n".join([*rows, total, f"{'whole'.ljust(width)}  {seconds(self.whole_s):>8}", self.remainder])
+
+    def _sentence(self) -> str:
+        return f"parts of {seconds(self.sum_s)}, the whole takes {seconds(self.whole_s)}; {self.remainder}"
+
+    def _table(self) -> Table:
+        rows = (*self.parts, ("sum", self.sum_s), ("whole", self.whole_s))
+        return Table(("part", "time (s)", "share"), tuple((name, s, s / self.whole_s) for name, s in rows))

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fusionlab.showing import Shown
+
 from .comparison import Evidence
 from .errors.numerics import LeafNumerics
 from .instruments.memory import Memory
@@ -20,12 +22,12 @@ MEMORY_GROWTH = (
 )
 
 
-@dataclass(frozen=True)
-class RecordChange:
+@dataclass(frozen=True, repr=False)
+class RecordChange(Shown):
     """One quantity of both records.
 
     Attributes:
-      what: "time, forward", "compiled peak memory, forward", "output out float32[8]".
+      what: "time, call", "compiled peak memory, call", "output out float32[8]".
       old, new: what each says of it, in words; "" where it says nothing.
       verdict: "worse", "better", "same" or "not compared".
       why: of "not compared", the reason.
@@ -41,9 +43,11 @@ class RecordChange:
         return f"{self.verdict}: {self.what}: {self.old or 'nothing'} -> {self.new or 'nothing'}{self.why and f' ({self.why})'}"
 
 
-@dataclass(frozen=True)
-class RecordDiff:
+@dataclass(frozen=True, repr=False)
+class RecordDiff(Shown):
     """What changed from one record to a newer one."""
+
+    _listed = "changes"
 
     name: str
     changes: tuple[RecordChange, ...]
@@ -116,7 +120,7 @@ def _faster(old: Timing, new: Timing) -> str:
 
 
 def _memories(old: Evidence, new: Evidence) -> Iterator[RecordChange]:
-    for part, call in (("memory", "forward"), ("memory_grad", "forward + backward")):
+    for part, call in zip(("memory", "memory_grad"), new.calls, strict=True):
         before, after = getattr(old, part), getattr(new, part)
         quantity = f"compiled peak memory of the fused version, {call}"
         if before is None and after is None:

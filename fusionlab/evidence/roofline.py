@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
@@ -23,6 +24,8 @@ from fusionlab.fusers.engine.outcomes import Candidate
 from fusionlab.graph.cost.cost import Cost, Costs, cost_of, quantity, total_of
 from fusionlab.graph.cost.kernel_model import ModelKernel, kernels_of
 from fusionlab.graph.program.graph import Graph
+from fusionlab.showing import Shown
+from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.timing import Runs, seconds
 from .reconcile import Reconciliation
@@ -31,8 +34,8 @@ UNMODELLED = "dispatch, and what the model does not know (caches, elementwise co
 FASTER = "bytes that came from a cache rather than from memory, or operations that were not done"
 
 
-@dataclass(frozen=True)
-class Point:
+@dataclass(frozen=True, repr=False)
+class Point(Shown):
     """One kernel, part or program under the roof.
 
     Attributes:
@@ -71,9 +74,13 @@ class Point:
             return text
         return f"{text}, measured {seconds(self.measured_s)}, {self.attainable_s / self.measured_s:.0%} of the roof"
 
+    def _row(self) -> dict[str, Any]:
+        names = ("name", "attainable_s", "bound", "intensity", "measured_s")
+        return {name: getattr(self, name) for name in names}
 
-@dataclass(frozen=True)
-class Prediction:
+
+@dataclass(frozen=True, repr=False)
+class Prediction(Shown):
     """What fusing one candidate is expected to gain beyond XLA.
 
     Attributes:
@@ -84,6 +91,8 @@ class Prediction:
       why: in words.
       measured_saved_s: seconds it saved, where measured.
     """
+
+    _told = ("site", "saved_s", "measured_saved_s", "why")
 
     site: str
     pass_name: str
@@ -99,8 +108,8 @@ class Prediction:
         return text if self.measured_saved_s is None else f"{text}; measured {_signed(self.measured_saved_s)}"
 
 
-@dataclass(frozen=True)
-class Roofline:
+@dataclass(frozen=True, repr=False)
+class Roofline(Shown):
     """A program under the roof of a device.
 
     Attributes:
@@ -113,6 +122,8 @@ class Roofline:
       unknown: how many nodes compute what is not known.
       notes: what the numbers take for granted.
     """
+
+    _listed = "points"
 
     name: str
     device: Device
@@ -192,6 +203,7 @@ def _times(operations: int, moved: int, device: Device) -> tuple[float, float]:
     return operations / device.gemm_flop_per_s, moved / device.copy_bytes_per_s
 
 
+@own_lines_hidden
 def roofline(
     program: Findings | Graph,
     device: Device,

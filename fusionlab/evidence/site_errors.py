@@ -19,12 +19,15 @@ from fusionlab.graph.matching.region import Region
 from fusionlab.graph.program.equations import slice_jaxpr
 from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
+from fusionlab.progress import SILENT, Stages
 
 from .original import Original
 from .subsets import SiteErrors
 
 
-def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: bool) -> SiteErrors:
+def local_errors(
+    found: Findings, site: Candidate, arrays: Sequence[Any], grad: bool, stages: Stages = SILENT
+) -> SiteErrors:
     """Errors of one site's outputs and gradients, of the nodes as they are ("before") and of the fused op, both against float64.
 
     Args:
@@ -32,6 +35,7 @@ def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: 
       site: a candidate.
       arrays: the leaves of the arguments that the graph was traced with.
       grad: also the gradients by every float that the site reads.
+      stages: told of what is done.
 
     Raises:
       TraceError: the region has no float64 form, or (with `grad`) no gradient.
@@ -50,7 +54,7 @@ def local_errors(found: Findings, site: Candidate, arrays: Sequence[Any], grad: 
 
     positions = tuple(range(len(inputs)))
     call = Bound(_function(region), given, {}, positions, len(inputs), tuple(names[v.id] for v in inputs))
-    original = Original(call, (), None, grad)
+    original = Original(call, (), None, grad, stages)
     version = Bound(fused, given, {}, positions, len(inputs), call.leaf_names)
     forward = original.forward_of(version)
     backward = original.backward_of(version) if grad else None

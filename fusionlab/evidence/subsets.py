@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from fusionlab.graph.calls.binding import Bound
+from fusionlab.progress import SILENT, Stages, Stopped
+from fusionlab.showing import Shown
 
 from .bisection import Bisection, bisect_sites
 from .errors.numerics import LeafNumerics
-from .instruments.progress import Progress, Reporter
 from .instruments.timing import Timing, Verdict, time_programs
 from .original import Original
 
 Fuser = Callable[[tuple[str, ...]], Callable]  # site ids -> the function with these alone fused
 
 
-@dataclass(frozen=True)
-class SiteErrors:
+@dataclass(frozen=True, repr=False)
+class SiteErrors(Shown):
     """Errors that one site makes, fused, and no other.
 
     Attributes:
@@ -26,6 +29,9 @@ class SiteErrors:
         the site alone.
       drawn: of the site alone, and on values drawn at random, as those that reach it differ from round to round.
     """
+
+    _listed = "leaves"
+    _name = "site"
 
     site: str
     leaves: tuple[LeafNumerics, ...]
@@ -42,19 +48,29 @@ class SiteErrors:
     def __str__(self) -> str:
         return f"{self.site}: {self.worst}{' (on values drawn at random)' if self.drawn else ''}"
 
+    def _row(self) -> dict[str, Any]:
+        return {"site": self.site, **self.worst._row()}
+
 
 def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
     """The leaf that got worst: regressions first, then by how far the error grew, against what is tolerated."""
-    return max(
-        leaves, key=lambda leaf: (not leaf.ok, (leaf.after.max_abs - leaf.before.max_abs) / (leaf.atol or 1e-300))
-    )
+
+    def grown(leaf: LeafNumerics) -> tuple[bool, bool, float]:
+        growth = (leaf.after.max_abs - leaf.before.max_abs) / (leaf.atol or 1e-300)
+        return not leaf.ok, not leaf.is_rounding, growth
+
+    return max(leaves, key=grown)
 
 
 class Trials:
-    """Versions of one original, each with some of its sites fused."""
+    """Versions of one original, each with some of its sites fused. `each` is what one is called where its stages are told, `total` how many
+    there are, where that is known."""
 
-    def __init__(self, call: Bound, fused: Fuser, grad: bool) -> None:
-        self.original, self.fused, self.grad = Original(call, (), None, grad), fused, grad
+    def __init__(
+        self, call: Bound, fused: Fuser, grad: bool | None, stages: Stages = SILENT, each: str = "trial", total: int = 0
+    ) -> None:
+        self.original, self.fused = Original(call, (), None, grad, stages), fused
+        self.stages, self.each, self.total, self._done = stages, each, total, 0
 
     def errors(self, sites: tuple[str, ...]) -> tuple[LeafNumerics, ...]:
         """Errors of outputs and gradients with these sites fused.
@@ -62,36 +78,42 @@ class Trials:
         Raises:
           TraceError: the program has no float64 form, or (with `grad`) no gradient.
         """
-        version = self._version(sites)
-        backward = self.original.backward_of(version) if self.grad else None
+        version = self._begun(sites)
+        backward = self.original.backward_of(version) if self.original.grad else None
         return tuple(self.original.errors(self.original.forward_of(version), backward))
 
     def timing(self, sites: tuple[str, ...], samples: int, budget_s: float) -> Timing:
-        """Time with these sites fused: of value and gradient, with `grad`."""
-        version, original = self._version(sites), self.original
-        effort = {"samples": samples, "budget_s": budget_s}
-        if self.grad:
-            return time_programs("forward + backward", original.backward, original.backward_of(version), **effort)
-        return time_programs("forward", original.forward, original.forward_of(version), **effort)
+        """Time with these sites fused: of value and gradient, where gradients are compared."""
+        version, original = self._begun(sites), self.original
+        told = original.stages
+        effort = {"samples": samples, "budget_s": budget_s, "progress": told.progress, "cancel": told.cancel}
+        call, gradient = original.names
+        if original.grad:
+            return time_programs(gradient, original.backward, original.backward_of(version), **effort)
+        return time_programs(call, original.forward, original.forward_of(version), **effort)
 
-    def _version(self, sites: tuple[str, ...]) -> Bound:
+    def _begun(self, sites: tuple[str, ...]) -> Bound:
+        """The version with these sites fused; what is told from here on is told of it."""
+        self._done += 1
+        self.original.stages = self.stages.inside(
+            f"{self.each} {self._done}{f' of {self.total}' if self.total else ''}"
+        )
         return replace(self.original.call, fn=self.fused(sites))
 
 
 def each_site(
     sites: Sequence[str],
     errors: Callable[[str], SiteErrors],
-    progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    stages: Stages = SILENT,
 ) -> tuple[SiteErrors, ...]:
-    """The errors of every site, in order; fewer where `cancel` said True."""
-    found = []
-    with Reporter(progress, "errors site by site", len(sites)) as reporter:
+    """The errors of every site, in order; fewer where it was cancelled."""
+    found: list[SiteErrors] = []
+    with contextlib.suppress(Stopped):
+        stage = stages("errors site by site", len(sites))
         for site in sites:
-            if cancel is not None and cancel():
-                break
+            stages.check(site)
             found.append(errors(site))
-            reporter.step()
+            stage.step()
     return tuple(found)
 
 
@@ -103,8 +125,7 @@ def bisect_subsets(
     *,
     samples: int,
     budget_s: float,
-    progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    stages: Stages = SILENT,
 ) -> Bisection:
     """The smallest sets of sites that make an output or gradient worse than before ("error"), or the program slower ("time")."""
 
@@ -114,7 +135,9 @@ def bisect_subsets(
 
     def slow(chosen: tuple[str, ...]) -> tuple[bool, str]:
         timing = trials.timing(chosen, samples, budget_s)
+        if timing.stopped == "cancelled":
+            raise Stopped("the verdict")
         return timing.verdict == Verdict.SLOWER, timing.text
 
     attempt = wrong if of == "error" else slow
-    return bisect_sites(name, of, sites, attempt, progress=progress, cancel=cancel)
+    return bisect_sites(name, of, sites, attempt, stages=stages)

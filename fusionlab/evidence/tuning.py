@@ -23,10 +23,11 @@ from fusionlab.kernels.launch import cublaslt, plans
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op.composite import CompositePrimitive
 from fusionlab.kernels.op.primitive import FusedPrimitive
+from fusionlab.progress import Progress, Stages, watched
+from fusionlab.showing import Shown, Table, table_of
 
 from .instruments.device_clock import time_on_device
 from .instruments.out_of_memory import out_of_memory
-from .instruments.progress import Progress, Reporter
 from .instruments.record import environment
 
 SAMPLES = 10
@@ -49,7 +50,7 @@ class TunedCall:
 
 
 @dataclass(frozen=True, repr=False)
-class Tuned:
+class Tuned(Shown):
     """What `fusionlab.tune` found; prints as a table.
 
     Attributes:
@@ -69,13 +70,19 @@ class Tuned:
         path = None if self.path is None else str(self.path)
         return self.measured.to_dict() | {"device": str(self.device), "path": path, "calls": self.calls}
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
+        cases = self.measured.cases.items()
+        return table_of({"call": _case_text(text), **choice._row()} for text, choice in cases)
+
+    def __str__(self) -> str:
         if self.path is None:
             why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
             return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
         lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
         lines += [f"  {_case_text(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def _case_text(text: str) -> str:
@@ -152,13 +159,14 @@ def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: 
     device = Device.current()
     measured = []
     try:
-        with Reporter(progress, "tuning", len(calls)) as reporter:
+        with watched(progress) as told:
+            tuning = Stages(told)("tuning", len(calls))
             for call in calls:
                 with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
                     rivals = _rivals(call, device, samples)
                 if rivals is not None:
                     measured.append(rivals)
-                reporter.step(1)
+                tuning.step()
         algorithms = dict(CHOICES.trial)
     finally:
         CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on

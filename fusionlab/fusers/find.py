@@ -22,6 +22,7 @@ from ..graph.program.graph import Graph
 from ..graph.program.ir import Block, Node
 from ..graph.settings import jax_defaults, wide_types
 from ..kernels import plain_meaning_of
+from ..progress import SILENT, Stages
 from .engine.base import GRADIENT, Pass, Search, found_at
 from .engine.declining import faulty, reject
 from .engine.outcomes import Candidate, Rejection, declined
@@ -39,6 +40,7 @@ def find_in(
     device: Device,
     implementation: str | None = None,
     certifier: Certifier | None = None,
+    stages: Stages = SILENT,
 ) -> Findings:
     """Searches a graph.
 
@@ -48,8 +50,10 @@ def find_in(
       device: what backends are judged for.
       implementation: as in `fuse`.
       certifier: remembers proofs; a new one by default.
+      stages: told which pass looks where, and how many sites there are.
     """
-    asked, numbered = (list(passes), device, implementation, certifier or Certifier(plain_meaning_of)), graph.numbered
+    certifier, numbered = certifier or Certifier(plain_meaning_of), graph.numbered
+    asked = list(passes), device, implementation, certifier, stages
     with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _no_full_collections(), asked_about(device):
         if numbered is None:
             return _find_in(graph, *asked)
@@ -105,11 +109,13 @@ def _find_in(
     device: Device,
     implementation: str | None,
     certifier: Certifier,
+    stages: Stages,
 ) -> Findings:
     for pass_, options in passes:
         pass_.check(options)
     seconds: dict[str, float] = {}
     unread: list[tuple[Block, Fault]] = []
+    stages("searching")
     with _timed(seconds, "canonicalise"):
         found_views = list(views(graph, failed=lambda block, fault: unread.append((block, fault))))
     found: list[Candidate | Rejection] = [*_unread(passes, unread)]
@@ -121,9 +127,12 @@ def _find_in(
         if implementation not in (None, *pass_.fused_op.implementations):
             continue
         with _timed(seconds, pass_.name):
+            stage = stages(f"searching: {pass_.name}, {_sites_text(found)}", len(found_views))
             for view, owner in found_views:
                 search = search_of(view, options=options, derivatives=derivatives, shared=shared)
                 found += _searched(pass_, search, owner)
+                stage.step()
+    stages(f"searching: {'backward passes of ' if differentiated else ''}{_sites_text(found)}")
     with _timed(seconds if differentiated else {}, "pairs"):
         candidates, rejections = guarded(
             lambda: _settled(graph, passes, found_views, found, certifier, derivatives),
@@ -139,6 +148,11 @@ def _find_in(
         differentiated=differentiated,
         router=_router(passes, found_views, search_of),
     )
+
+
+def _sites_text(found: Sequence[Candidate | Rejection]) -> str:
+    n = sum(isinstance(item, Candidate) for item in found)
+    return f"{n} site{'' if n == 1 else 's'} so far"
 
 
 @contextlib.contextmanager

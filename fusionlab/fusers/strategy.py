@@ -9,12 +9,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import ArgumentError, unknown_name
+from ..showing import Shown, Table
+from ..tracebacks import errors_for_users
 from .engine.base import BY_DEFAULT, GRADIENT, Pass
 
 _DETERMINISTIC = "deterministic"  # what a Strategy says of all passes at once
 
 
-class Strategy(Mapping[str, Any]):
+@errors_for_users
+class Strategy(Mapping[str, Any], Shown):
     """A frozen choice of passes: `Strategy(gemm_epilogue=True, dot_product_attention=False)`.
 
     A value is True, False, or a dict of the pass's options. Passes not named are off. A pass brings its gradient, `<pass>_grad`,
@@ -51,6 +54,16 @@ class Strategy(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Strategy({', '.join(f'{k}={v!r}' for k, v in self._passes.items())})"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def _table(self) -> Table:
+        return Table(("pass", "asked"), tuple(self.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: what it was made of."""
+        return dict(self._passes)
 
     def to_json(self) -> str:
         return json.dumps(self._passes, sort_keys=True)

@@ -17,6 +17,7 @@ from ..evidence.instruments.device_clock import NAME as DEVICE_TIME
 from ..evidence.instruments.timing import Timing, Verdict
 from ..fusers import Candidate, Findings, Rejection, registry
 from ..fusers.report.findings import RUNS_UNDER_GRAD
+from ..tracebacks import own_lines_hidden
 from ..verbs import comparison, lab
 from .messages import FusionAssertionError, nearest, nearest_lines, site_lines, sources_of, survivor_lines
 from .survivors import ACTIVATION_KINDS, CONCEPTS, Survivor, survivors
@@ -100,6 +101,7 @@ def _with_backward(site: Candidate) -> bool:
     return site.backward is not None and site.backward.is_fused
 
 
+@own_lines_hidden
 def assert_fused(
     fn: Callable,
     args: Sequence[Any] = (),
@@ -195,6 +197,7 @@ def _as_int(count: int | str) -> int:
     return count if isinstance(count, int) else 0
 
 
+@own_lines_hidden
 def assert_rejected(
     fn: Callable,
     args: Sequence[Any] = (),
@@ -256,6 +259,7 @@ def _instead_lines(found: lab.Findings, fused: Sequence[Candidate], asked: Seque
     return [*lines, *nearest_lines(found, others)] if others or not fused else lines
 
 
+@own_lines_hidden
 def assert_equivalent(
     fn: Callable,
     args: Sequence[Any] = (),
@@ -308,6 +312,7 @@ def _fused_lines(found: lab.Findings | None) -> list[str]:
     return ["fused:", *site_lines(fusing)] if fusing else []
 
 
+@own_lines_hidden
 def assert_not_slower(
     fn: Callable,
     args: Sequence[Any] = (),

@@ -17,6 +17,7 @@ from ..errors import OutputError
 from ..fusers import Findings, Rejection
 from ..graph.program.text import graph_text
 from ..output import write_file
+from ..tracebacks import own_lines_hidden
 from .asserts import fused_counts
 from .messages import FusionAssertionError, nearest_lines
 
@@ -29,6 +30,7 @@ _LINES = 30  # of a diff
 _LONGEST_NAME = 120  # characters; file systems take 255 bytes
 
 
+@own_lines_hidden
 def snapshot_text(found: Findings, graph: bool = True) -> str:
     """What a snapshot file holds of findings: counts by pass, the sites with their formulas, the reasons of the rest, and the program.
 

@@ -24,13 +24,14 @@ from ..graph.program.ir import Node, Value
 from ..graph.program.scopes import Source, in_backward
 from ..kernels import CARDS, plain_meaning_of
 from ..kernels.ops.gemm_epilogue.activations import ACTIVATIONS
+from ..showing import Shown
 
 ACTIVATION_KINDS = frozenset(ACTIVATIONS[name].kind for name in KNOWN)
 CONCEPTS = frozenset({"softmax", *(concept for card in CARDS for concept in card.concepts)})
 
 
-@dataclass(frozen=True)
-class Survivor:
+@dataclass(frozen=True, repr=False)
+class Survivor(Shown):
     """Something that stays outside the fused ops: its name, the user's line, and the site that was declined for it, if one was."""
 
     name: str

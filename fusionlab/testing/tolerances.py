@@ -19,10 +19,15 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 
+from ..showing import Shown
+from ..tracebacks import own_lines_hidden
 
-@dataclass(frozen=True)
-class Tolerance:
+
+@dataclass(frozen=True, repr=False)
+class Tolerance(Shown):
     """A row: up to `reduction_size` terms, `rtol` and `atol` (relative to the array's largest magnitude), and why."""
+
+    _says = "{0.dtype}: rtol {0.rtol:.3g}, atol {0.atol:.3g}; {0.reason}"
 
     dtype: str
     reduction_size: float
@@ -52,6 +57,7 @@ TOLERANCES: tuple[Tolerance, ...] = (
 )
 
 
+@own_lines_hidden
 def tolerance(dtype: Any, reduction_size: int = 1, *, tf32: bool = False) -> Tolerance:
     """The row for a result of this dtype whose largest sum has `reduction_size` terms; complex as its parts.
 

@@ -11,29 +11,32 @@ from ..errors import ArgumentError
 from ..evidence import subsets as trials
 from ..evidence.attribution import SiteShares, sites_of
 from ..evidence.bisection import Bisection
-from ..evidence.instruments.progress import Progress
 from ..evidence.instruments.timing import check_effort
 from ..evidence.site_errors import local_errors
 from ..fusers import Candidate
 from ..graph.calls.binding import Bound
 from ..graph.program.trace import bind_users
 from ..graph.settings import as_function
+from ..progress import Cancel, Progress, Stages, watched
+from ..showing import Records
+from ..tracebacks import own_lines_hidden
 from . import lab
 
 _FAULTS = ("error", "time")
 
 
+@own_lines_hidden
 def bisect(
     fn: Callable,
     *args: Any,
     of: str = "error",
     passes: lab.Passes = None,
     implementation: str | None = None,
-    grad: bool = True,
+    grad: bool | None = None,
     samples: int = 40,
     budget_s: float = 20.0,
     progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
@@ -48,10 +51,11 @@ def bisect(
       of: "error": an output or gradient is further from its float64 reference than before and than is tolerated; "time": slower,
         by the verdict of a timing.
       passes, implementation: as for `fuse`.
-      grad: also gradients of all float arguments; with `of="time"`, time of value and gradient instead of the forward call.
+      grad: also gradients of all float arguments; None: unless `fn` is differentiated already, as a train step is, or has
+        none. With `of="time"`, time of value and gradient instead of the call.
       samples, budget_s: of each timing.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
-      cancel: asked before each trial; when it says True, what was found so far is returned.
+      progress: False, True (a line) or a function of (task, done, total).
+      cancel: asked between stages; when it says True, what was found so far is returned.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -66,25 +70,28 @@ def bisect(
     check_effort(samples, budget_s)
     asked = {"passes": passes, "implementation": implementation}
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    found, chosen, call = _selected(fn, args, kwargs, asked)
-    tried = _trials(found, call, grad)
-    effort = {"samples": samples, "budget_s": budget_s, "progress": progress, "cancel": cancel}
-    return trials.bisect_subsets(tried, found.graph.name, of, list(chosen), **effort)
+    with watched(progress) as told:
+        stages = Stages(told, cancel)
+        found, chosen, call = _selected(fn, args, kwargs, asked, told)
+        tried = _trials(found, call, grad, stages, "trial")
+        effort = {"samples": samples, "budget_s": budget_s, "stages": stages}
+        return trials.bisect_subsets(tried, found.graph.name, of, list(chosen), **effort)
 
 
+@own_lines_hidden
 def errors_by_site(
     fn: Callable,
     *args: Any,
     passes: lab.Passes = None,
     implementation: str | None = None,
-    grad: bool = True,
+    grad: bool | None = None,
     local: bool = False,
     progress: Progress = False,
-    cancel: Callable[[], bool] | None = None,
+    cancel: Cancel | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
-) -> tuple[trials.SiteErrors, ...]:
+) -> Records[trials.SiteErrors]:
     """What each site does to the errors of outputs and gradients, fused alone and the rest of the program left as it is.
 
     With `local`, of the site's own output and of the gradients by what it reads, on the values that reach it: nothing else of the
@@ -93,21 +100,29 @@ def errors_by_site(
     Args, and what is raised: as for `bisect`.
 
     Returns:
-      One record a site, in program order; each prints as the output or gradient that it makes worst.
+      One record a site, in program order: a tuple that prints a line for each, the output or gradient that it makes worst.
     """
     asked = {"passes": passes, "implementation": implementation}
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    found, chosen, call = _selected(fn, args, kwargs, asked)
-    tried, arrays = _trials(found, call, grad), jax.tree.leaves((call.args, call.kwargs))
+    with watched(progress) as told:
+        stages = Stages(told, cancel)
+        found, chosen, call = _selected(fn, args, kwargs, asked, told)
+        tried, arrays = (
+            _trials(found, call, grad, stages, "site", len(chosen)),
+            jax.tree.leaves((call.args, call.kwargs)),
+        )
 
-    def errors(site: str) -> trials.SiteErrors:
-        if local:
-            return local_errors(found, chosen[site], arrays, grad)
-        return trials.SiteErrors(site, tried.errors((site,)))
+        wanted = not found.differentiated if grad is None else grad
 
-    return trials.each_site(list(chosen), errors, progress, cancel)
+        def errors(site: str) -> trials.SiteErrors:
+            if local:
+                return local_errors(found, chosen[site], arrays, wanted, stages.inside(site))
+            return trials.SiteErrors(site, tried.errors((site,)))
+
+        return Records(trials.each_site(list(chosen), errors, stages))
 
 
+@own_lines_hidden
 def time_by_site(
     fn: Callable,
     *args: Any,
@@ -134,22 +149,26 @@ def time_by_site(
     check_effort(samples, budget_s)
     asked = {"passes": passes, "implementation": implementation}
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
-    found, chosen, call = _selected(fn, args, kwargs, asked)
-    effort = {"samples": samples, "budget_s": budget_s, "progress": progress}
-    return sites_of(found, *call.args, chosen=list(chosen.values()), **effort, **call.kwargs)
+    with watched(progress) as told:
+        found, chosen, call = _selected(fn, args, kwargs, asked, told)
+        effort = {"samples": samples, "budget_s": budget_s, "progress": told}
+        return sites_of(found, *call.args, chosen=list(chosen.values()), **effort, **call.kwargs)
 
 
 def _selected(
-    fn: Callable, args: tuple, kwargs: dict, options: dict[str, Any]
+    fn: Callable, args: tuple, kwargs: dict, options: dict[str, Any], progress: Progress
 ) -> tuple[lab.Findings, dict[str, Candidate], Bound]:
     """(what is found, the sites that are fused by id in program order, the call without its static arguments)."""
     fused = fn if isinstance(fn, lab.Fused) else lab.fuse(fn, **options)
+    Stages(progress)("searching")
     found, chosen = fused.selected(*args, **kwargs)
     call = bind_users(fused.original, args, kwargs, **fused.asked)
     return found, {c.id: c for c in sorted(chosen, key=lambda c: min(c.node_ids))}, call
 
 
-def _trials(found: lab.Findings, call: Bound, grad: bool) -> trials.Trials:
+def _trials(
+    found: lab.Findings, call: Bound, grad: bool | None, stages: Stages, each: str, total: int = 0
+) -> trials.Trials:
     def version(sites: tuple[str, ...]) -> Callable:
         closed = found.rewritten(sites)
 
@@ -159,4 +178,4 @@ def _trials(found: lab.Findings, call: Bound, grad: bool) -> trials.Trials:
 
         return with_sites
 
-    return trials.Trials(call, version, grad)
+    return trials.Trials(call, version, grad, stages, each, total)

@@ -5,20 +5,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..device import Device
+from ..errors import unknown_name
 from ..fusers import Pass, find_in
 from ..graph.program.trace import trace
+from ..showing import Shown
+
+if TYPE_CHECKING:
+    from ..viz.notebook import Output
 
 
 @dataclass(frozen=True)
-class Catalogue:
+class Catalogue(Shown):
     """All passes. `str()` lists formula, needs and options; a notebook adds a before/after picture of each."""
 
     passes: tuple[Pass, ...]
+    _listed = "passes"
 
     def __iter__(self) -> Iterator[Pass]:
         return iter(self.passes)
+
+    def __getitem__(self, name: str) -> Pass:
+        if name not in self.names:
+            raise unknown_name("pass", name, self.names)
+        return self.passes[self.names.index(name)]
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self.names)
 
     def __len__(self) -> int:
         return len(self.passes)
@@ -34,17 +49,31 @@ class Catalogue:
         return f"<{len(self.passes)} passes: {', '.join(self.names)}>"
 
     def _repr_html_(self) -> str:
-        import html
-
         parts = []
         for p in self.passes:
-            before, after = (_picture(p, applied) for applied in (False, True))
+            before, after = _pictures(p)
             parts.append(
-                f"<h3>{html.escape(p.name)}</h3><p><code>{html.escape(p.formula)}</code><br>needs: {html.escape(p.needs)}</p>"
-                f'<div style="display:flex;gap:2em;flex-wrap:wrap"><figure>{before}<figcaption>before</figcaption></figure>'
+                f'{_html(p)}<div style="display:flex;gap:2em;flex-wrap:wrap"><figure>{before}<figcaption>before</figcaption></figure>'
                 f"<figure>{after}<figcaption>after</figcaption></figure></div>"
             )
         return "".join(parts)
+
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import beside, picture, show, words
+
+        def outputs() -> Iterator[Output]:
+            for p in self.passes:
+                yield words(_html(p) + "<p><small>A site of it as written, and fused:</small></p>", _text(p))
+                yield picture(beside(*_pictures(p)), f"<picture of {p.name}>")
+
+        show(outputs())
+
+
+def _html(p: Pass) -> str:
+    import html
+
+    name, formula, needs = map(html.escape, (p.name, p.formula, p.needs))
+    return f"<h3>{name}</h3><p><code>{formula}</code><br>needs: {needs}</p>"
 
 
 def _text(p: Pass) -> str:
@@ -53,11 +82,13 @@ def _text(p: Pass) -> str:
     return "\n".join(lines)
 
 
-def _picture(p: Pass, applied: bool) -> str:
-    from ..viz.export import to_svg
+def _pictures(p: Pass) -> tuple[str, str]:
+    """A sample of what it fuses, as written and fused, as SVG."""
+    from ..viz.export import album
 
     fn, args = p.sample()
     graph = trace(fn, *args)
     device, options = p.sample_for
     found = find_in(graph, [(p, options)], Device.of(device))
-    return to_svg(found.apply(), show="all") if applied else to_svg(graph, found, show="all")
+    whole = album(graph, found, (), show="all"), album(found.apply(), None, (), show="all")
+    return whole[0].still(()), whole[1].still(())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import io
 from collections.abc import Callable
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
+from ..progress import Stages, noticed, watched
+from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused
-from .lab import not_swallowed
+from .lab import check_names, not_swallowed
 from .shown import fields_of
 
 
+@errors_for_users
 class Comparison(Evidence):
     """Measured evidence (see `fusionlab.evidence.comparison.Evidence`) that can draw itself."""
 
@@ -25,6 +31,23 @@ class Comparison(Evidence):
         from ..viz.html.report import evidence_summary_html
 
         return evidence_summary_html(self)
+
+    def _makers(self) -> dict[str, Callable[[], str | bytes]]:
+        def picture(kind: str) -> bytes:
+            file = io.BytesIO()
+            self.plot().figure.savefig(file, format=kind, bbox_inches="tight")
+            return file.getvalue()
+
+        pictures = {f".{kind}": functools.partial(picture, kind) for kind in ("png", "svg", "pdf")}
+        return super()._makers() | pictures | {".html": self.to_html}
+
+    def save(self, path: Any) -> Path:
+        """Writes .json (the record, with every sample: `load` reads it back), .html (the report), .csv, .txt, or the plot: .svg .png .pdf.
+
+        Raises:
+          ArgumentError: another suffix, or nothing was timed that could be drawn. OutputError: the file cannot be written.
+        """
+        return super().save(path)
 
     def plot_errors(self, ax: Any = None, **kwargs: Any) -> Any:
         """Errors of both versions against float64; returns matplotlib Axes."""
@@ -43,14 +66,16 @@ class Comparison(Evidence):
         from ..output import write_file
         from ..viz.html.report import evidence_html
 
-        text = evidence_html(self)
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = evidence_html(self)
+            if path is not None:
+                write_file(path, text)
         return text
 
 
-def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **options: Any) -> Comparison:
-    """Timing, memory and errors of `fn` (jitted) against `fused`, forward and (with `grad`) gradient.
+@own_lines_hidden
+def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, **options: Any) -> Comparison:
+    """Timing, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
     On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
@@ -58,7 +83,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     Args:
       fn, fused: the original and the version to judge.
       *args: arrays to run on.
-      grad: also compare gradients, and time value-and-gradient.
+      grad: also compare gradients, and time value and gradient; None: where `fn` has one, and is not differentiated already.
       **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
         cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
         that are not named here are those that `fused` was made with.
@@ -69,11 +94,16 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool = True, **opti
     """
     own = signature(measure).parameters
     kwargs = {k: v for k, v in options.items() if k not in own}
+    check_names("compare", fn, kwargs, (*own, "grad"))
     not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
     options = fused.__fusionlab_jit__.static | options
-    found, fusing = fused.selected(*args, **kwargs)
-    options.setdefault("same_code", all(c.same_code for c in fusing))
-    evidence = measure(fn, fused, *args, grad=grad, **options)
+    with watched(options.get("progress", False)) as told:
+        Stages(told)("searching")
+        found, fusing = fused.selected(*args, **kwargs)
+        options.setdefault("same_code", all(c.same_code for c in fusing))
+        options["progress"] = told
+        grad = False if grad is None and found.differentiated else grad
+        evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))

@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Any
 from ..device import Device
 from ..errors import ArgumentError
 from ..evidence.attribution import SiteShares, sites_of
+from ..evidence.bisection import Bisection
 from ..evidence.instruments.peaks import measure_peaks
 from ..evidence.instruments.timing import check_effort
 from ..evidence.node_times import node_times
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
 from ..graph.program.trace import bind_users
+from ..progress import Progress, Stages, watched
+from ..tracebacks import own_lines_hidden
 from .comparison import Comparison, compare
 from .lab import Passes, find, fuse, not_swallowed
 
 if TYPE_CHECKING:
+    from ..viz.explorer.widget import Explorer
+    from ..viz.html.blame import Fault
     from ..viz.model.setting import Setting
 
 
@@ -47,8 +52,8 @@ class _Live:
         named = self.search.get("implementation")
         return ({} if named is None else {"implementation": named}) | dict(self.static)
 
-    def find(self, strategy: Strategy | None) -> PlainFindings:
-        return find(self.graph, passes=strategy, **self.search)
+    def find(self, strategy: Strategy | None, progress: Progress = False) -> PlainFindings:
+        return find(self.graph, passes=strategy, progress=progress, **self.search)
 
     def after(self, setting: Setting, found: PlainFindings) -> Any:
         return found.apply(sorted(setting.enabled))
@@ -72,9 +77,19 @@ class _Live:
         effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 2}
         return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
 
-    def times(self) -> Mapping[int, float]:
+    def times(self, progress: Any = False) -> Mapping[int, float]:
         call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
-        return node_times(self.graph, *call.args, **call.kwargs).seconds
+        return node_times(self.graph, *call.args, stages=Stages(progress), **call.kwargs).seconds
+
+    def rates(self, progress: Any = False) -> Device:
+        return measure_peaks(progress=progress)
+
+    def which(self, setting: Setting, fault: Fault, progress: Any = False, cancel: Any = None) -> Bisection:
+        from .by_site import bisect
+
+        fused = fuse(self.fn, passes=setting.strategy, only=sorted(setting.enabled), **self.fusing)
+        effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 4}
+        return bisect(fused, *self.args, of=fault.of, grad=fault.grad, **effort, **self.kwargs)
 
     def script(self, setting: Setting, found: PlainFindings) -> str:
         from ..viz.explorer.script import script
@@ -85,6 +100,7 @@ class _Live:
 _STATIC = ("static_argnums", "static_argnames")
 
 
+@own_lines_hidden
 def explore(
     fn: Callable,
     *args: Any,
@@ -93,10 +109,11 @@ def explore(
     implementation: str | None = None,
     measure: bool = False,
     budget_s: float = 20.0,
+    progress: Progress | None = None,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
-) -> Any:
+) -> Explorer:
     """The widget: tick passes, options and sites, see graph, time and error. Measures nothing until asked.
 
     Args:
@@ -105,6 +122,7 @@ def explore(
       passes, device, implementation: as for `find`.
       measure: start measuring at once, in the background, as a press of Measure does.
       budget_s: seconds of timing in one measurement; compiling, and errors against float64, come on top.
+      progress: of tracing and searching, as for `find`; None shows a line in a notebook's cell and in a terminal, and nothing elsewhere.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -115,8 +133,8 @@ def explore(
       As `find`; ArgumentError also for a budget that is no number of seconds above 0.
     """
     options = {"passes": passes, "device": device, "implementation": implementation}
-    not_swallowed("explore", fn, options | {"measure": measure or None})
-    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    not_swallowed("explore", fn, options | {"measure": measure or None, "progress": progress})
+    options |= {"static_argnums": static_argnums, "static_argnames": static_argnames, "progress": progress}
     return _explorer(fn, args, kwargs, measure=measure, budget_s=budget_s, **options)
 
 
@@ -130,23 +148,26 @@ def _explorer(
         raise ArgumentError(f"measure: got {measure!r:.80}, needed True or False")
     static = {k: options[k] for k in _STATIC if options[k] != ()}
     search = {k: options[k] for k in ("device", "implementation")}
-    found = find(fn, *args, passes=passes, **search, **static, **kwargs)
-    live = _Live(fn, args, kwargs, found.graph, search, static, budget_s)
-    explorer = Explorer(
-        found.graph,
-        found,
-        measure=live.measure,
-        shares=live.shares,
-        times=live.times,
-        rates=measure_peaks,
-        # On a CPU it takes as long as all the rest, which few ask for there.
-        rates_at_once=Device.current().platform != "cpu",
-        after=live.after,
-        find=live.find,
-        script=live.script,
-        strategy=_strategy(passes),
-        formulas={p.name: p.formula for p in registry().values()},
-    )
+    with watched(options["progress"]) as told:
+        found = find(fn, *args, passes=passes, **search, **static, progress=told, **kwargs)
+        live = _Live(fn, args, kwargs, found.graph, search, static, budget_s)
+        Stages(told)("drawing")
+        explorer = Explorer(
+            found.graph,
+            found,
+            measure=live.measure,
+            shares=live.shares,
+            times=live.times,
+            rates=live.rates,
+            # On a CPU it takes as long as all the rest, which few ask for there.
+            rates_at_once=Device.current().platform != "cpu",
+            which=live.which,
+            after=live.after,
+            find=live.find,
+            script=live.script,
+            strategy=_strategy(passes),
+            formulas={p.name: p.formula for p in registry().values()},
+        )
     if measure:
         explorer.start()
     return explorer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
@@ -24,6 +25,8 @@ from ..graph.calls.wrappers import Jit, jit_of, unwrapped
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import graph_of, name_of, trace
 from ..graph.settings import as_function, is_jit_disabled
+from ..progress import SILENT, Stages
+from ..tracebacks import own_lines_hidden
 from .filtered import Filtered, MayChange
 from .shown import Findings, Graph, fields_of
 
@@ -36,10 +39,14 @@ def is_disabled() -> bool:
 
 
 def find_with_notes(
-    graph: PlainGraph, passes: Sequence[tuple[Pass, Any]], device: Device, implementation: str | None
+    graph: PlainGraph,
+    passes: Sequence[tuple[Pass, Any]],
+    device: Device,
+    implementation: str | None,
+    stages: Stages = SILENT,
 ) -> Findings:
     """`find_in`, with a note on what a named implementation leaves out."""
-    found = find_in(graph, passes, device, implementation)
+    found = find_in(graph, passes, device, implementation, stages=stages)
     notes: list[str] = []
     if implementation is not None:
         lack = [p.name for p, _ in passes if implementation not in p.fused_op.implementations]
@@ -171,13 +178,15 @@ class Fused:
                 raise BackendError(r.sentence)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_disabled() or is_jit_disabled():  # under that each primitive of the user's own code runs by itself
-            return self.original(*args, **kwargs)
-        if self._head or self._named:
-            args, kwargs = (*self._head, *args), {**self._named, **kwargs}
-        if self._options["check"] and not _are_traced(args, kwargs):
-            self._check(args, kwargs)
-        return self._called(sys._getframe(1), args, kwargs)
+        with own_lines_hidden:
+            # With jit disabled each primitive of the user's own code runs by itself.
+            if self._is_disabled() or is_jit_disabled():
+                return self.original(*args, **kwargs)
+            if self._head or self._named:
+                args, kwargs = (*self._head, *args), {**self._named, **kwargs}
+            if self._options["check"] and not _are_traced(args, kwargs):
+                self._check(args, kwargs)
+            return self._called(sys._getframe(1), args, kwargs)
 
     def _is_disabled(self) -> bool:
         if self._is_off is None:  # what is traced first decides for all that follows
@@ -257,28 +266,37 @@ class Fused:
             plain, fused = (jax.jit(call.fn)(*call.args, **call.kwargs) for call in (first, second))
         check_same(plain, fused, name_of(self._inside))
 
+    @own_lines_hidden
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
-        """What is found, and fused unless skipped, for these arguments."""
+        """What is found for these arguments, with the ids of what is fused in `applied`."""
+        found, chosen = self.selected(*args, **kwargs)
+        return dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
+
+    def _found(self, *args: Any, **kwargs: Any) -> Findings:
         o = self._options
         graph = trace(self.original, *args, **self.asked, **kwargs)
         return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
+    @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""
-        found = self.findings(*args, **kwargs)
+        found = self._found(*args, **kwargs)
         return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).lower`."""
-        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "lower")
+        with own_lines_hidden:
+            return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "lower")
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).trace`."""
-        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "trace")
+        with own_lines_hidden:
+            return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "trace")
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As `jax.jit(fn).eval_shape`."""
-        return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "eval_shape")
+        with own_lines_hidden:
+            return self._called(sys._getframe(1), (*self._head, *args), {**self._named, **kwargs}, "eval_shape")
 
     def clear_cache(self) -> None:
         """As `jax.jit(fn).clear_cache`: the next call searches again."""

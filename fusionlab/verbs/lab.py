@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from inspect import signature
-from typing import Any
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Any
 
 from ..device import Device
-from ..errors import ArgumentError, unknown_name
+from ..errors import ArgumentError, UnknownNameError, did_you_mean, unknown_name
 from ..fusers import Pass, Strategy, implementations, select, site_names
 from ..fusers import registry as _registry
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import trace as _trace
+from ..progress import Progress, Stages, watched
+from ..tracebacks import own_lines_hidden
 from .fused import Fused as Fused
 from .fused import find_with_notes
 from .shown import Findings as Findings
 from .shown import Graph as Graph
 from .shown import fields_of
 
+if TYPE_CHECKING:
+    from .catalogue import Catalogue
+
+_OPTIONS = ("passes", "device", "implementation", "dump", "progress", "static_argnums", "static_argnames")
 Passes = Strategy | Iterable[str] | str | None
 
 
@@ -35,6 +41,20 @@ def not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
         )
 
 
+def check_names(verb: str, fn: Any, named: Iterable[str], options: Iterable[str]) -> None:
+    """Raises UnknownNameError for a keyword that is no parameter of the user's function, and nearly an option of the verb."""
+    try:
+        parameters = signature(fn).parameters if callable(fn) else {}
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in (n for n in named if n not in parameters):
+        if near := did_you_mean(name, options):
+            raise UnknownNameError(f"{name}: neither an option of {verb} nor a parameter of {_name(fn)}.{near}")
+
+
+@own_lines_hidden
 def trace(
     fn: Callable,
     *args: Any,
@@ -51,6 +71,7 @@ def trace(
     return Graph(**fields_of(graph))
 
 
+@own_lines_hidden
 def find(
     fn: Callable | PlainGraph,
     *args: Any,
@@ -58,6 +79,7 @@ def find(
     device: Device | str | None = None,
     implementation: str | None = None,
     dump: Any = None,
+    progress: Progress = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
@@ -72,23 +94,29 @@ def find(
         "t4"; in any case), or a Device. None of it has to be here.
       implementation: as in `fuse`, judged for that device; a site that it cannot run there is declined (`implementation`).
       dump: a folder for the graph before and after each pass (see `fuse`).
+      progress: False, True (a line, where it takes more than a second) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
 
     Raises:
       UnknownNameError: a pass, option or implementation that does not exist. TraceError, ArgumentError: as for `trace`, and where
         an option has the name of a parameter of `fn`.
     """
-    not_swallowed("find", fn, {"passes": passes, "device": device, "implementation": implementation, "dump": dump})
+    options = {"passes": passes, "device": device, "implementation": implementation, "dump": dump}
+    not_swallowed("find", fn, options | {"progress": progress or None})
+    check_names("find", fn, kwargs, _OPTIONS)
     chosen = select(_registry(), passes)
     check_implementation(implementation)
     where = Device.of(device)
-    if isinstance(fn, PlainGraph):
-        if args or kwargs:
-            raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
-        graph = fn
-    else:
-        graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    found = find_with_notes(graph, chosen, where, implementation)
+    if isinstance(fn, PlainGraph) and (args or kwargs):
+        raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
+    with watched(progress) as told:
+        stages = Stages(told)
+        if isinstance(fn, PlainGraph):
+            graph = fn
+        else:
+            stages("tracing")
+            graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+        found = find_with_notes(graph, chosen, where, implementation, stages)
     if dump is not None:
         from .dump import write_dump
 
@@ -100,6 +128,7 @@ def _name(fn: Callable) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
+@own_lines_hidden
 def fuse(
     fn: Callable | None = None,
     *,
@@ -158,13 +187,15 @@ def check_implementation(name: str | None) -> None:
         raise unknown_name("implementation", name, valid)
 
 
-def passes() -> Any:
+@own_lines_hidden
+def passes() -> Catalogue:
     """Every pass: formula, needs, options; in a notebook with a before/after picture each."""
     from .catalogue import Catalogue
 
     return Catalogue(tuple(_registry().values()))
 
 
+@own_lines_hidden
 def register(pass_: Pass) -> None:
     """Adds a pass of your own (as `pattern_pass` makes one) to those `passes=None` asks.
 
@@ -176,6 +207,7 @@ def register(pass_: Pass) -> None:
     add_pass(pass_)
 
 
+@own_lines_hidden
 def unregister(pass_: Pass | str) -> None:
     """Takes a pass of your own away again, by itself or by its name. Functions that were fused with it stay as they are.
 

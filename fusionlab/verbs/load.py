@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
+
+from ..tracebacks import own_lines_hidden
+
+if TYPE_CHECKING:
+    from .comparison import Comparison
+    from .saved import SavedLab
 
 
-def load(path: str | os.PathLike[str]) -> Any:
+@own_lines_hidden
+def load(path: str | os.PathLike[str]) -> SavedLab | Comparison:
     """Reads what `lab.save("x.json")` or `comparison.save("x.json")` wrote: plain data, of which nothing is run.
 
     Returns:

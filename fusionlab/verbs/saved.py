@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..evidence.instruments.record import load_json
+from ..tracebacks import errors_for_users
 from ..viz.explorer.state_file import FORMAT, Saved
 from .comparison import Comparison
 from .explorer import explore
@@ -17,6 +18,7 @@ from .lab import Fused, fuse
 _MOST_BYTES = 256 << 20
 
 
+@errors_for_users
 class SavedLab(Saved):
     """An explorer's state, read from a file: `explore` opens it again over the function, `fuse` makes the fused function."""
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..fusers import Findings as PlainFindings
 from ..fusers import registry
 from ..graph.program.graph import Graph as PlainGraph
+from ..progress import noticed
+from ..tracebacks import errors_for_users
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
     """A traced program (see `fusionlab.graph.program.graph.Graph`) that can show and save itself."""
@@ -35,19 +40,26 @@ class Graph(PlainGraph):
         """Writes .svg, .dot, .png, .pdf, .html, .json or .txt, by suffix; returns the path. Options as of `to_svg`.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without
-          the extra.
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the
+          extra.
         """
         from ..viz.explorer.files import save
 
-        return save(self, path, **options)
+        with noticed("drawing the graph"):
+            return save(self, path, **options)
 
     def _repr_html_(self) -> str:
         from ..viz.html.report import graph_html
 
         return graph_html(self)
 
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
 
+        show(graph_outputs(self))
+
+
+@errors_for_users
 class Findings(PlainFindings):
     """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
 
@@ -55,6 +67,24 @@ class Findings(PlainFindings):
         from ..viz.html.report import graph_html
 
         return graph_html(self.graph, self)
+
+    def _ipython_display_(self) -> None:
+        from ..viz.notebook import graph_outputs, show
+
+        show(graph_outputs(self.graph, self, plain=repr(self)))
+
+    def _makers(self) -> dict[str, Callable[[], str | bytes]]:
+        from ..viz.explorer.files import picture_makers
+
+        return super()._makers() | {".html": self.to_html} | picture_makers(self.graph, self)
+
+    def save(self, path: Any) -> Path:
+        """Writes .html (the page of `to_html`), .txt (the report), .json, .csv (a row a site), or the picture: .svg .png .pdf .dot.
+
+        Raises:
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without the extra.
+        """
+        return super().save(path)
 
     def to_html(self, path: Any = None) -> str:
         """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.
@@ -65,9 +95,10 @@ class Findings(PlainFindings):
         from ..output import write_file
         from ..viz.html.report import report_html
 
-        text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
-        if path is not None:
-            write_file(path, text)
+        with noticed("writing the page"):
+            text = report_html(self.graph, self, formulas={name: p.formula for name, p in registry().items()})
+            if path is not None:
+                write_file(path, text)
         return text
 
 

@@ -13,17 +13,19 @@ import numpy as np
 from jax.dtypes import float0
 
 from ..device import Device
-from ..evidence.instruments.progress import Progress
 from ..fusers.strategy import select
 from ..graph.program.trace import bind_users
 from ..kernels.choose.choices import CHOICES, Measured, plan_file, read_plan_file, write
 from ..output import check_file
+from ..progress import Progress, Stages, watched
+from ..tracebacks import own_lines_hidden
 from . import lab
 
 if TYPE_CHECKING:
     from ..evidence.tuning import Tuned, TunedCall
 
 
+@own_lines_hidden
 def tune(
     fn: Callable,
     *args: Any,
@@ -47,7 +49,7 @@ def tune(
       passes: as for `fuse`.
       grad: also the backward calls of `fn`'s gradient; a train step that is differentiated already has its own.
       path: the plan file; None takes `$FUSIONLAB_PLAN_FILE` or `~/.cache/fusionlab/plans.json`, where `fuse` looks.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
+      progress: False, True (a line) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
@@ -57,15 +59,31 @@ def tune(
       TraceError: `fn` does not trace. ArgumentError: `path` is there and is no plan file (where it is None, such a file is moved aside with
         a warning). OutputError: it cannot be written. OutOfMemoryError: the device has too little memory for a call.
     """
-    from ..evidence.tuning import Tuned, tune_calls
-
     fused = (
         fn
         if isinstance(fn, lab.Fused)
         else lab.fuse(fn, passes=_named(passes), static_argnums=static_argnums, static_argnames=static_argnames)
     )
+    with watched(progress) as told:
+        return _tuned(fused, args, kwargs, grad, path, told, static_argnums, static_argnames)
+
+
+def _tuned(
+    fused: lab.Fused,
+    args: tuple,
+    kwargs: dict,
+    grad: bool,
+    path: Any,
+    progress: Progress,
+    static_argnums: Any,
+    static_argnames: Any,
+) -> Tuned:
+    from ..evidence.tuning import Tuned, tune_calls
+
     # Traced alone first: an error of the function's own is told as one.
+    Stages(progress)("tracing")
     lab.trace(fused.original, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+    Stages(progress)("searching")
     calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
     device = Device.current()
     if device.platform != "cuda" or not calls:
@@ -87,6 +105,7 @@ def tune(
     return Tuned(found, target if found.cases else None, len(calls), device)
 
 
+@own_lines_hidden
 def share_plan() -> None:
     """In a program of several processes: all use process 0's plan file, as it is now, from here on; with one process it does nothing.
 

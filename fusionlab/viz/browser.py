@@ -16,6 +16,11 @@ _PARTS = (
     "minimap.js",
     "reading.js",
     "panels.js",
+    "copy.js",
+    "record.js",
+    "names.js",
+    "gone.js",
+    "measuring.js",
 )
 
 

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.errors.numerics import ULP_EDGES, LeafNumerics
+from fusionlab.evidence.errors.numerics import ULP_EDGES, LeafNumerics, Numerics
 from fusionlab.evidence.instruments.timing import Runs, Timing
 
+from .convert import with_palette
 from .markup import short
 from .model.evidence_view import numerics_of, timing_text, timings_of
 
 BEFORE, AFTER, LIMIT = "#7b8794", "#0072b2", "#d55e00"
 AS_IT_IS: dict[str, Any] = {"parse_math": False}  # for texts with names: a dollar sign in one begins no formula
 _LEAVES = 24
+_PX = 96  # of a page, to the inch
 _SMALLEST = 1e-18  # an error of exactly 0 has no place on a log axis; it is drawn here and named
 
 
@@ -51,8 +54,7 @@ def plot_timing(evidence: Any, ax: Any = None, **kwargs: Any) -> Any:
     ax.invert_yaxis()
     samples = np.concatenate([np.asarray(r.samples_s) for _, r in runs]) * 1e3
     if samples.max() > 30 * samples.min():
-        ax.set_xscale("log")
-        ax.xaxis.set_minor_formatter(_plain)  # 2, 5: those in between would lie on one another
+        _log_axis(ax, "{:g}", samples.min(), samples.max())
     else:
         ax.set_xlim(left=0)
     ax.set_xlabel(f"{timings[0].clock} per call (ms); dots: samples, box: quartiles, bar: median")
@@ -102,7 +104,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
     numerics = numerics_of(evidence)
     if numerics is None or not numerics.leaves:
         raise ArgumentError("evidence: no errors were measured, so there are none to plot")
-    leaves = _worst(numerics.leaves, measure)
+    leaves = _worst(numerics, measure)
     ax = axes_or_new(ax, 7.2, 1.4 + 0.3 * len(leaves))
     rows = range(len(leaves))
     for name, colour, marker in (("before", BEFORE, "o"), ("after", AFTER, "D")):
@@ -126,7 +128,8 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
             color=LIMIT,
             label="tolerance",
         )
-    ax.set_xscale("log")
+    drawn = [v for line in ax.lines for v in line.get_xdata() if math.isfinite(v)]
+    _log_axis(ax, "{:.0e}", min(drawn, default=1.0), max(drawn, default=1.0))
     ax.set_yticks(rows, [_leaf_name(leaf) for leaf in leaves], **AS_IT_IS)
     ax.set_ylim(len(leaves) - 0.5, -0.5)
     words = {"max_abs": "largest absolute error", "rel_l2": "relative L2 error"}[measure]
@@ -177,16 +180,29 @@ def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: 
     return ax
 
 
-def _worst(leaves: Sequence[LeafNumerics], measure: str) -> list[LeafNumerics]:
-    """The leaves to show, in their own order: regressions first choice, then the largest errors."""
-    ranked = sorted(range(len(leaves)), key=lambda i: (leaves[i].ok, -getattr(leaves[i].after, measure)))
-    return [leaves[i] for i in sorted(ranked[:_LEAVES])]
+def _worst(numerics: Numerics, measure: str) -> list[LeafNumerics]:
+    """The leaves to show, the worst on top: by what tables rank them by, or the relative error where that is drawn."""
+    ranked = numerics.ranked
+    if measure == "rel_l2":
+        ranked = sorted(ranked, key=lambda leaf: (leaf.ok, -leaf.after.rel_l2))
+    return list(ranked[:_LEAVES])
 
 
-def _plain(value: float, _: Any = None) -> str:
-    """The label of a minor tick of a logarithmic axis: 2 and 5 of each decade, as numbers; "" for the others."""
-    lead = f"{value:e}"[0]
-    return f"{value:g}" if lead in "25" and math.isclose(value, float(f"{value:.0e}"), rel_tol=1e-6) else ""
+def _log_axis(ax: Any, form: str, low: float, high: float) -> None:
+    """A logarithmic x axis whose labels are all numbers of one form: of the decades, and of 2 and 5 in between where these are few."""
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    ax.set_xscale("log")
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: form.format(value)))
+    few = high < 1e3 * low
+    ax.xaxis.set_minor_formatter(
+        FuncFormatter(lambda v, _: form.format(v) if _is_2_or_5(v) else "") if few else NullFormatter()
+    )
+
+
+def _is_2_or_5(value: float) -> bool:
+    """Whether it is 2 or 5 of its decade: labels of those in between would lie on one another."""
+    return f"{value:e}"[0] in "25" and math.isclose(value, float(f"{value:.0e}"), rel_tol=1e-6)
 
 
 def _on_log(value: float) -> float:
@@ -209,7 +225,7 @@ def _printable(name: str) -> str:
 
 
 def _leaf_name(leaf: LeafNumerics) -> str:
-    name = _printable(leaf.name)
+    name = _KEY.sub(r".\1", _printable(leaf.name))  # x['a']['b'] is twice as long as x.a.b, and the ends alike
     exact = "  (exact)" if leaf.before.max_abs == leaf.after.max_abs == 0 else ""
     # The end of a path tells a parameter from its neighbours; the start is the same for all of them.
     shown = name if len(name) <= _LONGEST_NAME else "…" + name[1 - _LONGEST_NAME :]
@@ -219,6 +235,7 @@ def _leaf_name(leaf: LeafNumerics) -> str:
 # Above the axes, where it covers no point, and below the title, which may be as long as the axes are wide.
 _OVER_LEGEND: dict[str, Any] = {"fontsize": 9, "loc": "left", "pad": 20}
 _LONGEST_NAME = 40
+_KEY = re.compile(r"\['(\w+)'\]")
 
 
 def _legend(ax: Any, columns: int) -> None:
@@ -244,6 +261,14 @@ def figure_svg(figure: Any) -> str:
     return text.getvalue()
 
 
+def figure_png(figure: Any) -> tuple[bytes, dict[str, int]]:
+    """A matplotlib figure as PNG, two pixels to a px of the page, and the width in px that a notebook shows it at."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=2 * _PX, bbox_inches="tight", metadata={"Software": None})
+    png = with_palette(drawn.getvalue())
+    return png, {"width": int.from_bytes(png[16:20], "big") // 2}
+
+
 def axes_or_new(ax: Any, width: float, height: float) -> Any:
     """The Axes given; where there are none, those of a figure of their own, sizes in inches."""
     return ax if ax is not None else new_axes(width, height)
@@ -263,7 +288,7 @@ def _axes_class() -> type:
     from matplotlib.axes import Axes
 
     class ShownAxes(Axes):
-        def _repr_svg_(self) -> str:
-            return figure_svg(self.figure)
+        def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+            return figure_png(self.figure)
 
     return ShownAxes

@@ -77,7 +77,7 @@ def test_row_60_timing_has_warm_up_samples_spread_and_compile_time_apart(result)
         assert low <= timing.ratio <= high
         assert timing.ratio == pytest.approx(timing.before.median_s / timing.after.median_s)
         assert str(timing.verdict) in ("faster", "slower", "no difference")
-    assert (result.timing.what, result.timing_grad.what) == ("forward", "forward + backward")
+    assert (result.timing.what, result.timing_grad.what) == ("call", "gradient of the call")
 
 
 def test_row_60_flags_versions_and_the_compiled_baseline_are_recorded(result):

@@ -31,9 +31,14 @@ def book(page, problems, notebook_server):
     notebook_server.stop_kernels()
 
 
+@pytest.mark.dear
 def test_the_explorer_works_in_notebook_7(book, problems, tmp_path, artifacts):
     lab = Explorer(book.page)
     expect(lab.picture).to_be_visible()
+    outputs = book.cells.nth(1).locator(".jp-OutputArea-child")
+    expect(outputs).to_have_count(3)
+    for hidden in (1, 2):  # the still picture
+        expect(outputs.nth(hidden)).to_be_hidden()
     lab.show_sites()
     sentence, drawn = lab.sentence, lab.drawn()
     lab.toggle(MLP).uncheck()

@@ -94,6 +94,83 @@ def test_a_click_on_a_card_shows_the_inspector(shown):
     expect(current(shown)).to_be_in_viewport()
 
 
+def test_the_address_opens_the_page_at_a_card_a_site_a_node_or_a_line(shown, report):
+    page, path, title = shown.page, report[0].as_uri(), shown.hook("inspector").locator("h3")
+    site = report[1].candidates[2].id
+    node = next(n for n in report[1].graph.nodes() if n.primitive == "tanh")
+    value = node.outputs[0].name
+    for name, told in (
+        ("layer_3/tail", "gemm_epilogue@layer_3#2"),  # the part is a declined site
+        (site, site),
+        (value, f"tanh {value}"),
+        (f"n{node.id}", f"tanh {value}"),
+        (node.source.short, node.source.short),
+    ):
+        page.goto("about:blank")
+        page.goto(f"{path}#{name}")
+        expect(title).to_have_text(told)
+        expect(current(shown)).to_have_count(1)
+        expect(current(shown)).to_be_in_viewport()
+        assert page.evaluate("location.hash") == f"#{name}"
+    page.goto(f"{path}#layer_3")
+    expect(title).to_have_text("layer_3")
+    expect(current(shown)).to_have_attribute("aria-expanded", "true")
+    page.go_back()
+    expect(title).to_have_text(node.source.short)
+    page.go_forward()
+    expect(title).to_have_text("layer_3")
+
+    page.goto(f"{path}#layr_3/tail")
+    expect(shown.hook("problem")).to_contain_text("layr_3/tail is not in this record; nearest: layer_3/tail")
+    shown.hook("problem").locator("button", has_text="layer_3/tail").first.click()
+    expect(title).to_have_text("gemm_epilogue@layer_3#2")
+    expect(shown.hook("problem")).to_be_hidden()
+
+    group = shown.box("layer_4")
+    group.focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => location.hash === '#layer_4'")
+    shown.root.locator(f'[data-fl-pick="{site}"]').first.evaluate("e => e.click()")
+    page.wait_for_function("site => location.hash === '#' + site", arg=site)
+    page.keyboard.press("Escape")
+    page.wait_for_function("() => location.hash === ''")
+
+
+def test_names_values_and_source_lines_are_copied(shown):
+    page, copy = shown.page, shown.hook("copy")
+    page.evaluate(
+        "() => { window.copied = []; document.addEventListener('copy', () => copied.push(getSelection().toString())); }"
+    )
+    for clipboard in ("{ writeText: async text => { copied.push(text); } }", "undefined"):  # there, and missing
+        page.evaluate(
+            f"() => Object.defineProperty(navigator, 'clipboard', {{ value: {clipboard}, configurable: true }})"
+        )
+        page.evaluate("() => { copied.length = 0; }")
+        shown.picture.locator("g.card[role=button]").first.click()
+        line = shown.hook("inspector").locator('[data-fl-pick*="test_page.py:"]').first
+        line.hover()
+        copy.click()
+        expect(copy).to_contain_text("copied")
+        shown.hook("inspector").locator("dd").first.hover()
+        copy.click()
+        shown.hook("inspector").locator("h3").hover()
+        copy.click()
+        where = line.get_attribute("data-fl-pick")
+        row = shown.hook("inspector").locator("dd").first.evaluate("e => e.textContent")
+        assert page.evaluate("copied") == [where, row, "layer_0"]
+        page.evaluate("() => { copied.length = 0; }")
+        line.focus()
+        page.keyboard.press("Tab")
+        expect(copy).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(copy).to_contain_text("copied")
+        expect(copy).to_be_focused()
+        page.keyboard.press("Shift+Tab")
+        expect(line).to_be_focused()
+        page.keyboard.press("c")
+        assert page.evaluate("copied") == [where, where]
+
+
 def test_a_card_opens_where_it_is_and_closes_again(shown):
     group = closed(shown).first
     name, boxes = group.get_attribute("id"), shown.boxes.count()
@@ -148,6 +225,9 @@ def test_everything_is_reached_by_keyboard(shown):
     expect(shown.picture.locator("[aria-current=true]:focus")).to_have_count(1)
     keyboard.press("Home")
     keyboard.press("Escape")
+    expect(current(shown)).to_have_count(0)  # nothing is selected, and the focus stays
+    expect(shown.picture.locator(":focus")).to_have_count(1)
+    keyboard.press("Escape")
     expect(shown.hook("inspector")).to_be_focused()
     tab = shown.root.locator('[role=tab][data-fl-tab][aria-selected="true"]')
     name = tab.get_attribute("data-fl-tab")
@@ -156,7 +236,7 @@ def test_everything_is_reached_by_keyboard(shown):
     expect(tab).to_be_focused()
     expect(tab).not_to_have_attribute("data-fl-tab", name)
     keyboard.press("Home")
-    expect(tab).to_have_attribute("data-fl-tab", name)
+    expect(tab).to_have_attribute("data-fl-tab", "Timing")
 
 
 def test_tabs_show_the_recorded_sections(shown):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fusionlab.commands.doctor import doctor
-from fusionlab.device import Device
+from fusionlab.device import Device, driver_in
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.instruments import peaks
 from fusionlab.kernels import CARDS, OPS
@@ -112,10 +112,10 @@ def test_every_backend_of_every_op_is_reported():
 def test_a_missing_package_is_named_with_its_remedy(without):
     without("vl_convert", "matplotlib")
     found = doctor()
-    assert not by_name(found.abilities)["PNG and PDF pictures"].ready
+    assert not by_name(found.abilities)["PDF pictures"].ready
     assert not by_name(found.abilities)["plots"].ready
     assert found.next_command == "pip install matplotlib"
-    assert "pip install 'fusionlab[png]'" in str(found)
+    assert "pip install 'fusionlab[pdf]'" in str(found)
 
 
 def test_the_report_prints_every_need_and_goes_through_json():
@@ -177,5 +177,27 @@ def test_a_notebook_shows_a_line_or_the_report():
     assert "\n" not in repr(found)
     ready = sum(a.ready for a in found.abilities)
     assert repr(found).startswith(f"<Doctor: {ready} of {len(found.abilities)} backends and outputs ready; next: ")
-    assert found._repr_html_().startswith("<pre>Versions")
+    html = found._repr_html_()
+    assert html.startswith(f"<p>{ready} of {len(found.abilities)} backends and outputs ready on ")
+    assert "<td>fusing</td><td>ready</td>" in html
     assert "&#x27;" in found._repr_html_()
+
+
+# What /proc/driver/nvidia/version says: of the open modules (580, 550), which name the processor first, and of the closed ones.
+OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (dvs-builder)\nGCC version:  gcc 12.3.0\n"
+ARM = "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  550.90.07  Release Build  (dvs-builder)\n"
+CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "version"), [(OPEN, "580.159.03"), (ARM, "550.90.07"), (CLOSED, "535.104.05"), ("", None)]
+)
+def test_the_driver_s_version_is_read_from_what_the_kernel_says(text, version):
+    assert driver_in(text) == version
+
+
+@pytest.mark.parametrize(("runtime", "told"), [("13000", "CUDA 13.0"), ("12090", "CUDA 12.9"), ("13020", "CUDA 13.2")])
+def test_cuda_and_the_driver_are_told_as_they_are_written(monkeypatch, runtime, told):
+    card = dataclasses.replace(Device.of("h200"), runtime=runtime, driver="580.159.03")
+    monkeypatch.setattr(Device, "current", lambda: card)
+    assert f"{told}, driver 580.159.03" in str(doctor())

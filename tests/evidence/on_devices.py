@@ -70,16 +70,16 @@ def a_comparison_names_mesh_devices_and_collectives_before_and_after() -> None:
         assert found is not None
         assert (dict(found.mesh), found.devices, found.processes) == ({"data": 2, "tensor": 2}, 4, 1)
         (forward,) = found.collectives
-        assert (forward.what, forward.before, forward.after) == ("forward", SENT, SENT), forward
+        assert (forward.what, forward.before, forward.after) == ("call", SENT, SENT), forward
         assert "on 4 devices, mesh data=2 x tensor=2" in str(result)
-        assert "collectives of a device, forward: all-reduce 1 (256 B) -> 1 (256 B)" in str(result)
+        assert "collectives of a device, call: all-reduce 1 (256 B) -> 1 (256 B)" in str(result)
         rows = {(r[0], r[1], r[2]): r[3] for r in result.rows()}
-        assert rows["collectives", "forward: all-reduce", "after"] == 1
-        assert rows["bytes of collectives", "forward: all-reduce", "before"] == 256
+        assert rows["collectives", "call: all-reduce", "after"] == 1
+        assert rows["bytes of collectives", "call: all-reduce", "before"] == 256
         page = result.to_html()
         assert "4 devices, mesh data=2 x tensor=2" in page
         text = re.sub(r"<[^>]*>|\s+", " ", page)
-        assert re.search(r"Collectives .*forward +all-reduce +1 +1 +256 B +256 B", text), text[-3000:]
+        assert re.search(r"Collectives .*call +all-reduce +1 +1 +256 B +256 B", text), text[-3000:]
         assert Comparison.from_dict(json.loads(result.to_json())).devices == found
         kernels = next(tab["html"] for tab in evidence_tabs(result, None) if tab["name"] == "Kernels")
         assert "all-reduce" in kernels
@@ -91,7 +91,7 @@ def gradients_and_each_device_have_numbers_of_their_own() -> None:
         return jnp.tanh(mlp(*args))
 
     result = fl.compare(mlp, bare, *arguments(), samples=2, budget_s=1, numerics=False)
-    assert [c.what for c in result.devices.collectives] == ["forward", "forward + backward"]
+    assert [c.what for c in result.devices.collectives] == ["call", "gradient of the call"]
     backward = result.devices.collectives[1]
     assert backward.before["all-reduce"].bytes > SENT["all-reduce"].bytes
     for version in ("before", "after"):

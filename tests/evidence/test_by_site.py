@@ -16,6 +16,7 @@ import fusionlab as fl
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.bisection import bisect_sites
 from fusionlab.kernels import OPS
+from fusionlab.progress import Stages
 from fusionlab.verbs import lab
 
 LAYERS = 24
@@ -63,7 +64,7 @@ def test_it_ends_when_it_is_told_to():
     found = blamed(NAMES, lambda chosen: "site 5" in chosen, most=3)
     assert (found.stopped, len(found.trials), found.causes) == ("most trials", 3, ())
     asked = iter([False, False, True])
-    found = blamed(NAMES, lambda chosen: "site 5" in chosen, cancel=lambda: next(asked))
+    found = blamed(NAMES, lambda chosen: "site 5" in chosen, stages=Stages(cancel=lambda: next(asked)))
     assert (found.stopped, len(found.trials)) == ("cancelled", 2)
 
 
@@ -143,13 +144,18 @@ def test_nothing_is_blamed_where_nothing_is_wrong(arguments):
 def test_each_site_s_own_errors(arguments, planted):
     planted(1)
     weights, x = arguments
-    done = []
-    found = fl.errors_by_site(model, weights[:3], x, progress=lambda what, n, total: done.append((n, total)))
+    told = []
+    found = fl.errors_by_site(model, weights[:3], x, progress=lambda *step: told.append(step))
     assert [one.site for one in found] == [f"gemm_epilogue@layer_{i}#1" for i in range(3)]
     assert [one.ok for one in found] == [True, False, True]
     assert {leaf.kind for leaf in found[1].leaves} == {"output", "gradient"}
     assert "WORSE" in str(found[1])
-    assert done == [(1, 3), (2, 3), (3, 3)]
+    assert [step[1:] for step in told if step[0] == "errors site by site"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    parts = [task.removeprefix("site 2 of 3: ") for task, *_ in told if task.startswith("site 2 of 3: ")]
+    assert parts == [
+        *(f"{verb} after, {call}" for call in ("gradient of the call", "call") for verb in ("tracing", "compiling")),
+        "errors of outputs and gradients",
+    ]
     assert fl.errors_by_site(model, weights[:3], x, cancel=lambda: True) == ()
 
 
@@ -202,12 +208,18 @@ def test_of_time(arguments, monkeypatch):
 
     tried = []
     monkeypatch.setattr(trials, "time_programs", timed)
-    version = trials.Trials._version
-    monkeypatch.setattr(trials.Trials, "_version", lambda self, sites: tried.append(str(sites)) or version(self, sites))
+    version = trials.Trials._begun
+    monkeypatch.setattr(trials.Trials, "_begun", lambda self, sites: tried.append(str(sites)) or version(self, sites))
     weights, x = arguments
-    found = fl.bisect(model, weights[:4], x, of="time", grad=False)
+    told = []
+    found = fl.bisect(model, weights[:4], x, of="time", grad=False, progress=lambda *step: told.append(step[0]))
     assert [c.sites for c in found.causes] == [("gemm_epilogue@layer_2#1",)]
     assert "slower" in found.causes[0].observed
+    assert [t for t in told if t.startswith("trial") and "of about" in t][:2] == [
+        "trial 1 of about 5, 4 sites",
+        "trial 2 of about 5, 2 sites",
+    ]
+    assert {"searching", "trial 1: compiling before, call", "trial 2: compiling after, call"} <= set(told)
 
 
 def test_what_each_site_is_worth_in_time():

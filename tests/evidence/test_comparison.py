@@ -64,10 +64,10 @@ def test_the_text_has_both_versions_their_errors_and_the_hardware_once(evidence)
     lines = str(evidence).splitlines()
     hardware = evidence.environment.hardware
     few = "inconclusive: fewer than 40 samples"
-    assert lines[0] == f"layer: forward: {few}; forward + backward: {few}"
-    assert any(line.strip().startswith("forward: ") and "x [" in line for line in lines)
-    assert any("worst output out['h']" in line and "float64" in line for line in lines)
-    assert any("worst gradient" in line for line in lines)
+    assert lines[0] == f"layer: call: {few}; gradient of the call: {few}"
+    assert any(line.strip().startswith("call: ") and "x [" in line for line in lines)
+    assert any(line.startswith("    output out['h']") for line in lines)
+    assert any(line.startswith("    gradient ") for line in lines)
     assert any("compiled peak memory" in line for line in lines)
     assert str(evidence).count(hardware) == 1
     assert lines[-1].startswith(f"  measured on {hardware}; jax {jax.__version__}")
@@ -104,7 +104,7 @@ def test_what_was_not_compiled_has_no_kernels():
 
 def test_the_repr_is_a_line_and_says_what_is_worse(evidence):
     few = "inconclusive: fewer than 40 samples"
-    assert repr(evidence) == f"<Evidence layer: forward: {few}; forward + backward: {few}>"
+    assert repr(evidence) == f"<Evidence layer: call: {few}; gradient of the call: {few}>"
     e = measure(jnp.sin, lambda x: jnp.sin(x) + 1, normal(0, 4), grad=False, timing=False, memory=False)
     assert repr(e) == "<Evidence sin: not timed; 1 results WORSE>"
 
@@ -241,7 +241,7 @@ def test_same_code_is_not_timed():
     assert e.verdict is Verdict.SAME_CODE
     assert e.timings == ()
     assert str(e).startswith("sin: same code")
-    assert "both compile to the same instructions (forward, forward + backward)" in e.notes
+    assert "both compile to the same instructions (call, gradient of the call)" in e.notes
 
 
 def test_what_only_claims_to_be_the_same_code_is_timed_and_says_so():
@@ -263,8 +263,8 @@ own_gradient.defvjp(lambda x: (jnp.sin(x), x), lambda x, ct: (jnp.exp(x) * ct,))
 
 def test_the_same_forward_with_another_backward_is_no_same_code():
     e = measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, **QUICK)
-    assert [t.what for t in e.timings] == ["forward", "forward + backward"]
-    assert "both compile to the same instructions (forward)" in e.notes
+    assert [t.what for t in e.timings] == ["call", "gradient of the call"]
+    assert "both compile to the same instructions (call)" in e.notes
     assert measure(jnp.sin, own_gradient, normal(0, 4), same_code=True, numerics=False, grad=False, **QUICK).same_code
 
 
@@ -290,12 +290,61 @@ def test_the_results_of_a_mixed_precision_program_are_judged_as_coarsely_as_it_m
 
 
 def test_a_cancelled_comparison_says_what_is_missing():
-    asked = []
-    e = measure(jnp.sin, jnp.sin, normal(0, 4), cancel=lambda: asked.append(1) or len(asked) > 3)
+    told = []
+    e = measure(
+        jnp.sin,
+        jnp.sin,
+        normal(0, 4),
+        progress=lambda *step: told.append(step[0]),
+        cancel=lambda: "errors of outputs and gradients" in told,
+    )
     assert e.memory is not None
     assert e.numerics is not None
     assert e.timing is None
     assert any("cancelled before: timing" in n for n in e.notes)
+
+
+COMPARED = [
+    "tracing before",  # what it is, a call or a step, is not known yet
+    "compiling before, call 1/4",
+    "tracing after, call 2/4",
+    "compiling after, call 2/4",
+    "memory, call",
+    *(
+        f"{verb} {which}, gradient of the call {k}/4"
+        for k, which in enumerate(("before", "after"), 3)
+        for verb in ("tracing", "compiling")
+    ),
+    "memory, gradient of the call",
+    "float64 reference",
+    "float64 reference, gradient",
+    "errors of outputs and gradients",
+    "timing call",
+    "timing gradient of the call",
+    "reading what was compiled",
+]
+
+
+def test_each_stage_of_a_comparison_is_named_as_it_begins():
+    told = []
+    measure(jnp.sin, jnp.sin, normal(0, 4), samples=2, progress=lambda *step: told.append(step[0]))
+    assert list(dict.fromkeys(told)) == COMPARED
+
+
+@pytest.mark.parametrize("stage", COMPARED[:-1])
+def test_a_comparison_is_cancelled_at_each_stage(stage):
+    told = []
+    e = measure(
+        jnp.sin,
+        jnp.sin,
+        normal(0, 4),
+        samples=2,
+        progress=lambda *step: told.append(step[0]),
+        cancel=lambda: stage in told,
+    )
+    stages = list(dict.fromkeys(told))
+    assert stages == [*COMPARED[: COMPARED.index(stage) + 1], "reading what was compiled"]
+    assert any(n.startswith("cancelled before") for n in e.notes) or "cancelled" in (t.stopped for t in e.timings)
 
 
 def test_a_program_without_a_float64_form_is_still_measured_and_says_so():
@@ -331,7 +380,7 @@ def test_bad_input_gives_one_clear_error():
         return jax.lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x)
 
     with pytest.raises(TraceError, match=r"Reverse-mode.*grad=False"):
-        measure(looped, looped, x)
+        measure(looped, looped, x, grad=True)
 
 
 def test_the_environment_names_hardware_versions_and_settings():

@@ -112,6 +112,7 @@ def test_an_odd_number_of_samples_is_taken_and_told():
 # Peaks.
 
 
+@pytest.mark.dear
 def test_more_samples_are_taken_until_they_are_enough_or_ten_times_as_many():
     for answers, count in (((True,), 4), ((False, True), 8), ((False,) * 9, 40)):
         left, seen = iter(answers), []

@@ -12,11 +12,13 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import measure
+from fusionlab.evidence.errors.gradients import random_cotangents
 from fusionlab.evidence.errors.numerics import (
     ULP_EDGES,
+    Numerics,
     compare_arrays,
     leaf_numerics,
-    random_cotangents,
+    rounding_notes,
     tolerance_notes,
     ulp_size,
 )
@@ -178,8 +180,24 @@ def test_a_gradient_that_is_zero_in_theory_says_so_instead_of_a_relative_error()
     assert "zero in theory" in str(small)
     assert "rel L2" not in str(small)
     assert "rel L2" in str(large)
-    (output,) = leaf_numerics("output", ["out"], got[1:], got[1:], want[1:], ReductionSizes(64))
-    assert not output.zero_in_theory
+
+
+def test_an_output_of_which_the_original_has_no_digit_right_is_judged_by_the_originals_error():
+    want = [np.linspace(0, 1, 8), np.full(8, 1e-37)]  # what Adam keeps of a gradient that is zero in theory
+    noise = np.full(8, 1e-21, np.float32)
+    sound, noisy = leaf_numerics(
+        "output", ["w", "nu"], [np.float32(want[0]), noise], [want[0], noise], want, ReductionSizes(64)
+    )
+    assert (sound.zero_in_theory, noisy.zero_in_theory) == (False, True)
+    assert noisy.ok
+    assert noisy.shares == (0.5, 0.5)
+    assert "zero in theory" in str(noisy)
+    (note,) = rounding_notes([sound, noisy])
+    assert note.startswith("1 output holds rounding alone")
+    (worse,) = leaf_numerics("output", ["nu"], [noise], [5 * noise], want[1:], ReductionSizes(64))
+    assert not worse.ok
+    assert worse.shares[1] > 2
+    assert [leaf.name for leaf in Numerics((noisy, sound), (), 64).ranked] == ["w", "nu"]
 
 
 def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():

@@ -28,7 +28,7 @@ def timed(record, before_s, after_s, spread=0.01, part="timing", **changed):
     samples = [1 + spread * (i / 39 - 0.5) for i in range(40)]
     pairs = (("before", before_s, samples), ("after", after_s, samples[::-1]))
     runs = [Runs(name, tuple(t * s for s in drawn), 1, 0, 0, 0) for name, t, drawn in pairs]
-    return dataclasses.replace(record, **{part: dataclasses.replace(timing_of("forward", *runs), **changed)})
+    return dataclasses.replace(record, **{part: dataclasses.replace(timing_of("call", *runs), **changed)})
 
 
 def verdicts(old, new):
@@ -54,24 +54,24 @@ def test_a_record_is_no_worse_than_itself(record):
 )
 def test_a_ratio_is_worse_where_its_interval_lies_below_the_older_one_s(record, after_s, spread, verdict):
     old, new = timed(record, 2e-3, 1e-3, spread), timed(record, 2e-3, after_s, spread)
-    assert verdicts(old, new)["time, forward"] == verdict
+    assert verdicts(old, new)["time, call"] == verdict
 
 
 def test_a_machine_that_became_slower_is_no_regression(record):
-    assert verdicts(timed(record, 2e-3, 1e-3), timed(record, 4e-3, 2e-3))["time, forward"] == "same"
+    assert verdicts(timed(record, 2e-3, 1e-3), timed(record, 4e-3, 2e-3))["time, call"] == "same"
 
 
 @pytest.mark.parametrize("changed", [{"hardware": "NVIDIA H200"}, {"hardware": ""}])
 def test_times_of_other_hardware_are_not_compared(record, changed):
     found = diff_records(timed(record, 2e-3, 1e-3), timed(record, 2e-3, 2e-3, **changed))
-    (change,) = [c for c in found.changes if c.what == "time, forward"]
+    (change,) = [c for c in found.changes if c.what == "time, call"]
     assert (change.verdict, change.why) == ("not compared", "measured on other hardware, or by another clock")
     assert not found.regressions
 
 
 def test_what_only_one_record_has_is_not_compared_and_told(record):
     found = diff_records(record, timed(record, 2e-3, 1e-3))
-    assert "not compared: time, forward: nothing -> 2.000x" in str(found)
+    assert "not compared: time, call: nothing -> 2.000x" in str(found)
     without = dataclasses.replace(record, numerics=None, memory=None)
     assert {c.verdict for c in diff_records(record, without).changes} == {"not compared", "same"}
 
@@ -89,7 +89,7 @@ def test_errors_that_leave_the_tolerance_are_worse(record):
 def test_more_memory_is_worse_and_less_is_better(record):
     more = dataclasses.replace(record.memory.after, peak=record.memory.after.peak + 4096)
     grown = dataclasses.replace(record, memory=dataclasses.replace(record.memory, after=more))
-    what = "compiled peak memory of the fused version, forward"
+    what = "compiled peak memory of the fused version, call"
     assert verdicts(record, grown)[what] == "worse"
     assert verdicts(grown, record)[what] == "better"
 

@@ -67,6 +67,23 @@ def test_verdicts(ratio, interval, samples, verdict):
     assert judge(ratio, interval, samples) is verdict
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        ([3.0, 3.1, 2.9, 3.0, 3.2, 3.0], 1.0, Verdict.FASTER),
+        ([3.0, 3.1, 2.9, 3.0, 3.2, 3.0], 9.0, Verdict.SLOWER),
+        ([3.0, 3.1, 2.9, 3.0, 3.2, 0.9], 1.0, Verdict.INCONCLUSIVE),  # one pair says the contrary
+        ([3.0, 3.1, 2.9, 3.0, 3.2], 1.0, Verdict.INCONCLUSIVE),  # five pairs agree by chance once in sixteen
+        ([1.05, 1.06, 1.05, 1.04, 1.05, 1.05], 1.0, Verdict.INCONCLUSIVE),  # not far
+    ],
+)
+def test_few_samples_are_a_verdict_where_all_agree_on_a_large_effect(before, after, verdict):
+    runs = [Runs(n, tuple(s), 1, 0, 0, 0) for n, s in (("before", before), ("after", [after] * len(before)))]
+    timing = timing_of("call", *runs, stopped="time budget")
+    assert timing.verdict is verdict
+    assert f"(median of {len(before)} samples each, wall time, stopped: time budget)" in timing.text
+
+
 def test_verdict_texts():
     assert [str(v) for v in Verdict] == [
         "faster",
@@ -137,9 +154,10 @@ def test_a_measurement_can_be_cancelled_and_tells_its_progress():
         product,
         jnp.ones((8, 8)),
         progress=lambda *step: steps.append(step),
-        cancel=lambda: len(steps) == 3,
+        cancel=lambda: steps[-1][1] == 6,
     )
-    assert steps == [("timing forward", 2, 40), ("timing forward", 4, 40), ("timing forward", 6, 40)]
+    made = [(f"{verb} {which}", 0, 0) for which in ("before 1/2", "after 2/2") for verb in ("tracing", "compiling")]
+    assert steps == [*made, *(("timing call", n, 40) for n in (0, 2, 4, 6))]
     assert timing.stopped == "cancelled"
     assert len(timing.before.samples_s) == 6
     assert timing.verdict is Verdict.INCONCLUSIVE

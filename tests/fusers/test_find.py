@@ -51,14 +51,18 @@ def test_counts_have_every_pass_asked_even_at_zero():
     nothing = fl.find(lambda x: jnp.sin(x), X)
     assert {name: n for name, n in nothing.counts().items() if name in PASSES} == dict.fromkeys(PASSES, 0)
     assert forward_counts(fl.find(lambda x: jnp.sin(x), X, passes="gemm_epilogue")) == {"gemm_epilogue": 0}
-    assert str(nothing).splitlines() == [f"{name}: 0 subgraphs fused, 0 declined, nodes 1 -> 1" for name in PASSES]
+    assert str(nothing).splitlines() == [
+        f"{name}: 0 subgraphs can be fused, 0 declined, nodes 1 -> 1" for name in PASSES
+    ]
 
 
 def test_the_report_has_one_line_a_pass_with_reasons_and_node_counts(found):
     first, second, *_ = str(found).splitlines()
     before, one, other = found.graph.node_count, found.apply(["gemm_epilogue"]), found.apply(["dot_product_attention"])
-    assert first == f"gemm_epilogue: 5 subgraphs fused, 1 declined (activation), nodes {before} -> {one.node_count}"
-    assert second == f"dot_product_attention: 1 subgraphs fused, 0 declined, nodes {before} -> {other.node_count}"
+    assert (
+        first == f"gemm_epilogue: 5 subgraphs can be fused, 1 declined (activation), nodes {before} -> {one.node_count}"
+    )
+    assert second == f"dot_product_attention: 1 subgraph can be fused, 0 declined, nodes {before} -> {other.node_count}"
     assert one.node_count < before
     assert other.node_count < before
 
@@ -277,7 +281,7 @@ def test_the_table_has_one_row_a_candidate_and_a_rejection(found):
 
 
 def test_the_repr_is_one_line(found):
-    assert repr(found) == "Findings('model', 6 candidates, 1 declined)"
+    assert repr(found) == "<Findings model: 6 can be fused, 1 declined>"
     assert str(found.candidates[0]).startswith("gemm_epilogue@encoder/layer_0#1: relu(x @ w + b) (test_find.py:")
 
 
@@ -502,7 +506,7 @@ def test_a_pass_of_ones_own_is_asked_like_the_built_in_ones():
     graph = fl.trace(lambda x: jnp.sin(jnp.sin(x)) + 1.0, X)
     found = find_in(graph, [(_Sines(), {})], fl.Device.current())
     assert [r.id for r in found.rejections] == ["sines@#1", "sines@#2"]
-    assert str(found).splitlines()[0] == "sines: 0 subgraphs fused, 2 declined (structure x2), nodes 3 -> 3"
+    assert str(found).splitlines()[0] == "sines: 0 subgraphs can be fused, 2 declined (structure x2), nodes 3 -> 3"
     assert str(found).splitlines()[2].startswith("  [structure] 2 sites, sines@#1 and more at test_find.py:")
 
 

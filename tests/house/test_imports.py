@@ -18,14 +18,14 @@ PACKAGE = Path(fusionlab.__file__).parent
 # A place may import the places before it, and itself; of several that a name lies in, the longest counts. What stands in no list is
 # for all (errors), or for the command line alone.
 ORDER = """
-errors device processes output
+errors tracebacks processes progress output showing device
 graph.jax_compat graph.dtypes graph.primitives graph.settings graph.declined graph.calls graph.program graph.canonical graph.interpret
 graph.matching graph.cost graph.certify graph.backward graph.rewriting graph.xla graph
 kernels.launch kernels.choose kernels.op kernels.ops kernels ops
 fusers.engine fusers.strategy fusers.passes.linear fusers.passes.norm fusers.passes.lerp fusers.passes.attention fusers.passes.matmul
 fusers.passes.transformer fusers.passes.custom fusers.passes fusers.registry fusers.report fusers.find fusers
 testing.tolerances evidence.units evidence.instruments evidence.errors evidence
-viz.palette viz.markup viz.browser viz.convert viz.model viz.cards.card viz.cards.layout viz.parts viz.cards viz.export
+viz.palette viz.markup viz.browser viz.convert viz.model viz.cards.card viz.cards.layout viz.parts viz.cards viz.export viz.notebook
 viz.plots viz.roofline_plots viz.route_plots viz.gpu_record viz.html viz.explorer viz
 verbs testing models commands cli __main__
 """.split()
@@ -233,7 +233,7 @@ def test_every_folder_says_what_it_is_for():
 def test_the_tolerances_import_no_assertion():
     """The evidence reads them, and the assertions read the evidence."""
     inner = {n for n in imports_of(PACKAGE / "testing" / "tolerances.py") if n.startswith("fusionlab.")}
-    assert {n.split(".")[1] for n in inner} <= {"errors"}
+    assert {n.split(".")[1] for n in inner} <= {"errors", "showing", "tracebacks"}
     code = "import sys, fusionlab.testing.tolerances; print(*(m for m in sys.modules if m.startswith('fusionlab.testing.')))"
     assert run(code).split() == ["fusionlab.testing.tolerances"]
 

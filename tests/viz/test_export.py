@@ -1,17 +1,22 @@
 """Files of a picture: SVG, DOT, PNG, PDF and plain data, each of the same cards."""
 
 import dataclasses
+import io
 import json
+import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from PIL import Image
 
 from fusionlab.errors import ArgumentError, MissingDependencyError, OutputError, UnknownNameError
 from fusionlab.viz import convert
+from fusionlab.viz.cards.svg import INK, PAPER
 from fusionlab.viz.explorer.files import save
 from fusionlab.viz.export import CAPTION, album, to_dot, to_svg, view_model
 from fusionlab.viz.palette import colour_of
@@ -110,20 +115,39 @@ def test_save_goes_by_the_suffix(case, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"picture{s}" for s in kinds)
 
 
-def test_save_makes_png_and_pdf_with_the_text_drawn(case, tmp_path, require):
-    try:
-        import vl_convert  # noqa: F401
-    except ImportError:
-        require(False, "the extra png")
+def test_save_makes_png_with_the_text_drawn(case, tmp_path):
     assert save(case.graph, tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    assert save(case.graph, tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
     # A converter without the font asked for drops the text silently: a picture with text weighs more.
     svg = to_svg(case.graph)
     without = re.sub(r"<text.*?</text>", "", svg)
     assert len(convert.to_png(svg)) > 1.3 * len(convert.to_png(without))
 
 
-def test_png_without_its_extra_names_the_extra(case, tmp_path, monkeypatch):
+def test_save_makes_pdf(case, tmp_path, require):
+    require(convert.can_make_pdf(), "the extra pdf")
+    assert save(case.graph, tmp_path / "p.pdf").read_bytes().startswith(b"%PDF")
+
+
+def test_a_png_is_drawn_by_what_the_base_installation_has_in_the_colours_of_the_picture(case, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    svg = to_svg(case.graph, case.findings)
+    drawn = Image.open(io.BytesIO(convert.to_png(svg)))
+    width, height = convert.size_of(svg)
+    assert drawn.size == (math.ceil(2 * width), math.ceil(2 * height))
+    assert drawn.mode == "P"  # a palette: half the bytes
+    colours = [colour for _, colour in drawn.convert("RGB").getcolors()]
+    for wanted in (colour_of("gemm_epilogue"), INK, PAPER):
+        rgb = [int(wanted[k : k + 2], 16) for k in (1, 3, 5)]
+        assert min(max(abs(a - b) for a, b in zip(rgb, c, strict=True)) for c in colours) <= 8, wanted
+
+
+def test_a_png_of_a_huge_picture_has_fewer_pixels():
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9000" height="40000"><rect width="9" height="9"/></svg>'
+    width, height = Image.open(io.BytesIO(convert.to_png(svg, most=1e6))).size
+    assert 0.95e6 < width * height < 1.05e6
+
+
+def test_pdf_without_its_extra_names_the_extra(case, tmp_path, monkeypatch):
     real = convert.importlib.import_module
 
     def missing(name, *args):
@@ -132,8 +156,8 @@ def test_png_without_its_extra_names_the_extra(case, tmp_path, monkeypatch):
         return real(name, *args)
 
     monkeypatch.setattr(convert.importlib, "import_module", missing)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'fusionlab\[png\]'"):
-        save(case.graph, tmp_path / "p.png")
+    with pytest.raises(MissingDependencyError, match=r"pip install 'fusionlab\[pdf\]'"):
+        save(case.graph, tmp_path / "p.pdf")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
-from fusionlab.graph.calls.parts import CallResult, fixed_difference
+from fusionlab.showing import Shown
 from fusionlab.testing.tolerances import Tolerance, tolerance
+from fusionlab.tracebacks import own_lines_hidden
 
 from .reduction_sizes import ReductionSizes, mantissa_bits
 
@@ -23,8 +25,8 @@ ULP_EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
 _ACCEPTED_GROWTH = 2.0  # over tolerance is accepted while the error is at most this often the baseline's own
 
 
-@dataclass(frozen=True)
-class Error:
+@dataclass(frozen=True, repr=False)
+class Error(Shown):
     """How far an array is from its reference; non-finite elements are counted, not measured.
 
     Attributes:
@@ -33,10 +35,14 @@ class Error:
       ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
       ulp_histogram: finite elements by their distance in ulp: how many are within each of `ULP_EDGES` and beyond the one before, then those
         beyond the last; () in older records and for integers.
+      share: the largest |got - want| / (atol + rtol * |want|) of finite elements: above 1 it is over tolerance; infinite where nothing is
+        tolerated, as of integers that differ; None in older records.
       over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
       nonfinite_mismatch: elements where one is NaN or infinite and the other not, or of another kind or sign.
       worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
     """
+
+    _says = "max abs {0.max_abs:.2e}, relative L2 {0.rel_l2:.2e}, over tolerance {0.over_tolerance}"
 
     max_abs: float
     max_rel: float
@@ -49,10 +55,11 @@ class Error:
     worst_value: float
     worst_reference: float
     ulp_histogram: tuple[int, ...] = ()
+    share: float | None = None
 
 
-@dataclass(frozen=True)
-class LeafNumerics:
+@dataclass(frozen=True, repr=False)
+class LeafNumerics(Shown):
     """One output or gradient of both versions against the reference.
 
     Attributes:
@@ -62,7 +69,8 @@ class LeafNumerics:
       rtol, atol: what "over tolerance" means; `atol` is absolute here.
       before, after: errors of the original and of the fused version against float64.
       between: "after" against "before": for information, never a verdict.
-      zero_in_theory: a gradient that would be 0 in exact arithmetic: what is there is rounding, relative errors mean nothing.
+      zero_in_theory: it would be 0, or next to it, in exact arithmetic: what is there is rounding, relative errors mean nothing. A gradient
+        far below the largest; an output (what a train step makes of such a gradient) of which the original has no digit right.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
         the fused version: attention gives 0 to a query that sees no key. No regression, and told in the notes.
     """
@@ -82,6 +90,11 @@ class LeafNumerics:
     filled_rows: int = 0
 
     @property
+    def called(self) -> str:
+        """ "gradient b1" of a gradient, the name alone of an output."""
+        return f"gradient {self.name}" if self.kind == "gradient" else self.name
+
+    @property
     def ok(self) -> bool:
         """No new NaN or infinity; and in tolerance, or at most twice as far off as the original."""
         before, after = self.before, self.after
@@ -92,18 +105,42 @@ class LeafNumerics:
         near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
         return near or after.over_tolerance == self.filled
 
+    @property
+    def is_rounding(self) -> bool:
+        """An output of which the original has no digit right: of interest only where it got worse."""
+        return self.zero_in_theory and self.kind == "output"
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """How much of what is tolerated the original's and the fused version's error are: 1 is all of it.
+
+        Of older records, by `atol` alone, which is the larger part.
+        """
+        before, after = (
+            e.share if e.share is not None else _quotient(e.max_abs, self.atol) for e in (self.before, self.after)
+        )
+        return before, after
+
     def __str__(self) -> str:
         verdict = "" if self.ok else ": WORSE"
         relative = f"rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}"
         return (
             f"{self.kind} {self.name} {self.dtype}{list(self.shape)}: max abs {self.before.max_abs:.2e} -> "
             f"{self.after.max_abs:.2e}, {'zero in theory' if self.zero_in_theory else relative}, "
+            f"of tolerance {' -> '.join(map(share_text, self.shares))}, "
             f"over tolerance {self.before.over_tolerance} -> {self.after.over_tolerance - self.filled} of {self.size}{verdict}"
         )
 
+    def _row(self) -> dict[str, Any]:
+        what = {"kind": self.kind, "name": self.name, "dtype": self.dtype, "shape": str(list(self.shape))}
+        versions = ("before", self.before), ("after", self.after)
+        errors = {f"max abs, {name}": e.max_abs for name, e in versions}
+        relative = {f"relative L2, {name}": e.rel_l2 for name, e in versions}
+        return what | errors | relative | {"tolerated": self.atol, "worse": not self.ok}
 
-@dataclass(frozen=True)
-class Numerics:
+
+@dataclass(frozen=True, repr=False)
+class Numerics(Shown):
     """Errors of both versions against the promoted float64 reference.
 
     Attributes:
@@ -113,6 +150,8 @@ class Numerics:
       tf32: whether float32 products may have run in TF32, which widens the tolerance.
       notes: what the reference could not promote.
     """
+
+    _listed = "leaves"
 
     leaves: tuple[LeafNumerics, ...]
     left_out: tuple[str, ...]
@@ -129,13 +168,46 @@ class Numerics:
         """The leaves on which the fused version is worse than the original and over tolerance."""
         return tuple(leaf for leaf in self.leaves if not leaf.ok)
 
-    def worst(self, kind: str) -> LeafNumerics | None:
-        """The leaf of this kind whose fused version is furthest off: regressions first, then by error over tolerance.
+    def worst(self, kind: str | None = None) -> LeafNumerics | None:
+        """The leaf (of this kind) whose fused version is furthest off: regressions first, then by its share of the tolerance.
 
-        Not by relative error: a gradient that is zero in theory has an arbitrarily large one.
+        Not by relative error: a gradient that is zero in theory has an arbitrarily large one. An output that is rounding alone comes after
+        all that are not, unless it is a regression.
         """
-        leaves = [leaf for leaf in self.leaves if leaf.kind == kind]
-        return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
+        return next((leaf for leaf in self.ranked if kind is None or leaf.kind == kind), None)
+
+    @property
+    def ranked(self) -> tuple[LeafNumerics, ...]:
+        """All leaves, the worst first."""
+        return tuple(
+            sorted(self.leaves, key=lambda leaf: (leaf.ok, leaf.is_rounding, -leaf.shares[1], -leaf.after.max_abs))
+        )
+
+    @property
+    def sentence(self) -> str:
+        """ "worst error 12 % of its tolerance: 4.03e-07 in gradient b1, against float64": the worst of all leaves, as tables show it."""
+        leaf = self.worst()
+        if leaf is None:
+            return "no errors were measured"
+        before, after = leaf.shares
+        share = f"{share_text(after)} of" if math.isfinite(after) else "beyond"
+        was = f" ({share_text(before)} before)" if after > 1 else ""  # which may be no worse than it was
+        return f"worst error {share} its tolerance{was}: {leaf.after.max_abs:.2e} in {leaf.called}, against float64"
+
+    def __str__(self) -> str:
+        worst = [leaf for kind in ("output", "gradient") if (leaf := self.worst(kind)) is not None]
+        return "\n".join([self.sentence, *(f"  {leaf}" for leaf in worst), *(f"  note: {note}" for note in self.notes)])
+
+
+def _quotient(error: float, tolerated: float) -> float:
+    return error / tolerated if tolerated else math.inf if error else 0.0
+
+
+def share_text(share: float) -> str:
+    """A share of a tolerance: "12 %", "310 %"; "beyond" where nothing is tolerated."""
+    if not math.isfinite(share):
+        return "beyond"
+    return "under 0.1 %" if 0 < share < 0.001 else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 
 def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
@@ -149,6 +221,7 @@ def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ldexp(1.0, np.maximum(exponent, int(info.minexp)) - int(info.nmant))
 
 
+@own_lines_hidden
 def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: float = 0.0) -> Error:
     """Measures `got` against `want`, with ulp of `dtype`; integers and bools are compared exactly.
 
@@ -182,19 +255,27 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
     relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
     index = _worst_index(np.where(mismatch, np.inf, difference))
     norm, total = np.linalg.norm(difference), np.linalg.norm(size)
+    tolerated = atol + rtol * size
     return Error(
         max_abs=_top(difference),
         max_rel=_top(relative),
         rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
         ulp_max=_top(ulp),
         ulp_median=float(np.median(ulp[finite])) if finite.any() else 0.0,
-        over_tolerance=int(((difference > atol + rtol * size) | mismatch).sum()),
+        over_tolerance=int(((difference > tolerated) | mismatch).sum()),
+        share=_top(_quotients(difference, tolerated)),
         nonfinite_mismatch=int(mismatch.sum()),
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,
         worst_reference=float(want[index]) if got.size else 0.0,
         ulp_histogram=_histogram(ulp[finite]),
     )
+
+
+def _quotients(difference: np.ndarray, tolerated: np.ndarray) -> np.ndarray:
+    """Elementwise; where nothing is tolerated, 0 of no difference and infinity of any."""
+    beyond = np.where(difference > 0, np.inf, 0.0)
+    return np.divide(difference, tolerated, out=beyond, where=tolerated > 0)
 
 
 def _histogram(ulp: np.ndarray) -> tuple[int, ...]:
@@ -214,6 +295,7 @@ def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:
         ulp_max=0.0,
         ulp_median=0.0,
         over_tolerance=int(differs.sum()),
+        share=math.inf if differs.any() else 0.0,
         nonfinite_mismatch=0,
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,
@@ -240,8 +322,9 @@ def leaf_numerics(
         b, a = _readable(b), _readable(a)
         row = _tolerance_of(b.dtype, sums)
         scale = _scale(want)
-        zero = kind == "gradient" and scale < _ZERO_IN_THEORY * largest
-        atol = row.atol * (largest if zero else scale)
+        noise = 0.0 if kind == "gradient" else _rounding_alone(b, want)
+        zero = noise > 0 or (kind == "gradient" and scale < _ZERO_IN_THEORY * largest)
+        atol = _ACCEPTED_GROWTH * noise or row.atol * (largest if zero else scale)
         filled = _filled(b, a, want)
         leaves.append(
             LeafNumerics(
@@ -263,6 +346,14 @@ def leaf_numerics(
     return leaves
 
 
+def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
+    """The original's largest error where it is, over the whole array, as large as what was wanted: it has no digit right; 0 elsewhere."""
+    if not jnp.issubdtype(before.dtype, np.inexact):
+        return 0.0
+    error = compare_arrays(before, want, before.dtype)
+    return error.max_abs if error.rel_l2 >= 1 and not error.nonfinite_mismatch and math.isfinite(error.max_abs) else 0.0
+
+
 def _filled(before: np.ndarray, after: np.ndarray, want: np.ndarray) -> np.ndarray:
     """Where the original and its reference are NaN and the fused version is a number."""
     if not all(jnp.issubdtype(a.dtype, np.inexact) for a in (before, after, want)):
@@ -277,6 +368,17 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
         f"numbers in the fused version; the sites' notes say why"
         for leaf in leaves
         if leaf.filled
+    )
+
+
+def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
+    """How many outputs are rounding alone, and what they are judged by, in a sentence; () for none."""
+    n = sum(leaf.is_rounding for leaf in leaves)
+    if not n:
+        return ()
+    which = "1 output holds" if n == 1 else f"{n} outputs hold"
+    return (
+        f"{which} rounding alone, in the original too (zero in theory): tolerated is twice the original's own error",
     )
 
 
@@ -312,70 +414,3 @@ def _scale(x: np.ndarray) -> float:
         return 0.0
     finite = np.abs(x[np.isfinite(x)])
     return float(finite.max()) if finite.size else 0.0
-
-
-def random_cotangents(out_avals: Iterable[Any]) -> list[np.ndarray]:
-    """One fixed standard-normal array per output leaf, in its dtype; a zero for integers, which carry no gradient."""
-    rng = np.random.default_rng(0)
-    cotangents = []
-    for aval in out_avals:
-        if jnp.issubdtype(aval.dtype, np.floating):
-            cotangents.append(rng.standard_normal(aval.shape).astype(aval.dtype))
-        elif jnp.issubdtype(aval.dtype, np.complexfloating):
-            pair = rng.standard_normal((2, *aval.shape))
-            cotangents.append((pair[0] + 1j * pair[1]).astype(aval.dtype))
-        else:
-            cotangents.append(np.zeros(()))
-    return cotangents
-
-
-def value_and_gradients(fn: Callable, chosen: Sequence[int]) -> Callable:
-    """(cotangents, args, kwargs) -> (sum of cotangent * output, gradients of the chosen leaves of (args, kwargs)).
-
-    The gradients are the vector-Jacobian product; the sum runs in float32 or wider, and adds no rounding to them.
-    """
-
-    def program(cotangents: list, args: tuple, kwargs: dict) -> tuple[Any, list]:
-        flat, tree = jax.tree_util.tree_flatten((args, kwargs))
-
-        def scalar(leaves: list) -> Any:
-            full = list(flat)
-            for i, leaf in zip(chosen, leaves, strict=True):
-                full[i] = leaf
-            a, k = jax.tree_util.tree_unflatten(tree, full)
-            outs = jax.tree_util.tree_leaves(fn(*a, **k))
-            return sum(
-                (_weighted(o, c) for o, c in zip(outs, cotangents, strict=True) if jnp.issubdtype(o.dtype, np.inexact)),
-                start=jnp.zeros(()),
-            )
-
-        return jax.value_and_grad(scalar)([flat[i] for i in chosen])
-
-    return program
-
-
-def _weighted(out: Any, cotangent: Any) -> Any:
-    wide = jnp.promote_types(out.dtype, np.float32)
-    return jnp.sum(out.astype(wide) * cotangent.astype(wide)).real
-
-
-def named_outputs(outputs: Any) -> list[str]:
-    """A name for each output leaf: "out['loss']"; of what is changed in place "model.layers[0].kernel"."""
-    if isinstance(outputs, CallResult):
-        return list(outputs.leaf_names)
-    return ["out" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
-
-
-def check_same_outputs(before: Any, after: Any) -> None:
-    """Raises ArgumentError where two trees of arrays (or shapes) differ in structure, shape or dtype."""
-    difference = fixed_difference(before, after)
-    if difference is not None:
-        raise ArgumentError(f"fused: {difference}")
-    (first, tree), (second, other) = map(jax.tree_util.tree_flatten, (before, after))
-    if tree != other:
-        raise ArgumentError(f"fused: got outputs of structure {other}, needed the original's, {tree}")
-    for b, a in zip(first, second, strict=True):
-        if (b.shape, b.dtype) != (a.shape, a.dtype):
-            raise ArgumentError(
-                f"fused: got an output {a.dtype}{list(a.shape)}, needed the original's, {b.dtype}{list(b.shape)}"
-            )

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fusionlab.showing import Shown
+
 # What `nvidia-smi --help-query-gpu` calls them. The newer name of the last one is not known to drivers before 535.
 _QUERY = ("clocks.sm", "clocks.mem", "temperature.gpu", "power.draw", "clocks_throttle_reasons.active")
 # NVML's bits of why clocks are lowered (nvml.h, nvmlClocksEventReasons); 0x1 (idle) and 0x2 (as the user set them) are no throttling.
@@ -23,8 +25,8 @@ _REASONS = {
 _CPU_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
 
 
-@dataclass(frozen=True)
-class Clocks:
+@dataclass(frozen=True, repr=False)
+class Clocks(Shown):
     """One reading; None is what could not be read.
 
     Attributes:

@@ -20,6 +20,7 @@ import numpy as np
 
 from fusionlab.device import Device
 from fusionlab.kernels.ops import clock
+from fusionlab.showing import Shown
 
 from .turns import take_turns
 
@@ -32,9 +33,11 @@ LONGEST_WAIT_S = 0.5
 FLUSH_BYTES = 256 << 20
 
 
-@dataclass(frozen=True)
-class DeviceTimes:
+@dataclass(frozen=True, repr=False)
+class DeviceTimes(Shown):
     """Device seconds a call, one a sample, in the order taken; `calls` is how many a sample averages over."""
+
+    _told = ("name", "median_s", "calls")
 
     name: str
     samples_s: tuple[float, ...]
@@ -46,6 +49,9 @@ class DeviceTimes:
 
     def to_dict(self) -> dict[str, Any]:
         return {"name": self.name, "calls": self.calls, "samples_s": list(self.samples_s), "median_s": self.median_s}
+
+    def __str__(self) -> str:
+        return f"{self.name}: median {self.median_s:.4g} s of {len(self.samples_s)} samples of {self.calls} calls, device time"
 
 
 def time_on_device(

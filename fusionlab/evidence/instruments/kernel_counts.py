@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fusionlab.graph.xla.hlo_text import kernel_counts
+from fusionlab.showing import Shown
 
 
-@dataclass(frozen=True)
-class KernelCounts:
+@dataclass(frozen=True, repr=False)
+class KernelCounts(Shown):
     """Kind of kernel -> how many, in each version's forward call.
 
     Kinds are those of `fusionlab.graph.xla.modules.ModuleKernel`: "fusion", "library", "custom", "copy", "collective", "unfused". The

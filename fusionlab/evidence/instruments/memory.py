@@ -13,6 +13,8 @@ from typing import Any
 import jax
 
 from fusionlab.errors import ArgumentError, BackendError
+from fusionlab.showing import Shown, Table, table_of
+from fusionlab.tracebacks import own_lines_hidden
 
 from ..units import binary_bytes
 from .out_of_memory import out_of_memory
@@ -20,8 +22,8 @@ from .program import Program
 from .record import hardware
 
 
-@dataclass(frozen=True)
-class CompiledMemory:
+@dataclass(frozen=True, repr=False)
+class CompiledMemory(Shown):
     """The compiler's plan for one program, in bytes.
 
     `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
@@ -38,9 +40,12 @@ class CompiledMemory:
     code: int
     peak: int
 
+    def __str__(self) -> str:
+        return f"{self.name}: compiled peak {binary_bytes(self.peak)}, temporaries {binary_bytes(self.temp)}"
 
-@dataclass(frozen=True)
-class Memory:
+
+@dataclass(frozen=True, repr=False)
+class Memory(Shown):
     """Compiled memory of both versions; `hardware` is where they were compiled for.
 
     `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`); None
@@ -73,6 +78,9 @@ class Memory:
             if self.device_peak is None
             else f", device peak {binary_bytes(self.device_peak[0])} -> {binary_bytes(self.device_peak[1])}"
         )
+
+    def _table(self) -> Table:
+        return table_of((self.before, self.after))
 
 
 def compiled_memory(program: Program) -> CompiledMemory | None:
@@ -119,8 +127,8 @@ def _peak_of_a_run(program: Program, device: Any) -> int | None:
     return int(peak - in_use) if peak > highest else None
 
 
-@dataclass(frozen=True)
-class ResidentGrowth:
+@dataclass(frozen=True, repr=False)
+class ResidentGrowth(Shown):
     """Resident memory of a fresh process around one run, in bytes.
 
     Attributes:
@@ -139,6 +147,9 @@ class ResidentGrowth:
     @property
     def growth(self) -> int:
         return max(0, self.peak - self.before)
+
+    def __str__(self) -> str:
+        return f"{self.target}: resident memory grew by {binary_bytes(self.growth)} at most ({self.method})"
 
 
 _CHILD = """
@@ -169,6 +180,7 @@ print("fusionlab-resident", json.dumps([before, peak, method]))
 """
 
 
+@own_lines_hidden
 def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
     """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
 

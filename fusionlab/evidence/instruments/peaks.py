@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
+from fusionlab.progress import Progress, Reporter, Stages, watched
 
 from .program import compile_program
 from .timing import runs_of
@@ -21,11 +22,13 @@ COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}
 SIDE = {"cuda": 8192, "cpu": 2048}  # of the square matrices; a multiple of every tile
 
 
-def measure_peaks(device: Device | None = None) -> Device:
+def measure_peaks(device: Device | None = None, progress: Progress = False) -> Device:
     """This process's device with `copy_bytes_per_s` and `gemm_flop_per_s` measured, each the best of some samples; takes seconds.
 
     The copy counts bytes read and written. The product is bfloat16 on CUDA, with sums in float32, and float32 elsewhere. Data are random:
     a GPU lowers its clocks to keep within its power limit, and zeros draw less power. Device time on CUDA, wall time elsewhere (timing.py).
+
+    `progress`: False, True (a line) or a function of (task, done, total).
 
     Raises:
       ArgumentError: a device that is simulated or not this process's own.
@@ -36,16 +39,21 @@ def measure_peaks(device: Device | None = None) -> Device:
             f"device: got {device}, needed None or this process's own, {here}: only what is here can be measured"
         )
     kind = "cuda" if here.platform == "cuda" else "cpu"
+    with watched(progress) as told:
+        return _measured(here, kind, Stages(told))
+
+
+def _measured(here: Device, kind: str, stages: Stages) -> Device:
     words = min(COPY_BYTES[kind], (here.memory or COPY_BYTES[kind] * 32) // 32) // 4
     source = jax.random.bits(jax.random.key(0), (words,), "uint32")
-    copy_s = _best_s(jnp.copy, source)
+    copy_s = _best_s(stages("rates of this device: copying", SAMPLES), jnp.copy, source)
     del source
     side, dtype = SIDE[kind], jnp.bfloat16 if kind == "cuda" else jnp.float32
     a, b = (jax.random.normal(jax.random.key(i), (side, side), dtype) for i in range(2))
-    product_s = _best_s(jnp.matmul, a, b)
+    product_s = _best_s(stages("rates of this device: products", SAMPLES), jnp.matmul, a, b)
     return dataclasses.replace(here, copy_bytes_per_s=8 * words / copy_s, gemm_flop_per_s=2 * side**3 / product_s)
 
 
-def _best_s(fn: Callable, *args: Any) -> float:
+def _best_s(stage: Reporter, fn: Callable, *args: Any) -> float:
     """Seconds of the quickest sample."""
-    return runs_of([compile_program(fn, args, {})], SAMPLES)[0][0].min_s
+    return runs_of([compile_program(fn, args, {})], SAMPLES, step=stage.step)[0][0].min_s

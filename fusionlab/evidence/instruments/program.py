@@ -84,10 +84,12 @@ def compile_program(
     donate_argnums: Sequence[int] = (),
     advice: str = _JIT_ADVICE,
     compiling: Mapping[str, Any] | None = None,
+    said: Callable[[str, Any], Any] = lambda verb, jaxpr: None,
 ) -> Program:
     """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
 
-    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`.
+    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`. `said` is told of what is done as it begins: "tracing"
+    and None, "compiling" and the jaxpr; what it raises ends it.
 
     Raises:
       ArgumentError: an argument is a shape instead of an array.
@@ -96,7 +98,7 @@ def compile_program(
       OutOfMemoryError: the device has too little memory for its arguments, or to compile it.
     """
     with out_of_memory(f"{name}: compiling it"):
-        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiling)
+        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiling, said)
 
 
 def _compiled(
@@ -107,7 +109,9 @@ def _compiled(
     donated: tuple[int, ...],
     advice: str,
     compiling: Mapping[str, Any] | None,
+    said: Callable[[str, Any], Any],
 ) -> Program:
+    said("tracing", None)
     args, kwargs = on_device(args), on_device(kwargs)
 
     @functools.wraps(fn, assigned=("__name__", "__doc__"), updated=())
@@ -126,6 +130,7 @@ def _compiled(
         raise trace_error(name, error, advice) from error
     refuse_side_effects(name, traced.jaxpr)
     traced_at = time.perf_counter()
+    said("compiling", traced.jaxpr)
     lowered = traced.lower()
     lowered_at = time.perf_counter()
     compiled = lowered.compile()

@@ -20,6 +20,8 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 from fusionlab.output import write_file
+from fusionlab.showing import Shown
+from fusionlab.tracebacks import own_lines_hidden
 
 # Settings that change what XLA compiles or what numbers come out.
 _SETTINGS = (
@@ -33,8 +35,8 @@ _SETTINGS = (
 )
 
 
-@dataclass(frozen=True)
-class Environment:
+@dataclass(frozen=True, repr=False)
+class Environment(Shown):
     """Where and with what a measurement was made.
 
     Attributes:
@@ -155,6 +157,7 @@ def _strict(x: Any) -> Any:
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
+@own_lines_hidden
 def save_json(path: str | os.PathLike[str], data: Any) -> Path:
     """Writes `data` as JSON, by way of a temporary file in the same folder.
 
@@ -178,6 +181,7 @@ def newest_record(folder: str | os.PathLike[str], benchmark: str) -> Any:
     )
 
 
+@own_lines_hidden
 def load_json(path: str | os.PathLike[str]) -> Any:
     """Reads what `save_json` wrote.
 

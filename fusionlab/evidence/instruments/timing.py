@@ -23,12 +23,14 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
+from fusionlab.progress import Progress, Reporter, Stages, watched
+from fusionlab.showing import Shown
+from fusionlab.tracebacks import own_lines_hidden
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
 from .out_of_memory import out_of_memory
 from .program import Program, compile_program, compiling
-from .progress import Progress, Reporter
 from .record import hardware
 from .turns import take_turns
 
@@ -37,6 +39,9 @@ VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
 PATIENCE_S = 10.0  # for more samples than were asked for
 WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
+# With fewer samples a verdict needs an effect that no doubt is left of: an interval this far from 1, and every pair of samples on its side
+# of 1, of at least so many pairs (the sign test: 2 in 2**6 is 3 %).
+FAR, LEAST_SAMPLES = 0.10, 6
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
 MAX_REPEATS = 10_000
 DISPATCHING_S = 0.02  # spent on seeing what a dispatch takes, in at most five calls
@@ -53,8 +58,8 @@ class Verdict(enum.StrEnum):
     NOT_TIMED = "not timed"
 
 
-@dataclass(frozen=True)
-class Runs:
+@dataclass(frozen=True, repr=False)
+class Runs(Shown):
     """All samples of one function.
 
     Attributes:
@@ -67,6 +72,8 @@ class Runs:
       dispatch_s: seconds until a call gives the host back, its results still to come; None in older records. Where the host computes
         (a CPU), small programs are done by then.
     """
+
+    _told = ("name", "median_s", "min_s", "repeats", "compile_s", "clock")
 
     name: str
     samples_s: tuple[float, ...]
@@ -91,13 +98,16 @@ class Runs:
     def min_s(self) -> float:
         return min(self.samples_s)
 
+    def __str__(self) -> str:
+        return f"{self.name}: median {seconds(self.median_s)} of {len(self.samples_s)} samples, {self.clock}"
 
-@dataclass(frozen=True)
-class Timing:
+
+@dataclass(frozen=True, repr=False)
+class Timing(Shown):
     """Two functions timed in turns.
 
     Attributes:
-      what: "forward" or "forward + backward".
+      what: which call: "call", "gradient of the call", or "step" (see `names_of`).
       before, after: all samples of each.
       ratio: median of before / median of after; above 1 "after" is faster.
       interval: 95 % bootstrap interval of the ratio.
@@ -131,10 +141,27 @@ class Timing:
         low, high = self.interval
         n = min(len(self.before.samples_s), len(self.after.samples_s))
         cold = ", cold caches" if self.before.cold else ""
+        stopped = f", stopped: {self.stopped}" if self.stopped else ""
         return (
             f"{self.what}: {seconds(self.before.median_s)} -> {seconds(self.after.median_s)}, "
-            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock}{cold})"
+            f"{self.ratio:.2f}x [{low:.2f}, {high:.2f}], {self.verdict} (median of {n} samples each, {self.clock}{cold}{stopped})"
         )
+
+    def _row(self) -> dict[str, Any]:
+        low, high = self.interval
+        times = {"before_s": self.before.median_s, "after_s": self.after.median_s, "ratio": self.ratio}
+        told = {"low": low, "high": high, "verdict": str(self.verdict), "clock": self.clock, "hardware": self.hardware}
+        return {"what": self.what, **times, **told}
+
+
+# What records from before it called them.
+OLDER_NAMES = {"forward": "call", "forward + backward": "gradient of the call"}
+
+
+def names_of(differentiated: bool) -> tuple[str, str]:
+    """What measurements call a program and its gradient: one that is differentiated already is the step of a training."""
+    call = "step" if differentiated else "call"
+    return call, f"gradient of the {call}"
 
 
 def seconds(value: float) -> str:
@@ -162,9 +189,14 @@ def ratio_interval(
     return float(low), float(high)
 
 
-def judge(ratio: float, interval: tuple[float, float], samples: int) -> Verdict:
-    """The verdict on a ratio of medians, its interval, and the number of samples of each function."""
-    if samples < VERDICT_SAMPLES:
+def judge(ratio: float, interval: tuple[float, float], samples: int, agreeing: bool = False) -> Verdict:
+    """The verdict on a ratio of medians, its interval, and the number of samples of each function.
+
+    `agreeing` says that every two samples taken next to each other differ in the same direction: with fewer samples than a verdict
+    takes, that and an interval far from 1 are one, too.
+    """
+    far = interval[0] > 1 + FAR or interval[1] < 1 / (1 + FAR)
+    if samples < VERDICT_SAMPLES and not (far and agreeing and samples >= LEAST_SAMPLES):
         return Verdict.INCONCLUSIVE
     if interval[0] <= 1 <= interval[1] or abs(ratio - 1) < MIN_EFFECT:
         return Verdict.NO_DIFFERENCE
@@ -175,10 +207,13 @@ def timing_of(call: str, before: Runs, after: Runs, stopped: str = "", clocks: S
     """Statistics and verdict over samples taken."""
     ratio = before.median_s / after.median_s
     interval = ratio_interval(before.samples_s, after.samples_s)
-    verdict = judge(ratio, interval, min(len(before.samples_s), len(after.samples_s)))
+    pairs = list(zip(before.samples_s, after.samples_s, strict=False))
+    agreeing = all(b > a for b, a in pairs) or all(b < a for b, a in pairs)
+    verdict = judge(ratio, interval, len(pairs), agreeing)
     return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
 
 
+@own_lines_hidden
 def time_pair(
     before: Callable,
     after: Callable,
@@ -204,7 +239,7 @@ def time_pair(
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
       static_argnums, static_argnames: as in `jax.jit`.
       cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
-      progress: False, True (a tqdm bar) or a function of (task, done, total).
+      progress: False, True (a line) or a function of (task, done, total).
       cancel: asked before each round; when it says True, what was taken so far is returned.
 
     Raises:
@@ -216,10 +251,17 @@ def time_pair(
     calls = [bind_users(fn, args, kwargs, static_argnums, static_argnames) for fn in (before, after)]
     donated = calls[0].dynamic(as_tuple(donate_argnums), "donate_argnums") or calls[0].donated
     options = {"donate_argnums": donated, "compiling": compiling(calls[0])}
-    named = zip(("before", "after"), calls, strict=True)
-    programs = [compile_program(c.fn, c.args, c.kwargs, name=name, **options) for name, c in named]
-    effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": progress, "cancel": cancel}
-    return time_programs("forward", programs[0], programs[1], **effort)
+    with watched(progress) as told:
+        stages, programs = Stages(told), []
+        for k, (name, c) in enumerate(zip(("before", "after"), calls, strict=True), 1):
+            said = functools.partial(_said, stages, f"{name} {k}/2")
+            programs.append(compile_program(c.fn, c.args, c.kwargs, name=name, said=said, **options))
+        effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": told, "cancel": cancel}
+        return time_programs(names_of(differentiated=False)[0], programs[0], programs[1], **effort)
+
+
+def _said(stages: Stages, which: str, verb: str, _jaxpr: object) -> None:
+    stages(f"{verb} {which}")
 
 
 def check_effort(samples: int, budget_s: float) -> None:
@@ -255,7 +297,7 @@ def time_programs(
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform
     clocks = [read_clocks(platform)]
-    with Reporter(progress, f"timing {call}", samples) as reporter:
+    with Reporter(progress, f"timing {call}", samples, budget_s) as reporter:
         (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold, enough)
     return timing_of(call, first, second, stopped, (*clocks, read_clocks(platform)))
 

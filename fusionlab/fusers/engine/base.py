@@ -20,6 +20,7 @@ from ...graph.program.ir import Node
 from ...graph.program.scopes import is_backward
 from ...kernels import OPS
 from ...kernels.op.op import Op
+from ...showing import Shown
 from .declining import examined
 from .outcomes import Candidate, Rejection
 
@@ -69,9 +70,11 @@ class Search:
         return bool(self.options.get(BY_DEFAULT, False)) and self.implementation is None
 
 
-@dataclass(frozen=True)
-class Option:
+@dataclass(frozen=True, repr=False)
+class Option(Shown):
     """An option of a pass: its default, what it means, and the values it can have where these are told."""
+
+    _says = "{0.default!r} by default: {0.meaning}"
 
     default: Any
     meaning: str
@@ -85,7 +88,7 @@ class Option:
         return [False, True] if isinstance(self.default, bool) else None
 
 
-class Pass(abc.ABC):
+class Pass(abc.ABC, Shown):
     """One fusion pass: a name, words for people, and a search over one block.
 
     A pass says which nodes are its anchors, and what is made of one; an error that is raised there is told as a rejection `uncertified`.
@@ -104,6 +107,8 @@ class Pass(abc.ABC):
       routes: of the one pass that has a route for every product: from its searches of all blocks, each with the user's rule for
         derivatives that the block is of, and from the findings, to a table.
     """
+
+    _told = ("name", "formula", "needs", "op")
 
     name: str
     op: str

@@ -49,6 +49,17 @@ def which(alike: list[Any], noun: str = "sites") -> str:
     return f"{alike[0].id}{at}" if len(alike) == 1 else f"{len(alike)} {noun}, {alike[0].id} and more{at}"
 
 
+# One wording for each state of a site, wherever it is read.
+STATE_WORDS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
+
+
+def states_said(applied: int, candidates: int, declined: int) -> list[str]:
+    """["9 fused", "3 can be fused", "2 declined"]; without a number of what there is none of, but of the declined."""
+    counted = zip((applied, candidates), ("applied", "candidate"), strict=True)
+    said = [f"{n} {STATE_WORDS[state]}" for n, state in counted if n] or ["nothing can be fused"]
+    return [*said, f"{declined} {STATE_WORDS['declined']}"]
+
+
 def code_counts(codes: list[str]) -> list[str]:
     """["rank", "bias x2"]: each code once, in order of first appearance."""
     return [c if (n := codes.count(c)) == 1 else f"{c} x{n}" for c in dict.fromkeys(codes)]

@@ -14,6 +14,7 @@ from ...graph.program.scopes import Source
 from ...kernels.op.implementation import BackendVerdict as Backend
 from ...kernels.op.implementation import ChoiceKind, ImplementationChoice
 from ...kernels.op.implementation import Residual as Residual
+from ...showing import Shown
 from .origin import declined_at
 from .pairs import Pair
 from .wording import plain
@@ -23,7 +24,7 @@ LEFT_TO_XLA = frozenset(kind.value for kind in ChoiceKind if kind.leaves_it_to_x
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class Candidate(Shown):
     """A site that matched and was certified; it can be replaced by one fused op.
 
     Attributes:
@@ -139,9 +140,18 @@ class Candidate:
             "id pass_name op formula arithmetic attrs node_ids nodes_before nodes_after source residuals idle backends notes concepts",
         )
 
+    def _row(self) -> dict[str, Any]:
+        backend = self.backend
+        found = {"state": "left as it is" if self.idle else "can be fused", "id": self.id, "formula": self.formula}
+        return found | {
+            "source": self.source,
+            "backend": backend and backend.name,
+            "why": self.idle or (backend and backend.reason),
+        }
+
 
 @dataclass(frozen=True, eq=False)
-class Rejection:
+class Rejection(Shown):
     """A site with a pass's anchor that was declined, and why.
 
     Attributes:
@@ -196,6 +206,16 @@ class Rejection:
         """Plain data, JSON-able; `nodes` are the guilty ones, `site` those matched so far."""
         names = "id pass_name code sentence node_ids site_ids matched total source edit winner origin concepts"
         return plain(self, names) | {"origin": self.origin or None}
+
+    def _row(self) -> dict[str, Any]:
+        found = {
+            "state": f"declined: {self.code}",
+            "id": self.id,
+            "formula": None,
+            "source": self.source,
+            "backend": None,
+        }
+        return found | {"why": self.sentence, "matched": f"{self.matched} of {self.total}", "edit": self.edit}
 
 
 def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Rejection:

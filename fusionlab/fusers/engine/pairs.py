@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...graph.program.ir import Value
+from ...showing import Shown
 from .wording import plain
 
 
 @dataclass(frozen=True, eq=False)
-class Pair:
+class Pair(Shown):
     """A forward site and its backward pass.
 
     Attributes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...errors import REJECTIONS, ArgumentError, MissingDependencyError, unknown_name
+from ...errors import ArgumentError, MissingDependencyError, did_you_mean, unknown_name
 from ...graph.cost.cost import Costs, cost_of
 from ...graph.program.boundary import guarded
 from ...graph.program.graph import Graph
@@ -19,10 +19,13 @@ from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
-from ..engine.grouping import code_counts, columns_of, grouped_by, nameless, which
+from ...showing import Facts, Records, Shown, Text
+from ...tracebacks import errors_for_users
+from ..engine.grouping import STATE_WORDS, code_counts, columns_of, grouped_by, nameless, states_said, which
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
 from ..passes.matmul.route_table import Routes
+from .explaining import explained
 from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
 from .structures import Structure, structures_of
 
@@ -30,13 +33,15 @@ RUNS_UNDER_GRAD = "runs under jax.grad"
 _LINES = 20  # of reasons that a printed report holds before it is cut short
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False)
-class Findings:
+class Findings(Shown):
     """All candidates and rejections of a search over one graph.
 
     Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
     are judged for), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
-    program has a backward pass in it), `router` (tells the routes of the products; opaque to readers).
+    program has a backward pass in it), `applied` (ids of what is fused, where a fused function was asked what it found), `router`
+    (tells the routes of the products; opaque to readers).
     """
 
     graph: Graph
@@ -48,7 +53,21 @@ class Findings:
     notes: tuple[str, ...] = ()
     gradients: tuple[str, ...] = ()
     differentiated: bool = False
+    applied: Collection[str] = ()
     router: Callable[[Findings], Routes] | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("candidates", "rejections"):
+            object.__setattr__(self, name, Records(getattr(self, name)))
+
+    _listed = "_sites"
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return [site.id for site in self._sites]
+
+    @property
+    def _sites(self) -> tuple[Candidate | Rejection, ...]:
+        return (*self.candidates, *self.rejections)
 
     def routes(self) -> Routes:
         """The route of every matrix product of the program, with what each route said of it: a table to print."""
@@ -60,7 +79,7 @@ class Findings:
         "<pass>_grad" is a key where the gradient is fused too: the number of candidates that are fused with their backward passes, in
         a program that is differentiated already; in any other the words "runs under jax.grad", for it is fused then.
         """
-        found: dict[str, int | str] = {}
+        found = Facts()
         for p in self.passes:
             mine = [c for c in self.candidates if c.pass_name == p]
             found[p] = len(mine)
@@ -71,7 +90,7 @@ class Findings:
 
     def concepts(self) -> dict[str, int]:
         """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
-        return dict(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
+        return Facts(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
 
     def cost(self, trips: Mapping[int, int] | None = None) -> Costs:
         """Operations and bytes of every node of the program as it is; `trips` says how often while loops run, by node id.
@@ -88,7 +107,7 @@ class Findings:
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
         """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
-        return self._structures_or_why[0]
+        return Records(self._structures_or_why[0])
 
     @functools.cached_property
     def _structures_or_why(self) -> tuple[tuple[Structure, ...], str]:
@@ -101,13 +120,13 @@ class Findings:
     def pairs(self) -> tuple[Pair, ...]:
         """The forward sites, fused or declined, whose gradient this program computes as well: it was differentiated already."""
         items = sorted((*self.candidates, *self.rejections), key=lambda x: x.region.nodes[0].id if x.region else -1)
-        return tuple(item.backward for item in items if item.backward is not None)
+        return Records(item.backward for item in items if item.backward is not None)
 
-    def of_node(self, node: Node | int) -> list[Candidate | Rejection]:
+    def of_node(self, node: Node | int) -> Records[Candidate | Rejection]:
         """Every candidate or rejection that touches a node."""
         nid = node if isinstance(node, int) else node.id
         hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.all_node_ids]
-        return hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids]
+        return Records(hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids])
 
     def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
         """The candidate, rejection or structure with this id."""
@@ -126,11 +145,10 @@ class Findings:
         """
         wanted, left = _names(enabled or ()), _names(skip)
         known = {*(item.id for item in (*self.candidates, *self.rejections)), *self.passes}
-        for name in (*wanted, *left):
-            if name not in known:
-                raise unknown_name("site or pass", name, known)
+        if unknown := sorted((wanted | left) - known):
+            raise unknown_name("site or pass", unknown[0], known)
         chosen = (c for c in self.candidates if (not c.idle if enabled is None else _is_named(c, wanted)))
-        return tuple(c for c in chosen if not _is_named(c, left))
+        return Records(c for c in chosen if not _is_named(c, left))
 
     def rewritten(self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()) -> Any:
         """A closed jaxpr of the program with the selected candidates applied (see `select`)."""
@@ -161,19 +179,31 @@ class Findings:
 
     def kernels(self) -> tuple[SiteKernels, ...]:
         """The XLA kernels of each candidate, before and after; compiles the program both ways (see `xla`)."""
-        return site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True))
+        return Records(site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True)))
 
     def line(self, pass_name: str) -> str:
-        """ "gemm_epilogue: 3 subgraphs fused, 1 declined (rank), nodes 31 -> 24"."""
-        found = [c for c in self.candidates if c.pass_name == pass_name]
-        mine = [c.id for c in found if not c.idle]
-        left = f", {len(found) - len(mine)} left as they are" if len(found) > len(mine) else ""
+        """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" of what `applied` names.
+
+        "3 subgraphs can be fused, of which 1 is left as it is": not fused unless asked for; the node count leaves it out.
+        """
+        found = [c.id for c in self.candidates if c.pass_name == pass_name]
+        mine = [c.id for c in self.candidates if c.pass_name == pass_name and not c.idle]
+        idle = len(found) - len(mine)
+        left = f", of which {idle} {'is left as it is' if idle == 1 else 'are left as they are'}" if idle else ""
         declined = [r.code for r in self.rejections if r.pass_name == pass_name]
         why = f" ({', '.join(code_counts(declined))})" if declined else ""
         before = self.graph.node_count
         after = self.apply(mine).node_count if mine else before
-        return (
-            f"{pass_name}: {len(mine)} subgraphs fused{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+        return f"{pass_name}: {self._subgraphs(found)}{left}, {len(declined)} declined{why}, nodes {before} -> {after}"
+
+    def _subgraphs(self, sites: Collection[str]) -> str:
+        """ "3 subgraphs can be fused"; "2 subgraphs fused, 1 can be fused" where a function fuses some of them."""
+        fused = sum(s in self.applied for s in sites)
+        counted = [(n, STATE_WORDS[s]) for n, s in ((fused, "applied"), (len(sites) - fused, "candidate")) if n]
+        counted = counted or [(0, STATE_WORDS["applied" if self.applied else "candidate"])]
+        first = counted[0][0]
+        return ", ".join(
+            [f"{first} subgraph{'' if first == 1 else 's'} {counted[0][1]}", *(f"{n} {w}" for n, w in counted[1:])]
         )
 
     def lines(self) -> list[str]:
@@ -182,10 +212,13 @@ class Findings:
         return [line for lines in per_pass for line in lines] or ["no passes asked"]
 
     def _gradient_line(self, pass_name: str) -> list[str]:
-        """ "gemm_epilogue_grad: 3 subgraphs fused", in a differentiated program; none where nothing is fused forward."""
+        """ "gemm_epilogue_grad: 3 subgraphs can be fused", in a differentiated program; none where nothing is fused forward."""
         counts = self.counts()
         has_fused = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
-        return [f"{pass_name}_grad: {counts[f'{pass_name}_grad']} subgraphs fused"] if has_fused else []
+        with_backward = [
+            c.id for c in self.candidates if c.pass_name == pass_name and c.backward is not None and c.backward.is_fused
+        ]
+        return [f"{pass_name}_grad: {self._subgraphs(with_backward)}"] if has_fused else []
 
     def _under_grad(self) -> list[str]:
         """What is said of the gradients of a program that is not differentiated."""
@@ -196,7 +229,7 @@ class Findings:
         """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
         return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
 
-    def report(self, xla: bool = False) -> str:
+    def report(self, xla: bool = False) -> Text:
         """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why.
 
         With `xla` also how many kernels XLA makes of each site, as it was written and fused: both are compiled for it (see `xla`).
@@ -204,7 +237,7 @@ class Findings:
         kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
         sections = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
         parts = (self.lines(), self.reasons(), *sections, (f"note: {n}" for n in self.notes))
-        return "\n".join(line for part in parts for line in part)
+        return Text("\n".join(line for part in parts for line in part))
 
     def reasons(self, most: int | None = None) -> list[str]:
         """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
@@ -245,29 +278,31 @@ class Findings:
         return [f"structures: {why}"] if why else _section("structures:", lines)
 
     def __repr__(self) -> str:
-        return f"Findings({self.graph.name!r}, {len(self.candidates)} candidates, {len(self.rejections)} declined)"
+        fused = sum(c.id in self.applied for c in self.candidates)
+        said = states_said(fused, len(self.candidates) - fused, len(self.rejections))
+        return f"<{type(self).__name__} {self.graph.name}: {', '.join(said)}>"
 
-    def explain(self, node: Node | int | str, origin: bool = False) -> str:
+    def explain(self, node: Node | int | str, origin: bool = False) -> Text:
         """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences.
 
         With `origin`, a rejection says which line of FusionLab declined it.
         """
         if isinstance(node, str) and "@" in node:
-            return self._explained_site(node, origin)
+            return Text(self._explained_site(node, origin))
         given = self._given(node)
         if given is not None:
-            return given
+            return Text(given)
         found = self._node(node)
-        texts = [_explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
+        texts = [explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().summary(found)}")
-        return "\n".join([node_text(found), *("  " + text for text in texts)])
+        return Text("\n".join([node_text(found), *("  " + text for text in texts)]))
 
     def _explained_site(self, site: str, origin: bool) -> str:
         """A site or a structure, what a candidate's nodes cost as they are and as one kernel, and its backward pass."""
         item = self[site]
-        lines = [_explained(item, origin)]
+        lines = [explained(item, origin)]
         if isinstance(item, Candidate):
             nodes, costs = item.node_ids, self.cost()
             lines += [f"  costs {costs.of(nodes)}, node by node", f"  costs {costs.fused(nodes)}, as one kernel"]
@@ -296,7 +331,8 @@ class Findings:
             raise ArgumentError(f"explain: no node makes {node}; print(graph) lists the values")
         if isinstance(node, int) and node in self.graph.node_by_id:
             return self.graph.node_by_id[node]
-        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id")
+        near = did_you_mean(node, [site.id for site in self._sites]) if isinstance(node, str) else ""
+        raise ArgumentError(f"explain: got {node!r}, needed a value ('%12'), a node id, a Node or a site id.{near}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able: passes, counts, candidates, rejections, phase times."""
@@ -347,28 +383,6 @@ class Findings:
 def _section(head: str, lines: list[str]) -> list[str]:
     """Lines of a report under their head; nothing where there are none."""
     return [head, *lines] if lines else []
-
-
-def _explained(item: Candidate | Rejection | Structure, origin: bool) -> str:
-    """Everything known about a site or a structure."""
-    if isinstance(item, Rejection):
-        where = f"\n  declined at {item.origin}" if origin and item.origin else ""
-        return f"{item}\n  {REJECTIONS[item.code]}{where}"
-    if isinstance(item, Structure):
-        return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
-    return _explained_candidate(item)
-
-
-def _explained_candidate(item: Candidate) -> str:
-    lines = [str(item), *(f"  {n}" for n in item.notes)]
-    lines += [f"  gives {', '.join(map(repr, item.roots))}"] if item.others else []
-    lines += [f"  products in {item.arithmetic}"] if item.arithmetic else []
-    lines += [f"  backend {b.name}: {b.verdict}, {b.reason}" for b in item.backends]
-    lines += [
-        f"  saves {r.name} {r.dtype}{list(r.shape)}, {r.nbytes} bytes, read by {', '.join(r.readers)}"
-        for r in item.residuals
-    ]
-    return "\n".join(lines)
 
 
 def _names(given: Iterable[str] | str) -> set[str]:

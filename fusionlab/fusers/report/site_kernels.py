@@ -11,14 +11,15 @@ from ...graph.program.graph import Graph
 from ...graph.rewriting.rewrite import Replacement, to_jaxpr
 from ...graph.xla.modules import CompiledModule, ModuleKernel, compiled_text, read_hlo
 from ...graph.xla.tagging import tagged_graph
+from ...showing import Shown
 from ..engine.grouping import grouped_by, which
 
 if TYPE_CHECKING:
     from ..engine.outcomes import Candidate
 
 
-@dataclass(frozen=True)
-class SiteKernels:
+@dataclass(frozen=True, repr=False)
+class SiteKernels(Shown):
     """The kernels of one site.
 
     Attributes:
@@ -26,6 +27,10 @@ class SiteKernels:
       before: those that its nodes (and those of its backward pass fused with it) went into; other nodes may be in them too.
       after: those that what replaces it went into; None where it is not fused (it is idle, or was left out).
     """
+
+    _name = "site"
+    _says = "{0.site}: {0.change} kernels, from {0.into}"
+    _told = ("site", "change", "into")
 
     site: str
     before: tuple[ModuleKernel, ...]

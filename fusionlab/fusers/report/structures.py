@@ -22,6 +22,7 @@ from ...graph.program.graph import Graph
 from ...graph.program.ir import Node
 from ...graph.program.scopes import Source, in_backward, is_backward
 from ...graph.settings import jax_defaults
+from ...showing import Shown
 from ..engine.declining import attempted
 from ..engine.grouping import Form, common_scope
 from ..engine.outcomes import folded
@@ -53,7 +54,7 @@ STRUCTURE_KINDS = {
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
+class Structure(Shown):
     """Sites and nodes that belong together.
 
     Attributes:
@@ -65,6 +66,8 @@ class Structure:
       block_path: the block it stands in ("" = top).
       source: the user's line of its last node.
     """
+
+    _told = ("id", "kind", "text", "sites", "source")
 
     id: str
     kind: str

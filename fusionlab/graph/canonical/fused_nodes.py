@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...showing import Shown
 from ..program.ir import Node
 from .nodes import ONE, CNode, Operand, Ref, tidy
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from .view import CanonicalView
 
 
-@dataclass(frozen=True)
-class FusedForm:
+@dataclass(frozen=True, repr=False)
+class FusedForm(Shown):
     """One call of a fused op, as the canonical view takes it.
 
     Attributes:

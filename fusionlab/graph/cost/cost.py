@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import ArgumentError
+from ...showing import Shown, Table, table_of
+from ...tracebacks import errors_for_users
 from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
@@ -30,8 +32,8 @@ from .traffic import COMBINES, ideal_traffic, is_region, reads, writes
 _SOLVE = "jaxprs[2]"  # of those of a linear solve (matvec, vecmat, solve, transpose_solve), the one that runs
 
 
-@dataclass(frozen=True)
-class Cost:
+@dataclass(frozen=True, repr=False)
+class Cost(Shown):
     """Operations and bytes, of all trips together.
 
     Attributes:
@@ -104,8 +106,9 @@ def total_of(costs: Iterable[Cost]) -> Cost:
     return functools.reduce(Cost.__add__, costs, Cost())
 
 
+@errors_for_users
 @dataclass(frozen=True, eq=False)
-class Costs:
+class Costs(Shown):
     """The cost of every node of a graph.
 
     Attributes:
@@ -211,6 +214,13 @@ class Costs:
 
     def __repr__(self) -> str:
         return f"Costs({self.graph.name!r}, {self.total})"
+
+    def _table(self) -> Table:
+        scopes = ((scope or "(top)", cost) for scope, cost in self.by_scope().items())
+        return table_of((*scopes, ("total", self.total)))
+
+    def _sentence(self) -> str:
+        return f"{self.graph.name}: {self.total}"
 
 
 def cost_of(graph: Graph, *, trips: Mapping[int, int] | None = None) -> Costs:

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...showing import Shown
 from ..canonical.axes import Axis, AxisPlace, Part, axis_classes, axis_links, places, reshape_parts
 from ..canonical.nodes import ONE, CNode, Coef
 from ..canonical.view import CanonicalView
@@ -36,8 +37,8 @@ _MAGIC = (
 _POWERS = (1.0, -1.0, 2.0, 0.5, -0.5, -2.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Example:
+@dataclass(frozen=True, eq=False, repr=False)
+class Example(Shown):
     """A pattern as a function. Each is itself alone: two of the same parts are two.
 
     Attributes:

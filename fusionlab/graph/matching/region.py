@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ...showing import Shown
 from ..canonical.nodes import ONE, CNode
 from ..canonical.rules import passed_whole
 from ..canonical.view import CanonicalView
@@ -35,8 +36,8 @@ CASTS = having("cast")
 _CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
 
 
-@dataclass(frozen=True, eq=False)
-class Region:
+@dataclass(frozen=True, eq=False, repr=False)
+class Region(Shown):
     """The raw side of a match.
 
     Attributes:
@@ -95,6 +96,9 @@ class Region:
         nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
         instead = {n.id: _relu_in_place_of(n) for n in nodes if n.id in self.relus}
         return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
+
+    def __str__(self) -> str:
+        return f"region of {len(self.nodes)} nodes that gives {', '.join(map(repr, self.roots))} of {len(self.inputs)} values"
 
 
 def _makers(producers: Mapping[int, Node], root: Value, stop: Set[int]) -> set[int]:

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...showing import Shown, Table, table_of
 from .ir import Block, Node
 from .text import graph_text
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class Graph(Shown):
     """A traced program.
 
     Attributes:
@@ -70,3 +71,6 @@ class Graph:
 
     def __str__(self) -> str:
         return graph_text(self)
+
+    def _table(self) -> Table:
+        return table_of(self.nodes())

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
 
+from ...showing import Shown
 from ..jax_compat import has_pending_sums, varies, varying_axes, with_weakness
 from ..primitives import SUMS_OVER_DEVICES
 from .explicit_axes import as_argument, mesh_of, on_mesh, resharded, sharding_in_type
@@ -27,8 +28,8 @@ def summed_mesh_axes(node: Node) -> set[str]:
     return found.union(*(summed_mesh_axes(inner) for block in node.blocks for inner in block.nodes))
 
 
-@dataclass(frozen=True)
-class DeviceSums:
+@dataclass(frozen=True, repr=False)
+class DeviceSums(Shown):
     """What a program sums over: mesh axes, and the mesh where types tell what varies along it."""
 
     axes: frozenset[str] = frozenset()

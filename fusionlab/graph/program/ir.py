@@ -19,16 +19,19 @@ from typing import Any
 
 import numpy as np
 
+from ...showing import Shown
 from ..jax_compat import has_side_effects
 from .scopes import Source, scope_of, source_of
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class Value(Shown):
     """An SSA result: made once, by one node (or as a block's input or constant), read any number of times.
 
     `shape` is a tuple of ints, `dtype` a numpy dtype (extended dtypes such as PRNG keys keep JAX's dtype object).
     """
+
+    _told = ("name", "shape", "dtype")
 
     id: int
     aval: Any
@@ -55,8 +58,10 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Literal:
+class Literal(Shown):
     """A constant written into an equation: a scalar `val` of type `aval`."""
+
+    _told = ("val", "shape", "dtype")
 
     val: Any
     aval: Any
@@ -76,8 +81,8 @@ def values_in(atoms: Iterable[Atom]) -> list[Value]:
     return [a for a in atoms if isinstance(a, Value)]
 
 
-@dataclass(frozen=True, eq=False)
-class Block:
+@dataclass(frozen=True, eq=False, repr=False)
+class Block(Shown):
     """A straight list of nodes: the whole program, a scan body, one branch of a cond, ...
 
     Attributes:
@@ -89,6 +94,8 @@ class Block:
       outputs: what the block returns; an output may be a literal or an input.
       jaxpr: the traced jaxpr this block came from (its debug info and effects are kept when rewriting).
     """
+
+    _listed = "nodes"
 
     path: str
     label: str
@@ -129,14 +136,19 @@ class Block:
         """Ids of the values this block returns."""
         return frozenset(v.id for v in values_in(self.outputs))
 
+    def __str__(self) -> str:
+        return f"block {self.path or 'of the program'}: {len(self.nodes)} nodes, gives {', '.join(map(repr, self.outputs))}"
+
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class Node(Shown):
     """One equation: a primitive applied to inputs, giving outputs; region primitives own child blocks.
 
     `eqn` is JAX's own equation (its variables do NOT name values here; only its params, effects, context and source
     information count). `calls` are the equations of the flattened calls and regions around it, outermost first.
     """
+
+    _told = ("primitive", "inputs", "outputs", "scope", "source")
 
     id: int
     primitive: str

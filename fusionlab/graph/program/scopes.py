@@ -18,6 +18,9 @@ from typing import Any
 
 import jax
 
+from ...showing import Shown
+from ..jax_compat import child_jaxprs, split_closed
+
 _JAX_DIR = os.path.dirname(os.path.dirname(os.path.abspath(jax.__file__)))
 _JAX_PARTS = tuple(os.path.join(_JAX_DIR, p) + os.sep for p in ("jax", "jaxlib"))
 _LIB_DIRS = tuple({sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platlib", "stdlib")})
@@ -32,8 +35,8 @@ _NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body",
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
 
 
-@dataclass(frozen=True)
-class Source:
+@dataclass(frozen=True, repr=False)
+class Source(Shown):
     """A line of the user's code: absolute `file`, 1-based `line`, enclosing `function`."""
 
     file: str
@@ -172,6 +175,16 @@ def in_differentiated(node: Any) -> bool:
 def in_backward(node: Any) -> bool:
     """Whether a node belongs to a backward pass: it, or a call or region around it. `add_any` occurs nowhere else."""
     return node.primitive == "add_any" or any(is_backward(eqn) for eqn in (*node.calls, node.eqn))
+
+
+def jaxpr_in_backward(jaxpr: Any) -> bool:
+    """Whether a jaxpr has a backward pass in it: what `in_backward` says, of equations that no graph was made of."""
+    return any(
+        eqn.primitive.name == "add_any"
+        or is_backward(eqn)
+        or any(jaxpr_in_backward(c) for _, _, c in child_jaxprs(eqn))
+        for eqn in split_closed(jaxpr)[0].eqns
+    )
 
 
 @functools.lru_cache(maxsize=65536)

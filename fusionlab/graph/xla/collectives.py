@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ...showing import Shown
 from ..cost.cost import quantity
 from .hlo_text import Instruction, Module, instruction_kind, parse_hlo
 
@@ -42,8 +43,8 @@ class Collective:
     op_name: str = ""
 
 
-@dataclass(frozen=True)
-class Traffic:
+@dataclass(frozen=True, repr=False)
+class Traffic(Shown):
     """All collectives of a kind in one run of a program: how many, and the bytes of one device."""
 
     count: int

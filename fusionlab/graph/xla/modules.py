@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from ...showing import Shown
 from ..primitives import having
 from ..program.graph import Graph
 from ..program.ir import Node
@@ -27,8 +28,8 @@ from .hlo_text import CONTROL, Instruction, Module, inside, instruction_kind, pa
 from .tagging import tag_in, tagged_jaxpr
 
 
-@dataclass(frozen=True)
-class ModuleKernel:
+@dataclass(frozen=True, repr=False)
+class ModuleKernel(Shown):
     """One instruction of the compiled module that launches something, or controls what does.
 
     Attributes:
@@ -42,6 +43,8 @@ class ModuleKernel:
       sources: the nodes' lines, in order of the nodes; what the metadata says where they have none.
       computation: the computation it stands in: the entry, or the body of a loop or branch.
     """
+
+    _told = ("name", "kind", "target", "nodes", "sources")
 
     name: str
     kind: str
@@ -59,7 +62,7 @@ class ModuleKernel:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CompiledModule:
+class CompiledModule(Shown):
     """A compiled module against a Graph.
 
     Attributes:
@@ -69,6 +72,8 @@ class CompiledModule:
       tagged: the module carries the nodes' numbers; else they were found by primitive, source line and scope.
       views: node id -> operations of it that launch nothing ("bitcast", "constant", "parameter").
     """
+
+    _listed = "kernels"
 
     module: str
     kernels: tuple[ModuleKernel, ...]

@@ -27,6 +27,7 @@ import numpy as np
 from ...errors import ArgumentError
 from ...output import write_file
 from ...processes import from_process_0
+from ...showing import Shown
 from ..launch.disk import locked, warn_once
 
 FORMAT = 1
@@ -36,8 +37,8 @@ NEAR_GAIN = (
 TABLES = Path(__file__).parent / "tables"
 
 
-@dataclass(frozen=True)
-class Choice:
+@dataclass(frozen=True, repr=False)
+class Choice(Shown):
     """What was found best for one call.
 
     Attributes:
@@ -46,6 +47,8 @@ class Choice:
       settings: what else was chosen (gemm_epilogue: `packed`).
       source: where it comes from, for a reader: "plan file ...", "the table for sm_90".
     """
+
+    _says = "{0.implementation}: {0.reason}"
 
     implementation: str
     times_us: Mapping[str, float]
@@ -72,8 +75,8 @@ class Choice:
         }
 
 
-@dataclass(frozen=True)
-class Measured:
+@dataclass(frozen=True, repr=False)
+class Measured(Shown):
     """What is known of one architecture.
 
     Attributes:
@@ -81,6 +84,9 @@ class Measured:
       algorithms: name of a cuBLASLt plan -> (algorithm as hex, version of the library).
       device, versions: what was measured on, for a reader.
     """
+
+    _listed = "cases"
+    _says = "measured choices"
 
     cases: Mapping[str, Choice] = field(default_factory=dict)
     algorithms: Mapping[str, tuple[str, int]] = field(default_factory=dict)

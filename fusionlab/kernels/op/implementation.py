@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...device import Device
+from ...showing import Shown
 from ..launch.compile import refuses_device
 from .arrays import refuses_shardings
 
 Array = Any
 
 
-@dataclass(frozen=True)
-class Residual:
+@dataclass(frozen=True, repr=False)
+class Residual(Shown):
     """A value the fused forward saves for the fused backward.
 
     Attributes: `name`, `shape`, `dtype` (text, "f32"), `nbytes`, and `readers`: the gradients that read it.
@@ -26,6 +27,9 @@ class Residual:
     dtype: str
     nbytes: int
     readers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype}{list(self.shape)}, {self.nbytes:,} bytes, read by {', '.join(self.readers)}"
 
 
 WHAT_XLA_RUNS = "what XLA runs anyway"  # how the reason of a choice with the same code begins
@@ -60,21 +64,25 @@ class Call:
     attrs: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class ImplementationChoice:
+@dataclass(frozen=True, repr=False)
+class ImplementationChoice(Shown):
     """Which implementation runs where nobody names one: what that is against XLA's code of the site as it is written, and why."""
+
+    _says = "{0.implementation} ({0.kind}): {0.reason}"
 
     implementation: str
     kind: ChoiceKind
     reason: str
 
 
-@dataclass(frozen=True)
-class BackendVerdict:
+@dataclass(frozen=True, repr=False)
+class BackendVerdict(Shown):
     """One implementation of an op for one call.
 
     `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` says why.
     """
+
+    _says = "{0.name} ({0.verdict}): {0.reason}"
 
     name: str
     verdict: str

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from ...showing import Shown
 from .primitive import FusedPrimitive, attributes_in, wanted_of
 
 Array = Any
 
 
-@dataclass(frozen=True)
-class Axes:
+@dataclass(frozen=True, repr=False)
+class Axes(Shown):
     """A label for each axis of what an op reads and gives.
 
     Attributes:
@@ -30,8 +31,8 @@ class Axes:
     whole: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True)
-class SummedCall:
+@dataclass(frozen=True, repr=False)
+class SummedCall(Shown):
     """A call whose contracted axes are split: the call that gives one part of a sum, and the rest.
 
     Attributes:

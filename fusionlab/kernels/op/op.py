@@ -49,6 +49,9 @@ class Op(Description):
     named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
 
+    def __repr__(self) -> str:
+        return f"<op {self.name}: {', '.join(self.implementations)}>"
+
     def __init__(self) -> None:
         self._call = FusedPrimitive(self.name, self, "call")
         self._tangent = FusedPrimitive(f"{self.name}_tangent", self, "tangent")

@@ -23,6 +23,8 @@ from ...errors import ArgumentError, BackendError, CompileError, MissingDependen
 from ...graph.certify.verdict import relative_error
 from ...graph.interpret.evaluate import CannotEvaluate, evaluate
 from ...graph.settings import matmul_precision
+from ...showing import Shown
+from ...tracebacks import errors_for_users
 from ..launch.ffi_call import launch
 from ..launch.kernel_plan import KernelPlan, Launch
 from .arrays import check_dtypes, check_given
@@ -45,8 +47,9 @@ _TRIED = 1 << 20  # elements that a kernel is tried on, at most
 _MAGNITUDES, _WORSE = (1.0, 0.0, 1 / 32, 4.0, 30.0, 1e4), 16
 
 
-@dataclass(frozen=True)
-class CudaKernel:
+@errors_for_users
+@dataclass(frozen=True, repr=False)
+class CudaKernel(Shown):
     """One CUDA kernel that computes a whole op.
 
     Its parameters are the addresses of the operands in order, that of the result, the length of each axis as `long long` in the order in
@@ -63,6 +66,8 @@ class CudaKernel:
       dtypes: those it is written for, out of float32, bfloat16, float16 and float64.
       shared: dynamic shared memory of a block, bytes.
     """
+
+    _says = "CUDA kernel {0.entry}, {0.threads} threads a block"
 
     source: str
     entry: str | None = None

@@ -3,7 +3,7 @@
 //
 // A store has get(name), set(name, value), on(name, f), off(name, f), send(message), on_custom(f) -> function that stops it.
 // The other files follow it in the same module: `header.js`, `passes.js`, `outline.js`, `graph.js` with `tools.js`, `trail.js`,
-// `minimap.js` and `reading.js`, and `panels.js`, which lays them beside each other.
+// `minimap.js` and `reading.js`, `panels.js`, which lays them beside each other, `copy.js`, and for where there is no kernel `record.js` and `gone.js`.
 //
 // Strings enter the page as text. HTML enters only where Python made (and escaped) it: scene.svg, inspector.html, tabs[].html.
 
@@ -77,6 +77,7 @@ function fillHtml(e, html) {
     link.setAttribute("role", "button");
     link.setAttribute("tabindex", "0");
   }
+  for (const row of template.content.querySelectorAll(ALONE)) row.setAttribute("tabindex", "0"); // to be copied by keyboard
   morph(e, template.content);
 }
 
@@ -95,20 +96,17 @@ function inspector(ui) {
   } } };
 }
 
-// Tabs, progress and status ----------------------------------------------------------------------------------------------
+// Tabs -------------------------------------------------------------------------------------------------------------------
 function tabs(ui) {
   const list = h("div", { class: "fl-tablist", role: "tablist", "aria-label": "evidence" });
   const panels = h("div", { class: "fl-panels" });
-  const status = h("span", { "data-fl": "status", role: "status", class: "fl-status" });
-  const progress = h("progress", { "data-fl": "progress", hidden: true, "aria-label": "measuring" });
-  const measure = button("measure", "Measure", { type: "measure" }, { class: "fl-go" }), cancel = button("cancel", "Cancel", { type: "cancel" }, { hidden: true });
-  const run = h("div", { class: "fl-run" }, progress, status, measure, cancel), bar = h("div", { class: "fl-tabbar" }, list, run);
+  const run = measuring(ui), bar = h("div", { class: "fl-tabbar" }, list, run.el);
   const el = h("section", { class: "fl-evidence", "aria-label": "evidence" }, bar, panels);
   let active = null;
   const all = () => ui.store.get("tabs") || [];
   const id = (kind, name) => `${ui.uid}-${kind}-${name.replace(/\W/g, "_")}`;
   const redraw = () => {
-    if (!all().some((t) => t.name === active)) active = all()[0]?.name;
+    if (!all().some((t) => t.name === active)) active = (all().find((t) => !ui.fixed() || !t.empty) || all()[0])?.name; // a record opens on what it has
     fill(list, all().map((t) => h("button", { type: "button", role: "tab", "data-fl-tab": t.name, "data-key": t.name, id: id("tab", t.name), "aria-controls": id("panel", t.name),
       "aria-selected": String(t.name === active), tabindex: t.name === active ? "0" : "-1" }, t.name)));
     const names = new Set(all().map((t) => t.name));
@@ -133,22 +131,7 @@ function tabs(ui) {
     e.preventDefault();
     choose(names[to]);
   });
-  return { el, bar, draw: { tabs: redraw,
-    head() {
-      const { counts, can = {} } = ui.head();
-      const why = !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
-      run.hidden = ui.fixed();
-      [measure.disabled, measure.title] = [!!why, why || "measure before and after with these sites"];
-    },
-    busy({ running = false, what = "", done = 0, total = 0, status: said = "" }) {
-      const text = running ? `${what}${total ? ` ${done}/${total}` : ""}` : said;
-      if (status.textContent !== text) [status.textContent, status.title] = [text, text];
-      progress.hidden = !running;
-      if (total) [progress.max, progress.value] = [total, done];
-      else progress.removeAttribute("value");
-      if (!running && focused(cancel)) measure.focus();
-      cancel.hidden = !running;
-    } } };
+  return { el, bar, draw: { ...run.draw, tabs() { redraw(); run.draw.tabs(); } } };
 }
 
 // What went wrong in Python --------------------------------------------------------------------------------------------
@@ -156,7 +139,7 @@ function problem(ui) {
   const el = h("div", { class: "fl-problem", "data-fl": "problem", role: "alert", hidden: true });
   return { el, draw: { problem(p) {
     el.hidden = !p;
-    fill(el, p && h("b", {}, p.code), p && h("span", {}, p.sentence), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
+    fill(el, p && h("b", {}, p.code), p && h("span", {}, [p.sentence, ...(p.near || []).flatMap((name, k) => [k ? ", " : " ", h("button", { type: "button", class: "fl-link", "data-fl-pick": name }, name)])]), p && button("dismiss", "✕", { type: "dismiss" }, { "aria-label": "dismiss", class: "fl-icon" }));
   } } };
 }
 
@@ -204,6 +187,7 @@ export function mount(el, store) {
   const ui = { store, root, abort, uid: `fl-view${++views}`, expecting: false, reveal: false,
     on: (target, type, f, options = {}) => target.addEventListener(type, f, { signal: abort.signal, ...options }),
     head: () => store.get("head") || {}, can: (what) => !!ui.head().can?.[what], fixed: () => !!ui.head().offline,
+    why: () => (ui.head().gone ? ui.head().offline : LIVE), // what needs Python says this where there is none
     leave: () => ui.panels.focus("right") };
   // Selects what a search found, brings it into sight at a readable size and gives it the focus.
   ui.frame = (name) => {
@@ -216,14 +200,25 @@ export function mount(el, store) {
     ui.reveal = id && "look";
     if (!id) ui.graph.fit();
   };
+  // Selects nothing, whatever has the focus keeps it; whether anything was selected.
+  ui.deselect = () => {
+    const any = !!store.get("inspector")?.name;
+    if (any) store.send({ type: "pick", name: "" });
+    return any;
+  };
+  // A press elsewhere takes the focus along, to a cell's prompt too: a notebook leaves it to what holds it, and its keys did nothing.
+  ui.on(document, "pointerdown", (e) => {
+    if (root.contains(document.activeElement) && !root.contains(e.target)) document.activeElement.blur();
+  }, { capture: true });
+  ui.copying = copying(ui);
   ui.past = history(ui);
-  const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), ui.past];
-  const [top, alert, list, tree, middle, about, below] = parts;
+  const parts = [header(ui), problem(ui), passes(ui), outline(ui), graph(ui), inspector(ui), tabs(ui), gone(ui), ui.past];
+  const [top, alert, list, tree, middle, about, below, left] = parts;
   const side = sidePanel(ui, { passes: { el: list.el, why: () => "" }, outline: tree });
   parts.push(side);
   ui.graph = middle;
   ui.panels = panels(ui, middle.el, { left: { el: side.el, name: "passes and outline" }, right: { el: about.el, name: "inspector" } });
-  root.append(top.el, alert.el, ui.panels.el, below.el);
+  root.append(top.el, left.el, alert.el, ui.panels.el, below.el);
   el.append(root);
   ui.panels.place();
   room(ui, top.el, below.bar);
@@ -234,6 +229,10 @@ export function mount(el, store) {
   const flush = () => {
     const now = names.filter((name) => waiting.delete(name));
     if (!abort.signal.aborted) for (const name of now) for (const part of parts) part.draw[name]?.(store.get(name) ?? undefined);
+    for (const b of root.querySelectorAll(".fl-html button[data-msg]")) { // what Python's own HTML asks of Python
+      const off = store.answers?.(JSON.parse(b.dataset.msg).type) === false;
+      if (off !== !!b.flOff) [b.flOff, b.disabled, b.title] = [off, off, off ? ui.why() : ""];
+    }
   };
   const watch = Object.fromEntries(names.map((name) => [name, () => {
     if (!waiting.size) queueMicrotask(flush);
@@ -259,12 +258,14 @@ export function mount(el, store) {
     const pick = e.target.closest("[data-fl-pick]:not(button)");
     const steps = { ArrowLeft: -1, ArrowRight: 1 }[e.key];
     if (e.altKey && !e.ctrlKey && !e.metaKey && steps && !typing) return e.preventDefault(), e.stopPropagation(), ui.past.go(steps);
+    const change = (e.ctrlKey || e.metaKey) && !e.altKey && !typing && { z: e.shiftKey ? "redo" : "undo", y: "redo" }[e.key.toLowerCase()];
+    if (change) return e.preventDefault(), e.stopPropagation(), ui.can(change) && store.send({ type: change });
     if (e.ctrlKey || e.metaKey || e.altKey) return;
     e.stopPropagation(); // a notebook would take letters and arrows as commands of its own
-    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), ",": () => middle.step(-1), ".": () => middle.step(1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right") }[e.key];
+    const act = !typing && { "/": top.focus, f: middle.frame, 0: middle.fit, n: () => top.step(1), N: () => top.step(-1), ",": () => middle.step(-1), ".": () => middle.step(1), "[": () => ui.panels.toggle("left"), "]": () => ui.panels.toggle("right"), c: ui.copying.key }[e.key];
     if (act) [e.preventDefault(), act()];
     else if (pick && (e.key === "Enter" || e.key === " ")) [e.preventDefault(), pick.click()];
-    else if (e.key === "Escape" && !e.defaultPrevented) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys
+    else if (e.key === "Escape" && !e.defaultPrevented && !ui.deselect()) root.closest(".jp-Notebook")?.focus(); // back to the notebook and its keys
   });
   for (const name of names) waiting.add(name);
   flush();
@@ -287,4 +288,4 @@ function widgetStore(model) {
   };
 }
 
-export default { render: ({ model, el }) => mount(el, widgetStore(model)) };
+export default { render: renderWidget };

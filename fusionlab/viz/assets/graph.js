@@ -14,7 +14,7 @@ function graph(ui) {
   const hint = h("p", { class: "fl-hint", role: "status", hidden: true });
   const legend = h("ul", { class: "fl-legend" });
   const pane = h("div", { class: "fl-graph fl-pane", "data-fl": "graph", role: "group", "data-lm-suppress-shortcuts": "true",
-    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames what is selected, comma and full stop step through equal parts" }, canvas, hint);
+    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames what is selected, comma and full stop step through equal parts, Escape selects nothing" }, canvas, hint);
   const el = h("section", { class: "fl-middle", "aria-label": "graph" });
   const place = { x: 0, y: 0, scale: 1 };
   const places = {}; // where the reader was in the other program
@@ -287,7 +287,7 @@ function graph(ui) {
     const all = [...boxes.keys()];
     const act = e.key in pans ? (e.shiftKey || !id ? pans[e.key] : () => { const next = neighbour(e.key); if (next) focus(next); })
       : { "+": () => zoom(1.25), "=": () => zoom(1.25), "-": () => zoom(0.8), Home: () => focus(all[0]), End: () => focus(all.at(-1)),
-        Escape: () => ui.leave(), Enter: () => id && (e.shiftKey ? fold(id) : ui.store.send({ type: "select", id })), " ": () => id && fold(id) }[e.key];
+        Escape: () => ui.deselect() || ui.leave(), Enter: () => id && (e.shiftKey ? fold(id) : ui.store.send({ type: "select", id })), " ": () => id && fold(id) }[e.key];
     if (!act || e.ctrlKey || e.metaKey || e.altKey) return;
     e.preventDefault();
     act();

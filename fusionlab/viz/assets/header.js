@@ -1,6 +1,9 @@
 // The top: title, sentence, search, theme, export.
 
-const SUFFIXES = [".svg", ".png", ".pdf", ".dot", ".json", ".html"];
+const SUFFIXES = { // and what each is for
+  ".svg": "the picture as on screen, for documents", ".png": "the picture as on screen, for slides and chats", ".pdf": "the picture as on screen, for papers",
+  ".dot": "the picture for Graphviz, to lay out anew", ".json": "all of the state: fusionlab.load opens it again", ".html": "a page for others: no Python, no kernel, nothing to install",
+};
 
 function header(ui) {
   const list = `${ui.uid}-hits`;
@@ -84,7 +87,7 @@ function header(ui) {
   });
   ui.on(menu, "focusout", (e) => { if (e.relatedTarget && !menu.contains(e.relatedTarget)) menu.open = false; });
   ui.on(menu, "click", (e) => {
-    const suffix = e.target.dataset.flExport;
+    const suffix = e.target.closest("[data-fl-export]")?.dataset.flExport;
     if (!suffix) return;
     menu.open = false;
     ui.expecting = true;
@@ -100,10 +103,10 @@ function header(ui) {
     head({ title: text = "", sentence: said = "", device = "", can = {} }) {
       fill(title, h("strong", {}, text), device && h("span", { class: "fl-chip" }, device));
       if (sentence.textContent !== said) [sentence.textContent, sentence.title] = [said, said]; // it is cut where the whole is narrow
-      const possible = can.export ?? SUFFIXES;
-      const missing = ui.fixed() ? LIVE : "needs the extra: pip install 'fusionlab[png]'";
-      fill(menu.lastChild, SUFFIXES.map((s) => button(null, s.slice(1).toUpperCase(), null, {
-        "data-fl-export": s, disabled: !possible.includes(s), title: possible.includes(s) ? `save as ${s}` : missing,
+      const possible = can.export ?? Object.keys(SUFFIXES);
+      const missing = ui.fixed() ? ui.why() : "needs the extra: pip install 'fusionlab[pdf]'";
+      fill(menu.lastChild, Object.entries(SUFFIXES).map(([s, use]) => button(null, [h("b", {}, s), h("span", { class: "fl-quiet" }, possible.includes(s) ? use : `${use}; ${missing}`)], null, {
+        "data-fl-export": s, disabled: !possible.includes(s), title: possible.includes(s) ? use : missing,
       })));
     },
     theme(name = "auto") {

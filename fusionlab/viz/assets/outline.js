@@ -74,7 +74,7 @@ function outline(ui) {
   const swatch = ([pass, state, n, backward]) => h("span", { class: "fl-bit" },
     h("span", { class: `fl-swatch ${state}${backward ? " backward" : ""}`, style: `--pass:${told().colours?.[pass]}` }), h("span", {}, n.toLocaleString()));
   const row = ({ line, depth, at, of }) => {
-    const open = isOpen(line, depth), says = spoken(line), closed = line.inside && !inside(line) ? `; what is inside ${LIVE}` : "";
+    const open = isOpen(line, depth), says = spoken(line), closed = line.inside && !inside(line) ? `; what is inside ${ui.why()}` : "";
     return h("div", { role: "treeitem", class: `fl-line${depth ? "" : " fl-whole"}${long(line, depth) ? " fl-long" : ""}`, "data-line": line.id, "data-key": line.id || "-", style: `--depth:${depth}`, "aria-level": depth + 1, "aria-posinset": at, "aria-setsize": of,
       "aria-expanded": inside(line) ? String(open) : null, "aria-selected": String(line.id === marked), "aria-label": says, title: says + closed, tabindex: line.id === current ? "0" : "-1" },
     h("span", { class: "fl-turn", "aria-hidden": "true" }, inside(line) ? (open ? "▾" : "▸") : ""),

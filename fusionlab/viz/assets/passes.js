@@ -1,20 +1,21 @@
 // The passes: a check box per pass, group of identical sites, and site.
 
 const FEW_SITES = 12; // up to here the panel lists every site at once
-const STATES = { on: "applied", partial: "partly applied", off: "not applied", none: "nothing found" };
+const STATES = { on: "fused", partial: "partly fused", off: "can be fused", none: "nothing found" };
 
 function passes(ui) {
   const opened = new Map(); // what the reader opened or closed by hand
   const list = h("div", { class: "fl-list" });
   const foot = h("div", { class: "fl-foot" });
   const el = h("section", { class: "fl-passes", "aria-label": "passes" }, list, foot);
-  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? LIVE : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
+  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? ui.why() : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
+  const warned = (item) => item.losing && h("span", { role: "img", "aria-label": "measured slower or worse:" }, "⚠ ");
   const site = (s, note = s.note || (s.idle && "idle")) => h("div", { class: `fl-row fl-site${s.losing ? " fl-losing" : ""}`, "data-key": s.id },
     box({ "data-fl-toggle": s.id }, s.on, `apply ${s.label}`),
     h("button", { type: "button", class: "fl-link", "data-fl-pick": s.id, title: s.id },
-      h("bdi", { dir: "ltr" }, s.losing && h("span", { role: "img", "aria-label": "measured slower:" }, "⚠ "), s.label)),
+      h("bdi", { dir: "ltr" }, warned(s), s.label)),
     note && h("span", { class: `fl-said ${s.losing ? "fl-warn" : "fl-quiet"}${/\d/.test(note) ? " fl-measured" : ""}`, title: note }, note));
   const group = (g, few) => {
     if (g.sites.length === 1) return site(g.sites[0]);
@@ -22,10 +23,10 @@ function passes(ui) {
     const id = `${ui.uid}-${g.key}`.replace(/\s/g, "_");
     const note = g.sites[0].note, once = note && g.sites.every((s) => s.note === note); // said once, not beside each
     return h("div", { class: "fl-group", "data-key": g.key },
-      h("div", { class: "fl-row" },
+      h("div", { class: `fl-row${g.losing ? " fl-losing" : ""}` },
         h("button", { type: "button", class: "fl-twist", "data-open": g.key, "aria-expanded": String(open), "aria-controls": id, "aria-label": `sites of ${g.label}` }, open ? "▾" : "▸"),
         box({ "data-fl-group": g.key }, g.state, `apply all ${g.count} identical: ${g.label}${g.names ? ` (${g.names})` : ""}`),
-        h("button", { type: "button", class: "fl-link", "data-fl-pick": g.ids[0], title: g.where || g.label }, g.label),
+        h("button", { type: "button", class: "fl-link", "data-fl-pick": g.ids[0], title: g.where || g.label }, warned(g), g.label),
         g.names && h("span", { class: "fl-said fl-quiet fl-names", title: g.names }, g.names),
         h("span", { class: "fl-count", title: "identical sites" }, `×${g.count}`)),
       h("div", { class: "fl-sites", id, hidden: !open }, open && once && h("p", { class: "fl-quiet fl-once", "data-key": "once" }, `each: ${note}`),
@@ -43,7 +44,7 @@ function passes(ui) {
       box({ "data-fl-toggle": p.name }, p.state, `apply all of ${p.name}`),
       h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || (codes.length ? "declined" : "empty")}`, title: codes.length ? "declined" : STATES[p.state] }),
       h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name),
-      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "applied of found" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
+      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "fused of those that can be" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
     codes.length > 0 && h("div", { class: "fl-formula", "data-key": "why" }, `declined: ${[...new Set(codes)].join(", ")}`),
     p.sites > 0 && p.formula && h("div", { class: "fl-formula", title: p.formula }, p.formula),
     p.sites > 0 && p.options.length > 0 && h("div", { class: "fl-options" }, p.options.map((o) => option(p.name, o))),
@@ -66,12 +67,15 @@ function passes(ui) {
     fill(list, ui.head().offline && h("p", { class: "fl-note", "data-key": "offline" }, ui.head().offline),
       some.map((p) => pass(p, few)), declined(kinds),
       none.length > 0 && h("details", { class: "fl-declined", "data-key": "none" }, h("summary", {}, `Nothing found by ${none.length} pass${none.length > 1 ? "es" : ""}`), none.map((p) => pass(p, few))));
-    const act = (hook, text, message, why, title) => button(hook, text, message, { disabled: ui.fixed() || !!why, title: ui.fixed() ? LIVE : why || title });
+    const act = (hook, text, message, why, title) => button(hook, text, message, { disabled: ui.fixed() || !!why, title: ui.fixed() ? ui.why() : why || title });
     const count = (name) => all.reduce((sum, p) => sum + p[name], 0), sites = count("sites"), applied = count("applied");
     fill(foot, act("all-on", "All on", { type: "all", on: true }, applied === sites && (sites ? "every site is on" : "nothing was found"), "switch every site on"),
       act("all-off", "All off", { type: "all", on: false }, !applied && "no site is on", "switch every site off"),
       act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "all is as it was opened", "go back to what was on when it was opened"),
-      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change"));
+      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change (Ctrl+Z)"),
+      act("redo", "Redo", { type: "redo" }, !ui.can("redo") && "nothing was taken back", "make the change again that was taken back (Ctrl+Shift+Z, Ctrl+Y)"));
+    const at = [...foot.children].find(focused), other = { undo: "redo", redo: "undo" }[at?.dataset.fl];
+    if (at?.disabled) (foot.querySelector(`[data-fl="${other}"]:not(:disabled)`) || foot.querySelector(":not(:disabled)"))?.focus(); // keys still come to the explorer
   };
   ui.on(el, "click", (e) => {
     const key = e.target.dataset.open;

@@ -1,180 +1,4 @@
-// Stands in for the kernel in the standalone page: answers the explorer's messages from what Python baked into the page.
-// Follows explorer.js in one module, and calls its `mount`.
-const ELSEWHERE = "It opens in a live kernel: fusionlab.explore(fn, *args).";
-const PAGE = 60; // hits that the list shows at once
-
-async function unpack(text) {
-  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return JSON.parse(await new Response(stream).text());
-}
-
-// What the inspector says while nothing is selected.
-const idle = (data) => ({ name: "", title: "Where the bytes go", html: data.dearest });
-
-// Rows of (name, text, monospaced) as HTML; texts enter as text.
-function rowsHtml(rows) {
-  const list = document.createElement("dl");
-  for (const [key, text, mono] of rows) {
-    list.append(Object.assign(document.createElement("dt"), { textContent: key }));
-    list.append(Object.assign(document.createElement("dd"), { textContent: text, className: mono ? "mono" : "" }));
-  }
-  return list.outerHTML;
-}
-
-function bakedStore(data, pictures, tabs) {
-  const traits = { head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null,
-    inspector: idle(data), outline: data.outline, trail: [], hits: {}, marks: {}, scene: { svg: pictures.before, items: data.items } };
-  const watchers = new Map(), listeners = new Set();
-  const before = traits.scene;
-  let index = null, known = null, listed = PAGE, hits = [];
-
-  // The lines of the outline from the program to a card.
-  const way = (id, line = data.outline.line) => {
-    if (line.id === id) return [line];
-    for (const inside of line.lines || []) {
-      const found = way(id, inside);
-      if (found.length) return [line, ...found];
-    }
-    return [];
-  };
-  const trail = (id) => (way(id).length ? way(id) : [data.outline.line]).map(({ id: own, name, prefix = "", count }) => ({ id: own, name, prefix, ...(count && { at: 1, of: count }) }));
-  traits.trail = trail("");
-
-  const set = (changes) => {
-    Object.assign(traits, changes);
-    for (const name of Object.keys(changes)) for (const f of watchers.get(name) || []) f();
-  };
-  const say = (sentence) => set({ problem: sentence ? { code: "", sentence } : null });
-  const loaded = async () => { // every node by number and by name; each card with the one around it
-    if (index) return index;
-    const { cards, strings, nodes } = await unpack(data.index);
-    const rows = nodes.map(([id, card, op, value, type, scope, where, twin]) => ({
-      id: `n${id}`, card, op: strings[op], value: strings[value], type: strings[type], scope: strings[scope], where: strings[where], twin }));
-    index = { cards, rows, byName: new Map(), number: new Map(cards.map(([name], k) => [`fl-${name}`, k])) };
-    for (const r of rows) {
-      index.byName.set(r.id, r);
-      if (r.value) index.byName.set(r.value, r);
-    }
-    return index;
-  };
-  const told = async () => (known ??= await unpack(data.inspector)); // what the inspector says, by SVG id and by name
-  const scene = async (key) => {
-    const made = await unpack(data.scenes[key]);
-    Object.assign(await told(), made.inspector);
-    return { svg: made.svg, items: made.items };
-  };
-
-  const select = async (id, more = {}, name = id) => {
-    const { title = "", html = "", near = [] } = (await told())[name] || {};
-    const scene = more.scene || traits.scene;
-    const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.card)) : [];
-    set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), found: lit(scene), ...more.marks } });
-  };
-
-  // The scene that shows a card best: this one if it holds it, else the one of the innermost card around it that was baked.
-  const reach = async (card) => {
-    const { cards } = await loaded();
-    if (`fl-${cards[card][0]}` in traits.scene.items) return traits.scene;
-    for (let k = cards[card][1]; k >= 0; k = cards[k][1]) if (data.scenes[cards[k][0]]) return scene(cards[k][0]);
-    return before;
-  };
-  const visible = (shown, card) => { // the card itself, or the closed one it lies in
-    for (let k = card; k >= 0; k = index.cards[k][1]) if (`fl-${index.cards[k][0]}` in shown.items) return `fl-${index.cards[k][0]}`;
-    return undefined;
-  };
-
-  const pick = async (name) => {
-    const { byName, rows, number } = await loaded();
-    if (name in traits.scene.items) return select(name); // a card by its id, as going back to it names it
-    if (number.has(`fl-${name}`) || number.has(name)) return choose(number.get(`fl-${name}`) ?? number.get(name), name);
-    const row = byName.get(name) || byName.get(`n${data.sites[name]}`), line = row ? [] : rows.filter((r) => r.where === name);
-    if (!row && !line.length) return say(`${name} is not in this page. ${ELSEWHERE}`);
-    return choose((row || line[0]).card, name, row, line);
-  };
-  const choose = async (card, name, row, line = []) => {
-    const shown = await reach(card), id = visible(shown, card);
-    if (!id) return say(`${name} is not in this picture. ${ELSEWHERE}`);
-    const linked = line.map((r) => visible(shown, r.card)).filter((x) => x && x !== id);
-    const known = await told(), own = [name, `fl-${index.cards[card][0]}`].find((key) => key in known && (key === name || !row || single(row)));
-    const brief = own || !row ? {} : { inspector: { name, ...hidden(row, id) } };
-    await select(id, { scene: shown, head: { ...traits.head, shown: "before" }, marks: { linked, found: lit(shown) }, ...brief }, own || id);
-    if ((row || line[0])?.twin) say(`${name} is in a part that the page shows no more of than its twin: the first of equal parts is marked. ${ELSEWHERE}`);
-  };
-  const single = (row) => index.rows.filter((r) => r.card === row.card).length === 1;
-  // A node that no card of the page shows by itself.
-  const hidden = (row, id) => ({ title: `${row.op} ${row.value}`, html: rowsHtml([["result", `${row.value} ${row.type}`, true], ["scope", row.scope, true], ["source", row.where, true],
-    ["inside", traits.scene.items[id]?.label || "", false]].filter((r) => r[1])) });
-
-  const lit = (scene) => (index ? [...new Set(hits.map((r) => visible(scene, (r.op ? r : index.byName.get(`n${data.sites[r.id]}`))?.card ?? -1)).filter(Boolean))] : []); // where hits are seen
-
-  // A line of the outline, or a step of the path.
-  const visit = async (id) => {
-    const { number } = await loaded();
-    if (number.has(id)) return choose(number.get(id), id);
-    const { title = "", html = "" } = (await told())[id] || {};
-    set({ inspector: title ? { name: id, title, html } : idle(data), trail: trail(id), marks: { found: lit(traits.scene) }, problem: null });
-  };
-
-  const search = async (text) => {
-    const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    if (!words.length) return set({ hits: { query: "", total: 0, rows: [] }, marks: { ...traits.marks, found: [] } });
-    const { rows } = await loaded();
-    const holds = (hay) => words.every((w) => hay.includes(w));
-    const sites = traits.panel.passes.flatMap((p) => p.groups.flatMap((g) => g.sites.map((s) => ({ id: s.id, label: s.id, where: g.where, hay: `${s.id} ${p.formula}` }))))
-      .concat(traits.panel.declined.flatMap((k) => k.rows.map((r) => ({ id: r.id, label: r.id, where: r.where, hay: `${r.id} ${k.code} ${r.text}` }))));
-    for (const r of rows) r.hay ??= `${r.op} ${r.value} ${r.type} ${r.scope} ${r.where}`.toLowerCase();
-    const all = [...sites.filter((s) => holds(s.hay.toLowerCase())), ...rows.filter((r) => holds(r.hay))];
-    if (text !== traits.hits.query) listed = PAGE;
-    hits = all;
-    const shown = all.slice(0, listed).map((r) => (r.op ? { id: r.id, label: `${r.op} ${r.value} ${r.type}`, where: [r.scope, r.where].filter(Boolean).join(" · ") } : r));
-    set({ hits: { query: text, total: all.length, reach: all.length, rows: shown }, marks: { ...traits.marks, found: lit(traits.scene) } });
-  };
-
-  const fold = async (id) => {
-    const name = id.replace(/^fl-(after-)?/, ""), item = traits.scene.items[id];
-    if (traits.head.shown === "after") return say(`The fused program is one picture here. ${ELSEWHERE}`);
-    if (item.closed) {
-      if (!data.scenes[name]) return say(`${item.label}: this card is closed in the page. ${ELSEWHERE}`);
-      return select(id, { scene: await scene(name) });
-    }
-    const { cards, number } = await loaded(), around = cards[cards[number.get(id)]?.[1]]?.[0];
-    return select(id, { scene: around && data.scenes[around] ? await scene(around) : before });
-  };
-
-  const shown = (value) => {
-    const after = value === "after";
-    const now = after ? { svg: pictures.after, items: data.after } : before;
-    set({ head: { ...traits.head, shown: value }, scene: now, marks: {}, inspector: idle(data), trail: trail(""), problem: null });
-  };
-
-  const exporting = async (suffix) => {
-    const svg = new DOMParser().parseFromString(traits.scene.svg, "text/html").querySelector("svg");
-    const text = new XMLSerializer().serializeToString(svg), name = `${traits.head.title.replace(/[^\w.-]+/g, "_") || "graph"}${suffix}`;
-    const send = (message) => listeners.forEach((f) => f({ type: "download", name, ...message }));
-    if (suffix === ".svg") return send({ mime: "image/svg+xml", text });
-    const image = new Image(), { width, height } = svg.viewBox.baseVal, canvas = document.createElement("canvas");
-    image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(text)}`;
-    await image.decode();
-    const scale = Math.min(2, 8000 / width, 8000 / height);
-    [canvas.width, canvas.height] = [width * scale, height * scale];
-    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
-    send({ mime: "image/png", base64: canvas.toDataURL("image/png").split(",")[1] });
-  };
-
-  const answers = { select: (m) => (m.reveal ? visit(m.id) : select(m.id)), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text), hit: (m) => hits[m.index] && pick(hits[m.index].id),
-    more: () => { listed += PAGE; return search(traits.hits.query); },
-    shown: (m) => shown(m.value), step: () => say(`One of equal parts is shown here. ${ELSEWHERE}`), export: (m) => exporting(m.suffix), dismiss: () => say("") };
-  return {
-    get: (name) => traits[name],
-    set: (name, value) => set({ [name]: value }),
-    on: (name, f) => watchers.set(name, (watchers.get(name) || new Set()).add(f)),
-    off: (name, f) => watchers.get(name)?.delete(f),
-    send: (message) => Promise.resolve(answers[message.type]?.(message)).catch((error) => say(String(error))),
-    on_custom: (f) => { listeners.add(f); return () => listeners.delete(f); },
-  };
-}
-
+// The standalone page: its sections become the tabs of an explorer over the record that the page holds.
 // The sections that a reader without scripts sees one below the other become the tabs.
 function openPage() {
   const data = JSON.parse(document.getElementById("fl-data").textContent);
@@ -183,12 +7,17 @@ function openPage() {
   const picture = (id) => document.querySelector(`#${id} svg`)?.outerHTML;
   const pictures = { before: picture("fl-before"), after: picture("fl-after") };
   const sections = [...document.querySelectorAll("[data-fl-section]")];
-  const tabs = sections.map((s) => ({ name: s.dataset.flSection, html: s.innerHTML }));
+  const tabs = sections.map((s) => ({ name: s.dataset.flSection, html: s.innerHTML, empty: "flEmpty" in s.dataset }));
   for (const section of [...sections, document.getElementById("fl-after")]) section?.remove();
   home.replaceChildren();
   document.body.classList.add("fl-live");
-  const store = bakedStore(data, pictures, tabs);
+  const sides = { before: { ...data, scene: { svg: pictures.before, items: data.items } } };
+  if (pictures.after) sides.after = { scene: { svg: pictures.after, items: data.after } };
+  const { id, name } = data.outline.line;
+  const store = recordStore({ head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null, inspector: idle(data),
+    outline: data.outline, trail: [{ id, name, prefix: "" }], hits: {}, marks: {}, scene: sides.before.scene }, sides, `It opens in a live kernel: fusionlab.explore(fn, *args).`);
   mount(home, store);
+  followAddress(store);
   // The page around the explorer follows its theme.
   const follow = () => { document.body.dataset.theme = store.get("theme"); };
   store.on("theme", follow);

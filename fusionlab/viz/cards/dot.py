@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from fusionlab.errors import unknown_name
+from fusionlab.fusers.engine.grouping import STATE_WORDS
 
 from ..markup import printable
 from ..palette import INK, LINE, PAPER, colour_of, tint_of
 from .card import Card, Edge, Overview
-from .layout.faces import STATE_WORDS, chip_text, opens
+from .layout.faces import chip_text, opens
 from .layout.measure import bytes_text
 from .layout.opened import opened_name
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 
@@ -17,6 +18,12 @@ class Cancel(threading.Event):
 Job = Callable[[Cancel], Any]
 _INSIDE = threading.local()  # set in a thread whose turn it is: what a job's observers measure in turn is part of it
 _TURN = threading.Lock()  # of the whole process: two explorers of a notebook would measure each other too
+_ASIDE = threading.Lock()  # held by who computes something short beside the jobs, and while a job runs
+
+
+def aside() -> AbstractContextManager[Any]:
+    """To be held for a second at most, while something is computed that no measurement of this process should run beside."""
+    return _ASIDE
 
 
 class Background:
@@ -60,7 +67,7 @@ class Background:
         """Runs the job here, after the one before has come to its end; None without running it if it was cancelled meanwhile."""
         if getattr(_INSIDE, "turn", False):
             return None if token.is_set() else job(token)
-        with _TURN:
+        with _TURN, _ASIDE:
             self._working = _INSIDE.turn = True
             try:
                 return None if token.is_set() else job(token)

@@ -9,10 +9,13 @@ from typing import Any
 from fusionlab.errors import ArgumentError, unknown_name
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
+from fusionlab.progress import Progress
 
 from ..model.panel import options_of, with_option
 from ..model.setting import Decision, Ledger, Setting
 from .toggles import Toggles
+
+Find = Callable[[Strategy | None, Progress], Findings]
 
 
 class Decided:
@@ -23,7 +26,7 @@ class Decided:
         findings: Findings,
         enabled: frozenset[str] | None,
         strategy: Strategy | None,
-        find: Callable[[Strategy | None], Findings] | None,
+        find: Find | None,
         changed: Callable[[], None],
     ) -> None:
         on = frozenset(c.id for c in findings.select()) if enabled is None else frozenset(enabled)
@@ -36,6 +39,7 @@ class Decided:
         self._find, self._changed = find, changed
         self._decisions = [Decision("opened", self.setting)]
         self._past: list[Setting] = []
+        self._undone: list[Setting] = []
 
     @property
     def enabled(self) -> frozenset[str]:
@@ -49,6 +53,10 @@ class Decided:
     @property
     def can_undo(self) -> bool:
         return bool(self._past)
+
+    @property
+    def can_redo(self) -> bool:
+        return bool(self._undone)
 
     @property
     def can_reset(self) -> bool:
@@ -68,18 +76,28 @@ class Decided:
         except BaseException:
             self._past.pop()
             raise
+        self._undone = []
         self._decisions.append(Decision(words, setting))
         self._changed()
         return True
 
     def undo(self) -> bool:
         """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
-        if not self._past:
+        return self._step(self._past, self._undone, "undone", "before")
+
+    def redo(self) -> bool:
+        """Makes the change again that undo took back last; False where there is none, or another change was made since."""
+        return self._step(self._undone, self._past, "redone", "after")
+
+    def _step(self, taken: list[Setting], left: list[Setting], word: str, options: str) -> bool:
+        if not taken:
             return False
-        setting, was = self._past.pop(), self.setting
+        setting, was = taken[-1], self.setting
         self._become(setting)
+        taken.pop()
+        left.append(was)
         words = _words(self.findings, was.enabled, setting.enabled)
-        self._decisions.append(Decision(f"undone: {words or 'options as before'}", setting))
+        self._decisions.append(Decision(f"{word}: {words or f'options as {options}'}", setting))
         self._changed()
         return True
 
@@ -98,6 +116,18 @@ class Decided:
         Raises:
           ArgumentError: this explorer cannot search again, or the value is none that the option takes. UnknownNameError: no such option.
         """
+        strategy = self._with(name, option, value)
+        found = self._findings(strategy)
+        new = {c.id for c in found.select()} - {c.id for c in self.findings.candidates}
+        on = self.enabled | new
+        enabled = frozenset(c.id for c in found.candidates if c.id in on)
+        return self.decide(f"{name}: {option}={value!r}", Setting(enabled, strategy))
+
+    def look_ahead(self, name: str, option: str, value: Any, progress: Progress) -> None:
+        """Searches with an option set, and keeps what it finds for `option`, which it raises as; nothing is changed."""
+        self._findings(self._with(name, option, value), progress)
+
+    def _with(self, name: str, option: str, value: Any) -> Strategy:
         if self._find is None:
             raise ArgumentError("option: this explorer has only findings; make it with fusionlab.explore(fn, *args)")
         known = {o["name"]: o for o in options_of(name, self.setting.strategy)}
@@ -106,12 +136,7 @@ class Decided:
         choices = known[option]["choices"]
         if not _is_choice(value, choices):
             raise ArgumentError(f"{name}.{option}: got {value!r}, needed one of {', '.join(map(repr, choices))}")
-        strategy = with_option(self.setting.strategy, self.findings.passes, name, option, value)
-        found = self._findings(strategy)
-        new = {c.id for c in found.select()} - {c.id for c in self.findings.candidates}
-        on = self.enabled | new
-        enabled = frozenset(c.id for c in found.candidates if c.id in on)
-        return self.decide(f"{name}: {option}={value!r}", Setting(enabled, strategy))
+        return with_option(self.setting.strategy, self.findings.passes, name, option, value)
 
     def findings_of(self, setting: Setting) -> Findings:
         """What is found with the options of a setting."""
@@ -126,13 +151,13 @@ class Decided:
             self.findings, self.setting = found, setting
             self.toggles.adopt(found, setting.enabled)
 
-    def _findings(self, strategy: Strategy | None) -> Findings:
+    def _findings(self, strategy: Strategy | None, progress: Progress = False) -> Findings:
         if strategy not in self._found:
             if self._find is None:
                 raise ArgumentError(
                     "strategy: this explorer has only findings; make it with fusionlab.explore(fn, *args)"
                 )
-            self._found[strategy] = self._find(strategy)
+            self._found[strategy] = self._find(strategy, progress)
         return self._found[strategy]
 
     def _toggled(self, enabled: frozenset[str]) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Findings
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.text import graph_text
-from fusionlab.output import write_file
+from fusionlab.showing import content_as, save_as
 
 from ..convert import to_pdf, to_png
 from ..export import Show, to_dot, to_svg, view_model
@@ -28,6 +27,7 @@ def export(
     name: str,
     formulas: Mapping[str, str],
     saved: Callable[[], str],
+    script: str = "",
 ) -> str | bytes:
     """The content of a file of this kind: the picture with the cards open that are, the whole page, or the state.
 
@@ -37,9 +37,10 @@ def export(
       name: of the file, for the error.
       formulas: as for `report_html`.
       saved: makes the state's text.
+      script: the program that does the same, for the page.
 
     Raises:
-      ArgumentError: another suffix. MissingDependencyError: PNG or PDF without the extra.
+      ArgumentError: another suffix. MissingDependencyError: PDF without the extra.
     """
 
     def page() -> str:
@@ -51,6 +52,8 @@ def export(
             evidence=session.evidence,
             after=after,
             formulas=formulas,
+            tabs=session.tabs(script),
+            panel=session.panel(),
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {
@@ -62,9 +65,7 @@ def export(
         ".dot": session.dot,
         ".txt": lambda: graph_text(session.shown_graph) + "\n",
     }
-    if suffix not in makers:
-        raise ArgumentError(f"path: got the suffix {suffix!r} in {name!r}, needed one of {', '.join(sorted(makers))}")
-    return makers[suffix]()
+    return content_as(suffix, name, makers)
 
 
 def save(
@@ -87,25 +88,27 @@ def save(
     Raises:
       ArgumentError: the suffix is not one of the seven.
       OutputError: the folder is missing or not writable; nothing is left behind.
-      MissingDependencyError: .png or .pdf without the extra `png`.
+      MissingDependencyError: .pdf without the extra `pdf`.
     """
-    target = Path(path)
-    suffix = target.suffix.lower()
+    makers: dict[str, Callable[[], str | bytes]] = {
+        ".html": lambda: report_html(graph, findings, enabled=enabled),
+        ".json": lambda: json.dumps(view_model(graph, findings, enabled=enabled), indent=1, sort_keys=True),
+        ".txt": lambda: graph_text(graph) + "\n",
+    }
+    return save_as(path, makers | picture_makers(graph, findings, enabled, show=show))
+
+
+def picture_makers(
+    graph: Graph, findings: Findings | None = None, enabled: Collection[str] | None = None, *, show: Show = ()
+) -> dict[str, Callable[[], str | bytes]]:
+    """Suffix -> what draws the graph as such a file; arguments as for `to_svg`."""
 
     def svg() -> str:
         return to_svg(graph, findings, enabled, show=show)
 
-    makers: dict[str, Callable[[], str | bytes]] = {
+    return {
         ".dot": lambda: to_dot(graph, findings, enabled, show=show),
-        ".html": lambda: report_html(graph, findings, enabled=enabled),
-        ".json": lambda: json.dumps(view_model(graph, findings, enabled=enabled), indent=1, sort_keys=True),
         ".pdf": lambda: to_pdf(svg()),
         ".png": lambda: to_png(svg()),
         ".svg": svg,
-        ".txt": lambda: graph_text(graph) + "\n",
     }
-    if suffix not in makers:
-        raise ArgumentError(
-            f"path: got the suffix {suffix!r} in {str(target)!r}, needed one of {', '.join(sorted(makers))}"
-        )
-    return write_file(target, makers[suffix]())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -59,7 +60,7 @@ class Observed(anywidget.AnyWidget):
         """What was found in it, with the options as they are set."""
         return self.session.findings
 
-    @property
+    @functools.cached_property  # and no property: IPython completes its keys
     def toggles(self) -> Toggles:
         """Pass name or site id -> switched on?; assign to switch."""
         return self.session.toggles

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def script(
     strategy = [] if setting.strategy is None else ["passes=strategy"]
     if setting.strategy is not None:
         lines += [*_strategy(setting.strategy), ""]
-    on = sorted(setting.enabled)
+    on = sorted(setting.enabled, key=_counted)
     lines += _listed("sites", on)
     arguments = ", ".join([name, *strategy, "only=sites", *given])
     lines += [
@@ -48,6 +49,11 @@ def script(
         "print(result)",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _counted(name: str) -> list[str | int]:
+    """Orders "#2" before "#10"."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"([0-9]+)", name)]
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -6,41 +6,38 @@ The widget (`widget.py`) mirrors what these methods give; a script, a test or an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.roofline import Roofline, attainable
+from fusionlab.evidence.roofline import attainable
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 
 from ..cards.card import Card
-from ..convert import can_convert
+from ..convert import exported
+from ..html.blame import blamed_sites, faults_of, site_html
 from ..html.dearest import dearest_html, dearest_title
 from ..html.inspector import Inspected, inspect
-from ..html.shares import shares_html
-from ..html.tabs import evidence_tabs, roofline_of
-from ..markup import code, quiet
+from ..markup import quiet
 from ..model.panel import panel
 from ..model.search import Hit, search
 from ..model.selection import Selection, selection
 from ..model.setting import Decision, Setting
 from ..model.summaries import sentence, summary
-from .decided import Decided
+from .below import Below
+from .decided import Find
 from .stage import SHOWN, Stage
 from .state_file import Saved, program_digest
 from .walk import PAGE, Walk
 
 Changed = Callable[[], None]
-_MEASURED = ("Timing", "Errors", "Sites", "Memory")
 _FUSED_KEPT = 8  # settings whose fused programs are kept
-_TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
-_DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space or a double click opens a card."
 
 
-class Session(Decided):
+class Session(Below):
     """What is switched on, what is shown, what is selected.
 
     Args:
@@ -48,7 +45,7 @@ class Session(Decided):
       findings: what was found in it.
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
-      find: `find(strategy) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
+      find: `find(strategy, progress) -> Findings` over the same graph, for when an option is changed; None where options are fixed.
       after: `after(setting, findings) -> Graph`, the program with those sites fused; None where it cannot be shown.
       formulas: pass name -> what it computes.
       changed: called after every change of the setting.
@@ -61,23 +58,17 @@ class Session(Decided):
         *,
         enabled: frozenset[str] | None = None,
         strategy: Strategy | None = None,
-        find: Callable[[Strategy | None], Findings] | None = None,
+        find: Find | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
         formulas: Mapping[str, str] | None = None,
         changed: Changed = lambda: None,
     ) -> None:
         super().__init__(findings, enabled, strategy, find, changed)
         self.graph = graph
-        self.shares: dict[Setting, Any] = {}
         self.compiled: Any = None
         self.selected, self.query = "", ""
         self._after = after
         self._formulas = dict(formulas or {})
-        self._fused: dict[Setting, Graph] = {}
-        self.rates: Device | None = None  # this process's device with measured rates, for the roofline
-        self._roofs: dict[Strategy | None, Roofline] = {}
-        self._drawn_tabs: dict[Any, list[dict[str, str]]] = {}
-        self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
         self._last_summary: tuple[Any, dict[str, Any]] = (None, {})
         self._selection, self._turn = Selection(), 0
         self._chosen_of: Graph | None = None  # the program that the selection is of
@@ -222,7 +213,7 @@ class Session(Decided):
                 f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"
             ]
         self._decisions = [*saved.decisions, Decision("loaded", self.setting)]
-        self._past = []
+        self._past, self._undone = [], []
         self._changed()
         return "; ".join(lost)
 
@@ -242,8 +233,10 @@ class Session(Decided):
                 "both": self._after is not None,
                 "options": self._find is not None,
                 "undo": self.can_undo,
+                "redo": self.can_redo,
                 "reset": self.can_reset,
-                "export": _exported(),
+                "export": exported(),
+                "which": [f.of for f in faults_of(self.evidence) if f.of not in self.blamed.get(self.setting, {})],
             },
         }
 
@@ -252,12 +245,19 @@ class Session(Decided):
         shares = self.shares.get(self.setting)
         named = {s.site: s for s in shares.sites} if shares is not None else {}
         idle = {c.id for c in self.findings.candidates if c.idle}
-        return panel(self.summary(), self.setting.strategy, named, idle)
+        return panel(
+            self.summary(), self.setting.strategy, named, idle, blamed_sites(self.blamed.get(self.setting, {}))
+        )
 
     def svg(self) -> str:
         """The picture as the text of an SVG file."""
         with self.lock:
             return self.stage.file(self.drawn(), self.compiled_shown)
+
+    def still(self) -> str:
+        """The picture, as SVG, for a notebook that shows it without the explorer."""
+        with self.lock:
+            return self.stage.still(self.drawn())
 
     def dot(self) -> str:
         """The picture as Graphviz DOT text."""
@@ -303,51 +303,6 @@ class Session(Decided):
         """So many hits of the search from the one with this number on."""
         return search(self.shown_graph, self.shown_findings, self.query, most, start).rows
 
-    def tabs(self, script: str = "", awaited: bool = False) -> list[dict[str, str]]:
-        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
-
-        While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites.
-        """
-        after = self._fused_soon()
-        shares, under = self.shares.get(self.setting), self._under()
-        key = self.setting, id(self.evidence), id(shares), id(under), id(after)
-        if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
-            shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
-            shown.insert(2, {"name": "Sites", "html": shares_html(shares, self._own_code())})
-            self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
-        shown = self._drawn_tabs[key]
-        if self.evidence is not None:
-            self._last_tabs = {tab["name"]: tab["html"] for tab in shown}
-        elif awaited and self._last_tabs:
-            shown = [self._awaited(tab) for tab in shown]
-        ledger = [{"name": "Ledger", "html": self.ledger.html()}]
-        return shown + ledger + ([{"name": "Code", "html": code(script)}] if script else [])
-
-    def _own_code(self) -> int:
-        """How many sites are on that run anything but what XLA runs anyway."""
-        return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
-
-    def _fused_soon(self) -> Graph | None:
-        """The fused graph, if it is there or soon made."""
-        after = self._fused.get(self.setting)
-        if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
-            return self.fused_graph()
-        return after
-
-    def _awaited(self, tab: dict[str, str]) -> dict[str, str]:
-        """A tab while its measurement is awaited: dimmed, with what the last one showed; what is not measured as it is."""
-        name = tab["name"]
-        return tab | {"html": _stale(self._last_tabs[name])} if name in _MEASURED else tab
-
-    def _under(self) -> Roofline | None:
-        """The findings under the roof of the device, once its rates were measured."""
-        if self.rates is None:
-            return None
-        key = self.setting.strategy
-        if key not in self._roofs:
-            self._roofs[key] = roofline_of(self.findings, self.rates)
-        return self._roofs[key]
-
     def summary(self) -> dict[str, Any]:
         """The view model without its picture."""
         key = self.setting, id(self.evidence)
@@ -379,7 +334,7 @@ class Session(Decided):
                 dearest_title(overview),
                 dearest_html(overview, self._floor, self.shown_findings is not None) + quiet(_HINT),
             )
-        return inspect(
+        found = inspect(
             self.shown_graph,
             self.shown_findings,
             chosen.target,
@@ -388,13 +343,4 @@ class Session(Decided):
             shares=shares,
             roofline=self._under() if self.stage.shown != "after" else None,
         )
-
-
-def _exported() -> list[str]:
-    """The kinds of files that an explorer can be saved as here."""
-    return [".svg", *((".png", ".pdf") if can_convert() else ()), ".dot", ".json", ".html"]
-
-
-def _stale(html: str) -> str:
-    """A tab of another setting, while that of this one is measured."""
-    return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
+        return replace(found, html=site_html(self.blamed.get(self.setting, {}), chosen.name) + found.html)

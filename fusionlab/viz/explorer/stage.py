@@ -38,7 +38,7 @@ class Stage:
         self.shown = "before"
         self.hulls = False
         self._albums: dict[str, Album] = {"before": Album(graph)}
-        self._pane = PANE
+        self.pane = PANE
         self.times = _NONE  # seconds of the nodes of the program as written
         self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
@@ -67,7 +67,7 @@ class Stage:
     def fit(self, width: float, height: float) -> bool:
         """Draws for a pane of this size from now on; False where it is that already."""
         pane = max(_LEAST_PANE, float(width)), max(_LEAST_PANE, float(height))
-        changed, self._pane = pane != self._pane, pane
+        changed, self.pane = pane != self.pane, pane
         return changed
 
     # The drawing ---------------------------------------------------------------------------------------------------
@@ -91,10 +91,19 @@ class Stage:
         items = {ID_PREFIX + name: item for name, item in album.items(enabled).items()}
         return {"svg": self._svg[1], "items": items}
 
+    @property
+    def times_shown(self) -> Mapping[int, float]:
+        """Seconds of the nodes that are drawn."""
+        return self.times if self.shown != "after" else _NONE
+
     def file(self, drawn: Drawn, compiled: CompiledModule | None = None) -> str:
         """The picture as the text of an SVG file."""
         notes = kernel_notes(compiled) if compiled is not None and self.hulls else None
         return self._album(drawn).svg(drawn[2], ID_PREFIX, notes, CAPTION)
+
+    def still(self, drawn: Drawn) -> str:
+        """The picture for where it cannot be clicked: no larger than the program needs."""
+        return self._album(drawn).still(drawn[2], ID_PREFIX)
 
     def dot(self, drawn: Drawn) -> str:
         """The picture as Graphviz DOT text."""
@@ -111,8 +120,8 @@ class Stage:
             if old is not None:  # the same program with other findings, or fused otherwise: what was open stays open
                 album.opened, album.copies = old.opened, old.copies
             self._albums[side] = album
-        album.pane = self._pane
-        album.times = self.times if self.shown != "after" else _NONE
+        album.pane = self.pane
+        album.times = self.times_shown
         album.fused = self._fused() if self.shown == "both" and self._fused is not None else None
         return album
 

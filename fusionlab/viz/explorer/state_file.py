@@ -12,6 +12,7 @@ from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.instruments.record import to_json
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.text import graph_text
+from fusionlab.showing import Shown
 
 from ..model.setting import Decision, Setting
 
@@ -23,7 +24,7 @@ _KEYS = {"format", "version", "function", "program", "device", "setting", "decis
 
 
 @dataclass(frozen=True, eq=False)
-class Saved:
+class Saved(Shown):
     """What an explorer was saved with.
 
     Attributes:
@@ -34,6 +35,8 @@ class Saved:
       decisions: the ledger.
       measured: setting -> the evidence that was measured with it.
     """
+
+    _listed = "decisions"
 
     function: str
     program: str

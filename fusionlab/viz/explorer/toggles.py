@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterator, MutableMapping
 
 from fusionlab.errors import ArgumentError, unknown_name
 from fusionlab.fusers.report.findings import Findings
+from fusionlab.showing import Shown, Table
+from fusionlab.tracebacks import errors_for_users
 
 
-class Toggles(MutableMapping[str, bool | None]):
+@errors_for_users
+class Toggles(MutableMapping[str, bool | None], Shown):
     """Pass name or site id -> switched on?; a pass of which only some sites are on reads as None.
 
     `toggles["gemm_epilogue"] = False` switches every site of the pass, `toggles[site_id] = True` one site. `changed` is
@@ -73,6 +76,19 @@ class Toggles(MutableMapping[str, bool | None]):
 
     def __len__(self) -> int:
         return len(self._passes) + len(self._sites)
+
+    def _ipython_key_completions_(self) -> list[str]:
+        return list(self)
+
+    def _sentence(self) -> str:
+        return f"{len(self._enabled)} of {len(self._sites)} sites on"
+
+    def _table(self) -> Table:
+        return Table(("name", "on"), tuple((name, "partly" if self[name] is None else self[name]) for name in self))
+
+    def to_dict(self) -> dict[str, bool | None]:
+        """Plain data, JSON-able: name -> on; None of a pass of which some sites are on."""
+        return dict(self)
 
     def __repr__(self) -> str:
         words = {True: "on", False: "off", None: "partly on"}

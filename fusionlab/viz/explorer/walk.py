@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from fusionlab.errors import ArgumentError
+from fusionlab.errors import ArgumentError, did_you_mean
 
 from ..cards.card import Card, Overview
 from ..cards.layout.opened import opened_name
@@ -110,7 +110,10 @@ class Walk:
         )
         if found is None:
             known = ", ".join(repr(c.name) for c in cards[:5])
-            raise ArgumentError(f"card: got {what!r:.120}, needed the name of a card in the picture ({known}, ...)")
+            near = did_you_mean(what, (c.name for c in cards))
+            raise ArgumentError(
+                f"card: got {what!r:.120}, needed the name of a card in the picture ({known}, ...).{near}"
+            )
         return found.id
 
     # Hits ----------------------------------------------------------------------------------------------------------

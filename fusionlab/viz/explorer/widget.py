@@ -7,9 +7,9 @@ plain data; this class hands it to the browser (`explorer.js` draws it) and the 
 
 from __future__ import annotations
 
-import contextlib
+import base64
 import functools
-import threading
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,34 +21,41 @@ from fusionlab.errors import ArgumentError, FusionLabError
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
+from fusionlab.progress import Clock, Watch, noticed
+from fusionlab.showing import Text
+from fusionlab.tracebacks import errors_for_users
 
-from ..html.report import still_html
+from ..html.tabs import Tab
 from ..model.setting import Setting
+from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
+from .decided import Find
+from .kept import Keeper
+from .measuring import Measure, Measuring, Share, Which
 from .messages import act
 from .observed import IDLE
-from .selecting import Selecting
 from .session import Session
 from .state_file import Saved, saved_text
 
-OnProgress = Callable[[str, int, int], None]
 
-
-class Explorer(Selecting):
+@errors_for_users
+class Explorer(Measuring):
     """The explorer: passes and sites on the left, the graph, an inspector, measurements below.
 
     Args:
       graph: the original program.
       findings: what was found in it.
-      measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It may call
-        `progress(task, done, total)`, and should stop once `cancel()` is True.
+      measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It calls `progress(task, done, total)` as each
+        stage begins and at each step, where a cancel ends it, and may ask `cancel()` besides.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
         can be told apart; called after `measure`.
-      times: `times() -> {node id: seconds}`, what each node of the program takes (`node_times`); shown in place of bytes once measured.
-      rates: `rates() -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
+      times: `times(progress) -> {node id: seconds}`, what each node of the program takes (`node_times`); shown in place of bytes once
+        measured.
+      rates: `rates(progress) -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
+      which: `which(setting, fault, progress, cancel) -> Bisection`, which sites are to blame for a measurement that is slower or worse.
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
-      find: `find(strategy) -> Findings` over the same graph, for when an option is changed.
+      find: `find(strategy, progress) -> Findings` over the same graph, for when an option is changed.
       script: `script(setting, findings) -> str`, a program that does the same.
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
@@ -70,23 +77,24 @@ class Explorer(Selecting):
         graph: Graph,
         findings: Findings,
         *,
-        measure: Callable[[Setting, OnProgress, Cancel], Any] | None = None,
-        shares: Callable[[Setting, Findings, OnProgress, Cancel], Any] | None = None,
-        times: Callable[[], Mapping[int, float]] | None = None,
-        rates: Callable[[], Device] | None = None,
+        measure: Measure | None = None,
+        shares: Share | None = None,
+        times: Callable[[Watch], Mapping[int, float]] | None = None,
+        rates: Callable[[Watch], Device] | None = None,
         rates_at_once: bool = False,
+        which: Which | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
-        find: Callable[[Strategy | None], Findings] | None = None,
+        find: Find | None = None,
         script: Callable[[Setting, Findings], str] | None = None,
         enabled: frozenset[str] | None = None,
         strategy: Strategy | None = None,
         formulas: Mapping[str, str] | None = None,
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
-        self._script_with, self._times_with = script, times
+        self._script_with, self._times_with, self._which_with = script, times, which
         self._rates_at_once = rates is not None and rates_at_once
         self._formulas = dict(formulas or {})
-        self._background = Background()
+        self._background, self._clock = Background(), Clock()
         self._ready = False
         self.session = Session(
             graph,
@@ -98,6 +106,7 @@ class Explorer(Selecting):
             formulas=formulas,
             changed=self._setting_changed,
         )
+        self._keeper = Keeper(self.session, lambda: self._background.running or self._background.abandoned, self.send)
         super().__init__(enabled=self.session.enabled, busy=IDLE | {"status": "not measured"})
         self.on_msg(self._message)
         self._ready = True
@@ -110,23 +119,22 @@ class Explorer(Selecting):
         Raises:
           UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
         """
-        searching = "searching again"
-        self._say(searching, {"running": True, "what": searching, "done": 0, "total": 0})  # seconds, for a long program
-        try:
+        with self._aside("searching again"):
             self.session.option(name, option, value)
-        finally:
-            if self.status == searching:
-                self._say("not measured" if self.evidence is None else "measured")
 
     def undo(self) -> bool:
         """Takes the last change of sites or options back; False where there is none."""
         return self.session.undo()
 
+    def redo(self) -> bool:
+        """Makes the change again that `undo` took back last; False where there is none, or another change was made since."""
+        return self.session.redo()
+
     def reset(self) -> bool:
         """Goes back to what was on when it was opened."""
         return self.session.reset()
 
-    def code(self) -> str:
+    def code(self) -> Text:
         """A Python program that reproduces what is on.
 
         Raises:
@@ -134,61 +142,28 @@ class Explorer(Selecting):
         """
         if self._script_with is None:
             raise ArgumentError("code: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
-        return self._script_with(self.setting, self.findings)
-
-    def measure(self) -> Any:
-        """Measures the enabled sites now, here, and returns the evidence (also kept in `evidence`).
-
-        Raises:
-          ArgumentError: the explorer was made without something to measure with.
-        """
-        setting, token = self.setting, self._begin()
-        return self._background.run(functools.partial(self._run, setting), token)
-
-    def start(self) -> threading.Thread:
-        """Measures in a thread of its own, now and after every change; `status` and `evidence` tell how it goes.
-
-        A measurement that runs is cancelled.
-        """
-        self.measuring = self._measure_with is not None
-        setting, token = self.setting, self._begin()
-        return self._background.start(functools.partial(self._quietly, self._run, setting), token)
-
-    def measure_rates(self) -> None:
-        """Measures how fast this device copies and multiplies, for the roofline: seconds, at its first measurement where it is no CPU.
-
-        Raises:
-          ArgumentError: the explorer was made without something to measure with.
-        """
-        if self._rates_with is None:
-            raise ArgumentError(
-                "measure_rates: this explorer has only a graph; make it with fusionlab.explore(fn, *args)"
-            )
-        self.session.rates = self._rates_with()
-        self.refresh()
-
-    def cancel(self) -> None:
-        """Asks the running measurement to stop, and measures no more; the evidence stays what it was."""
-        self.measuring = False
-        self._stop()
-        self.refresh()
+        return Text(self._script_with(self.setting, self.findings))
 
     def close(self) -> None:
-        """Takes the explorer off the page for good; a measurement that runs is cancelled."""
+        """Parts the explorer from the page for good, where it stays as a record of what was shown; a measurement that runs is cancelled."""
         self.cancel()
+        self._keeper.stop()
         super().close()
 
     def save(self, path: Any) -> Path:
         """Writes .json (all of the state: `fusionlab.load` reads it back), or a picture: .svg .png .pdf .dot .html .txt, by suffix.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without the extra.
+          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the extra.
         """
         from fusionlab.output import write_file
 
+        if not isinstance(path, str | os.PathLike):
+            raise ArgumentError(f"path: got {path!r:.80}, needed the name of a file, for instance 'explorer.html'")
         target = Path(path)
-        content = self.export(target.suffix.lower(), str(target))
-        return write_file(target, content)
+        with noticed(f"writing {target.name}"):
+            content = self.export(target.suffix.lower(), str(target))
+            return write_file(target, content)
 
     def restore(self, saved: Saved) -> None:
         """Takes over what an explorer was saved with (see `fusionlab.load`): sites, options, ledger and measurements.
@@ -203,70 +178,9 @@ class Explorer(Selecting):
             self.problem = {"code": "changed_program", "sentence": lost}
         self.refresh()
 
-    # Measuring -----------------------------------------------------------------------------------------------------
-    def _begin(self) -> Cancel:
-        if self._measure_with is None:
-            raise ArgumentError("measure: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
-        token = self._background.begin()
-        awaited = self._background.awaited
-        self._progress(token, f"waiting for {awaited} to end" if awaited else "measuring", 0, 0)
-        return token
-
-    def _run(self, setting: Setting, token: Cancel) -> Any:
-        assert self._measure_with is not None
-        findings = self.session.findings_of(setting)
-        progress = functools.partial(self._progress, token)
-        progress("measuring", 0, 0)
-        try:
-            evidence = self._measure_with(setting, progress, token)
-            if not token.is_set():
-                self.session.measured[setting] = evidence
-                self.refresh()
-            if self._shares_with is not None and not token.is_set():
-                shares = self._shares_with(setting, findings, progress, token)
-                if shares is not None and not token.is_set():
-                    self.session.shares[setting] = shares
-            if self._times_with is not None and not self.session.stage.times and not token.is_set():
-                progress("time of each kernel", 0, 0)
-                self._time_nodes(self._times_with)
-            if self._rates_at_once and self.session.rates is None and not token.is_set():
-                progress("rates of this device", 0, 0)
-                self.measure_rates()
-        except BaseException as error:
-            self._finish(token, f"measurement failed: {_named(error)}", error)
-            raise
-        self._finish(token, "measured")
-        return evidence
-
-    def _time_nodes(self, times_with: Callable[[], Mapping[int, float]]) -> None:
-        """Times take the place of bytes in the picture. What was measured before stays where the profiler gives none."""
-        try:
-            self.session.stage.times = times_with()
-        except Exception as error:  # the profiler's, of which JAX names no kinds
-            self._tell(error)
-
-    def _quietly(self, run: Callable[[Setting, Cancel], Any], setting: Setting, token: Cancel) -> None:
-        # The user's function runs here, so anything may come; the status line and the banner say what happened.
-        with contextlib.suppress(Exception):
-            run(setting, token)
-
-    def _progress(self, token: Cancel, task: str, done: int, total: int) -> None:
-        if not token.is_set():
-            status = f"{task} {done}/{total}" if total else task
-            self._say(status, {"running": True, "what": task, "done": done, "total": total})
-
-    def _finish(self, token: Cancel, status: str, error: BaseException | None = None) -> None:
-        if not self._background.end(token):  # cancelled, and perhaps another one runs already
-            return
-        self._say(status)
-        if error is not None:
-            self._tell(error)
-        self.refresh()
-
-    def _stop(self) -> None:
-        if self._background.cancel():
-            abandoned = ": what was running (a compilation cannot be interrupted) is abandoned, its result dropped"
-            self._say("cancelled" + (abandoned if self._background.abandoned else ""))
+    def keep(self) -> None:
+        """Has the browser keep a record of what is shown, and of what is shown after each change: it answers once the kernel has gone."""
+        self._keeper.ask()
 
     # Reacting ------------------------------------------------------------------------------------------------------
     def _setting_changed(self) -> None:
@@ -310,17 +224,8 @@ class Explorer(Selecting):
         if change["new"] and self.session.compiled is None:
             # A measurement that runs is not disturbed: the two would slow each other down.
             token = Cancel() if self._background.running else self._background.begin()
-            self._background.start(functools.partial(self._quietly, self._compile, self.setting), token)
-        self.refresh()
-
-    def _compile(self, _: Setting, token: Cancel) -> None:
-        self._progress(token, "compiling, to see what XLA makes of it", 0, 0)
-        try:
-            self.session.kernels()
-        except BaseException as error:
-            self._finish(token, f"compiling failed: {_named(error)}", error)
-            raise
-        self._finish(token, "measured" if self.session.evidence is not None else "not measured")
+            job = functools.partial(self._quietly, self._compiled, "compiling", self.setting)
+            self._background.start(job, token)
         self.refresh()
 
     def _message(self, _: Any, content: Any, buffers: Any = None) -> None:
@@ -334,6 +239,7 @@ class Explorer(Selecting):
     # Drawing -------------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
         """Hands to the browser what has changed; from whatever thread."""
+        self._keeper.touched()
         with self.session.lock, self.hold_sync():
             session = self.session
             session.follow()
@@ -343,41 +249,49 @@ class Explorer(Selecting):
             if self.shown != session.stage.shown:
                 self.shown = session.stage.shown
             self.selected = session.selected
-            head = session.head()
-            self.head = head | {
-                "can": head["can"] | {"measure": self._measure_with is not None, "xla": session.stage.shown == "before"}
-            }
+            head, can = (
+                session.head(),
+                {
+                    "measure": self._measure_with is not None,
+                    "blame": self._which_with is not None,
+                    "xla": session.stage.shown == "before",
+                },
+            )
+            self.head = head | {"can": head["can"] | can, "decided": len(session.ledger)}
             self.panel, self.scene, self.marks = session.panel(), session.scene(), session.marks()
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
-    def _tabs(self) -> list[dict[str, str]]:
-        script = self._script_with(self.setting, self.findings) if self._script_with is not None else ""
-        return self.session.tabs(script, awaited=self.measuring and self._background.running)
+    def _tabs(self) -> list[Tab]:
+        awaited = self.measuring and self._background.running
+        return self.session.tabs(self._script(), awaited=awaited, rates=self._rates_with is not None)
+
+    def _script(self) -> str:
+        return self._script_with(self.setting, self.findings) if self._script_with is not None else ""
 
     def export(self, suffix: str, name: str) -> str | bytes:
         """The content of a file of this kind (see `save`); `name` is the file's, for the error."""
         from .files import export  # draws with much that a first picture does not need
 
-        return export(self.session, suffix, name, self._formulas, self._saved)
+        with self._aside(f"drawing the {suffix} file"):
+            return export(self.session, suffix, name, self._formulas, self._saved, self._script())
 
     def _saved(self) -> str:
         return saved_text(self.session)
 
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live widget, and a static picture for where there is no kernel (GitHub, nbviewer, exported notebooks)."""
-        bundle: Any = super()._repr_mimebundle_(**kwargs)
-        data, rest = (bundle[0], bundle[1:]) if isinstance(bundle, tuple) else (bundle, ())
-        session = self.session
-        still = still_html(session.summary(), session.scene()["svg"], session.shown_findings)
-        data = {**(data or {}), "text/html": still, "text/plain": repr(self)}
-        return (data, *rest) if rest else data
+        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` says which would not."""
+        png, shown = png_of(self.session.still())
+        return {**self._widget(), "image/png": base64.b64encode(png).decode()}, {"image/png": shown}
 
-    def __repr__(self) -> str:
-        on = len(self.enabled)
-        return f"Explorer({self.graph.name!r}, {on} of {len(self.findings.candidates)} sites on, {self.status})"
+    def _ipython_display_(self) -> None:
+        if frames_outputs():
+            raise NotImplementedError  # the bundle above is what it takes
+        head = self.session.head()
+        show(explorer_outputs(self._widget(), head["title"], head["sentence"], self.session.still()))
 
-
-def _named(error: BaseException) -> str:
-    return f"[{error.code}] {error}" if getattr(error, "code", "") else f"{type(error).__name__}: {error}"  # pyright: ignore[reportAttributeAccessIssue]
+    def _widget(self) -> dict[str, Any]:
+        bundle: Any = super()._repr_mimebundle_()
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        return {**(data or {}), "text/plain": repr(self)}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from fusionlab.fusers.engine.grouping import STATE_WORDS
+
 from ..cards.card import BESIDE, Amount, Card, Overview
 from ..cards.layout.faces import Scale
 from ..cards.layout.measure import seconds_text, share_text
@@ -14,7 +16,6 @@ from ..palette import colour_of
 _MOST = 7
 AFTER_LANE = BESIDE[1]
 _AT_FLOOR = 0.8  # of the time at best: what is left is no more than a few kernels' starts
-_SAYS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
 
 
 @dataclass
@@ -84,7 +85,7 @@ def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
 def _row(place: Place, share: float, searched: bool) -> str:
     site = place.card.site
     state = (
-        f"{site.pass_name}, {_SAYS[site.state]}"
+        f"{site.pass_name}, {STATE_WORDS[site.state]}"
         if site is not None
         else ""
         if not searched

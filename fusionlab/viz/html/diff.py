@@ -78,7 +78,7 @@ def _sites_html(sites: Collection[Candidate]) -> str:
         line = f"{first.pass_name}: {first.nodes_before} → {first.nodes_after} nodes{_backward(first)}, {first.formula}"
         shown = pick(first.id) if n == 1 else folded(f"{n} sites", picks([pick(c.id) for c in alike]))
         parts.append(f"<li>{text(line)} {shown}</li>")
-    return f"<h4>By site</h4><ul>{''.join(parts)}</ul>" if parts else quiet("No site is applied.")
+    return f"<h4>By site</h4><ul>{''.join(parts)}</ul>" if parts else quiet("No site is fused.")
 
 
 def _backward(c: Candidate) -> str:

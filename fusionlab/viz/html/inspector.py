@@ -24,6 +24,7 @@ from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value, litera
 from fusionlab.graph.program.meshes import sharding_text
 from fusionlab.graph.program.scopes import Source
 from fusionlab.graph.xla.modules import CONTROL, CompiledModule, ModuleKernel
+from fusionlab.showing import plural
 
 from ..markup import (
     Fact,
@@ -35,7 +36,6 @@ from ..markup import (
     pick_node,
     pick_nodes,
     picks,
-    plural,
     quiet,
     section,
     source_line,

@@ -9,6 +9,7 @@ from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.attribution import SiteShares
 from fusionlab.evidence.roofline import Roofline
 from fusionlab.evidence.units import binary_bytes
+from fusionlab.fusers.engine.grouping import STATE_WORDS
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.site_kernels import kinds
@@ -92,7 +93,7 @@ def _candidate(
 def _state(c: Candidate, enabled: Collection[str] | None) -> str:
     applied = is_applied(c, enabled)
     idle = f": left as it is unless asked for, {c.idle}" if c.idle and not applied else ""
-    return text(("applied" if applied else "can be fused, not applied") + idle)
+    return text(STATE_WORDS["applied" if applied else "candidate"] + idle)
 
 
 def _attrs(c: Candidate) -> str:
@@ -130,7 +131,7 @@ def _measured_gain(c: Candidate, shares: SiteShares | None) -> list[Fact]:
         alike = c.id in shares.same_code
         return [("measured", "not toggled: it runs what XLA runs anyway")] if alike else []
     gain = f"{measured}".removeprefix(f"{c.id}: ")
-    rows: list[Fact] = [("measured", text(f"saves {gain} (without / with this site, 95 %)"))]
+    rows: list[Fact] = [("measured", text(f"saves {gain} (time without / with this site, 95 %)"))]
     if measured.is_clear and measured.saved_s < 0:
         rows.append(("losing", '<span class="warn">⚠ the program is slower with it</span>'))
     return rows

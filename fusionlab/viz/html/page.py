@@ -1,6 +1,6 @@
 """What the standalone page tells the explorer: the traits of the widget, baked into plain data.
 
-The page draws with the widget's own module (`explorer.js`); `report.js` stands in for the kernel. What needs one is
+The page draws with the widget's own module (`explorer.js`); `record.js` stands in for the kernel. What needs one is
 shown, switched off, and says so.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fusionlab.graph.cost.cost import cost_of
@@ -16,8 +17,8 @@ from ..cards.album import Album
 from ..cards.card import Card
 from ..cards.layout.opened import opened_name
 from ..markup import ID_PREFIX
-from ..model.panel import panel
-from .baked import MAX_BYTES, bake, index, packed_json
+from ..model.panel import panel as panel_of
+from .baked import MAX_BYTES, MAX_SECONDS, bake, index, packed_json
 from .dearest import dearest_html
 from .inspector import inspect
 from .outline import outline
@@ -34,6 +35,7 @@ def page_data(
     view: Mapping[str, Any],
     after: Album | None = None,
     used: int = 0,
+    panel: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The explorer's traits for a page, and the pictures it can open.
 
@@ -42,31 +44,52 @@ def page_data(
       view: their `summary`.
       after: of the fused graph, whose picture the page holds too.
       used: bytes of the page without these data; pictures are baked until the page has `MAX_PAGE`.
+      panel: of a live explorer (`Session.panel`); None for what was found.
     """
-    findings, overview = album.findings, album.overview(enabled)
+    findings = album.findings
+    told = {
+        "head": head(view, after is not None),
+        "panel": panel or panel_of(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
+        "items": items(album, enabled, ID_PREFIX),
+        "after": items(after, None, AFTER_ID_PREFIX) if after is not None else None,
+    }
+    others = Teller(after, None, AFTER_ID_PREFIX).shown() if after is not None else {}
+    return told | record_data(album, enabled, view, others, room=MAX_PAGE - used - len(json.dumps(told)))
+
+
+def record_data(
+    album: Album,
+    enabled: Collection[str] | None,
+    view: Mapping[str, Any],
+    others: Mapping[str, Any] = MappingProxyType({}),
+    room: int = MAX_BYTES,
+    max_seconds: float = MAX_SECONDS,
+) -> dict[str, Any]:
+    """What answers in Python's place (`record.js`): texts of the inspector, an index of all nodes, the outline, and the pictures of what
+    can be opened.
+
+    Args:
+      album, enabled, view: as for `page_data`.
+      others: further texts of the inspector, by id.
+      room: bytes that it may have altogether; the pictures have what the rest leaves.
+      max_seconds: of drawing pictures.
+    """
+    overview = album.overview(enabled)
     teller = Teller(album, enabled, ID_PREFIX)
 
     def scene() -> dict[str, Any]:
         panes = teller.shown()
         return {"svg": album.svg(enabled, ID_PREFIX), "items": items(album, enabled, ID_PREFIX), "inspector": panes}
 
-    panes = teller.shown() | teller.names()
-    if after is not None:
-        panes |= Teller(after, None, AFTER_ID_PREFIX).shown()
     data = {
-        "head": head(view, after is not None),
-        "panel": panel(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
-        "items": items(album, enabled, ID_PREFIX),
-        "after": items(after, None, AFTER_ID_PREFIX) if after is not None else None,
-        "dearest": dearest_html(overview, searched=findings is not None),
+        "dearest": dearest_html(overview, searched=album.findings is not None),
         "outline": outline(overview, [card.id for card in overview.cards()]),
-        "inspector": packed_json(panes),
+        "inspector": packed_json({**teller.shown(), **teller.names(), **others}),
         "sites": {s["id"]: s["nodes"][0] for s in view["sites"] if s["nodes"]},
         "index": packed_json(index(album, enabled)),
     }
-    room = MAX_PAGE - used - len(json.dumps(data))
-    scenes = bake(album, enabled, scene, max_bytes=min(MAX_BYTES, room))
-    return data | {"scenes": scenes.packed}
+    left = min(MAX_BYTES, room - len(json.dumps(data)))
+    return data | {"scenes": bake(album, enabled, scene, max_bytes=left, max_seconds=max_seconds).packed}
 
 
 def head(view: Mapping[str, Any], after: bool) -> dict[str, Any]:

@@ -7,9 +7,7 @@ The widget's own module draws it: picture, inspector, search and recorded measur
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Collection, Mapping, Sequence
 from html import escape as _escape
 from typing import Any
 
@@ -20,11 +18,12 @@ from ..browser import asset, module
 from ..cards.album import Album
 from ..export import LIVE
 from ..gpu_record import record_html
-from ..markup import ID_PREFIX, dom_id, inline_svg, table
+from ..markup import ID_PREFIX, aligned, dom_id, inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.summaries import summary
 from .page import AFTER_ID_PREFIX, page_data
 from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
+from .tabs import Tab, evidence_tabs, tab
 
 _LIVE = f"Switching sites on and off and measuring again need a live kernel: <code>{LIVE}</code> in a notebook."
 
@@ -43,6 +42,8 @@ def report_html(
     formulas: Mapping[str, str] | None = None,
     record: Mapping[str, Any] | None = None,
     title: str | None = None,
+    tabs: Sequence[Tab] | None = None,
+    panel: Mapping[str, Any] | None = None,
 ) -> str:
     """A whole HTML page about a graph, what was found in it and what was measured.
 
@@ -52,6 +53,8 @@ def report_html(
       environment: what to print under "Environment": name -> value.
       record: of `python -m benchmarks gemm_epilogue` on a GPU, shown below what was measured here (see `gpu_record`).
       title: the page's title; the graph's name without it.
+      tabs: those of a live explorer, with its ledger and code (`Session.tabs`); without them what was measured and is known.
+      panel: that of a live explorer (`Session.panel`), with what its sites gain or cost; without it what was found.
     """
     album = _album(graph, findings)
     view = summary(graph, findings, enabled, evidence, formulas)
@@ -70,15 +73,16 @@ def report_html(
             f'<section id="fl-after"><h2>After fusion: {len(graph):,} nodes → {len(later.graph):,}</h2>'
             f'<div class="fl-graph">{inline_svg(later.svg(None, AFTER_ID_PREFIX))}</div></section>'
         ]
-    named = _evidence(view, evidence)
-    named += _found(view, findings)
-    named += [("GPU record", record_html(record))] if record is not None else []
-    named += [("Environment", _environment({**environment_dict(evidence), **(environment or {})}, findings))]
-    body += [f'<section data-fl-section="{name}">{text}</section>' for name, text in named if text]
+    if tabs is None:
+        tabs = evidence_tabs(evidence, findings, enabled=enabled, after=after)
+    shown = [*_recorded(tabs, evidence is not None), *_found(view, findings)]
+    shown += [tab("GPU record", record_html(record))] if record is not None else []
+    shown += [tab("Environment", _environment({**environment_dict(evidence), **(environment or {})}, findings))]
+    body += _sections(shown)
     body.append(f"<footer>A record made by FusionLab. {_LIVE}</footer>")
     whole = "\n".join(body)
     used = len(_page(title, whole, {}).encode())
-    return _page(title, whole, page_data(album, enabled, view, later, used))
+    return _page(title, whole, page_data(album, enabled, view, later, used, panel))
 
 
 def _album(graph: Graph, findings: Findings | None = None) -> Album:
@@ -93,7 +97,7 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
     body = [
         f"<h1>{_e(title)}</h1>",
         f'<p class="lead">{_e(headline(measured))}</p>',
-        *(text for _, text in _evidence({"evidence": measured}, evidence)),
+        *_sections(_recorded(evidence_tabs(evidence, None), True)),
         _environment(environment_dict(evidence), None),
         "<footer>A record made by FusionLab; measuring again needs the program itself.</footer>",
     ]
@@ -101,12 +105,8 @@ def evidence_html(evidence: Any, *, title: str = "FusionLab: before and after") 
 
 
 def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Collection[str] | None = ()) -> str:
-    """A static picture with header, for `_repr_html_`: no script, nothing to install."""
-    return still_html(summary(graph, findings, enabled), Album(graph, findings).still(enabled), findings)
-
-
-def still_html(view: Mapping[str, Any], svg: str, findings: Findings | None) -> str:
-    """`graph_html` of a view model's `summary` and a picture that is drawn already, with ids that start with "fl-"."""
+    """A static picture with header, for `_repr_html_`: no script, nothing to install. Its ids start with "fl-"."""
+    view, svg = summary(graph, findings, enabled), Album(graph, findings).still(enabled)
     # Ids must not meet those of another picture in the same notebook; the content tells them apart.
     prefix = dom_id(f"fl {view['header']} {len(svg)}")
     own = inline_svg(svg).replace(' id="fl-', f' id="{prefix}-')
@@ -134,12 +134,13 @@ def evidence_summary_html(evidence: Any) -> str:
     named = {(kind, leaf.name) for kind in ("output", "gradient") if (leaf := _worst(evidence, kind)) is not None}
     rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
     left = len(measured["errors"]) - len(rows)
-    body = [f'<p class="fl-header">{_e(evidence.name)}: {_e(evidence.headline)}</p>', _where(evidence)]
+    body = [f"<p><b>{_e(evidence.name)}: {_e(evidence.headline)}</b></p>", _where(evidence)]
+    body += [f"<p>{_e(measured['worst'])}</p>"] if measured["worst"] else []
     for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
-        body.append(f"<p><b>{_e(name)}</b></p>{table(heads, cells, numeric)}")
+        body.append(f"<p><b>{_e(name)}</b></p>{aligned(table(heads, cells, numeric))}")
     body += [f'<p class="quiet">{left} more results, no worse: .to_html("report.html")</p>'] if left else []
     body += [f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"]]
-    return f'<div class="fl">{style()}{"".join(body)}</div>'
+    return "".join(body)  # a notebook's own style: an untrusted one leaves ours out
 
 
 def _worst(evidence: Any, kind: str) -> Any:
@@ -155,7 +156,7 @@ def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     scripts = ""
     if data is not None:
         text = json.dumps(data).replace("<", "\\u003c")
-        code = module() + "\n" + asset("report.js")
+        code = "\n".join([module(), asset("address.js"), asset("report.js")])
         scripts = (
             f'<script type="application/json" id="fl-data">{text}</script>\n<script type="module">\n{code}\n</script>\n'
         )
@@ -176,64 +177,41 @@ def _e(value: Any) -> str:
     return _escape(str(value))
 
 
-def evidence_pictures(evidence: Any) -> dict[str, str]:
-    """Name -> inline SVG of the plots a measurement allows; empty for None. The same measurement is drawn once."""
-    return {} if evidence is None else dict(_pictures(_Same(evidence)))
+def _recorded(tabs: Sequence[Tab], measured: bool) -> list[Tab]:
+    """The tabs of an explorer that have something to show in a record; Timing says so where it has not."""
+    timing = next((t for t in tabs if t["name"] == "Timing" and (measured or not t.get("empty"))), None)
+    others = [t for t in tabs if t["name"] != "Timing" and not t.get("empty")]
+    return [timing or tab("Timing", "<p>Nothing was measured.</p>", empty=True), *others]
 
 
-@dataclass(frozen=True, eq=False)
-class _Same:
-    """A value by its identity."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-
-@lru_cache(maxsize=4)  # an explorer shows a measurement in its tabs, saves it and exports it: seconds of drawing
-def _pictures(measured: _Same) -> dict[str, str]:
-    from ..plots import evidence_figures, figure_svg  # matplotlib is imported only when there is something to plot
-
-    return {
-        name: f'<figure aria-label="{_e(name)}">{inline_svg(figure_svg(figure))}</figure>'
-        for name, figure in evidence_figures(measured.value)
-    }
-
-
-def _found(view: Mapping[str, Any], findings: Findings | None) -> list[tuple[str, str]]:
-    """What was found, as (name, HTML); nothing of a graph that was not searched."""
+def _found(view: Mapping[str, Any], findings: Findings | None) -> list[Tab]:
+    """What was found; nothing of a graph that was not searched."""
     if findings is None:
         return []
     return [
-        ("Sites", candidates_html(view)),
-        ("Passes", passes_html(view)),
-        ("Declined", "<h2>Declined</h2>" + declined_html(view)),
-        ("Structures", structures_html(view)),
-        ("Residuals", residuals_html(view)),
+        tab("Sites", candidates_html(view)),
+        tab("Passes", passes_html(view)),
+        tab("Declined", declined_html(view)),
+        tab("Structures", structures_html(view)),
+        tab("Residuals", residuals_html(view)),
     ]
 
 
-def _evidence(view: Mapping[str, Any], evidence: Any) -> list[tuple[str, str]]:
-    """What was measured, as (name, HTML): each plot with its table."""
-    measured = view["evidence"]
-    if measured is None:
-        return [("Timing", "<h2>Measurements</h2><p>Nothing was measured.</p>")]
-    parts = dict(evidence_pictures(evidence))
-    for name, heads, rows, numeric in evidence_tables(measured):
-        parts[name] = parts.get(name, "") + table(heads, rows, numeric)
-    notes = "".join(f'<p class="quiet">{_e(note)}</p>' for note in measured["notes"])
-    if not parts:
-        parts["Timing"] = ""
-    named = [(name, f"<h2>{_e(name)}</h2>{_where(evidence)}{text}") for name, text in parts.items()]
-    return [(named[0][0], named[0][1] + notes), *named[1:]]
+def _sections(tabs: Sequence[Tab]) -> list[str]:
+    """Tabs below each other; those of one name in one."""
+    named: dict[str, list[Tab]] = {}
+    for each in tabs:
+        if each["html"]:
+            named.setdefault(each["name"], []).append(each)
+    return [
+        f'<section data-fl-section="{name}"{" data-fl-empty" if all(t.get("empty") for t in same) else ""}>'
+        f"<h2>{_e(name)}</h2>{''.join(t['html'] for t in same)}</section>"
+        for name, same in named.items()
+    ]
 
 
 def _environment(environment: Mapping[str, Any], findings: Findings | None) -> str:
     rows = [[k, v] for k, v in environment.items()]
     if findings is not None:
         rows += [[f"seconds in {phase}", f"{s:.3f}"] for phase, s in findings.seconds.items()]
-    return "<h2>Environment</h2>" + table(["what", "value"], rows) if rows else ""
+    return table(["what", "value"], rows)

@@ -8,8 +8,8 @@ from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.evidence.units import binary_bytes
+from fusionlab.fusers.engine.grouping import STATE_WORDS
 
-from ..cards.layout.faces import STATE_WORDS
 from ..markup import table
 from ..model.alike import SiteDict, alike
 from ..palette import QUIET
@@ -39,14 +39,13 @@ def passes_html(view: Mapping[str, Any]) -> str:
         [
             p["name"],
             (p["formula"], "mono"),
-            p["sites"],
             p["applied"],
+            p["sites"] - p["applied"],
             p["declined"],
-            p["state"] if p["sites"] else "nothing found",
         ]
         for p in view["passes"]
     ]
-    return "<h2>Passes</h2>" + table(["pass", "computes", "sites", "applied", "declined", "state"], rows, (2, 3, 4))
+    return table(["pass", "computes", *STATE_WORDS.values()], rows, (2, 3, 4))
 
 
 def _card(sites: list[SiteDict], colours: Mapping[str, str], inside: list[str]) -> str:
@@ -69,7 +68,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
-        return "<h2>Candidates</h2><p>None: no site matched any pass asked.</p>"
+        return "<h3>Can be fused</h3><p>Nothing: no site matched any pass asked.</p>"
     keys = (
         "pass",
         "text",
@@ -83,13 +82,19 @@ def candidates_html(view: Mapping[str, Any]) -> str:
         "paired",
     )
     groups = alike([s | {"paired": _backward_text(s)} for s in sites], keys)
-    return "<h2>Candidates</h2>" + "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
+    told = "".join(_card(group, _colours(view), _candidate(group[0])) for group in groups)
+    return f"<h3>{_heading(sites)}</h3>{told}"
+
+
+def _heading(sites: list[SiteDict]) -> str:
+    """Of the sites that can be, or are, fused."""
+    states = {s["state"] for s in sites}
+    return " and ".join(STATE_WORDS[state] for state in ("applied", "candidate") if state in states).capitalize()
 
 
 def _candidate(s: Mapping[str, Any]) -> list[str]:
     """What a card says of a candidate, a line each."""
-    state = "applied" if s["state"] == "applied" else "not applied"
-    lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {state}"]
+    lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {STATE_WORDS[s['state']]}"]
     lines += [_e(s["paired"])] if s["paired"] else []
     remarks = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
     lines += [f'<span class="quiet">{_e(n)}</span>' for n in remarks]
@@ -103,7 +108,7 @@ def _backward_text(site: Mapping[str, Any]) -> str:
     if pair is None:
         return ""
     if pair["fused"]:
-        fused = "Fused" if site["state"] == "applied" else "Not applied; it would be fused"
+        fused = STATE_WORDS[site["state"]].capitalize()
         return f"{fused} with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
     return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
 
@@ -135,7 +140,7 @@ def structures_html(view: Mapping[str, Any]) -> str:
             [(named, "mono"), len(group), group[0]["text"], ", ".join(where[:3]) + (", ..." if where[3:] else "")]
         )
     heads = ["structure", "how many", "what it is", "where"]
-    return "<h2>Structures</h2>" + table(heads, rows, (1,)) if rows else ""
+    return table(heads, rows, (1,))
 
 
 def residuals_html(view: Mapping[str, Any]) -> str:
@@ -151,4 +156,4 @@ def residuals_html(view: Mapping[str, Any]) -> str:
         size, total = binary_bytes(r["bytes"]), binary_bytes(n * r["bytes"])
         rows.append([site, r["name"], (r["type"], "mono"), size, total, ", ".join(r["readers"])])
     heads = ["site", "residual", "type", "size", "together", "read by"]
-    return "<h2>Residuals kept for the backward pass</h2>" + table(heads, rows, (3, 4))
+    return "<h3>Kept for the backward pass</h3>" + table(heads, rows, (3, 4))

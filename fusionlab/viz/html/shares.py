@@ -7,7 +7,7 @@ from typing import Any
 from fusionlab.evidence.attribution import SiteShare, SiteShares
 from fusionlab.evidence.instruments.timing import seconds
 
-from ..markup import pick, quiet, table, text
+from ..markup import as_on_screen, pick, quiet, table, text
 from ..palette import QUIET, colour_of
 
 MOST_SHARES = 12  # sites beyond this are not timed one by one: a program for each has to be compiled
@@ -35,8 +35,8 @@ def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
             bar.set(hatch="///", alpha=0.5)
     ax.axvline(0.0, color=QUIET, linewidth=1)
     ax.set_yticks(range(len(rows)), [name.replace("$", r"\$") for name in names])
-    ax.set_xlabel("saved by fusing it (us); left of 0: lost")
-    together = f"all together: {seconds(shares.unfused.median_s)} → {seconds(shares.fused.median_s)}"
+    ax.set_xlabel("saved of a call by fusing it (us); left of 0: lost")
+    together = f"all together, a call: {seconds(shares.unfused.median_s)} → {seconds(shares.fused.median_s)}"
     ax.set_title(
         f"{together}; hatched: no clear difference\n{shares.fused.clock}, {shares.hardware}", fontsize=9, loc="left"
     )
@@ -71,7 +71,8 @@ def shares_html(shares: SiteShares | None, sites: int) -> str:
         [s.site, _sign(s.saved_s), f"{s.interval[0]:.3f} to {s.interval[1]:.3f}", _verdict(s)] for s in shares.sites
     ]
     heads = ["site", "saves", "without / with, 95 %", "verdict"]
-    rest = [quiet(line) for line in str(shares).splitlines()[len(shares.sites) :]]
+    rest = [quiet(as_on_screen(line)) for line in str(shares).splitlines()[len(shares.sites) :]]
+    rest.append(quiet("Timed in the function as it is called: a gradient that is taken of it is no part of this."))
     links = " ".join(pick(s.site) for s in shares.sites)
     return f'<figure aria-label="{text("share of each site")}">{drawn}</figure>{table(heads, rows, (1, 2))}<p>{links}</p>{"".join(rest)}'
 

@@ -18,10 +18,13 @@ from ..model.evidence_view import EvidenceTable, evidence_dict, evidence_tables,
 from ..model.sites import is_applied
 from .diff import diff_html
 from .kernel_sources import kernels_html
+from .pictures import evidence_pictures
 
 NOT_MEASURED = (
     "Nothing measured for these sites yet: press Measure. While it runs, its progress is shown beside the button."
 )
+HOW_TO_RATE = quiet("In an explorer, lab.measure_rates() measures them in some seconds.")
+Tab = dict[str, Any]
 # Predicting a site's gain fuses it alone and counts the whole program: so many nodes are counted while nobody waits long.
 _PREDICTED_NODES = 100_000
 _COUNTED_AT_ONCE = (
@@ -39,8 +42,10 @@ def evidence_tabs(
     device: Device | None = None,
     under: Roofline | None = None,
     sources: bool = True,
-) -> list[dict[str, str]]:
-    """The tabs Timing, Errors, Memory, Roofline, Kernels and Graph diff, in this order: `[{"name", "html"}]`; none is ever empty.
+) -> list[Tab]:
+    """The tabs Timing, Errors, Memory, Roofline, Kernels and Graph diff, in this order: `[{"name", "html"}]`.
+
+    Each says something; one that only says why it has nothing to show has "empty", True, too.
 
     Args:
       evidence: what was measured with just these sites, or None.
@@ -66,7 +71,20 @@ def evidence_tabs(
     notes = "".join(quiet(note) for note in measured["notes"]) if measured is not None else ""
     where = quiet(f"Measured on {measured_on(evidence)}.") if evidence is not None else ""
     below = {"Timing": where + notes, "Errors": where, "Memory": where}
-    return [{"name": name, "html": html + below.get(name, "")} for name, html in tabs.items()]
+    empty = {
+        "Timing": "Timing" not in tables,
+        "Errors": "Errors" not in tables,
+        "Memory": "Compiled memory" not in tables,
+        "Roofline": findings is None,
+        "Kernels": getattr(evidence, "kernels", None) is None and not _applied(findings, enabled),
+        "Graph diff": findings is None or after is None,
+    }
+    return [tab(name, html + below.get(name, ""), empty[name]) for name, html in tabs.items()]
+
+
+def tab(name: str, html: str, empty: bool = False) -> Tab:
+    """A tab; `empty`: all it says is why there is nothing to show."""
+    return {"name": name, "html": html} | ({"empty": True} if empty else {})
 
 
 def _titled(tables: dict[str, Any], name: str) -> str:
@@ -86,7 +104,6 @@ def _figures(evidence: Any) -> dict[str, str]:
     if evidence is None:
         return {}
     from ..plots import plot_ulps  # matplotlib is imported only where there is something to plot
-    from .report import evidence_pictures
 
     figures = evidence_pictures(evidence)
     for kind in ("output", "gradient"):
@@ -109,12 +126,12 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
     if findings is None:
         return quiet("No program here to count: only a measurement.")
     if under is None and device is None:
-        why = "No roof: the rates of this device were not measured. In an explorer, lab.measure_rates() takes some seconds and does."
+        why = quiet("No roof: the rates of this device were not measured.") + HOW_TO_RATE
         nodes = findings.graph.node_count
         if nodes > _COUNTED_AT_ONCE:
             later = f"What its {nodes:,} nodes cost is told of what is selected, and under the roof: counting all of them takes a while."
-            return quiet(why) + quiet(later)
-        return quiet(why) + _costs(findings)
+            return why + quiet(later)
+        return why + _costs(findings)
     costs = _costs(findings)
     try:
         known = roofline_of(findings, device) if under is None and device is not None else under
@@ -184,8 +201,11 @@ def _kernels(evidence: Any, findings: Findings | None, enabled: Collection[str] 
         rows.append(["together", *counts.total])
         note = quiet("Loop bodies are counted once; what a fused op's own custom call launches counts as one.")
         shown = table(["kind", "before", "after"], rows, (1, 2)) + note
-    applied = [c for c in (findings.candidates if findings is not None else ()) if is_applied(c, enabled)]
-    return shown + (_cuda(applied, findings) if sources else "")
+    return shown + (_cuda(_applied(findings, enabled), findings) if sources else "")
+
+
+def _applied(findings: Findings | None, enabled: Collection[str] | None) -> list[Candidate]:
+    return [c for c in (findings.candidates if findings is not None else ()) if is_applied(c, enabled)]
 
 
 def _cuda(applied: list[Candidate], findings: Findings | None) -> str:
@@ -202,7 +222,7 @@ def _cuda(applied: list[Candidate], findings: Findings | None) -> str:
         inner = kernels_html(op, dtype, sites[0].attrs) if op not in shown else quiet("Its source stands above.")
         shown.add(op)
         parts.append(section(title, inner))
-    return "".join(parts) or quiet("No site is applied, so there is no kernel of a fused op.")
+    return "".join(parts) or quiet("No site is fused, so there is no kernel of a fused op.")
 
 
 def _diff(findings: Findings | None, after: Graph | None, enabled: Collection[str] | None) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fusionlab.evidence.comparison import Evidence
-from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics
+from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics, share_text
 from fusionlab.evidence.instruments.timing import Timing, seconds
 from fusionlab.evidence.units import binary_bytes
 from fusionlab.graph.xla.collectives import bytes_text
@@ -28,26 +28,19 @@ def numerics_of(evidence: Evidence | Numerics) -> Numerics | None:
 
 
 def timing_text(timing: Timing) -> str:
-    """One line, for instance "forward: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (40 samples each, wall time)"."""
-    low, high = timing.interval
-    samples = min(len(timing.before.samples_s), len(timing.after.samples_s))
-    stopped = f", stopped: {timing.stopped}" if timing.stopped else ""
-    return (
-        f"{timing.what}: {seconds(timing.before.median_s)} → {seconds(timing.after.median_s)}, "
-        f"{timing.ratio:.2f}× [{low:.2f}, {high:.2f}], {timing.verdict} ({samples} samples each, {timing.clock}{stopped})"
-    )
+    """What a terminal prints of it, with a screen's signs: "call: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (median of …)"."""
+    return timing.text.replace(" -> ", " → ").replace("x [", "× [")
 
 
 def headline(measured: Mapping[str, Any] | None, brief: bool = False) -> str:
-    """Before → after with its interval, and the worst error with its reference; or that nothing was measured.
+    """Before → after with its interval, and the worst error with its share of the tolerance; or that nothing was measured.
 
     `brief` leaves out how many samples there are, and the clock.
     """
     if measured is None:
         return "not measured"
     parts = [t["text"].partition(" (")[0] if brief else t["text"] for t in measured["timing"]] or [measured["verdict"]]
-    if measured["worst"] is not None:
-        parts.append(f"worst error {measured['worst']['max_abs']:.2g} ({measured['worst']['name']}) against float64")
+    parts += [measured["worst"]]
     if (n := measured["regressions"]) > 0:
         parts.append(f"{n} result{'s' if n > 1 else ''} WORSE than before and over tolerance")
     return " · ".join(p for p in parts if p)
@@ -59,15 +52,14 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
         return None
     numerics = evidence.numerics
     leaves = numerics.leaves if numerics is not None else ()
-    memories = (("forward", evidence.memory), ("forward + backward", evidence.memory_grad))
     return {
         "timing": [_timing_dict(t) for t in evidence.timings],
         "verdict": str(evidence.verdict),
-        "errors": [_leaf_dict(leaf) for leaf in leaves],
-        "worst": _worst(leaves),
+        "errors": [_leaf_dict(leaf) for leaf in (numerics.ranked if numerics is not None else ())],
+        "worst": numerics.sentence if numerics is not None and leaves else "",
         "regressions": len(numerics.regressions) if numerics is not None else 0,
         "notes": list(evidence.all_notes),
-        "memory": [{"what": call, **dataclasses.asdict(m)} for call, m in memories if m is not None],
+        "memory": [{"what": call, **dataclasses.asdict(m)} for call, m in evidence.memories],
         "devices": _devices_dict(evidence),
         "environment": environment_dict(evidence),
     }
@@ -85,16 +77,6 @@ def _devices_dict(evidence: Evidence) -> dict[str, Any] | None:
         ],
         "device_s": {version: dict(times) for version, times in over.device_s.items()},
     }
-
-
-def _worst(leaves: Sequence[LeafNumerics]) -> dict[str, Any] | None:
-    leaf = worst_leaf(leaves)
-    return {"name": leaf.name, "max_abs": leaf.after.max_abs} if leaf is not None else None
-
-
-def worst_leaf(leaves: Sequence[LeafNumerics]) -> LeafNumerics | None:
-    """The output or gradient that is furthest off, by the rule of `Numerics.worst`, so that all that names one names the same."""
-    return max(leaves, key=lambda leaf: (not leaf.ok, leaf.after.max_abs / max(leaf.atol, 1e-300)), default=None)
 
 
 def measured_on(evidence: Evidence) -> str:
@@ -147,8 +129,8 @@ def _leaf_dict(leaf: LeafNumerics) -> dict[str, Any]:
         "rtol": leaf.rtol,
         "ok": leaf.ok,
         "zero_in_theory": leaf.zero_in_theory,
-        "before": {k: getattr(leaf.before, k) for k in keys},
-        "after": {k: getattr(leaf.after, k) for k in keys},
+        "before": {k: getattr(leaf.before, k) for k in keys} | {"share": share_text(leaf.shares[0])},
+        "after": {k: getattr(leaf.after, k) for k in keys} | {"share": share_text(leaf.shares[1])},
     }
 
 
@@ -181,7 +163,7 @@ def _memory_table(memories: list[dict[str, Any]]) -> EvidenceTable:
 def _device_tables(over: Mapping[str, Any]) -> list[EvidenceTable]:
     """The collectives of each kind, and the time of each device where that was measured."""
     rows = over["collectives"] or [["every call", "none", 0, 0, "0 B", "0 B"]]
-    heads = ["what", "kind", "runs before", "after", "bytes of a device before", "after"]
+    heads = ["what", "kind", "runs before", "runs after", "bytes of a device before", "bytes of a device after"]
     tables: list[EvidenceTable] = [("Collectives", heads, rows, (2, 3, 4, 5))]
     before, after = (over["device_s"].get(version, {}) for version in ("before", "after"))
     if before:
@@ -221,23 +203,20 @@ def _timing_table(timings: list[dict[str, Any]]) -> EvidenceTable:
     return "Timing", heads, rows, (2, 3, 4, 5)
 
 
+_ERRORS = ("share of tolerance", "max abs", "rel L2", "largest ulp", "over tolerance")
+
+
 def _error_table(errors: list[dict[str, Any]]) -> EvidenceTable:
     heads = [
         "result",
         "type",
-        "max abs before",
-        "after",
-        "rel L2 before",
-        "after",
-        "largest ulp before",
-        "after",
-        "over tolerance before",
-        "after",
+        *(f"{what} {version}" for what in _ERRORS for version in ("before", "after")),
         "verdict",
     ]
     rows = []
     for e in errors:
-        cells = [f"{e[version]['max_abs']:.2e}" for version in ("before", "after")]
+        cells = [e[version]["share"] for version in ("before", "after")]
+        cells += [f"{e[version]['max_abs']:.2e}" for version in ("before", "after")]
         if e["zero_in_theory"]:  # what is there is rounding: relative to the result it may be of any size
             cells += ["zero in theory", "", "", ""]
         else:
@@ -253,7 +232,7 @@ def _error_table(errors: list[dict[str, Any]]) -> EvidenceTable:
                 "ok" if e["ok"] else ("WORSE", "warn"),
             ]
         )
-    return "Errors", heads, rows, tuple(range(2, 10))
+    return "Errors", heads, rows, tuple(range(2, 12))
 
 
 def _ulp_text(ulp: float) -> str:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from fusionlab.errors import REJECTIONS
 from fusionlab.fusers import Strategy, registry
 
+from ..markup import as_on_screen
 from .alike import alike
 
 _ALIKE = ("text", "attrs", "nodes_before", "nodes_after", "arithmetic", "backends", "same_code", "idle")
 
 
 def panel(
-    whole: Mapping[str, Any], strategy: Strategy | None, shares: Mapping[str, Any], idle: Collection[str] = ()
+    whole: Mapping[str, Any],
+    strategy: Strategy | None,
+    shares: Mapping[str, Any],
+    idle: Collection[str] = (),
+    blamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What the toggles show.
 
@@ -23,8 +29,9 @@ def panel(
       strategy: what is asked of the passes now; None for all of them by default.
       shares: site id -> its `SiteShare`, of those that were measured.
       idle: ids of the sites that are left as they are unless asked for.
+      blamed: site id -> what it was found to do, of those that make the program slower or worse.
     """
-    sites = {s["id"]: s | {"idle": s["id"] in idle} for s in whole["sites"]}
+    sites = {s["id"]: s | {"idle": s["id"] in idle, "blamed": blamed.get(s["id"], "")} for s in whole["sites"]}
     return {
         "passes": [_pass(p, [sites[i] for i in p["site_ids"]], strategy, shares) for p in whole["passes"]],
         "declined": [_code(code, rows) for code, rows in _by_code(whole["sites"]).items()],
@@ -48,7 +55,7 @@ def _pass(
 
 def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: Mapping[str, Any]) -> dict[str, Any]:
     on = sum(s["state"] == "applied" for s in sites)
-    source = sites[0]["source"]
+    source, rows = sites[0]["source"], [_site(s, shares.get(s["id"])) for s in sites]
     return {
         "key": f"{name}:{number}",
         "label": sites[0]["text"],
@@ -56,7 +63,8 @@ def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: M
         "count": len(sites),
         "ids": [s["id"] for s in sites],
         "state": "on" if on == len(sites) else "partial" if on else "off",
-        "sites": [_site(s, shares.get(s["id"])) for s in sites],
+        "losing": any(row["losing"] for row in rows),
+        "sites": rows,
     }
 
 
@@ -73,10 +81,12 @@ def _label(site: Mapping[str, Any]) -> str:
 
 
 def _site(site: Mapping[str, Any], share: Any) -> dict[str, Any]:
-    losing = share is not None and share.is_clear and share.saved_s < 0
+    losing = bool(site["blamed"]) or (share is not None and share.is_clear and share.saved_s < 0)
     note = ""
-    if share is not None:
-        note = "saves " + str(share).partition(": ")[2]
+    if site["blamed"]:
+        note = site["blamed"]
+    elif share is not None:
+        note = "saves " + as_on_screen(str(share).partition(": ")[2])
     elif site["same_code"]:
         note = "what XLA runs anyway"
     elif site["idle"]:

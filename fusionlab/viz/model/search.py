@@ -13,15 +13,18 @@ from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Atom, Literal, Node, literal_text, type_text
 from fusionlab.graph.program.scopes import Source
+from fusionlab.showing import Shown
 
 from ..markup import short
 
 _LABEL = 120
 
 
-@dataclass(frozen=True)
-class Hit:
+@dataclass(frozen=True, repr=False)
+class Hit(Shown):
     """One thing found: the `name` to select it by ("n7", "%0", a site's id), and how a list shows it."""
+
+    _says = "{0.label}: {0.where}"
 
     name: str
     label: str
@@ -32,9 +35,12 @@ class Hit:
         return {"id": self.name, "label": self.label, "where": self.where}
 
 
-@dataclass(frozen=True)
-class Hits:
+@dataclass(frozen=True, repr=False)
+class Hits(Shown):
     """Some `rows` of what was found, and how many there are in all."""
+
+    _says = "{0.total} hits of {0.query!r}"
+    _listed = "rows"
 
     query: str
     rows: tuple[Hit, ...]

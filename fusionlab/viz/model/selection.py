@@ -7,21 +7,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusionlab.errors import ArgumentError
+from fusionlab.errors import ArgumentError, did_you_mean
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node
 from fusionlab.graph.xla.modules import CompiledModule, ModuleKernel
+from fusionlab.showing import Shown
 
 from .node_data import find_node, node_dict, site_dict
 
 _LINE = re.compile(r".+:\d+")
 
 
-@dataclass(frozen=True)
-class Selection:
+@dataclass(frozen=True, repr=False)
+class Selection(Shown):
     """One thing selected; nothing, as made without arguments.
 
     Attributes:
@@ -30,6 +31,9 @@ class Selection:
       target: what is selected, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
       nodes: ids of its nodes.
     """
+
+    _says = "{0.name} ({0.kind})"
+    _told = ("name", "kind", "nodes")
 
     name: str = ""
     kind: str = ""
@@ -72,16 +76,26 @@ def selection(
         return found
     if groups and text in groups:
         return Selection(text, "group", tuple(groups[text]), tuple(groups[text]))
-    raise _names_nothing(graph, compiled, text)
+    raise _names_nothing(graph, findings, compiled, text)
 
 
-def _names_nothing(graph: Graph, compiled: CompiledModule | None, text: str) -> ArgumentError:
+def _names_nothing(
+    graph: Graph, findings: Findings | None, compiled: CompiledModule | None, text: str
+) -> ArgumentError:
     first = next((n for n in graph.nodes() if n.outputs), None)
     example = f"{first.outputs[0].name!r}, " if first is not None else ""
     return ArgumentError(
         f"select: got {text!r:.120}, needed a value of the graph shown ({example}'n0'), a site's id, a source line ('model.py:41')"
-        + (", or a kernel of XLA's" if compiled is not None else "; kernels of XLA's have names once they are shown")
+        + (", or a kernel of XLA's." if compiled is not None else "; kernels of XLA's have names once they are shown.")
+        + did_you_mean(text, _names(graph, findings, compiled))
     )
+
+
+def _names(graph: Graph, findings: Findings | None, compiled: CompiledModule | None) -> list[str]:
+    """Sites, source lines and kernels. Values are numbered: one number is not nearer than another."""
+    found = [r.id for r in (*findings.candidates, *findings.rejections)] if findings is not None else []
+    lines = {n.source.short for n in graph.nodes() if n.source is not None}
+    return [*found, *lines, *(k.name for k in compiled.kernels)] if compiled is not None else [*found, *lines]
 
 
 def _argument(graph: Graph, text: str) -> Selection | None:

@@ -8,13 +8,13 @@ from typing import Any
 
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Strategy
+from fusionlab.showing import Shown, Table
 
 from ..markup import table
-from .evidence_view import worst_leaf
 
 
-@dataclass(frozen=True)
-class Setting:
+@dataclass(frozen=True, repr=False)
+class Setting(Shown):
     """A state that can be measured, undone, saved and written as a script.
 
     Attributes:
@@ -45,15 +45,20 @@ class Setting:
             raise ArgumentError(f"strategy: got {strategy!r:.80}, needed None or pass names with their options")
         return cls(frozenset(enabled), None if strategy is None else Strategy(**strategy))
 
+    def __str__(self) -> str:
+        return f"{len(self.enabled)} sites on, {self.strategy if self.strategy is not None else 'all passes as they are by default'}"
 
-@dataclass(frozen=True)
-class Decision:
+
+@dataclass(frozen=True, repr=False)
+class Decision(Shown):
     """One line of the ledger.
 
     Attributes:
       what: what was done, in words.
       setting: what was on from then on.
     """
+
+    _says = "{0.what}: {0.setting}"
 
     what: str
     setting: Setting
@@ -73,7 +78,7 @@ class Decision:
 _HEADS = ["#", "decision", "sites on", "before", "after", "ratio [95 %]", "verdict", "worst error", "measured on"]
 
 
-class Ledger(Sequence[Decision]):
+class Ledger(Sequence[Decision], Shown):
     """Every decision taken in an explorer, in order, with what was measured of it; prints as a table."""
 
     def __init__(self, decisions: Sequence[Decision], measured: Mapping[Setting, Any]) -> None:
@@ -99,6 +104,17 @@ class Ledger(Sequence[Decision]):
         """The table as HTML, its texts escaped."""
         return table(_HEADS, self.rows(), (0, 2, 3, 4, 5))
 
+    def _sentence(self) -> str:
+        return f"{len(self)} decisions, {len(self._measured)} settings measured"
+
+    def _table(self) -> Table:
+        return Table(tuple(_HEADS), tuple(map(tuple, self.rows())))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, JSON-able: the decisions, and what was measured of each."""
+        rows = (dict(zip(_HEADS, row, strict=True)) for row in self.rows())
+        return {"decisions": [d.to_dict() | {"measured": row} for d, row in zip(self, rows, strict=True)]}
+
     def _repr_html_(self) -> str:
         return f'<div class="fl">{self.html()}</div>'
 
@@ -114,8 +130,7 @@ def _numbers(evidence: Any) -> list[str]:
     if evidence is None:
         return [""] * 6
     where = evidence.environment.hardware
-    worst = worst_leaf(evidence.numerics.leaves) if evidence.numerics is not None else None
-    error = "" if worst is None else f"{worst.after.max_abs:.2g} ({worst.name}) against float64"
+    error = evidence.numerics.sentence.removeprefix("worst error ") if evidence.numerics is not None else ""
     if not evidence.timings:
         return ["", "", "", str(evidence.verdict), error, where]
     timing = evidence.timings[-1]

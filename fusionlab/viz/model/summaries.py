@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from fusionlab.fusers.engine.grouping import states_said
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
@@ -55,18 +56,18 @@ def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, m
     if findings is not None:
         device = getattr(findings, "device", "")
         parts += [device] if device else []
-        applied, found = counts["applied"], counts["applied"] + counts["candidate"]
-        here = f" ({'all' if applied == found else applied or 'none'} applied here)" if found else ""
-        parts += [f"{found} subgraph{'s' if found != 1 else ''} can be fused{here} · {counts['declined']} declined"]
-        parts += [headline(measured)]
+        parts += [states(counts), headline(measured, brief=True)]
     return " · ".join(parts)
 
 
 def sentence(counts: Mapping[str, int], measured: Mapping[str, Any] | None) -> str:
     """What stands on top of the explorer, beside the program's name and the device."""
-    found = counts["applied"] + counts["candidate"]
-    could = f"{counts['applied']} fused · {counts['candidate']} could be" if found else "nothing can be fused"
-    return f"{counts['nodes']:,} nodes · {could} · {counts['declined']} declined · {headline(measured, brief=True)}"
+    return f"{counts['nodes']:,} nodes · {states(counts)} · {headline(measured, brief=True)}"
+
+
+def states(counts: Mapping[str, int]) -> str:
+    """How many sites are in which state: "9 fused · 3 can be fused · 2 declined"."""
+    return " · ".join(states_said(counts["applied"], counts["candidate"], counts["declined"]))
 
 
 def _counts(graph: Graph, findings: Findings | None, enabled: Collection[str] | None) -> dict[str, int]:

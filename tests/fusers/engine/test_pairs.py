@@ -39,7 +39,7 @@ def test_every_site_of_a_train_step_has_its_backward():
     assert [name for name, (_, absent) in whole.items() if absent] == ["layer_norm@layer_0/ln1#1"]  # its input is data
     forward = counts(gemm_epilogue=12, dot_product_attention=2, layer_norm=4)
     assert found.counts() == forward | {f"{name}_grad": n for name, n in forward.items()}
-    assert "gemm_epilogue_grad: 12 subgraphs fused" in str(found).splitlines()
+    assert "gemm_epilogue_grad: 12 subgraphs can be fused" in str(found).splitlines()
 
 
 def layer(w, x):

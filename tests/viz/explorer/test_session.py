@@ -36,7 +36,7 @@ def mixed():
 
 def live(mixed, **options):
     graph, found = mixed
-    return Session(graph, found, find=lambda strategy: fl.find(graph, passes=strategy), **options)
+    return Session(graph, found, find=lambda strategy, _: fl.find(graph, passes=strategy), **options)
 
 
 def words(session):
@@ -81,7 +81,7 @@ def test_the_screen_is_told_what_can_act_and_what_selects_again(session, case, m
     assert not session.head()["can"]["reset"]
     assert {".svg", ".json", ".html"} <= set(session.head()["can"]["export"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert not {".png", ".pdf"} & set(session.head()["can"]["export"])
+    assert ".pdf" not in session.head()["can"]["export"]  # PNG needs no extra
     session.toggles["gemm_epilogue"] = False
     assert session.head()["can"]["reset"]
     turns = []
@@ -92,6 +92,26 @@ def test_the_screen_is_told_what_can_act_and_what_selects_again(session, case, m
         session.select(told["name"])
         assert session.inspector()["name"] == told["name"]
     assert turns == [1, 3, 5]  # selecting the same again is told too
+
+
+def test_what_was_undone_is_redone_until_another_change_is_made(session, case):
+    first, second = (c.id for c in case.findings.candidates)
+    session.toggles[first] = False
+    session.toggles[second] = False
+    assert not session.redo()
+    assert session.undo()
+    assert session.undo()
+    assert session.head()["can"]["redo"]
+    assert session.redo()
+    assert session.enabled == {second}
+    assert words(session)[-1] == f"redone: {first} off"
+    assert session.undo()
+    assert [session.redo(), session.redo(), session.redo()] == [True, True, False]
+    assert session.enabled == frozenset()
+    assert session.undo()
+    session.toggles[first] = True
+    assert not session.can_redo
+    assert not session.redo()
 
 
 def test_what_changes_nothing_is_no_decision(session):
@@ -202,7 +222,7 @@ def test_the_setting_and_the_ledger_are_plain_data():
 
 
 def test_plots_are_drawn_again_only_when_something_was_measured(session, case, monkeypatch):
-    from fusionlab.viz.explorer import session as module
+    from fusionlab.viz.explorer import below as module
 
     drawn = []
     real = module.evidence_tabs
@@ -223,7 +243,7 @@ def test_a_search_again_is_seen_while_it_lasts_and_no_longer(mixed):
     lab = Explorer(
         graph,
         found,
-        find=lambda strategy: said.append((lab.status, lab.busy["running"])) or fl.find(graph, passes=strategy),
+        find=lambda strategy, _: said.append((lab.status, lab.busy["running"])) or fl.find(graph, passes=strategy),
     )
     lab.option("lerp", "reassociate", True)
     assert said == [("searching again", True)]

@@ -1,7 +1,9 @@
 """The explorer widget's Python side: what it hands to the browser, and what clicks do."""
 
+import base64
 import json
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,8 @@ import pytest
 
 from fusionlab.errors import ArgumentError, BackendError, UnknownNameError
 from fusionlab.graph.program.trace import trace
+from fusionlab.viz.explorer import kept
 from fusionlab.viz.explorer.widget import Explorer
-from fusionlab.viz.html.report import graph_html
 
 from ..conftest import Case, candidate, findings_of, linear_nodes
 
@@ -222,7 +224,8 @@ def test_a_running_measurement_shows_progress_and_can_be_cancelled(case):
     click(lab, "measure")
     assert running.wait(10)
     assert lab.status == "timing 14/40"
-    assert lab.busy == {"running": True, "what": "timing", "done": 14, "total": 40, "status": "timing 14/40"}
+    shown = {"running": True, "what": "timing", "done": 14, "total": 40, "status": "timing 14/40"}
+    assert shown.items() <= lab.busy.items()
     thread = next(t for t in threading.enumerate() if t.name == "fusionlab-explorer")
     click(lab, "cancel")
     assert lab.status.startswith("cancelled: what was running")
@@ -501,12 +504,12 @@ def test_after_shows_the_graph_with_the_enabled_sites_fused(case):
 # Showing and saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_bundle_has_the_widget_and_a_static_picture(lab, case):
-    bundle, _ = lab._repr_mimebundle_()
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert lab.scene["svg"][-200:] in bundle["text/html"]
-    assert "fusionlab.explore(fn, *args)" in graph_html(case.graph, case.findings, enabled=lab.enabled)
-    assert bundle["text/plain"] == "Explorer('mlp', 2 of 2 sites on, not measured)"
+def test_the_bundle_has_the_widget_and_a_static_picture(lab):
+    bundle, metadata = lab._repr_mimebundle_()
+    assert set(bundle) == {"application/vnd.jupyter.widget-view+json", "image/png", "text/plain"}
+    assert base64.b64decode(bundle["image/png"]).startswith(b"\x89PNG")
+    assert set(metadata) == {"image/png"}
+    assert bundle["text/plain"] == str(lab)
 
 
 def test_declined_sites_are_listed(lab):
@@ -534,3 +537,36 @@ def test_an_unknown_suffix_lists_the_known_ones_and_writes_nothing(lab, tmp_path
     with pytest.raises(ArgumentError, match=r"'\.doc'.*needed one of \.dot, \.html, \.json"):
         lab.save(tmp_path / "x.doc")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_record_is_sent_once_it_is_asked_for_and_at_rest_and_again_after_a_change(lab, case, monkeypatch):
+    monkeypatch.setattr(kept, "REST", 0.05)
+    sent = []
+    lab.send = sent.append
+    keeper = kept.Keeper(lab.session, lambda: lab.status.startswith("busy"), sent.append)
+    lab._keeper = keeper
+
+    def waited(n):
+        until = time.monotonic() + 20
+        while len(sent) < n and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        return len(sent)
+
+    lab.refresh()
+    assert waited(0) == 0  # no browser shows it
+    lab.status = "busy measuring"
+    click(lab, "keep")
+    assert waited(0) == 0  # nor beside a measurement
+    lab.status = "measured"
+    assert waited(1) == 1
+    assert (sent[0]["type"], sent[0]["side"], sent[0]["data"]["decided"]) == ("kept", "before", lab.head["decided"])
+    assert set(sent[0]["data"]["scene"]["items"]) <= set(lab.scene["items"])
+    lab.select(ids(case)[0])
+    assert waited(1) == 1  # what is selected is no change of what is shown
+    click(lab, "toggle", name=ids(case)[0], on=False)
+    assert waited(2) == 2
+    assert sent[1]["data"]["decided"] == lab.head["decided"] == 2
+    lab.close()
+    click(lab, "undo")
+    assert waited(2) == 2

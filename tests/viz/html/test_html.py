@@ -86,10 +86,10 @@ def test_a_report_says_everything_that_was_found(case):
         ).text
     )
     for wanted in (
-        "mlp · 12 nodes · cpu · 2 subgraphs can be fused (1 applied here) · 1 declined · not measured",
+        "mlp · 12 nodes · cpu · 1 fused · 1 can be fused · 1 declined · not measured",
         "tanh(x @ w + b)",
-        "4 nodes → 1, applied",
-        "4 nodes → 1, not applied",
+        "4 nodes → 1, fused",
+        "4 nodes → 1, can be fused",
         "a note worth reading",
         "no CUDA device",
         "escapes (1): an inner value is also read outside the site",
@@ -139,7 +139,7 @@ def test_the_notebook_picture_needs_no_script(case):
     assert "svg" in page.tags
     assert page.loads == []
     text = " ".join(page.text)
-    assert "2 subgraphs can be fused (none applied here)" in text
+    assert "2 can be fused" in text
     assert "%7 = add is also returned" in text
     assert "return it only when asked" in text
 
@@ -243,6 +243,7 @@ def test_clicks_keys_and_ticks_become_messages(tmp_path, browser):
     )
     a, b = {"id": "fl-a"}, {"id": "fl-b"}
     assert log["sent"] == [
+        {"type": "keep"},
         *(
             {"type": "select"} | a,
             {"type": "select"} | a,

@@ -199,7 +199,7 @@ def test_a_declined_site_shows_its_nearest_miss_and_the_edit(case):
 
 def test_a_candidate_tells_backends_residuals_cost_and_state(case):
     site = case.findings.candidates[0]
-    for enabled, state in (((), "can be fused, not applied"), (None, "applied"), ((site.id,), "applied")):
+    for enabled, state in (((), "can be fused"), (None, "fused"), ((site.id,), "fused")):
         assert f"state {state}" in said(inspect(case.graph, case.findings, site.id, enabled=enabled))
     text = said(inspect(case.graph, case.findings, site.id))
     for wanted in (
@@ -231,7 +231,7 @@ def test_measured_and_predicted_gains_are_told_and_a_loss_is_marked(case):
     runs = Runs("x", (1e-3, 1e-3, 1e-3), 1, 0.0, 0.0, 0.0)
     shares = SiteShares((SiteShare(site.id, runs, -2e-4, (0.8, 0.9)),), runs, runs, "cpu", (other.id,))
     found = inspect(case.graph, case.findings, site.id, shares=shares)
-    assert f"-{seconds(2e-4)} [0.800, 0.900]" in said(found)
+    assert f"-{seconds(2e-4)} a call, 0.800x to 0.900x" in said(found)
     assert "⚠" in said(found)
     assert "runs what XLA runs anyway" in said(inspect(case.graph, case.findings, other.id, shares=shares))
     assert "⚠" not in said(inspect(case.graph, case.findings, site.id))

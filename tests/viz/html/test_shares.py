@@ -74,13 +74,14 @@ def roof(lab):
 def test_rates_are_measured_once_and_only_when_asked_unless_told_otherwise(case, at_once):
     measured = []
 
-    def rates():
+    def rates(progress):
         measured.append(1)
         return dataclasses.replace(Device.of("cpu"), copy_bytes_per_s=1e10, gemm_flop_per_s=1e11)
 
     found = dataclasses.replace(case.findings, candidates=())
     lab = Explorer(case.graph, found, measure=lambda *a: None, rates=rates, rates_at_once=at_once)
-    assert "lab.measure_rates()" in roof(lab)
+    assert 'data-fl="rates"' in roof(lab)
+    assert "lab.measure_rates()" not in roof(lab)  # the button is there
     for _ in range(2):
         lab.measure()
     if not at_once:

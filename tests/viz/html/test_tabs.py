@@ -99,7 +99,7 @@ def test_the_kernels_of_the_applied_sites_ops_are_told_once_each(measured):
     assert on.count('extern "C"'.replace('"', "&quot;")) >= 3
     assert "1 site, run by" in plain(on)
     assert "__global__" not in off
-    assert "No site is applied" in plain(off)
+    assert "No site is fused" in plain(off)
     assert "__global__" not in bare
 
 
@@ -121,7 +121,7 @@ def test_nodes_are_counted_by_primitive_and_by_site(measured):
 def test_the_same_program_has_no_diff(case):
     text = plain(diff_html(case.graph, case.graph, case.findings, ()))
     assert "nothing is fused" in text
-    assert "No site is applied" in text
+    assert "No site is fused" in text
 
 
 def test_alike_sites_share_a_line(stack):

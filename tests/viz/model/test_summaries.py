@@ -7,12 +7,10 @@ from fusionlab.viz.palette import colour_of, pass_of_op
 def test_the_header_counts_fused_possible_and_declined_and_claims_no_speed(case):
     one = case.findings.candidates[0].id
     view = summary(case.graph, case.findings, enabled={one})
-    assert (
-        view["header"] == "mlp · 12 nodes · cpu · 2 subgraphs can be fused (1 applied here) · 1 declined · not measured"
-    )
-    for enabled, words in (((), "none"), (None, "all")):
+    assert view["header"] == "mlp · 12 nodes · cpu · 1 fused · 1 can be fused · 1 declined · not measured"
+    for enabled, words in (((), "2 can be fused"), (None, "2 fused")):
         said = summary(case.graph, case.findings, enabled=enabled)["header"]
-        assert f"2 subgraphs can be fused ({words} applied here) · 1 declined" in said
+        assert f" · {words} · 1 declined · " in said
     assert view["counts"] == {"nodes": 12, "applied": 1, "candidate": 1, "declined": 1}
 
 

@@ -13,6 +13,7 @@ from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.roofline import roofline
 from fusionlab.models import transformer
+from fusionlab.viz.plots import figure_svg
 from fusionlab.viz.roofline_plots import plot_predicted, plot_roofline
 
 DEVICE = dataclasses.replace(Device.of("cpu"), copy_bytes_per_s=1e9, gemm_flop_per_s=1e10)
@@ -33,7 +34,7 @@ def test_every_kernel_that_computes_lies_on_the_roof(roof):
     (measured,) = (line.get_xydata()[0] for line in ax.lines if line.get_marker() == "D")
     assert measured[1] == pytest.approx(roof.whole.operations / 0.1 / 1e9)
     assert "kernels" in ax.get_title(loc="left")
-    ET.fromstring(ax._repr_svg_())
+    ET.fromstring(figure_svg(ax.figure))
 
 
 def test_predicted_savings_are_bars_and_measured_ones_marks(roof):

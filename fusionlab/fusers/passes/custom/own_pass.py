@@ -20,6 +20,7 @@ from ....graph.matching.pattern import Example, Pattern, ScalarEdge, pattern_of
 from ....graph.program.ir import Node
 from ....kernels import OPS, plain_meaning_of
 from ....kernels.op.own import CudaKernel, PatternOp
+from ....tracebacks import own_lines_hidden
 from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection
 from .own_site import OwnSite, makers_of
@@ -33,7 +34,7 @@ _RESERVED = frozenset(
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PatternPass(Pass):
     """A pass made by `pattern_pass`; attributes as of `Pass`, and
 
@@ -70,6 +71,7 @@ class PatternPass(Pass):
         return OwnSite(self, search, nid, makers).examined()
 
 
+@own_lines_hidden
 def pattern_pass(
     name: str,
     pattern: Callable[..., Any] | Sequence[Callable[..., Any]],

@@ -10,6 +10,7 @@ from typing import Any
 
 from ....errors import MissingDependencyError
 from ....kernels.ops.matmul.routes import ROUTES, Answer
+from ....showing import Shown
 from ...engine.grouping import nameless
 from ...engine.outcomes import Candidate
 
@@ -23,8 +24,8 @@ def tag_of(candidate: Candidate) -> str:
     return _TAGS.get(candidate.backend.name, "xla") if candidate.backend else "xla"
 
 
-@dataclass(frozen=True)
-class ProductRoute:
+@dataclass(frozen=True, repr=False)
+class ProductRoute(Shown):
     """One product and its route.
 
     Attributes:
@@ -38,6 +39,9 @@ class ProductRoute:
       reason: why no route was asked, "" where they were.
       split: what stands beside the product in a kernel of its own.
     """
+
+    _says = "{0.value} {0.formula}, {0.shape}: {0.tag}; {0.why}"
+    _told = ("value", "source", "formula", "shape", "dtype", "tag", "site", "why")
 
     node: int
     value: str
@@ -76,11 +80,13 @@ class ProductRoute:
 
 
 @dataclass(frozen=True)
-class Routes:
+class Routes(Shown):
     """The routes of all products of a program, in program order; a sequence of `ProductRoute`s.
 
     Attributes: `device` (what they were decided for), `rows`.
     """
+
+    _listed = "rows"
 
     device: str
     rows: tuple[ProductRoute, ...]

@@ -13,6 +13,7 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import batch_size, batch_to_front, canonical_precision, check_dtypes, check_name, with_rank
 from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import Axes, result_rank
@@ -267,6 +268,7 @@ def _numbers(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[tuple
 DOT_PRODUCT_ATTENTION = DotProductAttention()
 
 
+@own_lines_hidden
 def dot_product_attention(
     query: Array,
     key: Array,

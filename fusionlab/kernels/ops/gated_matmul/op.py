@@ -12,6 +12,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError
+from ....tracebacks import own_lines_hidden
 from ...choose.choices import NEAR_GAIN, case_text
 from ...op.arrays import canonical_precision, check_dtypes, check_given, check_name, check_product_ranks, wide
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
@@ -150,6 +151,7 @@ def _check(given: Mapping[str, Any], w_contract: int) -> None:
 GATED_MATMUL = GatedMatmul()
 
 
+@own_lines_hidden
 def gated_matmul(
     x: Array,
     w: Array,

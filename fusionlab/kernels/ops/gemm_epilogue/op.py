@@ -10,6 +10,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import axis_number, canonical_precision, check_dtypes, check_given, check_name, check_product_ranks
 from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import SummedCall, result_rank
@@ -221,6 +222,7 @@ def _check_sizes(x: Any, w: Any, bias: Any, x_contract: int, w_contract: int) ->
 GEMM_EPILOGUE = GemmEpilogue()
 
 
+@own_lines_hidden
 def gemm_epilogue(
     x: Array,
     w: Array,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....errors import ArgumentError
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import check_given, check_name, check_vectors, whole_number
 from ...op.implementation import Call, ChoiceKind, Implementation
 from ...op.labels import result_rank
@@ -108,6 +109,7 @@ def _check_shapes(given: Mapping[str, Any], groups: int, batch_axes: int) -> Non
 GROUP_NORM = GroupNorm()
 
 
+@own_lines_hidden
 def group_norm(
     x: Array,
     scale: Array | None = None,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ....errors import ArgumentError
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import canonical_precision, check_dtypes, check_given, check_name
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
@@ -108,6 +109,7 @@ def _check(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
 GROUPED_MATMUL = GroupedMatmul()
 
 
+@own_lines_hidden
 def grouped_matmul(
     x: Array,
     w: Array,

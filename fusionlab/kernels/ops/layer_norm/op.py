@@ -11,6 +11,7 @@ import numpy as np
 from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import FLOATS, axis_number, check_given, check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
@@ -162,6 +163,7 @@ def _check_shapes(given: Mapping[str, Any], axis: Any) -> int:
 LAYER_NORM = LayerNorm()
 
 
+@own_lines_hidden
 def layer_norm(
     x: Array,
     scale: Array | None = None,
@@ -211,6 +213,7 @@ def layer_norm(
     return LAYER_NORM.call_by_name(**locals())
 
 
+@own_lines_hidden
 def layer_norm_and_sum(
     x: Array,
     scale: Array | None = None,

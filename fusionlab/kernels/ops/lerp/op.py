@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import ArgumentError
+from ....tracebacks import own_lines_hidden
 from ...choose.choices import case_text
 from ...op.arrays import batch_size, check_dtypes, check_given, with_rank
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
@@ -137,6 +138,7 @@ def _broadcast_shape(given: Mapping[str, Any]) -> tuple[int, ...]:
 LERP = Lerp()
 
 
+@own_lines_hidden
 def lerp(x: Array, y: Array, w: Array | float, *, implementation: str | None = None) -> Array:
     """x + w * (y - x) as one op, differentiable to any order: x where w is 0, y (up to rounding) where it is 1.
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from ....device import Device
 from ....errors import ArgumentError
+from ....tracebacks import own_lines_hidden
 from ...choose.choices import NEAR_GAIN
 from ...op.arrays import batch_size, canonical_precision, check_given, check_name, with_rank
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
@@ -306,6 +307,7 @@ def _bias(bias: Any, result: tuple[int, ...]) -> Any:
 MATMUL = Matmul()
 
 
+@own_lines_hidden
 def matmul(
     a: Array,
     b: Array,

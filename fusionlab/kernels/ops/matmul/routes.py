@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ....device import Device
+from ....showing import Shown
 from ...choose.choices import Choice, case_text
 from ...op.implementation import ChoiceKind
 from ..gemm_epilogue.cublaslt import compute_of
@@ -24,8 +25,8 @@ SIZES = ("batch", "rows", "columns", "inner")
 FindMeasured = Callable[[], Choice | None]
 
 
-@dataclass(frozen=True)
-class Route:
+@dataclass(frozen=True, repr=False)
+class Route(Shown):
     """One way to run a product.
 
     Attributes:
@@ -34,6 +35,8 @@ class Route:
       tag: what a product is marked with that takes it: "evaluate" (a library evaluates it), "kernel" or "xla".
       supports: (shapes, device, **attrs) -> why it does not take a call, or None.
     """
+
+    _says = "{0.name}: runs as {0.implementation} ({0.tag})"
 
     name: str
     implementation: str
@@ -48,8 +51,8 @@ ROUTES = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
+@dataclass(frozen=True, repr=False)
+class Answer(Shown):
     """What a route said of a product.
 
     Attributes: `route`; `takes`; `code` ("" where it takes it, else a key of `errors.ROUTE_REASONS`); `sentence`.
@@ -62,6 +65,9 @@ class Answer:
 
     def __str__(self) -> str:
         return f"{self.route.name}: {'takes it:' if self.takes else f'[{self.code}]'} {self.sentence}"
+
+    def _row(self) -> dict[str, Any]:
+        return {"route": self.route.name, "takes it": self.takes, "code": self.code, "why": self.sentence}
 
 
 def answers(

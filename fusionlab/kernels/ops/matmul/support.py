@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ....device import Device
+from ....showing import Shown
 from ...launch import cublaslt as lt
 from ...launch.compile import refuses_device as refuses_compiled
 from ...op.arrays import FLOATS, Named
@@ -23,9 +24,11 @@ Array = Any
 HALVES = ("bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class Reason:
+@dataclass(frozen=True, repr=False)
+class Reason(Shown):
     """Why something does not take a call: a code (`errors.ROUTE_REASONS`) and a sentence."""
+
+    _says = "{0.code}: {0.sentence}"
 
     code: str
     sentence: str

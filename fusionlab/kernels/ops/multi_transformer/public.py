@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import check_name
 from .attributes import CACHE_LAYOUTS, refused
 from .op import MULTI_TRANSFORMER
@@ -23,6 +24,7 @@ _PASSED_ON = (
 )
 
 
+@own_lines_hidden
 def multi_transformer(
     x: Array,
     layers: TransformerLayer | Sequence[TransformerLayer],

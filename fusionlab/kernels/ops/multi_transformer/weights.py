@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ....showing import Shown
+from ....tracebacks import own_lines_hidden
 from ...op.arrays import check_name
 from .attributes import LAYOUTS, refused
 
@@ -26,8 +28,8 @@ Array = Any
 ONE_ARRAY = LAYOUTS[1:]  # the layouts in which the three projections are one
 
 
-@dataclass(frozen=True, kw_only=True)
-class TransformerLayer:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TransformerLayer(Shown):
     """One layer's parameters, a pytree. Either q, k and v are given or qkv; biases and norms' parameters may be None.
 
     Attributes:
@@ -87,12 +89,19 @@ class TransformerLayer:
             return "packed"
         raise refused(f"qkv has shape {shape}, needed [E, (H + 2 G) D], [E, H, 3, D] or [3, H, D, E] with E = {width}")
 
+    def __str__(self) -> str:
+        return f"weights of a transformer layer: {', '.join(f'{k} {v}' for k, v in self._row().items())}"
+
+    def _row(self) -> dict[str, Any]:
+        return {f.name: str(jnp.shape(a)) for f in fields(self) if (a := getattr(self, f.name)) is not None}
+
 
 jax.tree_util.register_dataclass(
     TransformerLayer, data_fields=[f.name for f in fields(TransformerLayer)], meta_fields=[]
 )
 
 
+@own_lines_hidden
 def pack_qkv(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: str = "packed") -> Array:
     """Three projections as one array, by default [3, H, D, E].
 
@@ -111,6 +120,7 @@ def pack_qkv(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: 
     return _packed(_by_head(q, k, v, heads, 2), layout)
 
 
+@own_lines_hidden
 def unpack_qkv(
     qkv: Array, *, layout: str = "packed", heads: int | None = None, kv_heads: int | None = None
 ) -> tuple[Array, Array, Array]:
@@ -122,11 +132,13 @@ def unpack_qkv(
     return _unpacked(qkv, layout, heads, kv_heads, 1)
 
 
+@own_lines_hidden
 def pack_qkv_bias(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: str = "packed") -> Array:
     """As `pack_qkv`, of the biases [H, D] or [H D]: [3, H, D], [H, 3, D] or [(H + 2 G) D]."""
     return _packed(_by_head(q, k, v, heads, 1), layout)
 
 
+@own_lines_hidden
 def unpack_qkv_bias(
     bias: Array, *, layout: str = "packed", heads: int | None = None, kv_heads: int | None = None
 ) -> tuple[Array, Array, Array]:
@@ -197,6 +209,7 @@ def _split(qkv: Array, heads: int | None, kv_heads: int | None, lead: int) -> tu
     return tuple(a.reshape(*a.shape[:-1], -1, size) for a in (q, k, v))  # pyright: ignore[reportReturnType]
 
 
+@own_lines_hidden
 def pack_keys(keys: Array) -> Array:
     """Cached keys [B, Smax, H, D] as [B, H, D / x, Smax, x], with x the entries in 16 bytes (4 of float32, 8 of float16 and bfloat16).
 
@@ -211,6 +224,7 @@ def pack_keys(keys: Array) -> Array:
     return keys.reshape(b, s, h, d // x, x).transpose(0, 2, 3, 1, 4)
 
 
+@own_lines_hidden
 def unpack_keys(packed: Array) -> Array:
     """The other way: [B, H, D / x, Smax, x] as [B, Smax, H, D].
 
@@ -230,6 +244,7 @@ def _per_16_bytes(a: Array) -> int:
     return 16 // a.dtype.itemsize
 
 
+@own_lines_hidden
 def rotary_tables(*positions: Array, size: int, base: float = 10000.0) -> tuple[Array, Array]:
     """(cos, sin) of the angles that turn heads of `size` features, float32 [*S, size], for `multi_transformer`'s `rotary`.
 

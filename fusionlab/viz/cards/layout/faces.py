@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from fusionlab.fusers.engine.grouping import STATE_WORDS
+
 from ..card import Amount, Card, Strip
 from .measure import bytes_text, cut, operations_text, seconds_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
@@ -19,7 +21,6 @@ PAD = 11.0
 _PASS, _CELL = 18.0, 38.0
 _MOST_PASSES, _LEAST_CELL = 5, 84.0
 _BOLD_FROM = 0.2
-STATE_WORDS = {"applied": "fused", "candidate": "can be fused", "declined": "declined"}
 
 
 @dataclass(frozen=True)

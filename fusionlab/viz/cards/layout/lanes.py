@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fusionlab.fusers.engine.grouping import STATE_WORDS
+
 from ..card import BESIDE, Amount, Overview
-from .faces import STATE_WORDS, TITLE, Scale
+from .faces import TITLE, Scale
 from .measure import bytes_text, cut, share_text, text_width
 from .picture import Lane, Mark, Rect, Swatch, Text
 from .rows import TOP

@@ -1,0 +1,114 @@
+"""The tabs below the picture: what was measured of the sites that are on, and what is known without measuring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fusionlab.device import Device
+from fusionlab.evidence.bisection import Bisection
+from fusionlab.evidence.roofline import Roofline
+from fusionlab.fusers import Strategy
+from fusionlab.graph.program.graph import Graph
+
+from ..html.blame import TAB, sentence_html
+from ..html.shares import shares_html
+from ..html.tabs import HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
+from ..markup import code, quiet
+from ..model.setting import Setting
+from .decided import Decided
+
+_MEASURED = ("Timing", "Errors", "Sites", "Memory")
+_TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and forth
+_DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
+_RATES = (
+    '<p><button type="button" data-fl="rates" data-msg="{&quot;type&quot;:&quot;rates&quot;}">Measure this device\'s rates</button> '
+    "takes some seconds; the roof is drawn from them.</p>"
+)
+
+
+class Below(Decided):
+    """The part of a `Session` that fills the tabs.
+
+    Attributes:
+      shares: setting -> what each of its sites is worth in time.
+      blamed: setting -> what was found to blame for its being slower ("time") or worse ("error").
+      rates: this process's device with measured rates, for the roofline.
+    """
+
+    graph: Graph
+    evidence: Any
+    can_fuse: bool
+
+    def __init__(self, *decided: Any) -> None:
+        super().__init__(*decided)
+        self.shares: dict[Setting, Any] = {}
+        self.blamed: dict[Setting, dict[str, Bisection]] = {}
+        self.rates: Device | None = None
+        self._fused: dict[Setting, Graph] = {}
+        self._roofs: dict[Strategy | None, Roofline] = {}
+        self._drawn_tabs: dict[Any, list[Tab]] = {}
+        self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
+
+    def fused_graph(self) -> Graph:
+        """The program with the enabled sites fused."""
+        raise NotImplementedError
+
+    def tabs(self, script: str = "", awaited: bool = False, rates: bool = False) -> list[Tab]:
+        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
+
+        While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites. `rates`: there is
+        something to measure the device's with.
+        """
+        after = self._fused_soon()
+        shares, under = self.shares.get(self.setting), self._under()
+        key = self.setting, id(self.evidence), id(shares), id(under), id(after)
+        if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
+            shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
+            shown.insert(2, tab("Sites", shares_html(shares, self._own_code()), shares is None))
+            self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
+        shown = self._drawn_tabs[key]
+        if self.evidence is not None:
+            self._last_tabs = {each["name"]: each["html"] for each in shown}
+        elif awaited and self._last_tabs:
+            shown = [self._awaited(each) for each in shown]
+        rated = rates and self.rates is None
+        shown = [each | {"html": self._above(each["name"], rated) + each["html"]} for each in shown]
+        if rated:  # the button is there, so that nobody has to be told of the line of Python
+            shown = [each | {"html": each["html"].replace(HOW_TO_RATE, "")} for each in shown]
+        return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
+
+    def _above(self, name: str, rated: bool) -> str:
+        """What stands first in a tab: which sites are to blame, and what measures the rates that it lacks, where that can be."""
+        if name == "Roofline" and rated:
+            return _RATES
+        return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
+
+    def _own_code(self) -> int:
+        """How many sites are on that run anything but what XLA runs anyway."""
+        return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
+
+    def _fused_soon(self) -> Graph | None:
+        """The fused graph, if it is there or soon made."""
+        after = self._fused.get(self.setting)
+        if after is None and self.can_fuse and self.graph.node_count <= _DIFFED_AT_ONCE:
+            return self.fused_graph()
+        return after
+
+    def _awaited(self, shown: Tab) -> Tab:
+        """A tab while its measurement is awaited: dimmed, with what the last one showed; what is not measured as it is."""
+        name = shown["name"]
+        return tab(name, _stale(self._last_tabs[name])) if name in _MEASURED else shown
+
+    def _under(self) -> Roofline | None:
+        """The findings under the roof of the device, once its rates were measured."""
+        if self.rates is None:
+            return None
+        key = self.setting.strategy
+        if key not in self._roofs:
+            self._roofs[key] = roofline_of(self.findings, self.rates)
+        return self._roofs[key]
+
+
+def _stale(html: str) -> str:
+    """A tab of another setting, while that of this one is measured."""
+    return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
