@@ -200,6 +200,16 @@ def test_an_output_of_which_the_original_has_no_digit_right_is_judged_by_the_ori
     assert [leaf.name for leaf in Numerics((noisy, sound), (), 64).ranked] == ["w", "nu"]
 
 
+def test_an_error_that_spreads_over_what_is_rounding_alone_is_worse():
+    want = np.zeros(100)
+    spike = np.zeros(100, np.float32)
+    spike[0] = 1.0
+    (leaf,) = leaf_numerics("output", ["nu"], [spike], [np.ones(100, np.float32)], [want + 1e-6], ReductionSizes(64))
+    assert leaf.is_rounding
+    assert leaf.after.max_abs <= 2 * leaf.before.max_abs
+    assert not leaf.ok  # ten times as far off over the whole array
+
+
 def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():
     avals = [jax.ShapeDtypeStruct((3, 4), d) for d in (jnp.bfloat16, jnp.int32, jnp.complex64)]
     first, second = random_cotangents(avals), random_cotangents(avals)
