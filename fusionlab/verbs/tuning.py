@@ -80,18 +80,17 @@ def _tuned(
 ) -> Tuned:
     from ..evidence.tuning import Tuned, tune_calls
 
-    # Traced alone first: an error of the function's own is told as one.
-    Stages(progress)("tracing")
-    lab.trace(fused.original, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    Stages(progress)("searching")
-    calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
-    device = Device.current()
-    if device.platform != "cuda" or not calls:
-        return Tuned(Measured(), None, len(calls), device)
+    device, found = Device.current(), Measured()
     target = plan_file() if path is None else Path(path)
-    found = Measured()
+    measures = device.platform == "cuda"
     try:
-        if jax.process_index() == 0:
+        # Traced alone first: an error of the function's own is told as one.
+        Stages(progress)("tracing")
+        lab.trace(fused.original, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
+        Stages(progress)("searching")
+        calls = _calls(fused, args, kwargs, grad, static_argnums, static_argnames)
+        measures = measures and bool(calls)
+        if measures and jax.process_index() == 0:
             if path is not None:
                 # What is wrong with a file of the user's is said before minutes of measuring.
                 read_plan_file(target, "")
@@ -99,9 +98,10 @@ def _tuned(
             found = tune_calls(calls, progress)
             if found.cases:
                 write(target, device.arch, found, rebuild=path is None)
-    finally:  # whatever became of it: the other processes wait here
-        CHOICES.forget()
-        CHOICES.share()
+    finally:  # whatever became of it, an interrupt too: the other processes wait here
+        if measures:
+            CHOICES.forget()
+            CHOICES.share()
     return Tuned(found, target if found.cases else None, len(calls), device)
 
 
