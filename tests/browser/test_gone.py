@@ -45,6 +45,7 @@ BUSY = """() => {
     const context = window.jupyterapp.shell.currentWidget.context.sessionContext;
     context.session.kernel.requestExecute({ code: 'import time; time.sleep(3)' });
 }"""
+STATE_IS_SAVED = "() => jupyterapp.commands.isToggled('@jupyter-widgets/jupyterlab-manager:saveWidgetState')"
 KEPT = "() => document.querySelector('.fl-explorer')?.flKept()"
 RECORD = "data => window.flJupyter.emit('msg:custom', { type: 'kept', side: 'before', data })"
 
@@ -107,6 +108,7 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
     expect(shown.picture).to_be_visible()
     if case == REOPENED:  # with the state of its widgets, but without what the browser kept
         book.menu("Settings", "Save Widget State Automatically")
+        page.wait_for_function(STATE_IS_SAVED)
         book.saved()
         server.stop_kernels()
         open_in_lab(page, server, book.path)

@@ -92,7 +92,11 @@ function stay(el, root, end) {
   const move = () => {
     if (root.isConnected && root.getClientRects().length) return;
     const k = around.findIndex((e) => e.isConnected && e.getClientRects().length);
-    if (k > 0) around[k].append(h("div", { class: around[k - 1].className.replace("lm-mod-hidden", "") }, root)); // as wide as what was there
+    if (k < 1) return;
+    // As wide as what was there, beside a copy of what stood beside it (the prompt of the output).
+    const shell = (inner, e) => [e.previousElementSibling?.cloneNode(), h("div", { class: e.className.replace("lm-mod-hidden", "") }, ...[inner].flat())].filter(Boolean);
+    const place = around[k - 1].parentElement === around[k] ? around[k - 1].nextSibling : null;
+    around[k].insertBefore(around.slice(0, k).reduce(shell, root).at(-1), place);
   };
   for (const ms of [0, 50, 250]) setTimeout(move, ms);
   const left = setInterval(() => { if (!root.isConnected) [clearInterval(left), end()]; }, 1000); // the cell was run again, or deleted
