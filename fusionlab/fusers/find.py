@@ -60,7 +60,7 @@ def find_in(
         if numbered.graph is not None:
             return _declined_for(graph, _find_in(numbered.graph, *asked))
         names = ", ".join(numbered.symbols)
-        note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
+        note = f"the sizes of this program are symbolic ({names}), and it traces at none of the sizes tried: nothing was searched"
         return Findings(graph, tuple(p.name for p, _ in asked[0]), (), (), device=str(device), notes=(note,))
 
 
@@ -72,8 +72,8 @@ def _declined_for(graph: Graph, found: Findings) -> Findings:
         return tuple(sorted(nodes[i] for i in ids if i in nodes))
 
     def symbolic(site: Candidate) -> Rejection:
-        sentence = f"{site.formula} is a site at any numbers, and the sizes of this program are symbolic ({names})"
-        edit = "export the fused function at numbers, one for each size that is served"
+        sentence = f"{site.formula} is a site at concrete sizes, but the sizes of this program are symbolic ({names})"
+        edit = "export the fused function at concrete sizes, one export for each size that is served"
         ids = here(site.node_ids)
         return declined(site, "symbolic", sentence, node_ids=ids, site_ids=frozenset(ids), edit=edit)
 
@@ -228,7 +228,7 @@ def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
     if isinstance(item, Rejection):
         return item
     where = f" ({owner.source})" if owner.source else ""
-    sentence = f"{item.formula} stands inside a {owner.primitive}{where}, whose derivative is the user's own"
+    sentence = f"{item.formula} lies inside a {owner.primitive}{where}, whose derivative is the user's own"
     return declined(item, "custom_rule", sentence, node_ids=(owner.id,))
 
 

@@ -67,7 +67,7 @@ def remove_pass(name: str) -> None:
     if name in _ADDED:
         del _ADDED[name]
     elif name in registry():
-        raise ArgumentError(f"unregister: {name!r} is built in; leave it out with passes=[...] or skip={name!r}")
+        raise ArgumentError(f"unregister: {name!r} is built in; exclude it with passes=[...] or skip={name!r}")
     else:
         raise unknown_name("pass", name, registry())
 

@@ -74,7 +74,7 @@ class Strategy(Mapping[str, Any], Shown):
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # also a number of too many digits, and what is nested too deep
-            raise ArgumentError(f"Strategy.from_json: not JSON ({error}); needed what to_json gives") from error
+            raise ArgumentError(f"Strategy.from_json: not JSON ({error}); needed the output of to_json") from error
         if not isinstance(data, dict):
             raise ArgumentError(f"Strategy.from_json: got {type(data).__name__}, needed an object of pass names")
         return cls(**data)
@@ -92,7 +92,9 @@ def _as_named_now(passes: Mapping[str, Any]) -> Mapping[str, Any]:
     now["matmul_schedule"] = {key: value for key, value in rest.items() if key != "gated"}
     if "matmul_schedule_grad" in passes:
         now.setdefault("gated_matmul_grad", passes["matmul_schedule_grad"])
-    text = "matmul_schedule=dict(gated=...): gated pairs are a pass of their own, write gated_matmul=dict(prefer={!r})"
+    text = (
+        "matmul_schedule=dict(gated=...): gated pairs are now a pass of their own; write gated_matmul=dict(prefer={!r})"
+    )
     warnings.warn(text.format(rest["gated"]), FutureWarning, stacklevel=3)
     return now
 

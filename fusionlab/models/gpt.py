@@ -72,9 +72,9 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "heads", "vocab", "longest"):
             if getattr(self, name) < 1:
-                raise ArgumentError(f"{name}: got {getattr(self, name)}; it has to be at least 1")
+                raise ArgumentError(f"{name}: got {getattr(self, name)}; needed at least 1")
         if self.embed % self.heads:
-            raise ArgumentError(f"heads: got {self.heads} for E = {self.embed}; E has to be a multiple of heads")
+            raise ArgumentError(f"heads: got {self.heads} for E = {self.embed}; needed E to be a multiple of heads")
         if self.projections not in get_args(Projections):
             raise unknown_name("projections", self.projections, get_args(Projections))
 
@@ -178,7 +178,7 @@ def decode(
     """
     size = cache_size(cache)
     if not isinstance(step, Tracer) and not 0 <= int(step) < size:
-        raise ArgumentError(f"step: got {int(step)} for a cache of {size}; it has to be from 0 to {size - 1}")
+        raise ArgumentError(f"step: got {int(step)} for a cache of {size}; needed 0 to {size - 1}")
     seen = jnp.arange(size) <= step
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
@@ -202,7 +202,7 @@ def generate(params: Params, prompt: jax.Array, steps: int, *, config: Config = 
     batch, seq = prompt.shape
     if steps < 1 or seq + steps - 1 > config.longest:  # the last token is never read
         longest = config.longest
-        raise ArgumentError(f"steps: got {steps} after {seq} tokens; it has to be from 1 to {longest - seq + 1}")
+        raise ArgumentError(f"steps: got {steps} after {seq} tokens; needed 1 to {longest - seq + 1}")
     logits, cache = prefill(params, prompt, init_cache(batch, config, dtype=params["tokens"].dtype), config=config)
     out = jnp.zeros((batch, steps), jnp.int32)
 

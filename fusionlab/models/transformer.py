@@ -70,7 +70,7 @@ def attention(
     """
     batch, seq, embed = x.shape
     if embed % heads:
-        raise ArgumentError(f"heads: got {heads} for E = {embed}; E has to be a multiple of heads")
+        raise ArgumentError(f"heads: got {heads} for E = {embed}; needed E to be a multiple of heads")
     if spelling not in SPELLINGS:
         raise unknown_name("spelling", spelling, SPELLINGS)
     q, k, v = (dense(params[n], x).reshape(batch, seq, heads, embed // heads) for n in ("q", "k", "v"))

@@ -56,7 +56,7 @@ class Asserted:
             kind = type(self.args).__name__
             raise ArgumentError(f"args: got {kind}, needed a tuple of the function's arguments; (x,) for one")
         if isinstance(self.fn, lab.Fused):
-            raise ArgumentError(f"fn: got {self.fn!r}, which is fused already; give the function it was made of")
+            raise ArgumentError(f"fn: got {self.fn!r}, which is already fused; pass the original function")
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
 
     @property
@@ -296,7 +296,7 @@ def assert_equivalent(
     given = call.static | ({} if argnums is None else {"argnums": argnums})
     evidence = comparison.compare(fn, other, *args, grad=grad, timing=False, memory=False, **given, **call.kwargs)
     if evidence.numerics is None:
-        raise FusionAssertionError(f"{call.name}: nothing to judge by: {'; '.join(evidence.notes)}", found, evidence)
+        raise FusionAssertionError(f"{call.name}: nothing to compare: {'; '.join(evidence.notes)}", found, evidence)
     bad = evidence.numerics.regressions
     if bad:
         n = len(evidence.numerics.leaves)
@@ -358,7 +358,7 @@ def assert_not_slower(
         return evidence
     slow = [t for t in evidence.timings if judged(t).interval[1] < 1 - margin]
     if slow:
-        lines = [f"{call.name}: slower than jax.jit of it by more than {margin:.0%}", *(f"  {t}" for t in slow)]
+        lines = [f"{call.name}: slower than under jax.jit by more than {margin:.0%}", *(f"  {t}" for t in slow)]
         raise FusionAssertionError("\n".join([*lines, *_fused_lines(found)]), found, evidence)
     return evidence
 

@@ -212,10 +212,10 @@ def _counts(found: lab.Findings | None) -> tuple[int, int]:
 def _other_types(want: list[Any], got: list[Any]) -> str:
     """How what came out differs from what was wanted in number or type; "" where it does not."""
     if len(want) != len(got):
-        return f"gives {len(got)} arrays, under jax.jit {len(want)}"
+        return f"returns {len(got)} arrays, under jax.jit {len(want)}"
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
         if (old := _array_type(a)) != (new := _array_type(b)):
-            return f"array {i} of the result and of what is changed in place is {new}, under jax.jit {old}"
+            return f"array {i} of the result and of the in-place changes is {new}, under jax.jit {old}"
     return ""
 
 

@@ -46,7 +46,7 @@ _SKIPPED = "not compared: "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("fusionlab-everywhere", "fl.fuse beside jax.jit (FusionLab)")
+    group = parser.getgroup("fusionlab-everywhere", "fl.fuse compared with jax.jit (FusionLab)")
     group.addoption(
         "--fusionlab-everywhere-passes", metavar="A,B", default=None, help="the passes to fuse by (default: all)"
     )
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=float,
         default=120.0,
-        help="how long a test's programs are compared; more are let alone (default: 120)",
+        help="seconds to spend comparing a test's programs; the rest are skipped (default: 120)",
     )
 
 
@@ -94,7 +94,7 @@ class Everywhere:
                 item.user_properties.append((_KEY, json.dumps(self._counts)))
             text = "\n\n".join(self._faults)
             if text:
-                item.add_report_section("call", "fl.fuse beside jax.jit", text)
+                item.add_report_section("call", "fl.fuse compared with jax.jit", text)
             self._programs.clear()
         if text:
             pytest.fail(text, pytrace=False)
@@ -158,7 +158,7 @@ class Everywhere:
         for counted in _properties(terminalreporter.stats):
             tests += 1
             counts.update(counted)
-        terminalreporter.section("fl.fuse beside jax.jit")
+        terminalreporter.section("fl.fuse compared with jax.jit")
         n = {name: counts[name] for name in ("calls", "programs", "sites", "declined", "faults")}
         terminalreporter.line(
             f"{tests} tests, {n['calls']} calls, {n['programs']} programs: {n['sites']} sites fused, {n['declined']} declined, "

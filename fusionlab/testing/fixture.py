@@ -106,7 +106,7 @@ class FusionLabFixture:
         __tracebackhide__ = True
         path = snapshot_path(self._test.file, self._test.name, name)
         if path in self._snapshots:
-            raise ArgumentError(f"name: got {name!r} twice in one test, needed a name of its own for each snapshot")
+            raise ArgumentError(f"name: got {name!r} twice in one test, needed a different name for each snapshot")
         self._snapshots.add(path)
         return self._run(
             functools.partial(self._snapshot, path, graph), fn, args, {"device": DEVICE} | self._with(options)
@@ -155,7 +155,7 @@ class FusionLabFixture:
             path = self._test.folder() / f"{file_name(f'{self._test.file.stem}.{self._test.name}')}.html"
             if self._summary.reports:
                 path = path.with_suffix(f".{len(self._summary.reports) + 1}.html")
-            write_file(path, page, folders=True, advice="give a folder of your own: --fusionlab-report DIR")
+            write_file(path, page, folders=True, advice="choose another folder: --fusionlab-report DIR")
         except (FusionLabError, OSError) as error:
             return [f"no report: {error}"]
         self._summary.reports.append(str(path))

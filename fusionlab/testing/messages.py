@@ -61,7 +61,7 @@ def nearest(
 def nearest_lines(found: Findings, items: Sequence[Candidate | Rejection]) -> list[str]:
     """The near misses told: code, sentence, the user's line, the edit. Alike ones are told together."""
     if not items:
-        return ["nearest miss: none; no site was declined, so nothing else in the program looks like one"]
+        return ["nearest miss: none; no site was declined, so nothing else in the program looks like a site"]
     groups = grouped_by(items, lambda i: (i.pass_name, _code(i), nameless(_why(i))))
     lines = ["nearest miss:"]
     for alike in groups[:_MOST]:

@@ -100,7 +100,7 @@ def check_snapshot(path: Path, text: str, update: bool, found: Findings | None =
     if stored is None:
         raise FusionAssertionError(f"no snapshot {where} yet: run pytest {UPDATE}, read the file, and commit it", found)
     reasons = _newly_declined(found, stored) if found is not None else []
-    advice = f"if that is meant, run pytest {UPDATE} and commit the file"
+    advice = f"if the change is intended, run pytest {UPDATE} and commit the file"
     lines = [f"snapshot {where} differs; {advice}", *reasons, *_difference(stored, text)]
     raise FusionAssertionError("\n".join(lines), found)
 

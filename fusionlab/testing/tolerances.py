@@ -37,7 +37,7 @@ class Tolerance(Shown):
 
 
 TOLERANCES: tuple[Tolerance, ...] = (
-    Tolerance("float64", 1024, 1e-12, 1e-12, "unit roundoff 1.1e-16, exp and erf right to a few ulp"),
+    Tolerance("float64", 1024, 1e-12, 1e-12, "unit roundoff 1.1e-16, exp and erf accurate to a few ulp"),
     Tolerance("float64", math.inf, 1e-11, 1e-11, "sqrt(n) growth of long sums"),
     Tolerance("float32", 128, 4e-6, 4e-6, "unit roundoff 6.0e-8, short sums, a few ulp of exp, tanh, erf"),
     Tolerance("float32", 4096, 2e-5, 2e-5, "sqrt(n) growth: a matrix product of an ordinary layer"),

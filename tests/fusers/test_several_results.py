@@ -159,7 +159,9 @@ def test_a_result_that_is_no_float_is_declined():
         return h, z, h > 0.5
 
     found = search(fn, *ARGS, pass_=GatePass(lambda out: (*out, out[1] > 0.5), also="gt"))
-    assert [(r.code, "a result of the site, is no float" in r.sentence) for r in found.rejections] == [("dtype", True)]
+    assert [(r.code, "a result of the site, is not a float" in r.sentence) for r in found.rejections] == [
+        ("dtype", True)
+    ]
     assert not found.candidates
 
 
@@ -190,7 +192,7 @@ def test_of_sites_that_wait_for_each_other_one_is_declined():
     assert len(found.candidates) == 1
     (declined,) = found.rejections
     assert declined.code == "order"
-    assert "which in turn waits for a result of this one" in declined.sentence
+    assert "which in turn depends on a result of this site" in declined.sentence
     assert declined.id != found.candidates[0].id
     assert primitives(found).count("logistic") == 1
     agree(crossed, found, *ARGS)

@@ -26,9 +26,11 @@ from .outcomes import Candidate, Rejection
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
 LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
-WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
+WIDER_EDIT = "compute in {} there if that is precise enough, or widen all operands of the site"
 # What to do where explicit axes stand in the way.
-AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
+AUTO_AXES = (
+    "use mesh axes of type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
+)
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 

@@ -77,5 +77,5 @@ def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
         return problem
     edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
     return replace(
-        problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit
+        problem, sentence=f"{problem.sentence}; once that is fixed: [{outcome.code}] {outcome.sentence}", edit=edit
     )

@@ -18,7 +18,7 @@ from ...graph.matching.region import VIEWS, constant_array
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.signature import Memo
 
-NOTE = "a query row that sees no key is 0 in the fused op, where the program has NaN"
+NOTE = "a fully masked query row gives 0 in the fused op and NaN in the program"
 _MAKERS = 8  # steps from a bias back to what it is made of
 _ADD_UP = 32  # numbers above this share of the largest may be -inf together, or in float16 with a score
 _CHOOSES = frozenset({"select", "sum", "cast"})

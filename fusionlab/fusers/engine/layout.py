@@ -80,7 +80,7 @@ def regrouped_as(match: Match, view: CanonicalView, leaf: str, value: Value) -> 
     if ref.nid == node.id or node.op != "reshape":
         return None
     if min(ref.dims, default=0) < 0:
-        raise Declined(f"{value!r} repeats itself along an axis, and is reshaped in the site")
+        raise Declined(f"{value!r} is broadcast along an axis and reshaped in the site")
     (edge,) = node.operands
     present = [a for a in edge.axes if a >= 0]
 

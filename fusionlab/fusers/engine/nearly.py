@@ -14,7 +14,7 @@ from .wording import anchor_text
 _WORDS = {
     "dot": "a product of matrices",
     "sum": "a sum or difference",
-    "prod": "a product or quotient of entries",
+    "prod": "an elementwise product or quotient",
     "select": "a selection by a mask (jnp.where)",
     "reduce_max": "a maximum over an axis",
     "reduce_sum": "a sum over an axis",
@@ -34,10 +34,10 @@ def sentence_of(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[st
     target, bound = canonical_text(view, miss.target, anchor), miss.known.get(miss.wanted)
     if bound is not None:
         both = f"{target} and {canonical_text(view, bound, anchor)}"
-        return f"{both} are two values, read where one is needed in both places{_at(view, miss, anchor)}"
+        return f"{both} are two different values where the same value is needed twice{_at(view, miss, anchor)}"
     reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
     if reader is None:
-        return f"{target} stands where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
+        return f"{target} is found where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
     return f"{canonical_text(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
 
 
@@ -78,8 +78,8 @@ def _axis(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str
     having, lacking = listed(names), listed(n for n in of if n not in names)
     if not having:
         return f"{anchor_text(anchor)} has an axis of {size} entries that none of its operands has"
-    return f"{anchor_text(anchor)}: an axis of {size} entries is one of {having}" + (
-        f", and not of {lacking}" if lacking else ""
+    return f"{anchor_text(anchor)}: an axis of {size} entries belongs to {having}" + (
+        f", but not to {lacking}" if lacking else ""
     )
 
 

@@ -25,8 +25,8 @@ def edge_note(dtype: Any) -> str:
     """The note for numbers that overflow in the op and not in the program."""
     largest = float(jnp.finfo(dtype).max)
     return (
-        f"infinities may become NaN, and finite numbers {_EDGE} {jnp.dtype(dtype).name} ({largest:.1e}) infinities or NaN, "
-        "where they do not in the program"
+        f"infinities may become NaN, and finite numbers {_EDGE} {jnp.dtype(dtype).name} ({largest:.1e}) may become infinities "
+        "or NaN, unlike in the program"
     )
 
 
@@ -34,7 +34,9 @@ def squares_note(dtype: Any) -> str:
     """The note for a norm of numbers whose squares overflow, where the program's gradient may be NaN."""
     name = jnp.promote_types(dtype, jnp.float32).name
     root = float(jnp.finfo(name).max) ** 0.5
-    return f"where squares overflow {name} (beyond {root:.1e}) the gradient of the program may be NaN, and that of the fused op is 0"
+    return (
+        f"where squares overflow {name} (beyond {root:.1e}), the program's gradient may be NaN and the fused op's is 0"
+    )
 
 
 def _is_in_reach(op: str, dtype: Any) -> bool:
@@ -67,10 +69,10 @@ def notes_of(
     # The softmax of a row of minus infinities is NaN; an attention op gives 0 there.
     if verdict.lost and NOTE not in found:
         if op not in _ATTENDS:
-            lost = f"its {verdict.lost[0]} is NaN where a mask hides everything, which would become a number"
+            lost = f"where a mask hides everything, its {verdict.lost[0]} is NaN and would become a number"
             raise Declined(f"{would}, but {lost}", "value")
         if asked := nan_test(view, region.root):
-            raise Declined(f"{would}, but {NOTE}, and {asked!r} asks where the NaN are", "value")
+            raise Declined(f"{would}, but {NOTE}, and {asked!r} tests for NaN", "value")
         found.append(NOTE)
     text = "\n".join(found)
     for shown, (words, note, concerns) in _SHOWN.items():

@@ -147,16 +147,14 @@ def parts_in(block: Block, items: Iterable[tuple[int, Candidate | Rejection]]) -
 
 def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
     whose = f"results of {', '.join(o.formula for o in others)}" if others else "the gradients of another site"
-    return declined(
-        c, "order", f"{c.formula} reads what is made of {whose}, which in turn waits for a result of this one"
-    )
+    return declined(c, "order", f"{c.formula} depends on {whose}, which in turn depends on a result of this site")
 
 
 def _lost(c: Candidate, winner: Candidate) -> Rejection:
     why = "which is larger" if winner.nodes_before > c.nodes_before else "which comes first"
     edit = None
     if c.idle and not winner.idle:
-        why = f"which is fused by default while this is left as it is: {c.idle}"
+        why = f"which is fused by default, while this one is left as it is: {c.idle}"
         edit = f"name the pass: passes=[{c.pass_name!r}]"
     sentence = f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, {why}"
     shared = tuple(c.node_ids & winner.node_ids)

@@ -58,7 +58,7 @@ def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
     if isinstance(item, Rejection):
         return item
     where = f" ({item.source})" if item.source else ""
-    sentence, nodes = f"{item.formula}{where} is a site: {fault}", tuple(sorted(item.node_ids))
+    sentence, nodes = f"{item.formula}{where} is a site, but {fault}", tuple(sorted(item.node_ids))
     return declined(item, "uncertified", sentence, node_ids=nodes, origin=fault.origin, failed=True)
 
 
@@ -97,7 +97,7 @@ class _BackwardSearch:
             return
         found = None if region is None or _is_alone(item) else self.backward(region)
         if region is None or found is None:
-            yield from self.without(item, "no backward pass of it was found")
+            yield from self.without(item, "its backward pass was not found")
             return
         given = {name: share.value for name, share in found.gradients.items()}
         pair = Pair("", found.cotangent, given, found.absent)
@@ -116,7 +116,7 @@ class _BackwardSearch:
         pairing = self.pairer.plan(region, item.site.fn, key, found)
         own = [i for _, share in pairing.part.gradients for i in share.own]
         if not self.taken.isdisjoint(own):
-            raise Declined("another site's gradient is the same value")
+            raise Declined("its gradient is also the gradient of another site")
         self.taken.update(own)
         view = found.view
         for i, share in pairing.part.gradients:
@@ -137,7 +137,7 @@ class _BackwardSearch:
                 return
             if other.code == "escapes":
                 # Where the reader is the user's own code, the backward pass is not what stands in the way.
-                more = f"; it cannot be fused with that either: {why}" if other.edit == FUSE_FIRST else ""
+                more = f"; it cannot be fused with its backward pass either: {why}" if other.edit == FUSE_FIRST else ""
                 yield replace(other, sentence=other.sentence + more, backward=kept)
             else:
                 yield from self.resolved(other)

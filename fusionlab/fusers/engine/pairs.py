@@ -52,14 +52,14 @@ class Pair(Shown):
         """What is known of it, without the site's name."""
         found = ", ".join(f"d{name} = {v!r}" for name, v in self.gradients.items())
         rest = f"; no gradient of {', '.join(self.absent)}" if self.absent else ""
-        how = f"which stays as it is: {self.stays}" if self.stays is not None else f"{self._when()}{self._grouped()}"
+        how = f"left as it is: {self.stays}" if self.stays is not None else f"{self._when()}{self._grouped()}"
         return f"its backward pass is here: from {self.cotangent!r}, {found}{rest}; {how}"
 
     def _when(self) -> str:
-        return "fused with it if that is asked for" if self.idle else "fused with it"
+        return "fused with the site if requested" if self.idle else "fused with the site"
 
     def _grouped(self) -> str:
-        joined = f", with the layer before's act' behind d{self.joins}" if self.joins else ""
+        joined = f", with act' of the layer before after d{self.joins}" if self.joins else ""
         return f" ({self.grouping}{joined})" if self.grouping else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,5 +74,5 @@ def pairs_line(alike: Sequence[Pair]) -> str:
     which = first.site if n == 1 else f"{n} sites, {first.site} and more"
     rest = f"; no gradient of {', '.join(first.absent)}" if first.absent else ""
     when = f"; {first._when()}" if first.idle else ""
-    how = f"; which stays as it is: {first.stays}" if first.stays is not None else f"{when}{first._grouped()}"
+    how = f"; left as it is: {first.stays}" if first.stays is not None else f"{when}{first._grouped()}"
     return f"{which}: {names}{rest}{how}"

@@ -83,11 +83,11 @@ def propose(
             code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
             return reject(name, code, sentence, anchor, nodes, nodes, edit=edit)
         where, left = anchor_text(anchor), facts.left
-        would = f"{where}: {plan.formula} would replace it"
+        would = f"{where} could become {plan.formula}"
         noted = notes_of(search.view, region, plan.op.name, facts.verdict, notes, would)
         if left is not None and plan.op.declines:
-            edit = f"name one to have it all the same: {_named(facts.backends)}"
-            raise Declined(f"{where}: {plan.formula} would do, but {left.reason}", left.kind.value, edit=edit)
+            edit = f"to fuse it anyway, pass {_named(facts.backends)}"
+            raise Declined(f"{would}, but {left.reason}", left.kind.value, edit=edit)
         left = left if search.by_default else None
         return _candidate(name, region, plan, anchor, facts, left, noted, concepts)
 
@@ -151,19 +151,19 @@ def _candidate(
 def _unproved(region: Region, plan: Substitution, verdict: ProofOutcome, anchor: Node) -> tuple[str, str, str | None]:
     """Code, sentence and edit for a site that was not certified."""
     where, code = anchor_text(anchor), verdict.code or "value"
-    replaced = f"{where}: {plan.formula} would replace it, but {verdict.detail}"
+    replaced = f"{where} could become {plan.formula}, but {verdict.detail}"
     if code == "sharding":
         return code, f"{replaced}{_asked(region)}", AUTO_AXES
     if code == "uncertified":
         return code, replaced, None
-    return code, f"{where} ends what looks like {plan.formula} and is another function: {verdict.detail}", None
+    return code, f"{where} looks like the end of {plan.formula} but computes another function: {verdict.detail}", None
 
 
 def _refused(search: Search, plan: Substitution, facts: _Facts, anchor: Node) -> Declined:
     """The reason where the implementation that was named cannot run a site on the device asked about."""
     asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
-    sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
-    return Declined(sentence, "implementation", edit=f"name one that can: {_named(facts.backends)}")
+    sentence = f"{anchor_text(anchor)} could become {plan.formula}, but {plan.op.name}'s {asked}"
+    return Declined(sentence, "implementation", edit=f"pass one that can run it: {_named(facts.backends)}")
 
 
 def _named(backends: Sequence[Backend]) -> str:
@@ -176,7 +176,7 @@ def _asked(region: Region) -> str:
     """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
     asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
     requests = (f"{anchor_text(n)} asks for {spec_text(n.params['out_sharding'])}" for n in asking)
-    return f" ({'; '.join(requests)}, which the fused op's own product cannot be asked for)" if asking else ""
+    return f" ({'; '.join(requests)}, which cannot be requested of the fused op's own product)" if asking else ""
 
 
 def wider_text(node: Node, dtype: Any) -> str:
@@ -247,7 +247,7 @@ def _proved(
 
         verdict = search.certifier.region(region.of(root), result, (*plan_key, i, len(region.roots)))
         if not verdict.ok:
-            return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
+            return replace(verdict, detail=f"result {i + 1} of {len(region.roots)}: {verdict.detail}")
         lost.update(dict.fromkeys(verdict.lost))
         edge, regained = edge or verdict.edge, regained or verdict.regained
     return ProofOutcome(None, lost=tuple(lost), edge=edge, regained=regained)

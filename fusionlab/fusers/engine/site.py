@@ -153,7 +153,7 @@ class Site:
             maker = self.search.block.producer.get(value.id)
             if maker is not None and maker.id >= self.anchor.id:
                 return self.after_views(value)
-        raise Declined("its result is made before the product")
+        raise Declined("its result is computed before the product")
 
     def after_views(self, value: Value) -> Value:
         """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
@@ -188,7 +188,7 @@ class Site:
         for name in names:
             product *= float(self.view.ref[region.leaves[name].id].coef)
         if product == 0:
-            raise Declined("an operand carries a factor of 0")
+            raise Declined("an operand is multiplied by 0")
         return product
 
     def escaping(

@@ -21,12 +21,12 @@ def check_fit(region: Region, sums: bool = False) -> None:
         raise Declined(f"{region.root!r} or one of its operands is empty", "axes")
     odd = _odd_result(region)
     if odd is not None:
-        raise Declined(f"{odd!r}, a result of the site, is no float", "dtype")
+        raise Declined(f"{odd!r}, a result of the site, is not a float", "dtype")
     summed = None if sums else _sum_over_devices(region)
     if summed is not None:
         raise Declined(f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one", "region")
     if not all(has_mesh(v.aval) for v in values):
-        along = "varies along an axis of no mesh around it, or is still to be summed along one"
+        along = "varies, or has yet to be summed, along an axis of a mesh that does not surround it"
         raise Declined(f"{region.root!r} or one of its operands {along}", "region")
     rounding = _rounding(region)
     if rounding is not None:

@@ -114,7 +114,7 @@ class Findings(Shown):
         """The structures; none, and why, where FusionLab failed on them."""
         if self.graph.numbered is not None:
             return (), ""
-        return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none can be told: {fault}"))
+        return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none could be found: {fault}"))
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
@@ -209,7 +209,7 @@ class Findings(Shown):
     def lines(self) -> list[str]:
         """The line of every pass asked, in order; that of its gradient, where there is something to say, after it."""
         per_pass = ((self.line(p), *self._gradient_line(p)) for p in self.passes)
-        return [line for lines in per_pass for line in lines] or ["no passes asked"]
+        return [line for lines in per_pass for line in lines] or ["no passes requested"]
 
     def _gradient_line(self, pass_name: str) -> list[str]:
         """ "gemm_epilogue_grad: 3 subgraphs can be fused", in a differentiated program; none where nothing is fused forward."""
@@ -258,7 +258,7 @@ class Findings(Shown):
         lines = []
         for alike in groups:
             first, b = alike[0], alike[0].backend
-            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was judged"
+            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was considered"
             lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
         return _section(f"backends on {self.device}:", lines)
 
@@ -294,7 +294,7 @@ class Findings(Shown):
             return Text(given)
         found = self._node(node)
         texts = [explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
-        texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
+        texts = texts or [f"in no site: none of the requested passes ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().summary(found)}")
         return Text("\n".join([node_text(found), *("  " + text for text in texts)]))

@@ -83,7 +83,7 @@ def kernel_lines(
     of = {k.site: k for k in found}
     groups = grouped_by(candidates, lambda c: (c.pass_name, of[c.id].change, of[c.id].into, _after(of[c.id])))
     lines = [f"  {which(alike)}: {(k := of[alike[0].id]).change}: {k.into}{_after(k)}" for alike in groups]
-    head = f"XLA kernels, loop bodies counted once: {before.launches} -> {after.launches}; of each site, with what XLA fused to it:"
+    head = f"XLA kernels, loop bodies counted once: {before.launches} -> {after.launches}; per site, with the nodes that XLA fused to it:"
     return [head, *lines]
 
 

@@ -27,7 +27,7 @@ ANY_OF = {
     ("is_causal", False): frozenset({False, True}),
 }
 GATED = "act(x @ w) * (x @ v): two products of one value, multiplied"
-PACKED = "act(h1) * h2 of h = x @ w: two parts of one product, multiplied; their weights are packed in one"
+PACKED = "act(h1) * h2 of h = x @ w: two parts of one product, multiplied; their weights are packed into one"
 _HEADS = 2  # of an example; a pattern knows no sizes
 
 

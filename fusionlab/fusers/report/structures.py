@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 _MAKERS = (*PRODUCTS, "dot_product_attention")  # what makes queries, keys and values of a value
 STRUCTURE_KINDS = {
     "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
-    "repeated_layers": "equal layers in a row, each of which reads the one before",
+    "repeated_layers": "equal layers in a row, each reading the one before",
     "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
-    "glu_pair": "two products of one value, one of them activated, multiplied with each other",
-    "packed_gate": "two parts of one product, one of them activated, multiplied with each other",
+    "glu_pair": "two products of one value, one of them activated, multiplied together",
+    "packed_gate": "two parts of one product, one of them activated, multiplied together",
     "gated_attention": "an attention whose result is multiplied by a sigmoid",
     "triangle_multiplication": "a product, channel by channel, of two gated projections of pairs",
     "residual_norm": "a norm of the sum of two values, as a residual connection is",
     "row_parallel": "a product that is summed over devices before its bias is added",
-    "softmax": "a softmax that stands in no site",
+    "softmax": "a softmax outside of any site",
     "lerp": "a blend of two values, x + w * (y - x), in any spelling",
 }
 
@@ -234,7 +234,7 @@ class _Searcher:
         if any(self.view.nodes[p].op == "dot_product_attention" for p in products):
             return
         if self.share_factor(products):
-            text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
+            text = "queries, keys and values by three products of one value: one product with concatenated weights reads it once"
             yield self.record("qkv_siblings", text, [*products, attention])
 
     def share_factor(self, products: Sequence[int]) -> bool:
@@ -283,7 +283,7 @@ class _Searcher:
         if not self.are_last(summed, along):
             return
         if frozenset(product.axes[axis] for axis in along) in self.free_axes(product.nid):
-            text = "x @ w summed over devices, and its bias added after: a row-parallel product"
+            text = "x @ w summed over devices, then its bias added: a row-parallel product"
             yield self.record("row_parallel", text, [product.nid, summed, total])
 
     def added_to(self, nid: int) -> tuple[int, Operand, Operand] | None:

@@ -80,7 +80,7 @@ class Pairer:
         numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
         placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
         if not placed:
-            raise Declined("no gradient was found that stands apart from others'")
+            raise Declined("no gradient was found that is separate from other gradients")
         return placed
 
     def _gone(self, region: Region, found: Backward, placed: Placed) -> set[int]:
@@ -140,7 +140,7 @@ class Pairer:
 
         verdict, split = self.certifier.once(key, prove)
         if not verdict.ok:
-            raise Declined(f"the fused one would not agree: {verdict.detail}")
+            raise Declined(f"the fused backward pass would not agree: {verdict.detail}")
         return split
 
     def _part(self, region: Region, found: Backward, path: str, placed: Placed, split: Split) -> BackwardPart:
@@ -163,9 +163,11 @@ def _check_ways(between: Sequence[Node], moving: Sequence[Any]) -> None:
     """Raises Declined where values of the types `moving` cannot leave, or enter, the bodies of some nodes."""
     for node in between:
         if node.primitive not in CROSSED:
-            raise Declined(f"it stands in another {node.primitive} than its forward, which nothing new can leave")
+            raise Declined(
+                f"it is in a different {node.primitive} from its forward pass, and no new value can leave that"
+            )
     if any(n.primitive == "shard_map" for n in between) and not all(a.shape for a in moving):
-        raise Declined("a scalar would have to travel out of its shard_map")
+        raise Declined("a scalar would have to leave its shard_map")
 
 
 def _check_types(region: Region, found: Backward) -> None:
@@ -173,18 +175,22 @@ def _check_types(region: Region, found: Backward) -> None:
     if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
         raise Declined("its values are laid out over explicit mesh axes")
     if kind(found.cotangent.aval) != kind(region.root.aval):
-        raise Declined("its cotangent varies along other mesh axes than its result")
+        raise Declined("its cotangent varies along different mesh axes from its result")
 
 
 def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
     """Raises Declined where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
     wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_dtype(region.root.dtype))
     if wide is not None:
-        raise Declined(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_dtype(region.root.dtype)}")
+        raise Declined(
+            f"its {wide!r} computes wider than the fused one, which uses {arithmetic_dtype(region.root.dtype)}"
+        )
     asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
     other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
     if other is not None:
-        raise Declined(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
+        raise Declined(
+            f"{other!r} requests the precision {other.params['precision']}, its forward pass a different one"
+        )
 
 
 def _signature(
@@ -286,7 +292,11 @@ def _still_read(block: Block, node: Node, gone: set[int], region: Region, found:
         reader = _reader(block, reader, gone)
     where = f" (read by {reader!r})" if reader is not None else ""
     values = ", ".join(repr(v) for v in node.outputs)
-    why = f"the gradient of {', '.join(missing)} was not found in it" if missing else "it is read beside the gradients"
+    why = (
+        f"the gradient of {', '.join(missing)} was not found in the backward pass"
+        if missing
+        else "it is read besides the gradients"
+    )
     return f"{values} would still be needed{where}: {why}"
 
 
@@ -307,7 +317,7 @@ def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> li
             continue
         maker = block.producer.get(value.id)
         if maker is None:
-            raise Declined(f"it reads {value!r} beside the site's operands")
+            raise Declined(f"it reads {value!r} besides the site's operands")
         if maker.id not in wanted:
             wanted.add(maker.id)
             stack += values_in(maker.inputs)

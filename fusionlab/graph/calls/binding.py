@@ -145,8 +145,8 @@ def _run_of(parts: CallParts) -> Callable:
         except LostValue as lost:
             name = getattr(parts.fn, "__name__", type(parts.fn).__name__)
             raise ArgumentError(
-                f"{name}: changes {lost.args[0]} of an nnx.State in place and does not return it, so that its new value would be "
-                f"lost; needed the state among the results, or the module in its place, under nnx.jit"
+                f"{name}: changes {lost.args[0]} of an nnx.State in place and does not return it, so its new value would be "
+                f"lost; needed the state among the results, or the module itself under nnx.jit"
             ) from None
 
     return run
@@ -156,8 +156,8 @@ def lost_by(transformation: str, fn: Callable, value: str) -> ArgumentError:
     """The error for state that a transformation of JAX does not carry."""
     name = getattr(fn, "__name__", type(fn).__name__)
     return ArgumentError(
-        f"{name}: got it under {transformation}, which loses what it changes in place: {value} would keep its old value; needed nnx's own "
-        f"transformation, nnx.jit({name}) say, or a function that takes and returns the state (nnx.split, nnx.merge)"
+        f"{name}: got it under {transformation}, which loses in-place changes: {value} would keep its old value; needed nnx's own "
+        f"transformation, such as nnx.jit({name}), or a function that takes and returns the state (nnx.split, nnx.merge)"
     )
 
 
@@ -213,7 +213,7 @@ def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:
                     f"{leaf_text}, which is neither an array nor hashable; needed one of them, or a pytree of them"
                 )
     return ArgumentError(
-        f"{getattr(fn, '__name__', 'fn')}: got arguments whose pytrees have an unhashable part that is no leaf"
+        f"{getattr(fn, '__name__', 'fn')}: got arguments whose pytrees have an unhashable part other than a leaf"
     )
 
 

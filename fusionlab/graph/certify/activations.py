@@ -232,10 +232,10 @@ def _recognise(
     if end.dtype != start.dtype:
         return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
     if any(names_an_axis(n.eqn) for n in nodes):
-        return Recognised(None, "it speaks to other devices", "region")
+        return Recognised(None, "it communicates with other devices", "region")
     switches = breakpoints(view, start, nodes)
     if switches is None:
-        return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
+        return Recognised(None, "it compares a nonlinear function of its input, so its switch points are not known")
     cut = _Cone(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs), start, switches, certifier.inline)
     try:
         looks = cut.at(np.array(LOOKS))
@@ -365,8 +365,8 @@ class Gap:
     def __str__(self) -> str:
         digits = next((d for d in (3, 6, 9) if f"{self.got:.{d}g}" != f"{self.want:.{d}g}"), None)
         if digits is None:
-            return ", with other infinities or NaN, or differences below 1e-9"
-        return f": at {self.point:.3g} it is {self.want:.{digits}g}, and this is {self.got:.{digits}g}"
+            return ", from which it differs in infinities or NaN, or by less than 1e-9"
+        return f": at {self.point:.3g} that is {self.want:.{digits}g} and this is {self.got:.{digits}g}"
 
 
 def _gap(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> Gap:

@@ -145,7 +145,7 @@ def prove_function(
         found = [programs.results(seed, _REAL) for seed in range(draws)]
         wrong = _first_wrong(tolerance, result_names, found)
     except CannotEvaluate as error:
-        return ProofOutcome("uncertified", f"it cannot be told: {error}")
+        return ProofOutcome("uncertified", f"it could not be certified: {error}")
     if wrong is not None or ordinary:
         return wrong or ProofOutcome(None)
     return _tried(given, new_ones, avals, outs[0], inline, result_names, lambda run: run(_REAL))
@@ -154,10 +154,10 @@ def prove_function(
 def _other_type(old: Any, new: Any) -> ProofOutcome | None:
     """What is said where results of these types are not of one type, that of an array; None where they are."""
     if not hasattr(old, "shape") or not hasattr(new, "shape"):
-        return ProofOutcome("structure", "it does not give one array")
+        return ProofOutcome("structure", "it does not return a single array")
     if (old.shape, old.dtype) == (new.shape, new.dtype):
         return None
-    return ProofOutcome("structure", f"it gives {new.dtype}{list(new.shape)}, needed {old.dtype}{list(old.shape)}")
+    return ProofOutcome("structure", f"it returns {new.dtype}{list(new.shape)}; needed {old.dtype}{list(old.shape)}")
 
 
 def _first_wrong(tolerance: float, names: Sequence[str], found: Sequence[Results]) -> ProofOutcome | None:
@@ -180,7 +180,7 @@ def _tried(
     try:
         wrong = at(attempt)
     except CannotEvaluate as error:
-        return ProofOutcome("uncertified", f"it cannot be told: {error}")
+        return ProofOutcome("uncertified", f"it could not be certified: {error}")
     return ProofOutcome("value", wrong) if wrong else ProofOutcome(None)
 
 
@@ -195,7 +195,7 @@ def _prove(
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     sums = region.sums
     if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
-        return ProofOutcome("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
+        return ProofOutcome("region", f"it sums over {', '.join(sorted(more))}, but the site does not")
     try:
         with placing((*avals, out)), unwrapped(ours):
             if derivative is not None and not _on_a_mesh((*avals, out), sums):
@@ -210,7 +210,7 @@ def _prove(
 
 def misplaced(error: Misplaced) -> ProofOutcome:
     """What is said of a replacement that JAX has no type for on explicit mesh axes."""
-    return ProofOutcome("sharding", f"on these explicit mesh axes JAX does not type it: {error}")
+    return ProofOutcome("sharding", f"JAX cannot type it on these explicit mesh axes: {error}")
 
 
 def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: DeviceSums) -> frozenset[str]:

@@ -50,14 +50,12 @@ def specials(avals: Sequence[Any], added: Collection[int] = ()) -> Iterator[Spec
         return lambda args: [np.full_like(a, number(i)) if i in where else a for i, a in enumerate(args)]
 
     yield Special("inputs of zeros", filled(floats, lambda i: 0.0), exact=True)
-    yield Special("inputs without variance", filled(floats, lambda i: 1.5 / (1 + i)))
+    yield Special("inputs of zero variance", filled(floats, lambda i: 1.5 / (1 + i)))
     if added:
-        yield Special(
-            "a term of the scores that hides everything", filled(frozenset(added), lambda _: _HIDES), alike=True
-        )
+        yield Special("a score term that hides every key", filled(frozenset(added), lambda _: _HIDES), alike=True)
     if masks:
-        yield Special("masks of False", filled(masks, lambda i: False), exact=True, hides=True)
-        yield Special("masks of True", filled(masks, lambda i: True), exact=True, hides=True)
+        yield Special("masks of all False", filled(masks, lambda i: False), exact=True, hides=True)
+        yield Special("masks of all True", filled(masks, lambda i: True), exact=True, hides=True)
 
 
 def compared(special: Special, names: Sequence[str], found: Results, tolerance: float) -> ProofOutcome:
@@ -75,11 +73,12 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
         code = "value" if name == "value" else "gradient"
         if (held & ~holds).any():
             return ProofOutcome(
-                code, f"{name} would be {b[held & ~holds][0]} for {special.description}, where it is a number"
+                code,
+                f"{name} would be {b[held & ~holds][0]} for {special.description}, where the program's is a number",
             )
         if (~held & holds).any():
             if not special.hides:
-                sentence = f"{name} is {a[~held & holds][0]} for {special.description}, which would become a number"
+                sentence = f"{name} is {a[~held & holds][0]} for {special.description} and would become a number"
                 return ProofOutcome(code, sentence)
             lost.append(name)
     verdict = _numbers_agree(special, names, found, tolerance) if special.exact else ProofOutcome(None)

@@ -125,12 +125,12 @@ def _other(want: np.ndarray, got: np.ndarray, draw: _Draw) -> str | None:
     """What a program makes of a draw instead, in float64."""
     held = np.isfinite(want)
     if (bad := held & ~np.isfinite(got)).any():
-        return f"{got[bad][0]} for {draw.description}, where it has to be a number"
+        return f"{got[bad][0]} for {draw.description}, where the program's is a number"
     a, b = want[held], got[held]
     if not draw.compared:
         return None
     allowed = draw.near * np.max(np.abs(a), initial=0.0) + 1e-12
-    return f"another one for {draw.description}" if np.any(np.abs(a - b) > allowed) else None
+    return f"different for {draw.description}" if np.any(np.abs(a - b) > allowed) else None
 
 
 def _rounded(
@@ -167,7 +167,7 @@ def _farther(
     true, was, now = results
     held = np.isfinite(was) & np.isfinite(true)
     if (bad := held & ~np.isfinite(now)).any():
-        return f"its {name} is {now[bad][0]} in {dtype} for {draw.description}, where it has to be a number"
+        return f"its {name} is {now[bad][0]} in {dtype} for {draw.description}, where the program's is a number"
     # JAX runs 16 bits with fewer roundings than are made here (see `_ADDED`): gradients in them are not compared.
     if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
         return None
@@ -177,5 +177,5 @@ def _farther(
     added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
     if after <= added + _WORSE * before:
         return None
-    sentence = f"its {name}, computed in {dtype}, is {after / (size or 1):.1g} off for {draw.description}"
-    return f"{sentence}, where it was {before / (size or 1):.1g} off"
+    sentence = f"its {name}, computed in {dtype}, is off by {after / (size or 1):.1g} for {draw.description}"
+    return f"{sentence}, where the program's is off by {before / (size or 1):.1g}"

@@ -236,11 +236,11 @@ def declined(fn, *args, passes):
     ("fn", "code", "said"),
     [
         (lambda x: x * jnp.tanh(2 * jax.nn.softplus(x)), "scalar", "times 2, where 1 is needed"),
-        (lambda x: jnp.sin(x) * jnp.tanh(jax.nn.softplus(jnp.sin(x))), "structure", "are two values"),
+        (lambda x: jnp.sin(x) * jnp.tanh(jax.nn.softplus(jnp.sin(x))), "structure", "are two different values"),
         (
             lambda x: (x + 1) * jnp.tanh(jax.nn.softplus(x)),
             "structure",
-            "are two values, read where one is needed in both places",
+            "are two different values where the same value is needed twice",
         ),
         (lambda x: x * jnp.tanh(jax.lax.stop_gradient(jax.nn.softplus(x))), "stop_gradient", "stop_gradient"),
     ],
@@ -328,7 +328,7 @@ def test_a_function_that_is_not_nearly_the_pattern_is_not_told(registered):
         (lambda x: jnp.where(x > 20, 20.0, one_exp(x)), "for inputs as large as"),
         (lambda x: x * jax.lax.stop_gradient(jnp.tanh(jax.nn.softplus(x))), "gradient of x differs by"),
         (lambda x: one_exp(x)[None], "it gives float32[1, 5], needed float32[5]"),
-        (lambda x, y: x, "does not take what the pattern takes"),
+        (lambda x, y: x, "does not take the pattern's arguments"),
     ],
 )
 @pytest.mark.parametrize("key", ["xla", "other"])
@@ -539,10 +539,10 @@ def test_a_negative_number_that_only_multiplies_the_result(registered):
         (lambda x: x, {}, "computes nothing"),
         (lambda x, y: jnp.sin(x), {"axes": {"x": "m", "y": "m"}}, "does not read y"),
         (lambda x, s: jnp.sin(x), {"scalars": ["s"]}, "does not read s"),
-        (lambda x: jnp.sin(x).sum(), {"axes": {"x": "mm"}}, "each once for an operand"),
+        (lambda x: jnp.sin(x).sum(), {"axes": {"x": "mm"}}, "each at most once per operand"),
         (lambda x: (jnp.sin(x), x), {}, "needed one array|cannot be used"),
         (lambda x: x[:2] * 2, {}, "cannot be used as an example|needed a result"),
-        (lambda x: jnp.sin(x), {"axes": {"present": "m"}}, "has a meaning of its own"),
+        (lambda x: jnp.sin(x), {"axes": {"present": "m"}}, "is used twice or reserved"),
         (lambda x: jnp.sin(x), {"implementations": {"xla": fl.CudaKernel(MISH)}}, "needed a plain JAX function"),
         (lambda x: jnp.sin(x), {"implementations": {"other": 3}}, "neither a function nor a CudaKernel"),
         (lambda x: jnp.sin(x) * 2, {"backward": lambda ct, x: ct * jnp.cos(x)}, "the op with its backward"),

@@ -106,7 +106,7 @@ def test_what_was_found_on_no_mesh_is_applied_where_one_is_set(mesh):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("asked_summed", "which the fused op's own product cannot be asked for"),
+        ("asked_summed", "which cannot be requested of the fused op's own product"),
         ("asked_scattered", "asks for P('d'"),
         ("moved_before_the_bias", "= reshard (explicit.py"),
         ("moved_before_the_activation", "says where the sum with the bias lies"),

@@ -311,5 +311,5 @@ def test_each_proof_looks_at_zeros_masks_and_the_edge(monkeypatch):
     monkeypatch.setattr(Certifier, "once", lambda self, key, make: make())  # whatever was proved before
     assert fl.find(layer, STREAM, SEEN, passes="dot_product_attention").candidates
     assert edges
-    wanted = {"inputs of zeros", "inputs without variance", "masks of False", "masks of True"}
+    wanted = {"inputs of zeros", "inputs of zero variance", "masks of all False", "masks of all True"}
     assert wanted <= set(told)

@@ -206,7 +206,7 @@ def misses() -> Iterator[Miss]:
     yield miss("in_part", turning(Parts(), in_part), "rotary embedding in another form")
     each = jax.tree.map(lambda a: a[:, None] * jnp.arange(1, H + 1)[:, None], tables(length=S))
     of_heads = partial(encode_program, turning(Parts(), heads_of_their_own), each, layers=1)
-    yield Miss("rotary_of_each_head", of_heads, ENCODER, "rotary", "tables of their own")
+    yield Miss("rotary_of_each_head", of_heads, ENCODER, "rotary", "tables of its own")
     later = turning(Parts(), by_width, keys=lambda x, cos, sin: by_width(x, sin, cos))
     shifted = turning(Parts(), by_positions, keys=lambda x, at, zero: by_positions(x, at + 1, zero))
     yield Miss(
@@ -216,4 +216,4 @@ def misses() -> Iterator[Miss]:
         "rotary",
         "different tables",
     )
-    yield miss("of_other_tables", later, "turned by different tables")
+    yield miss("of_other_tables", later, "use different tables")

@@ -240,7 +240,7 @@ def test_nodes_as_one_kernel_read_what_is_outside_once_and_write_what_leaves():
     assert (one.flops, one.transcendentals) == (128, 64)
     first = costs.fused(ids[:2])  # what the exp reads leaves the kernel too
     assert (first.bytes_read, first.bytes_written) == (2 * X.nbytes, 2 * X.nbytes)
-    with pytest.raises(ArgumentError, match="needed some of one"):
+    with pytest.raises(ArgumentError, match="needed nodes of a single block"):
         costs.fused([])
 
 

@@ -314,7 +314,7 @@ def test_effects_that_come_before_an_early_reader_come_in_their_order():
 
 def test_a_reader_with_effects_that_would_have_to_come_later_than_others_is_refused():
     graph = trace(with_effects([], late_is_read=True), X, W)
-    with pytest.raises(Declined, match="made after effects that follow from it"):
+    with pytest.raises(Declined, match="computed after side effects that depend on it"):
         region(graph.top)
 
 

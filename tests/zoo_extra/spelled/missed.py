@@ -22,7 +22,7 @@ class Missed(NamedTuple):
     groups: tuple[str, ...] = ALL
 
 
-SPLIT = "axes are split or merged across those of heads, features or rows"
+SPLIT = "a reshape splits or merges across the axes of heads, features or rows"
 
 PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores at a number"),)
 LAYERS = (

@@ -26,11 +26,11 @@ from .masks import MASK_FILL
 from .scores import clip_of
 
 Problems = Iterator[tuple[str, str, str]]
-_BY_MAXIMUM = "subtract the maximum over the keys, once; jax.nn.softmax does"
+_BY_MAXIMUM = "subtract the maximum over the keys, once, as jax.nn.softmax does"
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
 # What would make a site of a near miss, by its code.
 _EDITS = {
-    "stop_gradient": "leave out the stop_gradient, or stop the gradient of q, k or v instead",
+    "stop_gradient": "remove the stop_gradient, or stop the gradient of q, k or v instead",
     "named_residual": "name q, k, v or the result instead, with jax.ad_checkpoint.checkpoint_name",
 }
 # What the operations and operands of an attention are to a reader.
@@ -73,7 +73,7 @@ class AttentionConditions(Site):
             yield "dtype", sentence, "cast q, k and v to one of these dtypes"
         fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
         if fills:  # masked scores may still have weight
-            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
+            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; the fill of a mask must be <= {MASK_FILL:g}"
             yield "scalar", sentence, "fill with -jnp.inf"
         sink = leaves.get("sink")
         # the op computes in float32 at least
@@ -85,7 +85,7 @@ class AttentionConditions(Site):
         where, own = anchor_text(self.anchor), self.bias_of_scores(read)
         if own is not None:
             sentence = (
-                f"{where}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
+                f"{where}: {region.leaves[own]!r}, which is added to the scores, is computed from the scores themselves"
             )
             yield "structure", sentence, _BY_MAXIMUM
         times = self.maximum_taken(read.match)
@@ -93,11 +93,11 @@ class AttentionConditions(Site):
             what = (
                 f"maximum of the scores {times:g} times"
                 if times >= 0
-                else "minimum of the scores, and not their maximum"
+                else "minimum of the scores instead of their maximum"
             )
             sentence = (
                 f"{where}: its softmax subtracts the {what}; "
-                "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
+                "the program's exponentials may overflow or all vanish; those of the fused op do not"
             )
             yield "structure", sentence, _BY_MAXIMUM
 
@@ -159,17 +159,17 @@ class AttentionConditions(Site):
         contracted = self.anchor.params["dimension_numbers"][0][0]
         if all(self.anchor.inputs[0].shape[i] == 1 for i in contracted):
             weighs = (
-                f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, and the result is the values"
+                f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, so the result is the values"
             )
-            self.decline("axes", weighs, edit="leave the attention out where there is one key")
+            self.decline("axes", weighs, edit="skip the attention where there is only one key")
 
     def check_clips(self) -> None:
         """Declines for scores that are clipped at numbers between the products."""
         node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
         clip = None if node is None else self.view.maker(node)
         if clip is not None:
-            clips = "clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
-            edit = "leave the scores as they are, or cap them: c * jnp.tanh(scores / c)"
+            clips = "clips the scores; the fused op can only cap them by tanh"
+            edit = "remove the clip, or cap the scores: c * jnp.tanh(scores / c)"
             sentence = f"{anchor_text(clip)} {clips}"
             self.decline("structure", sentence, [clip], progress=(1, 2), edit=edit, concepts=("attention",))
 
@@ -194,7 +194,7 @@ class AttentionConditions(Site):
         if factor is None or not {"k", "v"} <= set(names):
             return {}
         shown = value_of(self.view, next(found.known[p] for p, n in found.pattern.leaf_of.items() if n == factor))
-        sentence = f"the scores have a factor for each key, {shown}; the fused op has factors for queries and heads"
+        sentence = f"the scores have a factor per key, {shown}; the fused op takes factors per query and per head"
         # A factor on scores that have been masked or biased before is none on the keys.
         edit = "scale k by it instead" if _changes_scores_once(found.pattern) else None
         return {"sentence": f"{anchor_text(self.anchor)}: {sentence}", "edit": edit}
@@ -208,8 +208,8 @@ class AttentionConditions(Site):
         )
         if node is None or fill is None:
             return {}
-        given, edit = self.argument(fill), "fill with a number, as -jnp.inf or -1e9"
-        predicate = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
+        given, edit = self.argument(fill), "fill with a number such as -jnp.inf or -1e9"
+        predicate = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed a number"
         if given is not None:
             predicate = f"needs a number: {ARGUMENT.format(_WORDS['fill'], given)}"
             edit = f"{CLOSE_OVER.format(given)}; or {edit}"
@@ -222,7 +222,7 @@ class AttentionConditions(Site):
         masked = None if late is None else self.view.maker(late.nid)
         if late is None or masked is None or late.coef == 0:
             return outcome
-        sentence = f"{anchor_text(masked)} masks the scores, which are multiplied by {float(late.coef):g} after that"
+        sentence = f"{anchor_text(masked)} masks the scores, which are then multiplied by {float(late.coef):g}"
         return replace(outcome, code="mask", sentence=sentence, edit="scale the scores, or q, before they are masked")
 
 

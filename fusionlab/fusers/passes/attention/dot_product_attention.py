@@ -39,8 +39,8 @@ from .scores import NEGATED, readings
 from .sinks import reason_of_logits
 from .weights import exponentials, needless_changes, tails_of, weighs_a_part
 
-MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
-_ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
+MADE_OUTSIDE = "its mask is causal but computed outside the loop, so the fused op takes it as data"
+_ROUNDED = "the program keeps its weights in a wider dtype until it rounds its result to {0}; the fused op may round the weights to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
@@ -53,9 +53,9 @@ class DotProductAttentionPass(Pass):
         "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with a sink or without, "
         "with dropout or without, heads that share keys, any layout"
     )
-    needs = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
+    needs = "one floating dtype of 16 bits or more; softmax over the keys; attention weights read only by the product with v"
     options: ClassVar = {
-        "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is left out")
+        "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is not used")
     }
     primitives = ("dot_general",)
 
@@ -113,16 +113,16 @@ class _SoftmaxSite(AttentionProposals):
         if shared and not found.letters["t"]:
             self.decline(
                 "axes",
-                f"{anchor_text(self.anchor)} weighs values that each row has for itself, by keys that all rows share: "
-                "a mixture, and no attention, whose rows share their values",
+                f"{anchor_text(self.anchor)} weighs values of each row's own by keys that all rows share: "
+                "a mixture, not an attention, whose rows share their values",
             )
 
     def check_choice(self, exponentials: int) -> None:
         """Declines for a choice by which weights are NaN."""
         asked = nan_test_between(self.view, exponentials, self.anchor)
         if asked is not None:
-            sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
-            edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
+            sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, so the test finds none"
+            edit = "mask with a finite number such as -1e9, and remove the test (jnp.nan_to_num)"
             self.decline("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
 
     def check_logits(self, weights: int, exponentials: int) -> None:
@@ -137,8 +137,8 @@ class _SoftmaxSite(AttentionProposals):
         if self.view.nodes[exponentials].op == "exp":
             return
         maker = self.view.maker(exponentials) or self.anchor
-        sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
-        edit = "use jax.nn.softmax, if its derivative is the one that is meant"
+        sentence = f"{anchor_text(maker)} computes its weights with a derivative of the user's own, which the fused op would replace"
+        edit = "use jax.nn.softmax if you want its derivative"
         self.decline("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])
 
     def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
@@ -208,7 +208,7 @@ class _SoftmaxSite(AttentionProposals):
         masks = reader.masking()
         if not read.tail.spelling.subtracts_max and read.tail.sink is None and reader.are_blind(masks.biases):
             edit, blind = "use jax.nn.softmax, or let every row see a key", "some of its rows see no key"
-            sentence = f"{anchor_text(self.anchor)}: {blind}, and without a maximum to subtract those are 0 / 0"
+            sentence = f"{anchor_text(self.anchor)}: {blind}, and without subtracting a maximum those rows are 0 / 0"
             self.decline("mask", sentence, site=region.nodes, edit=edit)
         # Without a maximum exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity.
         if not read.tail.spelling.subtracts_max:
@@ -235,7 +235,7 @@ class _SoftmaxSite(AttentionProposals):
         if rounded is not None:
             region = self.cut(rounded, found)
         if self.anchor not in region.nodes:
-            raise Declined("the product does not stand inside the site")
+            raise Declined("the product is not part of the site")
         return region, rounded is not None
 
     def factor_on_result(self, read: Reading, region: Region) -> float:
@@ -247,7 +247,7 @@ class _SoftmaxSite(AttentionProposals):
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added"])
         factor = self.view.ref[region.root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
         if not read.tail.changes and not close(factor, 1.0):
-            raise Declined("its result carries a factor that the values do not")
+            raise Declined("its result has a factor that the values do not have")
         return factor * math.prod(read.match.scalars[name] for name in read.tail.shares)
 
     def kind_of(self, read: Reading, region: Region, masks: Masking, needless: frozenset[str]) -> str:
@@ -265,9 +265,7 @@ class _SoftmaxSite(AttentionProposals):
         """Declines for masks beside those of the softmax's own `where`."""
         if not read.tail.of_some_keys or (not masks.masks and masks.row is None):
             return
-        sentence = (
-            f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
-        )
+        sentence = f"{anchor_text(self.anchor)}: its softmax excludes keys (where=), and its scores are masked as well"
         self.decline("mask", sentence, site=region.nodes, edit="combine the two masks with &")
 
     def check_nan_tests(self, region: Region) -> None:
@@ -275,10 +273,8 @@ class _SoftmaxSite(AttentionProposals):
         asked = nan_test(self.view, region.root)
         if asked is None:
             return
-        sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
-        edit = (
-            "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
-        )
+        sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} tests for NaN"
+        edit = "mask with a finite number such as -1e9, or with softmax's where=, and select the result of fully masked rows yourself"
         self.decline("mask", sentence, [asked], site=region.nodes, edit=edit)
 
     def cut(self, root: Value, found: Match) -> Region:
@@ -323,10 +319,10 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
     if masks.causal_outside:
         yield MADE_OUTSIDE
     if masks.row is not None and masks.fill > _SAFE_FILL:
-        yield f"masked scores become {masks.fill:g}: right while no score is as low"
+        yield f"masked scores become {masks.fill:g}: correct as long as no score is as low"
     if not read.tail.spelling.subtracts_max:
-        overflow = "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
-        yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 there"
+        overflow = "no maximum is subtracted here: scores above 88 overflow in the program but not in the fused op"
+        yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 in the program"
     if read.tail.spelling.note is not None:
         yield read.tail.spelling.note
     if blind:
@@ -336,7 +332,7 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
 def _notes_on_dtypes(region: Region, rounded: bool) -> Iterator[str]:
     """What the fused op's dtypes make of the result."""
     if region.root.dtype == np.float64:
-        yield "its numbers are taken to 12 digits"
+        yield "its constants are read to 12 digits"
     if rounded:
         yield _ROUNDED.format(region.root.dtype)
 

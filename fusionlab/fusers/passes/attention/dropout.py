@@ -72,23 +72,23 @@ def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> DrawnFactors:
     mask = _sources(view, chain[-1])[0] if chain else factors
     kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
     if not kept or dropped != 0:
-        raise Declined("what it is made of is not 0 where an entry is dropped")
+        raise Declined("its factors are not 0 where an entry is dropped")
     probabilities, key_types = _probabilities_and_keys(view, mask)
     for dtype in key_types:
         if dtype != threefry_key():
-            raise Declined(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
+            raise Declined(f"it is drawn from a {dtype}, and the op draws with threefry2x32")
     for keep in probabilities:
         program = memo.once(("drawn", keep, mask.shape), lambda keep=keep: _program(keep, mask.shape))
         found = computed_as(view.block, mask, program, view.known_inputs)
         if found is not None:
             return DrawnFactors(found[0], keep, mask, float(kept), chain)
-    raise Declined("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
+    raise Declined("it is not bit for bit what jax.random.bernoulli(key, p, shape) draws with a p known at trace time")
 
 
 def kept_as_data(view: CanonicalView, factors: Iterable[Value], why: str) -> Iterator[str]:
     """The note on a mask that is drawn in the block, and stays as it is."""
     if any(n.primitive == "random_bits" for n in ancestors(view.block, factors)):
-        yield f"its dropout mask is an operand, not made again of its key: {why}"
+        yield f"its dropout mask is an operand, not drawn again from its key: {why}"
 
 
 def keyed(region: Region, factors: str, draw: DrawnFactors) -> Region:
@@ -114,17 +114,17 @@ def _chain(view: CanonicalView, value: Value) -> tuple[Node, ...]:
     while len(found) < _STEPS:
         node = view.block.producer.get(value.id)
         if node is None or node.blocks:
-            raise Declined("it is made outside of the block")
+            raise Declined("it is computed outside the block")
         if node.primitive in _COMPARISONS:
             return tuple(found)
         sources = _sources(view, node)
         if len(sources) != 1 or len(node.outputs) != 1:
             raise Declined("it is combined with something else after it is drawn")
         if node.primitive not in VIEWS and sources[0].shape != node.outputs[0].shape:
-            raise Declined("it is broadcast by what it meets after it is drawn")
+            raise Declined("it is broadcast against another operand after it is drawn")
         found.append(node)
         value = sources[0]
-    raise Declined("it is changed in many steps after it is drawn")
+    raise Declined("it is changed in too many steps after it is drawn")
 
 
 def _sources(view: CanonicalView, node: Node) -> list[Value]:

@@ -134,7 +134,7 @@ class MaskReader:
         """The one score that operands put."""
         fills = sorted({self.found.scalars[s.scalar] for s in operands if s.scalar})
         if len(fills) > 1:
-            self.decline(f"its masks put different scores ({', '.join(f'{f:g}' for f in fills)})")
+            self.decline(f"its masks fill with different scores ({', '.join(f'{f:g}' for f in fills)})")
         return next(iter(fills), -math.inf)
 
     def band(self, constants: Mapping[Step, Constant | None]) -> tuple[list[Step], Constant]:
@@ -160,8 +160,8 @@ class MaskReader:
         gate = next((s for s in self.steps if s.kind == "gated" and not self.is_filled(s)), None)
         if gate is not None:
             self.decline(
-                f"the scores are multiplied by {self.leaves[gate.leaf]!r}, which has an entry for each key: needed is a constant of "
-                "ones and zeros, and that what is added hides the keys where it is 0"
+                f"the scores are multiplied by {self.leaves[gate.leaf]!r}, which has an entry per key: needed a constant of "
+                "ones and zeros, and an added term that hides the keys where it is 0"
             )
 
     def is_filled(self, gate: Step) -> bool:

@@ -79,7 +79,7 @@ def keyed_plan(
     axes = None if name in layout.regrouped else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
-        raise Declined("its axes do not stand in the order of the op's scores")
+        raise Declined("its axes are not in the order of the op's scores")
     attrs = attrs | {
         "factors_scale": attrs.get("factors_scale", 1.0) * draw.factor,
         "keep": draw.keep,

@@ -40,9 +40,9 @@ class AttentionProposals(AttentionConditions):
             leaks = escapes(region)
             if not leaks:
                 return self.proposed(read, *rest, None, repeated)
-            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            edit = "return or reuse the attention weights only where you need them, in a call of their own"
             if read.tail.sink is not None:
-                edit += "; the fused op drops that of the sink"
+                edit += "; the fused op drops the sink's weight"
             problem = self.escaping(leaks[0], edit, region.nodes, region=region)
             return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
 
@@ -112,10 +112,12 @@ class AttentionProposals(AttentionConditions):
         """The site with the key of its dropout mask for an operand, in place of the mask. Raises Declined where it has no such mask."""
         factors = present_changes(read, region)
         if len(factors) != 1 or read.tail.of_some_keys:
-            raise Declined("there are other factors beside it" if factors else "no factors are read")
+            raise Declined(
+                "there are other factors besides it" if factors else "it is not one of the factors on the weights"
+            )
         draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
         if factors[0].kind == "hidden":
-            raise Declined("it is True where an entry is dropped, and the op draws what it keeps")
+            raise Declined("it is True where an entry is dropped, and the op's mask is True where it is kept")
         whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), layout)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
@@ -134,5 +136,5 @@ class AttentionProposals(AttentionConditions):
         if region.root.dtype != jnp.float32:
             return None  # 16-bit products accumulate in float32 whatever is asked
         if len(asked) > 1:
-            raise Declined(f"its two products ask for different precisions ({' and '.join(asked)})")
+            raise Declined(f"its two products request different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)

@@ -66,7 +66,7 @@ class Spelling:
         """What the fused op does otherwise where numbers are far apart."""
         if not self.of_the_sink:
             return None
-        return "a sink that is 88 above all scores of a row makes an overflow in the original and not in the fused op"
+        return "a sink 88 above all scores of a row overflows in the program but not in the fused op"
 
     @property
     def is_a_factor(self) -> bool:
@@ -85,7 +85,7 @@ class Spelling:
         if self.fn is not _to_the_sum:
             return number
         if not 0 < number < math.inf:
-            raise Declined(f"{number:g} is added to the sum of its exponentials, needed a number above 0")
+            raise Declined(f"{number:g} is added to the sum of its exponentials; needed a number above 0")
         return math.log(number)
 
 
@@ -242,14 +242,14 @@ def reason_of_logits(view: CanonicalView, exponentials: int, weights: int) -> tu
     keys = next(n for n, nid in parts if _of_a_product(view, nid))
     more = sum(n for n, _ in parts) - keys
     beside = "one more logit" if more == 1 else f"{more} more logits"
-    start = f"its softmax is over {keys} scores and {beside} of each row"
+    start = f"its softmax is over {keys} scores and {beside} per row"
     if more > 1:
-        return f"{start}, and a sink of the fused op is one", None
+        return f"{start}, and a sink of the fused op is a single logit", None
     if view.nodes[weights].op not in SLICES:
-        return f"{start}, whose weight is kept: that of the fused op's sink is dropped", None
+        return f"{start}, whose weight is kept; the fused op drops its sink's weight", None
     return (
-        f"{start}, and what is sliced off is not its weight alone, or not right after the softmax",
-        "mask the scores before the sink is put beside them, and drop weights after its own is sliced off",
+        f"{start}, and the slice that follows removes more than its weight, or does not follow the softmax directly",
+        "mask the scores before appending the sink, and apply dropout after slicing off the sink's weight",
     )
 
 
@@ -285,5 +285,5 @@ def factor_of(view: CanonicalView, found: Match, region: Region) -> float:
             if wanted.nid == leaf:
                 factors.append(float(operands[at].coef) / float(wanted.coef) / own)
     if any(not close(f, factors[0]) for f in factors):
-        raise Declined("its sink is multiplied by one number in one place, and by another in another")
+        raise Declined("its sink is multiplied by different numbers in different places")
     return factors[0]

@@ -154,9 +154,9 @@ class _Given:
         """No name may be one that cannot be, or that means something else already."""
         name = self.name
         if not isinstance(name, str) or not name.isidentifier() or name.endswith(("_grad", "_tangent", "_cotangent")):
-            raise self.error("the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another")
+            raise self.error("the name is not an identifier, or ends in _grad, _tangent or _cotangent; choose another")
         if name in OPS or name in primitive_names():
-            raise self.error("an operation of this name exists already; choose another name")
+            raise self.error("an operation of this name already exists; choose another name")
         self.check_operands()
         self.check_letters()
         self.check_functions(others)
@@ -164,19 +164,19 @@ class _Given:
     def check_operands(self) -> None:
         axes, scalars = self.axes, self.scalars
         if not isinstance(axes, Mapping) or not axes or isinstance(scalars, str):
-            raise self.error(f'axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names')
+            raise self.error(
+                f'axes={axes!r}, scalars={scalars!r}; needed a dict such as {{"x": "mn"}}, and a list of names'
+            )
         words = [*axes, *scalars]
         wrong = [
             w for w in words if not str(w).isidentifier() or w in _RESERVED or w.startswith("d_") or words.count(w) > 1
         ]
         if wrong:
-            raise self.error(
-                f"operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
-            )
+            raise self.error(f"operand or scalar {wrong[0]!r} is used twice or reserved; choose another name")
 
     def check_letters(self) -> None:
         if any(not isinstance(x, str) or (x and not x.isalpha()) or len(set(x)) < len(x) for x in self.axes.values()):
-            raise self.error(f"axes={dict(self.axes)!r}, needed letters, each once for an operand")
+            raise self.error(f"axes={dict(self.axes)!r}, needed letters, each at most once per operand")
         if len(set("".join(self.axes.values()))) > _LETTERS or len(self.scalars) > _SCALARS:
             raise self.error(f"at most {_LETTERS} axis letters and {_SCALARS} scalars")
 
@@ -213,7 +213,7 @@ class _Given:
         if any(n not in letter for n in out.shape) or len(set(out.shape)) < len(out.shape):
             raise self.error(
                 f"the pattern's result has shape {list(out.shape)} where axes have lengths {letter}; needed a result "
-                f"whose axes are each one of the operands'"
+                f"each of whose axes is an axis of an operand"
             )
         return "".join(letter[n] for n in out.shape)
 
@@ -225,11 +225,11 @@ class _Given:
             try:
                 verdict = prove_function(was, now, list(self.axes), _shapes(self.axes), plain_meaning_of)
             except (TypeError, ValueError) as error:
-                raise self.error(f"{subject} does not take what the pattern takes: {error}") from error
+                raise self.error(f"{subject} does not take the pattern's arguments: {error}") from error
             if not verdict.ok:
                 with_numbers = "".join(f", {s} = {x:g}" for s, x in zip(self.scalars, given, strict=True))
                 raise self.error(
-                    f"{subject} is not the pattern's function{with_numbers}: {verdict.detail}; needed the same values and gradients"
+                    f"{subject} does not compute the pattern's function{with_numbers}: {verdict.detail}; needed equal values and gradients"
                 )
 
     def certify_derivatives(self, op: PatternOp) -> None:
@@ -241,7 +241,7 @@ class _Given:
             forwards.lower(*shapes)  # where it is only traced, jax.custom_vjp does not complain
         except TypeError as error:
             raise self.error(
-                f'"xla" has no forward derivative: {error}; write it without jax.custom_vjp, and give its rule as `backward`'
+                f'"xla" has no forward derivative: {error}; write it without jax.custom_vjp, and pass its rule as `backward`'
             ) from error
         if op.same_code and not op.has_backward:
             return

@@ -83,7 +83,7 @@ class OwnSite(Site):
         # Two operations of twelve are no near miss, unless what stands there is made to stand in the way.
         if near.code == "structure" and 3 * miss.matched < miss.total:
             return None
-        return replace(near, edit=near.edit or f"write {self.pattern_pass.formula} as the pattern has it")
+        return replace(near, edit=near.edit or f"write {self.pattern_pass.formula} as in the pattern")
 
     # -- what may be the operands ---------------------------------------------------------------------------------
 
@@ -215,8 +215,8 @@ class OwnSite(Site):
         """The pattern's numbers at a match whose result, a canonical node, is multiplied by `factor`; why they are none of a site's."""
         numbers, size = _numbers(found, factor), found.pattern.size
         if not isinstance(numbers, dict):
-            wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
-            reason = f"the result is multiplied by {factor:g}, where {wanted} is needed"
+            wanted = "none of its scalars gives that factor" if math.isnan(numbers) else f"{numbers:g} is needed"
+            reason = f"the result is multiplied by {factor:g}, where {wanted}"
             return Miss(found.pattern, size, size, self.root_nid, reason, "scalar", {})
         if numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
             return Miss(found.pattern, 0, size, nid, "its numbers are all 1", "scalar", {})
@@ -232,13 +232,13 @@ class OwnSite(Site):
         plan = self.plan(view, found, region)
         given, op = self.given(region, plan), self.pattern_pass.fused_op
         if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
-            sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
+            sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot be used here: {unfit}"
             edit = f"make {op.name} compute with these operands"
             self.decline("structure", sentence, edit=edit, site=region.nodes)
         self.check_width(region, plan, given)
         verdict = self.verdict(region, plan, given)
         if not verdict.ok:
-            sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
+            sentence = f"{anchor_text(self.anchor)} could become {plan.formula}, but {verdict.detail}"
             self.decline(verdict.code or "value", sentence, site=region.nodes)
         names = ", ".join(leaves)
         return self.offered(region, plan, f"compute the outside use from {names} again")
@@ -308,7 +308,7 @@ class OwnSite(Site):
         where = anchor_text(self.anchor)
         if inner is not None:
             problem = (
-                f"reads what {anchor_text(inner)} rounds to {inner.outputs[0].dtype}; the op would not round there"
+                f"reads {anchor_text(inner)}, which rounds to {inner.outputs[0].dtype}; the op would not round there"
             )
         elif len(given) > 1:
             problem = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
@@ -358,13 +358,13 @@ def _precision(region: Region) -> str | None:
     names = {_precision_name(p) for p in asked}
     if len(names - {None}) <= 1 and (len(names) == 1 or names <= {None, "high", "highest"}):
         return next(iter(names - {None}), None)
-    raise Declined(f"its products ask for different precisions ({', '.join(sorted(map(str, asked)))})")
+    raise Declined(f"its products request different precisions ({', '.join(sorted(map(str, asked)))})")
 
 
 def _precision_name(precision: Any) -> str | None:
     each = set(precisions(precision)) - {jax.lax.Precision.DEFAULT}  # which is what None is
     if len(each) > 1:
-        raise Declined(f"a product asks for a precision for each operand ({precision})")
+        raise Declined(f"a product requests a precision per operand ({precision})")
     return next(
         (p.name.lower() if isinstance(p, jax.lax.Precision) else str(getattr(p, "name", p)) for p in each), None
     )

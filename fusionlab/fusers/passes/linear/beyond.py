@@ -29,9 +29,7 @@ _ACTIVATES = having("sigmoid", "exponential") | {"log1p", "clamp"}
 _RULES = having("rule")
 _COPIES = having("cast", "mark", "precision", "variance") | {"copy"}
 _STEPS = 60  # back from an activation to its products
-_SIDE_BY_SIDE = (
-    "multiply once, by the weights on top of each other: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
-)
+_SIDE_BY_SIDE = "multiply once, with the weights stacked: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
 
 
 @dataclass
@@ -198,10 +196,10 @@ def _names(between: Between) -> str:
 def _gated(between: Between, gate: Node) -> tuple[str, str, str]:
     """Code, what the node does, and edit, for a pair whose weights are packed in one."""
     reason = (
-        f"takes a part of {_names(between)}, whose activation {gate.outputs[0]!r} multiplies with another part of it: "
-        f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
+        f"takes a part of {_names(between)}, whose activation {gate.outputs[0]!r} is multiplied by another part of it: "
+        f"a gated pair with its weights packed into one; the fused op activates its whole result"
     )
-    return "activation", reason, "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
+    return "activation", reason, "to fuse the products, keep the two weights apart: act(x @ w) * (x @ v)"
 
 
 def _sentence(between: Between) -> tuple[str, str, str | None]:
@@ -212,15 +210,15 @@ def _sentence(between: Between) -> tuple[str, str, str | None]:
         reason = f"adds up {products} {before}; the fused op activates one product, with its bias"
         return "bias", reason, _SIDE_BY_SIDE
     if primitive in PARTS:
-        reason = f"takes a part of {products} {before}; the fused op activates all that it makes"
-        return "structure", reason, "multiply by that part of the weight (and of the bias) alone"
+        reason = f"takes a part of {products} {before}; the fused op activates its whole result"
+        return "structure", reason, "multiply only by that part of the weight (and of the bias)"
     if primitive in VIEWS:
-        reason = f"gives {products} another shape {before}; the fused op activates what it makes as it is"
+        reason = f"changes the shape of {products} {before}; the fused op activates its result in its own shape"
         return "axes", reason, "apply the activation first"
     if primitive in SUMS_OVER_DEVICES:
-        return "structure", f"sums {products} over devices {before}, which a fused op cannot wait for", None
+        return "structure", f"sums {products} over devices {before}, and a fused op cannot wait for that sum", None
     after = anchor_text(between.activations[0])
-    return "activation", f"stands between {products} and {after}; the fused op has a bias there and nothing else", None
+    return "activation", f"comes between {products} and {after}, where the fused op allows only a bias", None
 
 
 def _gates(search: Search, activation: Node) -> list[Node]:

@@ -129,10 +129,10 @@ class Epilogue:
             return replace(rejection, origin=known.origin, failed=True)
         name = activation_name(known.nearest)
         why = known.why.replace(known.nearest, name) if known.nearest else known.why
-        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
-        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is not a known activation: {why}"
+        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if one of them is meant"
         if known.code == "gradient":
-            edit = f"use jax.nn.{name.partition('_')[0]}, if that is what is meant: it has the gradient of the fused op"
+            edit = f"use jax.nn.{name.partition('_')[0]}, if it is meant: it has the fused op's gradient"
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
@@ -161,12 +161,12 @@ class Epilogue:
             return "named_residual", "names a value inside the site, which a remat policy may ask for", edit
         if kind in LAYS_OUT and self.goes_on(user.outputs[0]):
             start = "sum with the bias" if self.biased else "product"
-            where = f"where the {start} lies on the mesh before what follows"
-            edit = "say it of x, of w, or of the result behind the bias and the activation"
-            return "sharding", f"says {where}; a fused op has no such value", edit
+            where = f"the layout of the {start} on the mesh before it is used further"
+            edit = "fix the layout of x, of w, or of the result after the bias and the activation"
+            return "sharding", f"fixes {where}; that value does not exist in the fused op", edit
         if kind == "convert_element_type" and self.is_activated(user.outputs[0]):
             computed = f"the fused op would compute the activation in {self.start.dtype}"
-            problem = f"casts the linear result before what follows, and {computed}"
+            problem = f"casts the linear result before its activation; {computed}"
             return "dtype", problem, "apply the activation before the cast"
         return None
 

@@ -36,8 +36,8 @@ from .linear_groups import GROUPINGS, grouped
 from .linear_parts import Linear, LinearSite
 from .plan import linear_plan
 
-_KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
-_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
+_KEPT = "the pre-activation is kept in {0} for the gradient, where the program may keep it in float32"
+_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated again, the program's own maximum would give 1/2"
 _TAKES = "{} computes in {}; the fused op takes " + ", ".join(DTYPES)
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
@@ -48,15 +48,15 @@ class GemmEpiloguePass(Pass):
     name = op = "gemm_epilogue"
     formula = "act(x @ w + b), act one of " + ", ".join(ACTIVATIONS)
     needs = (
-        "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read by the "
-        "activation alone"
+        "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read only by "
+        "the activation"
     )
     options: ClassVar = {
         "strict_rank": Option(False, "judge the weight's rank before any squeeze, as the original pass did"),
         "grouping": Option(
             "per_layer",
-            "of backward passes that are in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
-            "layer behind, where that is the only one its result feeds",
+            "for backward passes in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
+            "next layer, where that layer is the only reader of the result",
             GROUPINGS,
         ),
     }
@@ -132,10 +132,10 @@ class _ProductSite(LinearSite):
         if not nodes:
             return
         reason = (
-            "multiplies by one matrix, as a convolution whose window is one point, but not each position once: it has a stride, "
-            "padding or a dilation; the fused op is made of products"
+            "is a convolution with a window of one point, but its stride, padding or dilation keeps it from being a plain matrix "
+            "product, which the fused op needs"
         )
-        edit = "take the positions first, x[:, ::2, ::2], and multiply these by the matrix, x @ w[0, 0]"
+        edit = "select the positions first, x[:, ::2, ::2], and multiply them by the matrix, x @ w[0, 0]"
         self.decline("structure", f"{anchor_text(self.anchor)} {reason}", edit=edit, progress=(1, 2), site=nodes)
 
     def wrong_dtype(self) -> Iterator[Rejection]:
@@ -210,7 +210,7 @@ class _ProductSite(LinearSite):
             region = replace(region, relus=_maximum(region))
         wide = Wide() if dtype is None else self.wide(region, dtype)
         if self.anchor not in region.nodes:
-            raise Declined("the product does not stand inside the site")
+            raise Declined("the product is not part of the site")
         concepts = concepts_of(linear.bias, activation)
         self.check_dtypes(region, wide, concepts)
         self.check_operands(linear, region, concepts)
@@ -272,7 +272,7 @@ class _ProductSite(LinearSite):
             sentence = f"{where} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
             self.refuse(region, "dtype", sentence, "cast x, w and b to one dtype before the product", concepts)
         if wide.start == "product" and wide.dtype == "float16":
-            reason = "not every backend multiplies float16 so, and a gradient of float16 has not its range"
+            reason = "not every backend does that for float16, and a float16 gradient has a smaller range"
             sentence = f"{where} keeps its sum in float32; {reason}"
             self.refuse(region, "dtype", sentence, "use bfloat16, or give the product float16", concepts)
         if not dtypes <= set(DTYPES):
@@ -285,8 +285,8 @@ class _ProductSite(LinearSite):
             edit = "give x a leading axis, or map the layer with jax.vmap"
             self.refuse(region, "rank", f"{where} multiplies a vector {x!r}; the fused op needs rows", edit)
         if is_pointwise_convolution(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
-            reason = "multiplies every position by one matrix, as a convolution; a product in its place was not measured on a GPU"
-            edit = "name the pass to have it all the same: passes='gemm_epilogue'"
+            reason = "is a convolution that multiplies every position by one matrix; a product in its place was not measured on a GPU"
+            edit = "to fuse it anyway, name the pass: passes='gemm_epilogue'"
             self.decline("unmeasured", f"{where} {reason}", edit=edit, site=region.nodes, concepts=concepts)
         if self.pass_.option(self.search, "strict_rank") and len(w.shape) != 2:
             sentence = f"{where} multiplies by {w!r}, a weight of rank {len(w.shape)}"
@@ -316,7 +316,7 @@ def _maximum(region: Region) -> frozenset[int]:
     """
     found = frozenset(n.id for n in region.nodes if n.primitive == "max")
     if len(found) != 1:
-        raise Declined("it is made of several maxima")
+        raise Declined("it contains several maxima")
     return found
 
 

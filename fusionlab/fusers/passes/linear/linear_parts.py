@@ -151,10 +151,10 @@ class LinearSite(Site):
         if thin == tuple(way.end.shape) or not self.given(other):
             return None  # as large as the product, as a residual connection is, or made of something else
         problem = (
-            f"adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
-            f"seen before that it varies along other axes of {self.product!r}"
+            f"adds {list(thin)} after {anchor_text(way.views[-1])}, which is not a bias along the output features: "
+            f"in the layout before that it varies along other axes of {self.product!r}"
         )
-        edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
+        edit = "add the bias to the product itself, x @ w + b, before changing its shape"
         following = Epilogue(self, node.outputs[0], True).following(node.outputs[0])
         return self.refuse_bias(node, problem, edit, site=[node, *way.views, *following])
 
@@ -187,7 +187,7 @@ class LinearSite(Site):
         if feeds_softmax(self, start) or (total is None and not activated):
             return
         rank = len(self.anchor.inputs[1].shape)
-        sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
+        sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices; the fused op takes one"
         site = [self.anchor, *nodes, *([self.search.block.producer[start.id]] if total is not None else ())]
         self.decline("rank", sentence, progress=(1, 1), site=site, concepts=concepts_of(total is not None, name))
 
@@ -226,7 +226,7 @@ class LinearSite(Site):
             return
         outer, loop = self.view.outer
         if min(outer.read(loop.inputs[index]).dims, default=0) < 0:
-            problem = "adds a bias that the loop around is given broadcast to every row"
+            problem = "adds a bias that was broadcast to every row before the surrounding loop"
             self.refuse_bias(node, problem, "broadcast the bias inside the loop", concepts=concepts_of(True, None))
 
     def check_rows(self, found: Match, total: Value, node: Node) -> None:
@@ -268,5 +268,5 @@ class LinearSite(Site):
         else:
             axes = real_axes(other.shape)
             of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
-            addend = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
+            addend = f"{list(other.shape)}, which is not a bias along the output features: it varies along {of}"
         self.refuse_bias(node, f"adds {addend}", edit)

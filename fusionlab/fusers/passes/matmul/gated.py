@@ -36,24 +36,24 @@ from .products import region_with
 _PREFERRED = {None: None, "concatenated": "concatenated", "kernel": "cuda"}  # what the option names
 OP = OPS["gated_matmul"]
 _ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
-_BIAS = "adds a bias, which the fused op has none of"
-_ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
+_BIAS = "adds a bias, and the fused op has none"
+_ROUNDED_ONCE = "x @ w, its activation and x @ v stay in float32 and are rounded to {0} once, at the end"
 
 
 class GatedMatmulPass(Pass):
     """See the module docstring."""
 
     name = op = "gated_matmul"
-    formula = "act(x @ w) * (x @ v), by one product with the weights side by side or by one kernel"
+    formula = "act(x @ w) * (x @ v), by one product with concatenated weights or by one kernel"
     needs = (
-        "two products of the same rows, by matrices of one size that lie alike, the gate's read by the activation alone; an implementation "
-        "that was measured faster than XLA's two products, or is asked for"
+        "two products of the same rows with matrices of equal size and layout, the gate's product read only by the activation; an "
+        "implementation that was measured faster than XLA's two products, or that is requested"
     )
     options: ClassVar = {
         "prefer": Option(
             None,
-            '"concatenated": one product with the weights side by side; "kernel": one kernel of our own; None: where one of them was '
-            "measured faster",
+            '"concatenated": one product with concatenated weights; "kernel": one kernel of our own; None: whichever was measured '
+            "faster, if any",
             tuple(_PREFERRED),
         )
     }
@@ -112,14 +112,16 @@ class GatedSite(Site):
             if problem is not None:
                 return problem
             self.check_biased(gate)
-            sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
+            sentence = (
+                f"{anchor_text(gate)} is multiplied by a product of the same value, but not through a known activation"
+            )
             self.refuse("activation", sentence, gate)
         name, end = found[1], self.rounded(found[0], activated)
         if end is not activated:
             node = self.search.block.producer[activated.id]
             between = f"{name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
             code = BETWEEN.get(node.primitive, "structure")
-            self.refuse(code, f"{anchor_text(node)} stands between {between}", node)
+            self.refuse(code, f"{anchor_text(node)} comes between {between}", node)
         return self.candidate(gate, up, end, name)
 
     def widened(self, product: Value) -> Value:
@@ -136,8 +138,8 @@ class GatedSite(Site):
         """Declines where the side that is not activated is no bare product."""
         if up.between and self.widened(up.product.outputs[0]) is not up.between[0].outputs[0]:
             node = up.between[-1]
-            problem = _BIAS if node.primitive == "add" else "stands between"
-            sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply a product as it is"
+            problem = _BIAS if node.primitive == "add" else "comes in between"
+            sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply the product itself"
             self.refuse(BETWEEN[node.primitive], sentence, node)
 
     def check_biased(self, gate: Node) -> None:
@@ -153,12 +155,12 @@ class GatedSite(Site):
         if not all(isinstance(a, Value) for a in (*gate.inputs, *up.inputs)):
             self.decline("structure", f"{both} have a literal operand", [up])
         if not _are_of_rows(gate, up):
-            sentence = f"{both} are not both a product of rows, by their last axis, with a matrix that lies as the other's does"
+            sentence = f"{both}: expected two row-by-matrix products over the last axis with weights in the same layout"
             self.refuse("axes", sentence, gate, up)
         if self.view.read(w) == self.view.read(v) or w.shape != v.shape:
-            self.decline("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
+            self.decline("structure", f"{both} have the same weight, or weights of different sizes", [gate, up])
         if gate.params.get("precision") != up.params.get("precision"):
-            self.decline("structure", f"{both} are asked for in different precisions", [gate, up])
+            self.decline("structure", f"{both} request different precisions", [gate, up])
         if _are_sharded(gate, up):
             self.decline("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
         self.check_dtypes(gate, up, both)
@@ -172,11 +174,11 @@ class GatedSite(Site):
         if not one or not (results == given or results == {"float32"}):
             sentence = (
                 f"{both} multiply {', '.join(sorted(given))} to {', '.join(sorted(results))}; "
-                f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
+                f"the fused op takes one dtype of {', '.join(DTYPES)} and returns the same"
             )
-            self.refuse("dtype", sentence, gate, up, edit="give both products, and the result, one dtype")
+            self.refuse("dtype", sentence, gate, up, edit="use one dtype for both products and the result")
         if results != given == {"float16"} and self.search.gradient:
-            kept = "are kept in float32 for the gradient; the fused op keeps them in float16, which has not their range"
+            kept = "are kept in float32 for the gradient; the fused op stores them in float16, whose range is smaller"
             edit = "give both products the dtype of their operands, or use bfloat16"
             self.refuse("dtype", f"{both} {kept}", gate, up, edit=edit)
 
@@ -204,7 +206,7 @@ class GatedSite(Site):
             makers = [m for a in (first, second) if (m := maker_of(self.search.block, a)) is not None]
             kinds = {m.primitive for m in makers}
             if len(makers) != 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
-                raise Declined("its products do not read the same x: one of it is cast or laid out in another way")
+                raise Declined("its products do not read the same x: one of them casts it or changes its layout")
             dtypes.append(first.dtype)
             passed += makers
             first, second = (m.inputs[0] for m in makers)

@@ -31,7 +31,7 @@ from ...engine.proposing import propose
 from .products import ProductCall, ProductSite
 from .route_table import ProductRoute, Routes, tag_of
 
-_WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
+_WIDENED = "{0} operands are multiplied as they are, without widening to float32 first: the same products, still summed in float32"
 
 
 class MatmulSchedulePass(Pass):
@@ -40,11 +40,11 @@ class MatmulSchedulePass(Pass):
     name = "matmul_schedule"
     op = "matmul"
     formula = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
-    needs = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
+    needs = "a product that no larger fusion claims; a route that was measured faster than XLA's, or that is requested"
     options: ClassVar = {
         "library": Option(
             None,
-            "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest",
+            "True: a library call wherever a library takes the product; False: never; None: where it was measured fastest",
             (None, True, False),
         ),
     }
@@ -113,7 +113,7 @@ class Routed(ProductSite):
                 parts.append(f"{operand.name} = {maker.primitive} before it")
         readers = self.users(call.value)
         if len(readers) == 1 and readers[0].primitive in ACTIVATION_PRIMITIVES:
-            parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} behind it")
+            parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} after it")
         return ", ".join(parts)
 
     def answers(self, call: ProductCall) -> tuple[Answer, ...]:
@@ -136,7 +136,7 @@ class Routed(ProductSite):
     def candidate(self, call: ProductCall) -> Candidate | Rejection:
         region = self.region(call)
         if escapes(region):
-            raise Declined("an inner value is read outside of it")
+            raise Declined("an inner value is read outside it")
         plan, note = _plan(self, call, region.inputs), _WIDENED.format(call.a.dtype)
         notes = (note,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
@@ -189,12 +189,14 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
             **about, formula=bare, reason=f"inside a {rule.primitive}, whose derivative is the user's own"
         )
     if is_backward(node.eqn):
-        fused = f"of the backward pass of {site}, whose products stay XLA's"
-        reason = fused if own else "of a backward pass that no fusion claims"
+        fused = f"in the backward pass of {site}, whose products are left to XLA"
+        reason = fused if own else "in a backward pass that no fusion claims"
         return ProductRoute(**about, formula=bare, reason=reason, site=site)
     found = routed.decided()
     if found is None:
-        return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")
+        return ProductRoute(
+            **about, formula=bare, reason="its operands or shardings are not supported by the op matmul"
+        )
     call, answers = found
     formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
     tag, split = answers[-1].route.tag, routed.left_behind(call)

@@ -241,7 +241,7 @@ class ProductSite(Site):
             read = [a for a in node.values if a.id not in stop]
             for value in read:
                 if value.id not in block.producer:
-                    raise Declined(f"{value!r} is read inside the site but is none of its operands")
+                    raise Declined(f"{value!r} is read inside the site but is not one of its operands")
             return read
 
         read = [a for n in inner.values() for a in above(n)]

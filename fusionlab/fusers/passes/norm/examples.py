@@ -128,12 +128,12 @@ NEAR = (
         "epsilon outside",
         lambda variance, epsilon: jnp.sqrt(variance) + epsilon,
         "has epsilon added outside the root, to the standard deviation; the fused op adds it inside, to the variance",
-        "divide by jnp.sqrt(variance + epsilon) if that is what is meant",
+        "divide by jnp.sqrt(variance + epsilon) if that is meant",
     ),
     _near(
         "no epsilon",
         lambda variance, epsilon: jnp.sqrt(variance),
-        "has no epsilon: a row without variance divides by 0",
+        "has no epsilon: a row of zero variance divides by 0",
         "add a small epsilon to the variance, inside the root",
     ),
 )

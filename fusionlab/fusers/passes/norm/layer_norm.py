@@ -39,15 +39,15 @@ from .misses import BY_COUNT, NormSite
 from .summands import Summands, summands_of
 from .surroundings import ROOTS, ChannelGroups, Surroundings, as_written, reduced_axes
 
-_LENGTH = "is of a sum of squares that nothing divides by their number: x over its length, where a norm has x over its root mean square"
+_LENGTH = "is the root of a sum of squares, not of their mean: it divides x by its length, where a norm divides x by its root mean square"
 _ROOT_EDIT = "add epsilon to the mean of the squares itself, not to the square of its root"
 _OWN_RULE = "has a derivative of the user's own, which a fused norm would replace"
 # Primitive -> rejection code, what it does, edit.
 _HELD = {
     "stop_gradient": (
         "stop_gradient",
-        "stops a gradient inside the norm; the fused op has the whole gradient of mean and variance",
-        "leave out the stop_gradient if the whole gradient is meant",
+        "stops a gradient inside the norm; the fused op propagates the full gradient of mean and variance",
+        "remove the stop_gradient if the full gradient is meant",
     ),
     "name": (
         "named_residual",
@@ -65,8 +65,8 @@ class LayerNormPass(Pass):
     name = op = "layer_norm"
     formula = "(x - mean(x)) / sqrt(var(x) + epsilon) * scale + bias, or x / sqrt(mean(x^2) + epsilon) * scale + bias"
     needs = (
-        "mean and variance over the same axis, any one, or over the last ones; epsilon inside the root and below 0.01; the statistics "
-        "read by the norm alone; f64/f32/bf16/f16"
+        "mean and variance over the same axis (any single axis, or the last several); epsilon inside the root and below 0.01; the "
+        "statistics read only by the norm; f64/f32/bf16/f16"
     )
     primitives = ROOTS
 
@@ -108,7 +108,7 @@ class _NormSite(NormSite):
     def examine(self) -> Candidate | Rejection:
         """The candidate with the furthest result; else why the furthest match is none; else the nearest miss."""
         if not self.around.is_mean:
-            edit = "take the mean of the squares, jnp.mean, if that is what is meant"
+            edit = "take the mean of the squares, jnp.mean, if that is meant"
             self.decline("scalar", f"{anchor_text(self.anchor)} {_LENGTH}", edit=edit)
         of_groups = self.of_groups()
         if isinstance(of_groups, Candidate):
@@ -226,7 +226,7 @@ class _NormSite(NormSite):
             if axes != wanted:
                 over = f"{anchor_text(total)} sums over axes {axes} and {anchor_text(first)} over {wanted}"
                 edit = "take the mean and the variance over the same axes"
-                self.decline("axes", f"{over}; a norm takes its statistics over the same", [total], edit=edit)
+                self.decline("axes", f"{over}; a norm takes all its statistics over the same axes", [total], edit=edit)
 
     def check_held(self) -> None:
         """Declines for a node inside the norm that means something the fused op does not do."""
@@ -240,7 +240,7 @@ class _NormSite(NormSite):
     def candidate(self, found: Match, root: Value) -> Candidate | Rejection:
         region = cut(self.view, root, found.leaves, through_casts=frozenset(found.leaves))
         if self.anchor not in region.nodes:
-            raise Declined("the root of the variance does not stand inside the site")
+            raise Declined("the root of the variance is not part of the site")
         self.check_scalars(found)
         self.check_dtypes(region)
         edit = "compute the outside use from x again"
@@ -298,9 +298,7 @@ class _NormSite(NormSite):
         groups = _groups(present(axes["x"]), features)
         if groups is None:
             over = tuple(i for i, c in enumerate(axes["x"]) if c in features)
-            sentence = (
-                f"it normalises over axes {over} of {list(x.shape)}; of several axes the fused op takes the last ones"
-            )
+            sentence = f"it normalises over axes {over} of {list(x.shape)}; several axes must be the last ones for the fused op"
             edit = "move the normalised axes to the end first, with jnp.moveaxis"
             self.decline("axes", f"{anchor_text(self.anchor)}: {sentence}", edit=edit, site=region.nodes)
         where, direct = input_positions(region), len(features) == 1
@@ -343,7 +341,7 @@ class _NormSite(NormSite):
         share, epsilon = found.scalars["1/N"], as_written(found.scalars["epsilon"])
         where = anchor_text(self.anchor)
         if not close(share, 1 / size):
-            sentence = f"{where} is of a sum of {size} entries times {share:.6g}, which is no mean: {size} entries times {1 / size:.6g}"
+            sentence = f"{where} takes a sum of {size} entries times {share:.6g}, which is not their mean (times {1 / size:.6g})"
             self.decline("scalar", sentence, edit=BY_COUNT)
         self.check_guarded(epsilon)
 
