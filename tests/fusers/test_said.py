@@ -52,7 +52,7 @@ def factor_for_keys_of_masked(q, k, v, g):
 
 # name -> program, arguments, code, what its sentence says, and its edit (None: there is none).
 SAID = {
-    "keepdims forgotten": (lambda x: normed(x, keep=False), (X,), "axes", "along a different axis from the one whose rows", "keepdims=True"),
+    "keepdims forgotten": (lambda x: normed(x, keep=False), (X,), "axes", "a different axis from the one whose rows", "keepdims=True"),
     "keepdims forgotten, rms": (lambda x: x / jnp.sqrt((x * x).mean(-1) + 1e-6), (X,), "axes", "sums over axis 1", "keepdims=True"),
     "ddof": (lambda x: normed(x, ddof=1), (X,), "scalar", "times 0.142857, where 1/N = 0.125 is needed", "ddof=0"),
     "epsilon outside": (lambda x: normed(x, outside=True), (X,), "structure", "epsilon added outside the root", "divide by"),

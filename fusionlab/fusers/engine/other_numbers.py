@@ -1,7 +1,7 @@
-"""What a fused op makes of numbers that a model is not meant to see, where the program makes something else: said with the site.
+"""Where a fused op differs from the program on numbers that a model is not meant to see; reported with the site.
 
-Certification shows it (`Verdict.lost`, `Verdict.edge`, `Verdict.regained`); here it becomes a note, or the reason why the site stays as
-it is.
+Certification finds the differences (`Verdict.lost`, `Verdict.edge`, `Verdict.regained`); here they become notes, or the reason to leave
+the site as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ATTENDS = frozenset({"dot_product_attention", "multi_transformer"})  # ops that
 
 
 def edge_note(dtype: Any) -> str:
-    """The note for numbers that overflow in the op and not in the program."""
+    """The note for numbers that overflow in the op but not in the program."""
     largest = float(jnp.finfo(dtype).max)
     return (
         f"infinities may become NaN, and finite numbers {_EDGE} {jnp.dtype(dtype).name} ({largest:.1e}) may become infinities "
@@ -40,14 +40,14 @@ def squares_note(dtype: Any) -> str:
 
 
 def _is_in_reach(op: str, dtype: Any) -> bool:
-    """Whether numbers of a model come near the largest one: no score of an attention does, and scores that overflow in one order of
-    factors and sums then do in many.
+    """Whether a model's numbers come near the largest one: no score of an attention does, and scores that overflow in one order of
+    factors and sums overflow in many.
     """
     return op not in _ATTENDS or float(jnp.finfo(dtype).max) <= _NO_SCORE
 
 
-# What a proof may show -> how a note begins or goes that says so already, the note, and whether it is one for an op on a dtype. In
-# float32, in which norms of 16 bits are computed too, squares overflow from 1.8e19 on.
+# Finding of a proof -> the words of an existing note that already covers it, the note, and whether it concerns an op on a dtype. In
+# float32, in which 16-bit norms are computed as well, squares overflow from 1.8e19 on.
 _SHOWN: dict[str, tuple[str, Callable[[Any], str], Callable[[str, Any], bool]]] = {
     "edge": (_EDGE, edge_note, _is_in_reach),
     "regained": ("overflows sooner", squares_note, lambda op, _: op == "layer_norm"),
@@ -57,13 +57,13 @@ _SHOWN: dict[str, tuple[str, Callable[[Any], str], Callable[[str, Any], bool]]] 
 def notes_of(
     view: Any, region: Region, op: str, verdict: ProofOutcome, notes: Sequence[str], would: str
 ) -> tuple[str, ...]:
-    """The notes with what the proof has shown beside them.
+    """The notes, with those for the differences that the proof has found.
 
     Args:
-      would: which site would become what, for the sentence.
+      would: the site and the op that it could become, for the sentence.
 
     Raises:
-      Declined: the site has to stay as it is.
+      Declined: the site must be left as it is.
     """
     found, dtype = list(notes), region.root.dtype
     # The softmax of a row of minus infinities is NaN; an attention op gives 0 there.

@@ -38,7 +38,7 @@ class LerpPass(Pass):
     options: ClassVar = {
         "reassociate": Option(
             False,
-            "also fuse x * (1 - w) + y * w and its variants: equal in exact arithmetic, rounded differently, infinite near the dtype's edge",
+            "also fuse x * (1 - w) + y * w and its variants: equal in exact arithmetic, rounded differently, infinite near the dtype's max",
         )
     }
 
