@@ -229,7 +229,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
     (rejection,) = found.rejections
     text = found.explain(rejection.id)
     assert "declined [activation]" in text
-    assert "no known activation" in text
+    assert "not a known activation" in text
     assert f"({rejection.matched} of {rejection.total} matched)" in text
     assert "Edit: use relu, gelu" in text
     assert found.explain(rejection.node_ids[0]).count("declined [activation]") == 1

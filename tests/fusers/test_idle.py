@@ -172,7 +172,7 @@ def test_a_larger_site_that_is_left_as_it_is_says_so_where_a_smaller_one_has_its
         norm, pass_name="mine", formula="mine", left_to_xla=None, nodes_before=norm.nodes_before - 1
     )
     _, (lost,) = settle([norm, small])
-    assert f"mine of mine, which is fused by default while this is left as it is: {norm.idle}" in lost.sentence
+    assert f"mine of mine, which is fused by default, while this one is left as it is: {norm.idle}" in lost.sentence
     assert lost.edit == "name the pass: passes=['layer_norm']"
     smaller = dataclasses.replace(small, left_to_xla=norm.left_to_xla)  # both are left as they are
     _, (lost,) = settle([norm, smaller])

@@ -68,9 +68,9 @@ SAID = {
     "one key": (lambda q, k, v: softmax(dot(q, k)) @ v, (Q, K[:, :, :1], V[:, :, :1]), "axes", "a softmax of one entry is 1", "leave"),
     "factor for keys": (
         lambda q, k, v, g: softmax(dot(q, k) * g) @ v,
-        *((Q, K, V, G), "axes", "the scores have a factor for each key, %", "scale k"),
+        *((Q, K, V, G), "axes", "the scores have a factor per key, %", "scale k"),
     ),
-    "factor for keys, masked before": (factor_for_keys_of_masked, (Q, K, V, G), "axes", "a factor for each key, %", None),
+    "factor for keys, masked before": (factor_for_keys_of_masked, (Q, K, V, G), "axes", "a factor per key, %", None),
     "fill is an array": (
         lambda q, k, v, fill: softmax(jnp.where(LOW, dot(q, k), fill)) @ v,
         *((Q, K, V, FILL), "mask", "the score of masked keys is an argument of the program", "close over fill"),
@@ -153,10 +153,10 @@ def test_a_reason_behind_another_is_said_with_it_and_no_edit_that_leads_to_it():
 
     (told,) = fl.find(jax.grad(lambda x: (over_two_axes(x) ** 3).sum()), Q[0]).rejections
     assert told.code == "escapes"
-    assert "and behind that, [axes] %" in told.sentence
+    assert "; once that is fixed: [axes] %" in told.sentence
     assert "jnp.moveaxis" in told.edit
     first, last = (Rejection("a", "a", "escapes", s, (), frozenset(), 1, 1, None, FUSE_FIRST) for s in ("one", "two"))
-    assert reason_to_tell(first, last).sentence == "one; and behind that, [escapes] two"
+    assert reason_to_tell(first, last).sentence == "one; once that is fixed: [escapes] two"
     assert reason_to_tell(first, first) is first
 
 

@@ -102,17 +102,17 @@ def test_it_is_replaced_inside_regions(fn):
 @pytest.mark.parametrize(
     ("finish", "code", "told"),
     [
-        (lambda out: (out[0], out[1] * 1.01), "value", "of its 2 results number 2: value differs"),
-        (lambda out: (out[0] * 1.01, out[1]), "value", "of its 2 results number 1: value differs"),
+        (lambda out: (out[0], out[1] * 1.01), "value", "result 2 of 2: value differs"),
+        (lambda out: (out[0] * 1.01, out[1]), "value", "result 1 of 2: value differs"),
         (
             lambda out: (out[0], lax.stop_gradient(out[1])),
             "gradient",
-            "of its 2 results number 2: gradient of x differs",
+            "result 2 of 2: gradient of x differs",
         ),
         (
             lambda out: (lax.stop_gradient(out[0]), out[1]),
             "gradient",
-            "of its 2 results number 1: gradient of x differs",
+            "result 1 of 2: gradient of x differs",
         ),
         (lambda out: out[::-1], "value", "number 1"),
     ],
@@ -136,7 +136,7 @@ def test_results_that_are_alike_are_each_certified():
     wrong = search(fn, *ARGS, pass_=GatePass(lambda out: (*out, out[0] * 1.01), also="mul"))
     assert not wrong.candidates
     assert {r.code for r in wrong.rejections} == {"value"}
-    assert all("of its 3 results number 3" in r.sentence for r in wrong.rejections)
+    assert all("result 3 of 3" in r.sentence for r in wrong.rejections)
 
 
 def test_proofs_are_remembered_for_sites_that_are_alike():

@@ -139,10 +139,10 @@ def test_what_no_pass_was_asked_for_is_silent():
     [
         (tanh_of_two, "adds up"),
         (relu_of_part, "takes a part of"),
-        (packed, "a gated pair whose weights are packed"),
+        (packed, "a gated pair with its weights packed"),
         (unit_length, "divides x by its length"),
-        (lambda x, w, b: jax.nn.elu((x @ w + b).reshape(4, 2, 4)), "no known activation"),
-        (lambda x, w, b: jnp.tanh((x @ w) * b + 1), "stands between"),
+        (lambda x, w, b: jax.nn.elu((x @ w + b).reshape(4, 2, 4)), "not a known activation"),
+        (lambda x, w, b: jnp.tanh((x @ w) * b + 1), "comes between"),
     ],
 )
 def test_what_stands_between_is_said_once(f, said):

@@ -263,7 +263,7 @@ def keep_of(p, key, rate=1 - RATE):
 
 RBG = jax.random.key(3, impl="rbg")
 LEFT = {
-    "another generator": (SPELLINGS["selected"], RBG, "drawn of a key<rbg>"),
+    "another generator": (SPELLINGS["selected"], RBG, "drawn from a key<rbg>"),
     "what is dropped": (lambda p, key: jnp.where(keep_of(p, key), 0.0, p), KEY, None),
     "the mask's contrary": (lambda p, key: jnp.where(~keep_of(p, key), p, 0.0), KEY, "True where an entry is dropped"),
     "the contrary as a factor": (lambda p, key: p * (1.0 - keep_of(p, key)), KEY, ""),

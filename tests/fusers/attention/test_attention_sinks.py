@@ -423,7 +423,7 @@ NEAR = {
         "escapes",
         "is also read by",
     ),
-    "two logits": (attention(lambda z, s: two_beside(z, s)[..., :-2]), TWO, "structure", "2 more logits of each row"),
+    "two logits": (attention(lambda z, s: two_beside(z, s)[..., :-2]), TWO, "structure", "2 more logits per row"),
     "two sinks": (
         attention(lambda z, s: jax.nn.softmax(beside(beside(z, s), 2 * s))[..., :-2]),
         SINK,

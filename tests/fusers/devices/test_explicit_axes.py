@@ -110,7 +110,7 @@ def test_what_was_found_on_no_mesh_is_applied_where_one_is_set(mesh):
         ("asked_scattered", "asks for P('d'"),
         ("moved_before_the_bias", "= reshard (explicit.py"),
         ("moved_before_the_activation", "says where the sum with the bias lies"),
-        ("queries", "JAX does not type it: Contracting dimensions are sharded"),
+        ("queries", "JAX cannot type it on these explicit mesh axes: Contracting dimensions are sharded"),
     ],
 )
 def test_a_decline_names_the_operation_and_what_to_do(mesh, name, told):

@@ -335,7 +335,7 @@ def test_its_rejection_says_what_it_is_and_what_is_taken():
         found = fl.find(program, x, passes=NORM)
         assert codes(found) == ["axes"]
         (rejection,) = found.rejections
-        assert "is of a GroupNorm, of 4 groups of 6 channels" in rejection.sentence
+        assert "belongs to a GroupNorm with 4 groups of 6 channels" in rejection.sentence
         assert "if the channels are the last axis" in rejection.sentence
         assert rejection.concepts == ("group_norm",)
         assert "group_norm(x, scale, bias, groups=4)" in rejection.edit

@@ -255,7 +255,7 @@ def test_a_result_of_another_dtype_than_the_input_is_declined():
         return parts.layer_norm(p, "norm2", (x + parts.mlp(p, x)).astype(jnp.float32))
 
     args = parts.of_dtype((parts.params(), parts.inputs()), BF16)
-    declined(fn, args, "dtype", "the op would give bfloat16")
+    declined(fn, args, "dtype", "the op would return bfloat16")
 
 
 @pytest.mark.parametrize("causal", [False, True])

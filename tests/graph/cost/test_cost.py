@@ -107,7 +107,7 @@ def test_the_dearest_branch_of_a_cond_counts():
     assert costs.of(cond).flops == 2 * 2 * 8**3
     counted = {n.primitive: costs.nodes[n.id].trips for b in cond.blocks for n in b.nodes}
     assert counted == {"dot_general": 1, "add": 0}
-    assert "dearest of 2" in costs.notes[cond.id]
+    assert "most expensive of 2" in costs.notes[cond.id]
 
 
 def test_remat_and_custom_rules_cost_what_is_inside():

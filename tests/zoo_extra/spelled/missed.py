@@ -24,7 +24,7 @@ class Missed(NamedTuple):
 
 SPLIT = "a reshape splits or merges across the axes of heads, features or rows"
 
-PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores at a number"),)
+PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores"),)
 LAYERS = (
     Missed("nanodl_vit", "whole layers", 1, SPLIT, FORWARD),
     Missed("flaxmodels_gpt2", "whole layers", 1, "reads float32, where the op has the bfloat16", ("bf16 forward",)),

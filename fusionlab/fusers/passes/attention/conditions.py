@@ -1,5 +1,5 @@
-"""What is said of an attention that is none of the op's: where it matches, of dtypes, masks, sink, biases, maximum and factors; where it
-is nearly one, of one key, a factor for each of them, a mask that fills with an array, a factor behind it.
+"""The reasons for declining an attention. For a match: dtypes, masks, sink, biases, maximum and factors. For a near miss: a single key,
+a factor per key, a mask that fills with an array, a factor after the mask.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _WORDS = {
 
 
 class AttentionConditions(Site):
-    """A site at the product that weighs the values: why it is none of the op's."""
+    """A site at the product that weighs the values: the conditions under which the op declines it."""
 
     words = _WORDS
 
     def check(self, read: Reading, region: Region) -> None:
-        """Declines a site that matches at the first that does not hold."""
+        """Declines a matched site at the first condition that does not hold."""
         for problems in (self.of_arrays, self.of_softmax, self.of_scaling):
             for code, sentence, edit in problems(read, region):
                 self.decline(code, sentence, edit=edit, site=region.nodes)
 
     def of_arrays(self, read: Reading, region: Region) -> Problems:
-        """Code, sentence and edit of what does not hold of dtypes and numbers."""
+        """Code, sentence and edit of each violated condition on dtypes and numbers."""
         where, leaves = anchor_text(self.anchor), region.leaves
         dtypes = {str(leaves[x].dtype) for x in "qkv"} | {str(region.root.dtype)}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
@@ -81,7 +81,7 @@ class AttentionConditions(Site):
             yield "dtype", f"{where}: its sink {sink!r} is wider than its scores", "cast the sink to the dtype of q"
 
     def of_softmax(self, read: Reading, region: Region) -> Problems:
-        """As `of_arrays`, of what the softmax is taken of, and subtracts."""
+        """As `of_arrays`, on the softmax's operand and the maximum it subtracts."""
         where, own = anchor_text(self.anchor), self.bias_of_scores(read)
         if own is not None:
             sentence = (
@@ -102,7 +102,7 @@ class AttentionConditions(Site):
             yield "structure", sentence, _BY_MAXIMUM
 
     def of_scaling(self, read: Reading, region: Region) -> Problems:
-        """As `of_arrays`, of scores that are scaled by data: the op is given queries that are scaled already."""
+        """As `of_arrays`, on scores that are scaled by data: the op is given scaled queries instead."""
         factor = next((s.leaf for s in read.steps if s.kind in ("times", "over")), None)
         wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
         # not where that rounds what the program does not round
@@ -111,9 +111,9 @@ class AttentionConditions(Site):
             yield "dtype", f"{anchor_text(self.anchor)}: {scaled}", "scale q instead of the scores"
 
     def maximum_taken(self, found: Match) -> float:
-        """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
+        """How many times the softmax subtracts the maximum of its exponents; 1 if it subtracts none.
 
-        A leaf may carry any factor, and so may, as far as the matcher can tell, each of the two places where the scores stand.
+        A leaf may carry any factor, and, as far as the matcher knows, so may each of the two occurrences of the scores.
         """
         for p, target in found.nodes.items():
             operands = self.view.nodes[target].operands if found.pattern.nodes[p].op == "sum" else ()
@@ -127,7 +127,7 @@ class AttentionConditions(Site):
         return 1.0
 
     def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:
-        """The maxima over keys among the terms of a sum, and those that are the larger of one and a sink; each with a factor on it."""
+        """The maxima over keys among the terms of a sum, those combined with a sink included, each with its factor."""
         for term in operands:
             node = self.view.nodes[term.nid]
             if node.op == "reduce_max":
@@ -136,7 +136,7 @@ class AttentionConditions(Site):
                 yield from ((o, float(term.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
 
     def bias_of_scores(self, read: Reading) -> str | None:
-        """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
+        """The leaf that is matched as a bias but computed from the scores, such as another maximum of theirs."""
         found = read.match
         scores = next(
             (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
@@ -155,7 +155,7 @@ class AttentionConditions(Site):
         return replace(problem, **changes or {"edit": _EDITS.get(problem.code)})
 
     def check_keys(self) -> None:
-        """Declines for one key."""
+        """Declines an attention to a single key."""
         contracted = self.anchor.params["dimension_numbers"][0][0]
         if all(self.anchor.inputs[0].shape[i] == 1 for i in contracted):
             weighs = (
@@ -164,7 +164,7 @@ class AttentionConditions(Site):
             self.decline("axes", weighs, edit="skip the attention where there is only one key")
 
     def check_clips(self) -> None:
-        """Declines for scores that are clipped at numbers between the products."""
+        """Declines scores that are clipped between the products."""
         node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
         clip = None if node is None else self.view.maker(node)
         if clip is not None:
@@ -174,8 +174,8 @@ class AttentionConditions(Site):
             self.decline("structure", sentence, [clip], progress=(1, 2), edit=edit, concepts=("attention",))
 
     def by_axes(self, found: Miss) -> dict[str, str]:
-        """Sentence and edit for a softmax over one axis and a product that contracts another, as the program numbers them; nothing of
-        another miss.
+        """Sentence and edit for a softmax over one axis and a product that contracts another, as the program numbers them; empty for any
+        other miss.
         """
         crossed = _crossed_axes(self.view, found.target) if found.kind == "axes" else None
         if crossed is None:
@@ -188,7 +188,7 @@ class AttentionConditions(Site):
         return {"sentence": sentence, "edit": _OVER_KEYS}
 
     def by_keys(self, found: Miss) -> dict[str, str | None]:
-        """Sentence and edit for scores with a factor for each key; nothing of another miss."""
+        """Sentence and edit for scores with a factor per key; empty for any other miss."""
         names = found.leaves[0] if found.leaves else ()
         factor = next((n for n in names if n.startswith("factor") and n != "factors"), None)
         if factor is None or not {"k", "v"} <= set(names):
@@ -200,7 +200,7 @@ class AttentionConditions(Site):
         return {"sentence": f"{anchor_text(self.anchor)}: {sentence}", "edit": edit}
 
     def filled_with_data(self, found: Miss) -> dict[str, str]:
-        """Code, sentence and edit for a mask that puts an array where a number is needed; nothing of another miss."""
+        """Code, sentence and edit for a mask that fills with an array instead of a number; empty for any other miss."""
         node, target = self.view.maker(found.target), self.view.nodes[found.target]
         filled = node is not None and target.op == "select" and len(target.operands) == 3
         fill = (
@@ -216,7 +216,7 @@ class AttentionConditions(Site):
         return {"code": "mask", "sentence": f"{anchor_text(node)} {predicate}", "edit": edit}
 
     def scaled_late(self, read: Reading, outcome: Rejection) -> Rejection:
-        """The rejection of other values, where what makes them others is a factor on scores that are masked already."""
+        """The rejection for differing values, reworded if the cause is a factor on scores that are already masked."""
         operands = (o for t in read.match.nodes.values() for o in self.view.nodes[t].operands)
         late = next((o for o in operands if self.view.nodes[o.nid].op == "select" and not close(o.coef, 1.0)), None)
         masked = None if late is None else self.view.maker(late.nid)
@@ -227,14 +227,14 @@ class AttentionConditions(Site):
 
 
 def _changes_scores_once(pattern: Pattern) -> bool:
-    """Whether one factor, bias or mask is all that an example does to the scores."""
+    """Whether an example changes the scores by a single factor, bias or mask."""
     return sum(name[:4] in ("fact", "bias", "mask") for name in pattern.leaf_of.values()) == 1
 
 
 def _crossed_axes(view: CanonicalView, product: int) -> tuple[Value, int, int] | None:
-    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
+    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, if those axes differ.
 
-    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
+    `product` is a canonical node; None if it is not a product with a softmax, or if either is over several axes.
     """
     dot = view.nodes[product]
     found = (_crossed(view, dot, operand) for operand in dot.operands if dot.op == "dot")
@@ -254,7 +254,7 @@ def _crossed(view: CanonicalView, dot: CNode, operand: Operand) -> tuple[Value, 
 
 
 def _divided_by(view: CanonicalView, nid: int) -> Operand | None:
-    """The sum that a canonical node, the weights of a softmax, is divided by; None where there is none."""
+    """The sum by which a canonical node, the weights of a softmax, is divided; None if there is none."""
     node = view.nodes[nid]
     totals = (o for o in node.operands if view.nodes[o.nid].op == "reduce_sum")
     return next(totals, None) if node.op == "prod" else None

@@ -1,4 +1,4 @@
-"""An attention that matches, proposed as the op: of the heads that it repeats or those repeated, with a key for its dropout mask or not."""
+"""A matched attention proposed as the op: with heads before or after their repetition, and with or without a key for its dropout mask."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AttentionProposals(AttentionConditions):
     def of_either_heads(
         self, read: Reading, region: Region, dropped: frozenset[str], known: tuple[Masking, float, tuple[str, ...]]
     ) -> Candidate | Rejection:
-        """The site of the heads that it repeats, where that is one; else of those that are repeated, which it gives way to.
+        """The site with heads before their repetition, if that is possible; otherwise, or as its fallback, with the repeated heads.
 
         `known`: the masks, the factor on the result, the notes.
         """
@@ -54,8 +54,8 @@ class AttentionProposals(AttentionConditions):
     def of_fewer_heads(
         self, read: Reading, region: Region, masks: Masking
     ) -> tuple[Region, Mapping[str, Repeated]] | None:
-        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
-        be heads as well, but more would be permuted then than repeated.
+        """The site as a function of keys and values before their heads are repeated. A repeated batch (for the beams of a search) would
+        count as heads as well, but then more data would be permuted than repeated.
         """
         few = without_repeats(self.view, read.match, region)
         if few is None:
@@ -73,9 +73,9 @@ class AttentionProposals(AttentionConditions):
         problem: Rejection | None,
         repeated: Mapping[str, Repeated],
     ) -> Candidate | Rejection:
-        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
+        """The site as the op, with the key of its dropout mask if known, else with the mask.
 
-        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
+        If it cannot be fused with its backward pass, the fallback is the mask as data; after that `problem`, or the site alone.
         """
         attrs = attention_attributes(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
@@ -109,7 +109,7 @@ class AttentionProposals(AttentionConditions):
         notes: tuple[str, ...],
         layout: Layout,
     ) -> Candidate:
-        """The site with the key of its dropout mask for an operand, in place of the mask. Raises Declined where it has no such mask."""
+        """The site with the key of its dropout mask as an operand instead of the mask. Raises Declined if it has no such mask."""
         factors = present_changes(read, region)
         if len(factors) != 1 or read.tail.of_some_keys:
             raise Declined(
@@ -131,7 +131,7 @@ class AttentionProposals(AttentionConditions):
         return sign * scalars.get("scale", 1.0) * scalars.get("cap", 1.0) / self.carried(region, ("q", "k"))
 
     def precision(self, region: Region) -> Any:
-        """What the user asked of the products; None for the default."""
+        """The precision requested of the products; None for the default."""
         asked = {str(p): p for n in region.nodes if n.primitive == "dot_general" for p in (n.params.get("precision"),)}
         if region.root.dtype != jnp.float32:
             return None  # 16-bit products accumulate in float32 whatever is asked

@@ -1,7 +1,7 @@
 """Pass `lerp`: x + w * (y - x), w an array or a number, broadcast in any way -> one `lerp` op.
 
-Spellings of the same number round differently. Those that round as the op does are taken; the others (x * (1 - w) + y * w and what is
-like it) are where `lerp=dict(reassociate=True)` asks for them. How a program writes a blend is read off the graph (`blends`).
+The spellings are mathematically equal but round differently. Those that round as the op does are fused; the others (x * (1 - w) + y * w
+and similar) only with `lerp=dict(reassociate=True)`. A blend's spelling is read off the graph (`blends`).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _BlendSite(Site):
         return self.unless_read(region, "compute the outside use from x and y again", proposed)
 
     def check_dtypes(self, region: Region) -> None:
-        """Declines for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
+        """Declines a dtype that the op does not take, and rounding inside, which includes an operand wider than the result."""
         result_dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         rounding, narrow = _rounding(region), _narrow(region)

@@ -1,6 +1,6 @@
 """Pass `gemm_epilogue`: act(x @ w + b) -> one `gemm_epilogue` op.
 
-The anchor is a product. What is linear there is matched by example (`linear_parts`); the activation is recognised by value, from the
+The anchor is a product. The linear part is matched by example (`linear_parts`); the activation is recognised by value, from the
 linear result onwards (`epilogues`). Every product with a bias or an activation is a site; a bare product is not, since there is
 nothing to fuse.
 """
@@ -89,7 +89,7 @@ class GemmEpiloguePass(Pass):
 
 @dataclass(frozen=True)
 class Wide:
-    """What a site computes in float32 of operands of 16 bits.
+    """The part of a site with 16-bit operands that is computed in float32.
 
     Attributes: `dtype` of the operands, `start` where float32 begins (as the op's `wide`), `out` as the op's.
     """
@@ -125,7 +125,7 @@ class _ProductSite(LinearSite):
             yield from self.with_activation(linear)
 
     def check_convolution(self) -> None:
-        """Declines for a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
+        """Declines a one-point convolution with a stride, padding or dilation that is followed by something to fuse."""
         added = self.addition()
         total = added[0].outputs[0] if added is not None else self.product
         nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
@@ -139,7 +139,7 @@ class _ProductSite(LinearSite):
         self.decline("structure", f"{anchor_text(self.anchor)} {reason}", edit=edit, progress=(1, 2), site=nodes)
 
     def wrong_dtype(self) -> Iterator[Rejection]:
-        """For a product of integers with something to fuse behind it."""
+        """The rejection of an integer product that is followed by something to fuse."""
         users = self.users(self.product)
         if not is_float(self.product.dtype) and any(u.primitive in ("add", "max", "custom_jvp_call") for u in users):
             yield self.rejection("dtype", _TAKES.format(anchor_text(self.anchor), self.product.dtype), edit=_FLOATS)
@@ -170,7 +170,7 @@ class _ProductSite(LinearSite):
     def linear_part(
         self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
     ) -> Iterator[Candidate | Rejection]:
-        """The product with its bias, where the activation behind it is not fused, and why that is not."""
+        """The product with its bias, if the activation after it is not fused, and the reason for that."""
         if problem is not None:
             yield replace(problem, region=self.whole(linear, leaking))
         summed = None if linear.bias else summed_over_devices(self, self.product)
@@ -181,7 +181,7 @@ class _ProductSite(LinearSite):
             yield self.attempt(self.candidate, linear, linear.value, "none", notes)
 
     def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:
-        """The product with the activation that was declined, as a region; None where it cannot be cut out."""
+        """The product with the declined activation, as a region; None if it cannot be cut out."""
         if leaking is None:
             return None
         read = frozenset({"x"})
@@ -196,9 +196,9 @@ class _ProductSite(LinearSite):
         views: tuple[Node, ...] = (),
         by_rule: bool = False,
     ) -> Candidate | Rejection:
-        """The site that ends in `end`, or where that is rounded.
+        """The site that ends in `end`, or in its rounding.
 
-        `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
+        `views` come between the linear part and its activation; `by_rule`: the maximum there has the derivative of relu.
         """
         dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
         region, more = self.region(linear, end, dtype)
@@ -220,7 +220,7 @@ class _ProductSite(LinearSite):
         return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
 
     def region(self, linear: Linear, end: Value, dtype: Any) -> tuple[Region, tuple[Node, ...]]:
-        """The site that ends in `end`, or where that is rounded to `dtype`; and the views in between."""
+        """The site that ends in `end`, or in its rounding to `dtype`; and the views in between."""
         rounded = None if dtype is None else rounding(self, end, dtype)
         widened = frozenset[str]()  # the leaves that are read as they are before they are widened
         if dtype is not None:
@@ -229,7 +229,7 @@ class _ProductSite(LinearSite):
         return cut(self.view, root, linear.leaves, as_read=frozenset("x") - widened, through_casts=widened), views
 
     def narrow(self, linear: Linear) -> Any:
-        """The dtype of 16 bits that both operands of the product have, or are widened from; None where there is none."""
+        """The 16-bit dtype that both operands of the product have, or from which they are widened; None if there is none."""
         first, second = (narrow(self, a) for a in self.anchor.inputs)
         if first is None or first != second:
             return None
@@ -240,7 +240,7 @@ class _ProductSite(LinearSite):
         return first if narrow_bias and is_default(self.anchor.params.get("precision")) else None
 
     def wide(self, region: Region, dtype: Any) -> Wide:
-        """What of a site is computed in float32, of operands of 16 bits."""
+        """The part of a site with 16-bit operands that is computed in float32."""
         last = self.search.block.producer[region.root.id]
         rounds = any(
             n.primitive in CASTS and n.outputs[0].dtype == dtype and n is not last and narrows(dtype, n.inputs[0].dtype)
@@ -260,11 +260,11 @@ class _ProductSite(LinearSite):
         return wide and joined and all(is_float(d) and not narrows(dtype, d) for d in leaves)
 
     def refuse(self, region: Region, code: str, sentence: str, edit: str, concepts: Sequence[str] = ()) -> NoReturn:
-        """Declines for what the fused op does not take."""
+        """Declines operands that the fused op does not take."""
         self.decline(code, sentence, edit=edit, progress=(1, 1), site=region.nodes, concepts=concepts)
 
     def check_dtypes(self, region: Region, wide: Wide, concepts: Sequence[str]) -> None:
-        """Declines for several dtypes, for one that the op does not take, and for float32 sums of float16."""
+        """Declines several dtypes, a dtype that the op does not take, and float32 sums of float16."""
         values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
         dtypes = {str(v.dtype) for v in values} if not self.mixed(region) else {str(region.root.dtype)}
         where = anchor_text(self.anchor)
@@ -279,7 +279,7 @@ class _ProductSite(LinearSite):
             self.refuse(region, "dtype", _TAKES.format(where, *dtypes), _FLOATS, concepts)
 
     def check_operands(self, linear: Linear, region: Region, concepts: Sequence[str]) -> None:
-        """Declines for a rank that the op, or the option `strict_rank`, does not take, for a convolution and for a factor."""
+        """Declines a rank that the op, or the option `strict_rank`, does not take, a convolution, and a factor."""
         x, w, where = region.leaves["x"], region.leaves["w"], anchor_text(self.anchor)
         if len(x.shape) < 2:
             edit = "give x a leading axis, or map the layer with jax.vmap"

@@ -1,7 +1,7 @@
 """Pass `grouped_matmul`: `jax.lax.ragged_dot` and `ragged_dot_general`, each product of groups of rows -> one op.
 
-A program that is differentiated already has the gradients as two more such products, in the backward pass. Each is a site of its own: it
-reads what the program keeps anyway, and nothing of the others.
+An already differentiated program has the gradients as two more such products, in the backward pass. Each is a site of its own: it
+reads only values that the program keeps anyway.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Grouped(Site):
         return replace(outcome, alone=True) if isinstance(outcome, Candidate) else outcome
 
     def check_dtypes(self) -> None:
-        """Declines for an operand of no float dtype that the op takes."""
+        """Declines an operand whose dtype the op does not take."""
         dtypes = {np.dtype(a.dtype).name for a in self.anchor.inputs[:2]}
         if len(dtypes) > 1 or not dtypes <= set(FLOATS):
             sentence = (

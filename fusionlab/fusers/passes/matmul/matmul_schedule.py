@@ -1,7 +1,7 @@
 """Pass `matmul_schedule`: every product that no larger fusion claims -> the route that takes it.
 
-A route takes a product with all it can absorb (factors, a bias, an activation, a cast), or says why it does not (`kernels.matmul.routes`).
-A product that stays with XLA as it is written is no candidate and no rejection: it has a route, and `Findings.routes()` tells which.
+A route takes a product with all that it can absorb (factors, a bias, an activation, a cast), or gives a reason (`kernels.matmul.routes`).
+A product left to XLA as written is neither a candidate nor a rejection: it has a route, listed by `Findings.routes()`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MatmulSchedulePass(Pass):
 
         Args:
           searched: a search of the pass over each block, with the custom rule that it belongs to, if it does.
-          findings: whose candidates claim products.
+          findings: the findings, whose candidates claim products.
         """
         mine = [c for c in findings.candidates if c.pass_name == self.name]
         claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
@@ -82,18 +82,18 @@ class MatmulSchedulePass(Pass):
 
 
 class Routed(ProductSite):
-    """One product, what stands behind it, and what each route says of it."""
+    """One product, the nodes after it, and the answer of each route."""
 
     @property
     def library(self) -> bool | None:
-        """The switch."""
+        """The option `library`."""
         return self.pass_.option(self.search, "library")
 
     def decided(self) -> tuple[ProductCall, tuple[Answer, ...]] | None:
-        """What a route takes, with what the routes say; None for no product of the op's.
+        """The call that a route takes, with the routes' answers; None if the op does not take the product.
 
-        All of it, or all stays with XLA, which would fuse the rest with a product of its own: unless the switch is on. Then the library
-        takes the most that it can.
+        Either a route takes all of it, or all is left to XLA, which would fuse the rest with a product of its own. If the option is True,
+        the library takes as much as it can.
         """
         steps = self.steps()
         if not steps:
@@ -105,7 +105,7 @@ class Routed(ProductSite):
         return next(((call, answers) for call, answers in parts if answers[-1].route.name != "xla"), whole)
 
     def left_behind(self, call: ProductCall) -> str:
-        """What stands before and behind the product in a kernel of its own, in a few words; "" where nothing does."""
+        """The activations before and after the product in kernels of their own, in a few words; "" if there are none."""
         parts = []
         for operand in (call.a, call.b):
             maker = maker_of(self.search.block, operand)
@@ -166,7 +166,7 @@ def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitut
 
 
 def _by_node(candidates: Iterable[Candidate]) -> dict[int, Candidate]:
-    """Node -> the candidate that it is fused with."""
+    """Node -> the candidate with which it is fused."""
     return {n: c for c in candidates for n in c.all_node_ids}
 
 
@@ -204,7 +204,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
 
 
 def _claimed(claim: Candidate) -> str:
-    """Why no route is asked of a product that is a larger fusion's."""
+    """Why no route is sought for a product that a larger fusion claims."""
     backend = claim.backend
     return f"claimed by {claim.pass_name}" + (f", {backend.name}: {backend.reason}" if backend else "")
 

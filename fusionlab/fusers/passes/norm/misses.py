@@ -1,4 +1,4 @@
-"""What every norm is asked, and what one that is nearly one is told: another share of the sum, an epsilon that is no number, statistics
+"""The conditions on every norm, and the rejections of near misses: another share of the sum, an epsilon that is not a number, statistics
 along another axis.
 """
 
@@ -44,11 +44,11 @@ _WORDS = {
 
 
 class NormSite(Site):
-    """A site at the root of a mean of squares: what is said where it matches no example.
+    """A site at the root of a mean of squares, with the rejections for a site that matches no example.
 
     Attributes:
-      around: what stands around the root.
-      x: the canonical node of what is normalised, by its name in the examples.
+      around: the surroundings of the root.
+      x: the canonical node of the normalised value, by its name in the examples.
     """
 
     words = _WORDS
@@ -73,7 +73,7 @@ class NormSite(Site):
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
     def grouped(self, channels: ChannelGroups, odd: Node | None) -> Rejection:
-        """The rejection of a GroupNorm in a layout that the op has not, or with something in it that a norm has not."""
+        """The rejection of a GroupNorm in a layout that the op does not take, or with a node that a norm does not have."""
         groups, each, guilty = channels.groups, channels.each, [odd] if odd is not None else []
         subject = f"{anchor_text(self.anchor)} belongs to a GroupNorm with {groups} groups of {each} channels"
         if channels.batch_axes is not None:
@@ -88,20 +88,20 @@ class NormSite(Site):
         return self.rejection(code, f"{subject}; {where}", guilty, edit=edit, concepts=("group_norm",))
 
     def check_guarded(self, epsilon: float) -> None:
-        """Declines for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
+        """Declines an epsilon out of range: one of 0 does not prevent a division by 0, and a large one makes another function."""
         if not 0 < epsilon < _EPSILON_LIMIT:
             limits = f"above 0 and below {_EPSILON_LIMIT:g}"
             sentence = f"{anchor_text(self.anchor)} has epsilon {epsilon:g}; a norm's is {limits}"
             self.decline("scalar", sentence, edit=f"use an epsilon {limits}")
 
     def notes(self, region: Region) -> tuple[str, ...]:
-        """What the fused op does better: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
+        """Where the fused op is more accurate: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
         by_squares = len({self.search.view.ref[n.outputs[0].id].nid for n in self.around.sums}) > 1
         spread = any(n in region.nodes for n in self.around.shifts)
         return (_CANCELS,) * by_squares + (_SPREAD,) * spread
 
     def check_dtypes(self, region: Region) -> None:
-        """Declines for what the op does not compute in, or would not round."""
+        """Declines dtypes in which the op does not compute, and roundings that it would not make."""
         dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         where, edit = anchor_text(self.anchor), None
@@ -119,7 +119,7 @@ class NormSite(Site):
         self.decline("dtype", f"{where} {problem}", edit=edit, site=region.nodes)
 
     def check_shifted(self) -> None:
-        """Declines for multiples of the root that are added up and are not x less its mean."""
+        """Declines a sum of multiples of the root that is not x minus its mean."""
         for node in self.around.shifts[:1]:
             problem = "adds two multiples of the root that are not x and -mean(x) times the same factor"
             edit = (
@@ -128,7 +128,7 @@ class NormSite(Site):
             self.decline("structure", f"{anchor_text(node)} {problem}", [node], edit=edit)
 
     def check_transposed(self) -> None:
-        """Declines for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
+        """Declines statistics that are broadcast along the wrong axis: without keepdims, in a square array."""
         crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
         node = None if crossed is None else self.view.maker(crossed)
         if node is None:
@@ -142,7 +142,7 @@ class NormSite(Site):
 
 
 def _scalar_at(miss: Miss) -> str | None:
-    """The number of the example that stands where a match ended, by its name; None where there is none."""
+    """The name of the example's number at which a match ended; None if there is none."""
     edge = miss.pattern.edges.get(miss.at) if miss.at is not None else None
     return None if edge is None else edge.scalar
 
