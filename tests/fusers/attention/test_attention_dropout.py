@@ -309,7 +309,7 @@ LEFT = {
         KEY,
         "not bit for bit",
     ),
-    "more bits": (lambda p, key: jnp.where(bernoulli(key, 0.7, p.shape, mode="high"), p, 0.0), KEY, "not, to the bit"),
+    "more bits": (lambda p, key: jnp.where(bernoulli(key, 0.7, p.shape, mode="high"), p, 0.0), KEY, "not bit for bit"),
     "a normal number": (
         lambda p, key: jnp.where(jax.random.normal(key, p.shape) < 0.7, p, 0.0),
         KEY,

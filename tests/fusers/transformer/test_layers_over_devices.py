@@ -85,7 +85,7 @@ MISSES = {  # name -> (layer, code, what its sentence says)
     "a part of the devices": (
         changed(mlp=lambda p, h: lax.psum_scatter(inner(p, h) @ p["down"], "tp", scatter_dimension=2, tiled=True)),
         "region",
-        "reduce_scatter is no sum over all devices",
+        "reduce_scatter is not a sum over all devices",
     ),
     "the sum of a multiple": (
         changed(mlp=lambda p, h: lax.psum(2 * (inner(p, h) @ p["down"]), "tp") + p["down_bias"]),
@@ -105,7 +105,7 @@ MISSES = {  # name -> (layer, code, what its sentence says)
     "the attention's is scattered": (
         changed(out=lambda p, m: lax.psum_scatter(m @ p["out"], "tp", scatter_dimension=2, tiled=True)),
         "region",
-        "reduce_scatter is no sum over all devices",
+        "reduce_scatter is not a sum over all devices",
     ),
     "what all devices have, gathered": (
         changed(out=lambda p, m: lax.all_gather(m @ p["out"], "tp").sum(0) + p["out_bias"]),

@@ -328,7 +328,7 @@ def test_a_node_with_effects_inside_the_site_is_refused():
         return lax.scan(body, a, None, length=2)[0] @ w, a
 
     graph = trace(fn, X, W)
-    with pytest.raises(Declined, match="has effects beside its results"):
+    with pytest.raises(Declined, match="has side effects"):
         region(graph.top)
 
 

@@ -28,7 +28,7 @@ PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the sc
 LAYERS = (
     Missed("nanodl_vit", "whole layers", 1, SPLIT, FORWARD),
     Missed("flaxmodels_gpt2", "whole layers", 1, "reads float32, where the op has the bfloat16", ("bf16 forward",)),
-    Missed("equimo_dinov2", "whole layers", 1, "bfloat16 would be rounded once more", ("bf16 forward",)),
+    Missed("equimo_dinov2", "whole layers", 1, "would round bfloat16 once more", ("bf16 forward",)),
 )
 
 
