@@ -98,14 +98,16 @@ class Promoted:
         bound = self._bound(args, kwargs)
         flat, tree = jax.tree_util.tree_flatten((bound.args, bound.kwargs))
         if tree != self._in_tree:
-            raise ArgumentError(f"arguments: got structure {tree}, needed the one promoted for, {self._in_tree}")
+            raise ArgumentError(
+                f"arguments: got structure {tree}, needed the structure it was promoted for, {self._in_tree}"
+            )
         with jax_defaults():
             return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
 
 
 def _argument(x: Any, aval: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise ArgumentError(f"arguments: got a shape ({x}), needed arrays: the reference has to be run")
+        raise ArgumentError(f"arguments: got a shape ({x}), needed arrays, because the reference is run")
     if not is_inexact(aval.dtype):
         return x if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(x, aval.dtype)
     # Through the program's own dtype first: that is what the program sees of a Python float or a float64 array.

@@ -200,8 +200,8 @@ class Interpreter:
         for key, index, child in child_jaxprs(eqn):
             if not name.startswith(_WITH_COMPUTATION) or index is not None:
                 raise TraceError(
-                    f"{_site(eqn)} owns a program that cannot be promoted to float64. Needed: primitives whose meaning "
-                    "is known; give it with promote(inline=...), or compare without a reference (numerics=False)."
+                    f"{_site(eqn)} contains a program that cannot be promoted to float64. Needed: primitives whose meaning "
+                    "is known; supply it with promote(inline=...), or compare without a reference (numerics=False)."
                 )
             params[key] = self._retyped(child)
         return [plain(o) for o in _bind(eqn, args, params)]

@@ -91,7 +91,7 @@ def test_a_pair_is_one_call(name):
 def test_of_16_bits_it_is_rounded_once_and_says_so():
     site = agree(FORMS["silu"], HX, HW, HV)
     assert site.notes == (
-        "x @ w, its activation and x @ v are not rounded to bfloat16 on the way: float32, rounded once at the end",
+        "x @ w, its activation and x @ v stay in float32 and are rounded to bfloat16 once, at the end",
     )
     exact = FORMS["silu"](*(np.asarray(a, np.float64) for a in (HX, HW, HV)))
     errors = [

@@ -43,7 +43,7 @@ _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), Laye
 _NOT_BEGUN = (0, READING_STEPS)  # the progress at an attention around which nothing was read
 _REPORTED = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
-_SUMMED = ", both of devices' parts that are summed before the bias"
+_SUMMED = ", both summed over devices before the bias"
 SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 
 
@@ -121,9 +121,8 @@ class MultiTransformerPass(Pass):
 
     op = "multi_transformer"
     needs = (
-        "self-attention, output projection, both residual sums, a layer or RMS norm for each with epsilon up to 0.001, a feed-forward "
-        "with a known activation; a rotary embedding by halves; nothing inside read elsewhere but keys and values; no dropout; forward "
-        "only"
+        "self-attention, output projection, both residual sums, each with a layer norm or RMS norm of epsilon up to 0.001, a feed-forward "
+        "with a known activation; a rotary embedding by halves; only keys and values are read outside; no dropout; forward only"
     )
     whole = forward_only = True
     named_only = True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
@@ -269,8 +268,8 @@ class _Place(Site):
 
     def differentiated(self) -> Rejection:
         sentence = (
-            f"{anchor_text(self.anchor)}: inner values of the layer around it are read outside, as by the backward pass of a program that "
-            "is differentiated already; the op runs forward only, and is its pieces under jax.grad"
+            f"{anchor_text(self.anchor)}: inner values of the surrounding layer are read outside it, for example by the backward pass "
+            "of a program that is already differentiated; the op runs forward only, and splits into its pieces under jax.grad"
         )
         return self.rejection("escapes", sentence, (), _NOT_BEGUN, FUSE_FIRST)
 
@@ -301,7 +300,7 @@ def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
     notes = (note for piece in pieces for note in piece.notes if note not in (MADE_OUTSIDE, LEFT + piece.idle))
     return (
-        f"weights are read as they lie: {weights} for queries, keys and values, nothing is repacked",
+        f"weights are read in place: {weights} for queries, keys and values, nothing is repacked",
         *dict.fromkeys(notes),
     )
 
