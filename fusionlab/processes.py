@@ -44,6 +44,6 @@ def from_process_0(value: Any, task: str) -> np.ndarray:
         first = next(iter(str(error).splitlines()), "")
         raise ProcessError(
             f"{task}: this is process {jax.process_index()} of {jax.process_count()}, and not all of them answered ({first}); needed every "
-            "process to be alive and to make the same calls in the same order: look for the first error in the others' output, and start "
-            "all again"
+            "process to be alive and to make the same calls in the same order: look for the first error in the others' output, and restart "
+            "all processes"
         ) from error

@@ -213,9 +213,9 @@ def _backends(device: Device) -> Iterator[Ability]:
 def _launcher() -> Ability:
     """Ready where a compiled launcher is in use; Python launches kernels elsewhere, later."""
     if launch.LAUNCHER is not None:
-        return Ability("compiled launcher", True, "launches kernels without Python, outside of CUDA graphs too")
-    reason = native.why_not() or f"asked for by {native.VARIABLE}, or it could not be built or loaded"
-    return Ability("compiled launcher", False, f"Python launches kernels, later where no CUDA graph does: {reason}")
+        return Ability("compiled launcher", True, "launches kernels without Python, also outside CUDA graphs")
+    reason = native.why_not() or f"{native.VARIABLE} asks for it, or it could not be built or loaded"
+    return Ability("compiled launcher", False, f"Python launches kernels, more slowly outside CUDA graphs: {reason}")
 
 
 def _next_command(device: Device, needs: tuple[Need, ...]) -> str:

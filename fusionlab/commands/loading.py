@@ -54,7 +54,7 @@ def _load_file(name: str) -> ModuleType:
         raise ArgumentError(f"function: there is no file {name!r}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ArgumentError(f"function: {name!r} is no Python file")
+        raise ArgumentError(f"function: {name!r} is not a Python file")
     loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.absolute().parent))  # as `python file.py` does, so that its own imports work
     own = sys.modules.setdefault(file.stem, module) is module  # dataclasses look their module up there

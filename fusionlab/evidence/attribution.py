@@ -29,8 +29,8 @@ from .instruments.timing import Runs, ratio_interval, runs_of, seconds
 from .reconcile import Reconciliation
 
 SAMPLES = 40
-LONGER = "what the whole does besides: buffers between the parts, a larger working set"
-SHORTER = "what the parts do besides: what XLA fuses or shares across their borders is read, written or made twice"
+LONGER = "costs of the whole alone: buffers between the parts, a larger working set"
+SHORTER = "costs of the parts alone: they read, write or compute twice what XLA fuses or shares across their borders"
 _DISPATCH = "(dispatch)"
 _WHOLE = "(whole)"
 
@@ -215,7 +215,7 @@ class SiteShare(Shown):
         low, high = self.interval
         sign = "-" if self.saved_s < 0 else ""
         verdict = "" if self.is_clear else ", no clear difference"
-        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} a call, {low:.3f}x to {high:.3f}x{verdict}"
+        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} per call, {low:.3f}x to {high:.3f}x{verdict}"
 
     def _row(self) -> dict[str, Any]:
         low, high = self.interval
@@ -254,10 +254,14 @@ class SiteShares(Shown):
         return self.saved_s - sum(s.saved_s for s in self.sites)
 
     def __str__(self) -> str:
-        together = f"all together, a call: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
+        together = f"all together, per call: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
         sign = "-" if self.interaction_s < 0 else ""
-        rest = f"of that {sign}{seconds(abs(self.interaction_s))} is no single site's (sites that share reads, noise)"
-        same = [f"not toggled, as they are what XLA runs anyway: {', '.join(self.same_code)}"] if self.same_code else []
+        rest = f"of that {sign}{seconds(abs(self.interaction_s))} belongs to no single site (sites that share reads, noise)"
+        same = (
+            [f"not timed by themselves, as they are what XLA runs anyway: {', '.join(self.same_code)}"]
+            if self.same_code
+            else []
+        )
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
 
     def _sentence(self) -> str:

@@ -72,11 +72,13 @@ class Bisection(Shown):
         if self.stopped:
             head += f", stopped: {self.stopped}"
         if self.stopped and not self.trials:
-            return f"{head}: whether it is {fault} is not known"
+            return f"{head}: not known whether it is {fault}"
         if not self.causes:
             seen = f" ({self.trials[0].observed})" if self.trials else ""
             return f"{head}: fused, it is not {fault}{seen}"
-        return "\n".join([f"{head}: fused, it is {fault}; alone that is so of", *(f"  {c}" for c in self.causes)])
+        return "\n".join(
+            [f"{head}: fused, it is {fault}; each of these alone makes it so", *(f"  {c}" for c in self.causes)]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""

@@ -108,7 +108,7 @@ class Evidence(Shown):
                 f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} ({self.calls[0]}, once each)"
             )
             if b.dispatch_s is not None and a.dispatch_s is not None:
-                lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} a call, of the host")
+                lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} per call, on the host")
         lines += [f"  {call}: {m.text}" for call, m in self.memories]
         lines += [f"  {self.kernels}"] if self.kernels is not None else []
         lines += [f"  {line}" for line in self.devices.lines] if self.devices is not None else []
@@ -185,7 +185,7 @@ class Evidence(Shown):
             return cls.from_dict(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArgumentError(
-                f"path: {path} is no record of a comparison ({type(error).__name__}: {error}); needed one that `fusionlab bench -o` wrote"
+                f"path: {path} is not a record of a comparison ({type(error).__name__}: {error}); needed one that `fusionlab bench -o` wrote"
             ) from error
 
     def to_dataframe(self) -> Any:
@@ -371,7 +371,7 @@ def measure(
         measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad, Stages(told, cancel))
         effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": told, "cancel": cancel}
         parts = _taken(measuring.steps(numerics, memory, timing, same_code, notes, effort), notes, cancel)
-        Stages(told)("reading what was compiled")
+        Stages(told)("reading the compiled programs")
         same = parts.pop("same_code", False)
         notes += measuring.notes()
         if same_code and not same and measuring.differs:

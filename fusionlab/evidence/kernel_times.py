@@ -58,7 +58,7 @@ class KernelTime(Shown):
         return self.name[:90] + (f" ({self.hlo})" if self.hlo not in ("", self.name) else "")
 
     def __str__(self) -> str:
-        return f"{self.label}: {seconds(self.median_s)} a run, {self.launches:g} launches"
+        return f"{self.label}: {seconds(self.median_s)} per run, {self.launches:g} launches"
 
 
 @dataclass(frozen=True, repr=False)
@@ -146,7 +146,7 @@ def traced(program: Program, runs: int) -> KernelTimes:
                 program.run()
         (file,) = Path(folder).rglob("*.xplane.pb")
         found = _kernels(_trace(file), runs, _on_gpu())
-    source = "durations of CUPTI, command buffers off" if _on_gpu() else "XLA's own marks on the host"
+    source = "CUPTI durations, command buffers off" if _on_gpu() else "XLA's marks on the host"
     return KernelTimes(program.name, found, runs, source, hardware())
 
 

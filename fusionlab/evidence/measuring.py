@@ -79,7 +79,7 @@ class Measuring:
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions, forward and (with `grad`) backward."""
         _ = self.forward, self.grad and self.backward
-        self.stages("comparing what was compiled")
+        self.stages("comparing the compiled programs")
         return not self.differs
 
     @property

@@ -48,7 +48,7 @@ class Collectives(Shown):
         counts = ", ".join(
             f"{kind} {b.count} ({bytes_text(b.bytes)}) -> {a.count} ({bytes_text(a.bytes)})" for kind, b, a in pairs
         )
-        return f"collectives of a device, {self.what}: {counts or 'none'}"
+        return f"collectives per device, {self.what}: {counts or 'none'}"
 
 
 @dataclass(frozen=True, repr=False)

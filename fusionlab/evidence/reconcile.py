@@ -24,8 +24,8 @@ class Reconciliation(Shown):
 
     parts: tuple[tuple[str, float], ...]
     whole_s: float
-    cause: str = "what no part holds"
-    excess: str = "what the parts do twice"
+    cause: str = "work outside the parts"
+    excess: str = "work the parts do twice"
 
     @property
     def sum_s(self) -> float:

@@ -30,7 +30,7 @@ from fusionlab.tracebacks import own_lines_hidden
 from .instruments.timing import Runs, seconds
 from .reconcile import Reconciliation
 
-UNMODELLED = "dispatch, and what the model does not know (caches, elementwise code below the peak rate)"
+UNMODELLED = "dispatch, and effects outside the model (caches, elementwise code below the peak rate)"
 FASTER = "bytes that came from a cache rather than from memory, or operations that were not done"
 
 
@@ -230,12 +230,10 @@ def roofline(
     if isinstance(program, Findings):
         predictions = tuple(_predicted(program, c, kernels, device) for c in program.candidates)
     notes = (
-        [f"{len(costs.unknown)} nodes compute what is not known: they count with their bytes alone"]
-        if costs.unknown
-        else []
+        [f"{len(costs.unknown)} nodes compute an unknown amount: only their bytes are counted"] if costs.unknown else []
     )
     if any(k.cost.trips is None for k in kernels):
-        notes.append("what stands in a while loop counts for one trip: trips={node id: n} says how many there are")
+        notes.append("the body of a while loop counts for one trip: give the number of trips as trips={node id: n}")
     return Roofline(
         graph.name,
         device,

@@ -76,7 +76,7 @@ class Tuned(Shown):
 
     def __str__(self) -> str:
         if self.path is None:
-            why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
+            why = "each has only one implementation there" if self.calls else "there is nothing to choose"
             return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
         lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
         lines += [f"  {_case_text(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
@@ -105,7 +105,7 @@ def _value_text(value: Any) -> str:
 
 
 def _with_times(choice: Choice) -> str:
-    times = ", ".join(f"{n} {t:.4g} us" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
+    times = ", ".join(f"{n} {t:.4g} µs" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
     return f"{choice.implementation} ({times})"
 
 

@@ -103,8 +103,8 @@ class Filtered:
         )
         return MayChange(
             f"{path}: got a {type(x).__name__}, which is neither an array nor a pytree and whose attributes may change from call to "
-            f"call; needed a pytree (jax.tree_util.register_dataclass), a value that is compared by what is in it (a frozen dataclass), "
-            f"or static_argnames, which holds it fixed as it is"
+            f"call; needed a pytree (jax.tree_util.register_dataclass), a value compared by its contents (a frozen dataclass), "
+            f"or static_argnames, which holds it fixed"
         )
 
 

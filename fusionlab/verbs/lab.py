@@ -108,7 +108,7 @@ def find(
     check_implementation(implementation)
     where = Device.of(device)
     if isinstance(fn, PlainGraph) and (args or kwargs):
-        raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
+        raise ArgumentError("find: got a Graph and arguments; a Graph is already traced, so pass it alone")
     with watched(progress) as told:
         stages = Stages(told)
         if isinstance(fn, PlainGraph):

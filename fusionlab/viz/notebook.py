@@ -126,7 +126,7 @@ def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: 
     """
     said = (
         f'<div class="fl-still"><style>{asset("still.css")}</style><p><b>{escape(title)} · {escape(sentence)}</b><br>'
-        "<small>A still picture of the explorer as the cell gave it. Run the cell for the live one.</small></p></div>"
+        "<small>A still picture of the explorer, saved with the notebook. Run the cell for the live explorer.</small></p></div>"
     )
     return [Output(widget), words(said, f"{title} · {sentence}"), picture(svg, f"<picture of {title}>")]
 

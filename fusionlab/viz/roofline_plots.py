@@ -48,7 +48,7 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
     _draw_measured(ax, (*points, roofline.whole))
     _name_longest(ax, points)
     ax.set(xscale="log", yscale="log", xlim=(low, high))
-    ax.set_xlabel("operations a byte of memory traffic (flop/byte)")
+    ax.set_xlabel("operations per byte of memory traffic (flop/byte)")
     ax.set_ylabel("Gflop/s")
     left_out = len(roofline.points) - len(points)
     ax.set_title(_title(roofline, left_out), fontsize=9, loc="left", **AS_IT_IS)
@@ -134,7 +134,7 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
     ax.axvline(0, color=INK, linewidth=1)
     ax.set_yticks(rows, [short(p.site, 44) for p in kept], fontsize=8, **AS_IT_IS)
     ax.set_ylim(len(kept) - 0.5, -0.5)
-    ax.set_xlabel("saved beyond what XLA is expected to make of it (ms)")
+    ax.set_xlabel("time saved beyond XLA's expected fusion (ms)")
     left_out = len(roofline.predictions) - len(kept)
     more = f"; {left_out} smaller ones not shown" if left_out else ""
     ax.set_title(f"{roofline.name}{more}\n{roofline.device}", fontsize=9, loc="left", **AS_IT_IS)

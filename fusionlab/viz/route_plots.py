@@ -125,7 +125,7 @@ def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequen
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ends = [end for found in cases.values() for end in (found["fusionlab"]["ratio"], *found["fusionlab"]["interval"])]
     ax.set_xlim(min(0.85, 0.95 * min(ends, default=1.0)), 1.08 * max(ends, default=1.0))
-    ax.set_xlabel("speed beside jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
+    ax.set_xlabel("speed relative to jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
     ax.set_title(record["environment"]["hardware"], fontsize=9, loc="left", **AS_IT_IS)
     ax.legend(fontsize=8, frameon=False, loc="lower right")
     ax.grid(axis="x", color="#e4e9ee")

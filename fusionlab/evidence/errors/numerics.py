@@ -236,7 +236,7 @@ def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: flo
     """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
-        raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed one and the same")
+        raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed the same shape")
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, np.complexfloating):
         got, want = (np.stack([x.real, x.imag], -1) for x in (got, want))
@@ -379,7 +379,7 @@ def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
         return ()
     which = "1 output holds" if n == 1 else f"{n} outputs hold"
     return (
-        f"{which} rounding alone, in the original too (zero in theory): tolerated is twice the original's own error",
+        f"{which} rounding alone, in the original too (zero in theory): up to twice the original's own error is tolerated",
     )
 
 

@@ -115,7 +115,7 @@ def device_peak(program: Program) -> int | None:
     devices = tuple(program.devices)
     if len(devices) != 1 or (stats := devices[0].memory_stats()) is None or "peak_bytes_in_use" not in stats:
         return None
-    with out_of_memory(f"{program.name}: its peak of memory"):
+    with out_of_memory(f"{program.name}: measuring its peak memory"):
         return _peak_of_a_run(program, devices[0])
 
 
@@ -202,10 +202,10 @@ def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: fl
             command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": path}
         )
     except subprocess.TimeoutExpired as error:
-        raise BackendError(f"{target} did not finish in {timeout_s} s in a process of its own") from error
+        raise BackendError(f"{target} did not finish in {timeout_s} s in its own process") from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("fusionlab-resident ")]
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BackendError(f"{target} failed in a process of its own (exit {done.returncode}): {last}")
+        raise BackendError(f"{target} failed in its own process (exit {done.returncode}): {last}")
     before, peak, method = json.loads(lines[-1].partition(" ")[2])
     return ResidentGrowth(target, before, peak, method)

@@ -36,7 +36,7 @@ def measure_peaks(device: Device | None = None, progress: Progress = False) -> D
     here = Device.current()
     if device is not None and device != here:
         raise ArgumentError(
-            f"device: got {device}, needed None or this process's own, {here}: only what is here can be measured"
+            f"device: got {device}, needed None or this process's own, {here}: only this process's device can be measured"
         )
     kind = "cuda" if here.platform == "cuda" else "cpu"
     with watched(progress) as told:

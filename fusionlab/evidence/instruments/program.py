@@ -71,7 +71,7 @@ class Program:
         Raises:
           OutOfMemoryError: the device has too little memory for it.
         """
-        with out_of_memory(f"{self.name}: a run of it"):
+        with out_of_memory(f"{self.name}: running it"):
             return jax.block_until_ready(self.compiled(*self.fresh_args(), **self.kwargs))
 
 

@@ -191,4 +191,4 @@ def load_json(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, a number of too many digits
-        raise ArgumentError(f"path: {path} is no readable JSON file ({error})") from error
+        raise ArgumentError(f"path: {path} is not a readable JSON file ({error})") from error

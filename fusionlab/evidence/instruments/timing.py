@@ -166,7 +166,7 @@ def names_of(differentiated: bool) -> tuple[str, str]:
 
 def seconds(value: float) -> str:
     """Three digits with a unit that reads well: "1.23 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-9:.3g} ns"

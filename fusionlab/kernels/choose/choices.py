@@ -64,7 +64,7 @@ class Choice(Shown):
 
     @property
     def reason(self) -> str:
-        rivals = ", ".join(f"{name} {t:.4g} us" for name, t in sorted(self.times_us.items(), key=lambda i: i[1]))
+        rivals = ", ".join(f"{name} {t:.4g} µs" for name, t in sorted(self.times_us.items(), key=lambda i: i[1]))
         return f"measured: {rivals} ({self.source})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class PlanFileError(ArgumentError):
     """A file in a plan file's place that cannot be read as one; `why` is what is said of it."""
 
     def __init__(self, path: Path, error: str):
-        self.why = f"is no plan file that FusionLab can read ({error}); needed what fusionlab.tune writes: tune again, or remove the file"
+        self.why = f"is not a plan file that FusionLab can read ({error}); needed a file that fusionlab.tune wrote: tune again, or remove the file"
         super().__init__(f"{path} {self.why}")
 
 
@@ -161,7 +161,7 @@ def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
     """Whatever is wrong with a case is said when its file is read, not when a call is near it."""
     name = content["implementation"]
     if not isinstance(json.loads(text), dict) or not isinstance(name, str):
-        raise TypeError(f"{text!r} with implementation {name!r} is no case")
+        raise TypeError(f"{text!r} with implementation {name!r} is not a case")
     times = {rival: float(t) for rival, t in content["times_us"].items()}
     return Choice(name, times, dict(content["settings"]), source)
 
@@ -191,7 +191,9 @@ def _write(path: Path, arch: str, more: Measured, rebuild: bool) -> Path:
         aside = path.with_name(f"{path.name}.damaged")
         with contextlib.suppress(OSError):  # then it is replaced: nothing could be read of it
             os.replace(path, aside)
-        warn_once(path, f"was no plan file that FusionLab can read; it was moved to {aside.name}, and a new one begun")
+        warn_once(
+            path, f"was not a plan file that FusionLab can read; it was moved to {aside.name}, and a new one was begun"
+        )
         known = {}
     known[arch] = known.get(arch, Measured()).with_more(more)
     data = {"format": FORMAT, "archs": {a: m.to_dict() for a, m in sorted(known.items())}}
@@ -309,7 +311,7 @@ def _read_or_warn(path: Path) -> dict[str, Measured]:
     try:
         return read_plan_file(path, f"plan file {path}")
     except PlanFileError as error:
-        warn_once(path, f"is passed over, and the shipped tables decide: it {error.why}")
+        warn_once(path, f"is ignored, and the shipped tables decide: it {error.why}")
         return {}
 
 

@@ -269,7 +269,7 @@ def headers() -> Path:
             return folder
     wheel = "nvidia-cuda-runtime-cu12" if major == 12 else "nvidia-cuda-runtime"
     raise MissingDependencyError(
-        f"the headers cuda_fp16.h and cuda_bf16.h of CUDA {major} are in no CUDA wheel and in no toolkit (CUDA_HOME, CUDA_PATH, "
+        f"the headers cuda_fp16.h and cuda_bf16.h of CUDA {major} are in neither a CUDA wheel nor a toolkit (CUDA_HOME, CUDA_PATH, "
         f"/usr/local/cuda, nvcc on PATH): pip install '{wheel}=={major}.*'"
     )
 

@@ -63,7 +63,7 @@ def locked(path: Path) -> Iterator[None]:
     held, why = _acquire(lock)
     if why:
         warn_once(
-            path, f"is written without a lock ({why}); what another process adds to it at the same time may be lost"
+            path, f"is written without a lock ({why}); entries that another process adds at the same time may be lost"
         )
     try:
         yield
@@ -77,7 +77,7 @@ def locked(path: Path) -> Iterator[None]:
 def _acquire(lock: Path) -> tuple[int | None, str]:
     """(the file held, ""), or (None, why there is none: "" where writing will fail for the same reason and say so)."""
     if fcntl is None:
-        return None, "this system has none"
+        return None, "this system has no file locks"
     deadline = time.monotonic() + LOCK_S
     while True:
         try:

@@ -200,7 +200,7 @@ def load() -> Launcher | None:
     """
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "native", "python"):
-        raise ArgumentError(f"{VARIABLE}: got {asked!r}, needed 'native' or 'python', or not to be set")
+        raise ArgumentError(f"{VARIABLE}: got {asked!r}, needed 'native' or 'python', or the variable unset")
     if asked == "python" or (not asked and why_not() is not None):
         return None
     try:

@@ -71,7 +71,7 @@ def launch_plan_of(name: str) -> LaunchPlan:
         known = ", ".join(sorted(_KINDS)) or "none"
         raise BackendError(
             f"unknown launch plan {name!r} ({type(e).__name__}: {e}); this process knows the kinds {known}: the executable was compiled "
-            f"by another version of FusionLab, or without something that is not imported here; compile it again"
+            f"by another version of FusionLab, or with a module that is not imported here; compile it again"
         ) from e
 
 

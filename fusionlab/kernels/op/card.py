@@ -32,7 +32,7 @@ class Requirement:
 
 
 XLA = Requirement(0, "xla", "plain jax.numpy, compiled by XLA; runs wherever JAX runs")
-CUBLASLT = Requirement(40, "cublaslt", "one cuBLASLt call a product", (cublaslt_missing, cupy_missing))
+CUBLASLT = Requirement(40, "cublaslt", "one cuBLASLt call per product", (cublaslt_missing, cupy_missing))
 CUDA = Requirement(60, "cuda", "FusionLab's own CUDA kernels", (cupy_missing,))
 
 

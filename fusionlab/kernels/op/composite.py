@@ -29,7 +29,7 @@ from .primitive import FusedPrimitive, Marker, Meaning
 
 Array = Any
 
-_NO_LINEAR = "a composite op has no tangent or cotangent of its own: differentiated, it is its pieces"
+_NO_LINEAR = "a composite op has no tangent or cotangent of its own: its pieces are differentiated instead"
 
 
 def _no_linear(*_: Any, **__: Any) -> Any:

@@ -50,8 +50,8 @@ def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str
 
 
 _WITHOUT_A_CARD = (
-    "lowered for CUDA on a machine without a card: the program carries none of FusionLab's kernels, its fused ops are written out in plain "
-    "operations; lower it on a machine with the card that it is for"
+    "lowered for CUDA on a machine without a GPU: the program contains plain operations in place of FusionLab's kernels; "
+    "lower it on a machine with the GPU that will run it"
 )
 
 

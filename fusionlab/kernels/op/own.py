@@ -121,7 +121,7 @@ class PatternOp(Op):
         super().__init__()
 
     def _function(self, xla: Implementation, name: str, fn: Callable[..., Any]) -> Implementation:
-        summary = "plain JAX code of the user's own"
+        summary = "the user's plain JAX code"
 
         def unable(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
             return self.unfit(fn, shapes, attrs)
@@ -142,7 +142,7 @@ class PatternOp(Op):
         return None
 
     def _kernel(self, xla: Implementation, name: str, kernel: CudaKernel) -> Implementation:
-        runner, summary = _Kernel(self, kernel), "a CUDA kernel of the user's own"
+        runner, summary = _Kernel(self, kernel), "the user's CUDA kernel"
         return xla.by_kernels(name, summary, runner, roles=("call",))
 
     @property
@@ -231,8 +231,8 @@ class PatternOp(Op):
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         for name, impl in self.implementations.items() if call.role == "call" else ():
             if name != "xla" and impl.refuses(call.shapes, call.device, **call.attrs) is None:
-                return ImplementationChoice(name, ChoiceKind.CHOSEN, "of the pass's own, the first that can run here")
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "what XLA makes of the op's meaning")
+                return ImplementationChoice(name, ChoiceKind.CHOSEN, "the first of the pass's own that can run here")
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "XLA's code for the op's meaning")
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         return name == "xla" and self.same_code

@@ -52,7 +52,7 @@ class Background:
     def awaited(self) -> str:
         """What a job that is begun now has to wait for, in words; "" where nothing runs."""
         if self._working:
-            return "what was abandoned"
+            return "the abandoned job"
         return "another explorer" if _TURN.locked() else ""
 
     def begin(self) -> Cancel:

@@ -12,7 +12,7 @@ from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
 from ..html.shares import shares_html
-from ..html.tabs import HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
+from ..html.tabs import AWAITED, HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet
 from ..model.setting import Setting
 from .decided import Decided
@@ -22,7 +22,7 @@ _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _RATES = (
     '<p><button type="button" data-fl="rates" data-msg="{&quot;type&quot;:&quot;rates&quot;}">Measure this device\'s rates</button> '
-    "takes some seconds; the roof is drawn from them.</p>"
+    "takes a few seconds; the roof is drawn from them.</p>"
 )
 
 
@@ -69,7 +69,7 @@ class Below(Decided):
         shown = self._drawn_tabs[key]
         if self.evidence is not None:
             self._last_tabs = {each["name"]: each["html"] for each in shown}
-        elif awaited and self._last_tabs:
+        elif awaited:
             shown = [self._awaited(each) for each in shown]
         rated = rates and self.rates is None
         shown = [each | {"html": self._above(each["name"], rated) + each["html"]} for each in shown]
@@ -95,9 +95,11 @@ class Below(Decided):
         return after
 
     def _awaited(self, shown: Tab) -> Tab:
-        """A tab while its measurement is awaited: dimmed, with what the last one showed; what is not measured as it is."""
+        """A tab during its measurement: the last measurement, dimmed, if there is one; a tab that is not measured as it is."""
         name = shown["name"]
-        return tab(name, _stale(self._last_tabs[name])) if name in _MEASURED else shown
+        if name not in _MEASURED:
+            return shown
+        return tab(name, _stale(self._last_tabs[name])) if self._last_tabs else tab(name, quiet(AWAITED), empty=True)
 
     def _under(self) -> Roofline | None:
         """The findings under the roof of the device, once its rates were measured."""
@@ -111,4 +113,4 @@ class Below(Decided):
 
 def _stale(html: str) -> str:
     """A tab of another setting, while that of this one is measured."""
-    return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
+    return quiet("Measured before this change of sites; measuring again.") + f'<div class="fl-stale">{html}</div>'

@@ -116,12 +116,13 @@ class Measuring(Selecting):
         assert self._measure_with is not None
         findings = self.session.findings_of(setting)
         told("measuring")
+        self._await()
         evidence = self._measure_with(setting, told, token)
         if token.is_set():
             raise Stopped("the evidence")
         self.session.measured[setting] = evidence
         self.session.blamed.pop(setting, None)  # of a measurement that this one takes the place of
-        told("drawing what was measured")
+        told("drawing the measurements")
         self.refresh()
         if self._shares_with is not None:
             shares = self._shares_with(setting, findings, told, token)
@@ -132,8 +133,12 @@ class Measuring(Selecting):
             self._time_nodes(functools.partial(self._times_with, told))
         if self._rates_at_once and self.session.rates is None:
             self._rated(setting, told, token)
-        told("drawing what was measured")
+        told("drawing the measurements")
         return evidence
+
+    def _await(self) -> None:
+        """Shows in the tabs that their measurement runs."""
+        raise NotImplementedError
 
     def _time_nodes(self, times_with: Callable[[], Mapping[int, float]]) -> None:
         """Times take the place of bytes in the picture. What was measured before stays where the profiler gives none."""
@@ -158,7 +163,7 @@ class Measuring(Selecting):
         faults = [f for f in faults_of(self.session.evidence) if of in (None, f.of)]
         if not faults:
             raise ArgumentError(
-                "which_site: these sites were not measured as slower or worse than before, so there is none to look for; "
+                "which_site: these sites were not measured as slower or worse than before, so there is no site to look for; "
                 "call lab.measure() first, or fusionlab.bisect(fn, *args)"
             )
         return faults[0]
@@ -169,9 +174,11 @@ class Measuring(Selecting):
         rates = self._rates_with(told)
         if not token.is_set():
             self.session.rates = rates
+            told("drawing the roof")
+            self.refresh()
 
     def _compiled(self, _: Setting, told: Watch, token: Cancel) -> None:
-        told("compiling, to see what XLA makes of it")
+        told("compiling, to list XLA's kernels")
         self.session.kernels()
 
     def _looked_ahead(self, name: str, option: str, value: Any, _: Setting, told: Watch, token: Cancel) -> None:
@@ -237,7 +244,7 @@ class Measuring(Selecting):
             return
         self._clock.drop()
         compiles = "a compilation cannot be interrupted: " if "compiling" in task else ""
-        abandoned = f": what was running ({compiles}{task}) is abandoned, its result dropped"
+        abandoned = f": the running job ({compiles}{task}) is abandoned and its result dropped"
         self._say("cancelled" + (abandoned if self._background.abandoned else ""))
 
     def _stage(

@@ -95,7 +95,7 @@ def _measured(data: Any, evidence: type[Evidence]) -> tuple[Setting, Evidence]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ArgumentError | UnknownNameError):
             raise
-        raise ArgumentError(f"measured: no record of a comparison ({type(error).__name__}: {error})") from error
+        raise ArgumentError(f"measured: not a record of a comparison ({type(error).__name__}: {error})") from error
 
 
 def saved_of(session: Session) -> Saved:

@@ -262,8 +262,12 @@ class Explorer(Measuring):
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
-    def _tabs(self) -> list[Tab]:
-        awaited = self.measuring and self._background.running
+    def _await(self) -> None:
+        with self.session.lock:
+            self.tabs = self._tabs(awaited=True)
+
+    def _tabs(self, awaited: bool = False) -> list[Tab]:
+        awaited = awaited or (self.measuring and self._background.running)
         return self.session.tabs(self._script(), awaited=awaited, rates=self._rates_with is not None)
 
     def _script(self) -> str:

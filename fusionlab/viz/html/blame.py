@@ -65,11 +65,11 @@ def sentence_html(found: Bisection) -> str:
     if not found.causes:
         seen = f" ({found.trials[0].observed})" if found.trials else ""
         again = (
-            "was not reached"
+            "was not measured"
             if found.stopped and not found.trials
-            else f"did not show again with all of them fused{text(seen)}"
+            else f"did not recur with all of them fused{text(seen)}"
         )
-        return quiet(f"Which site? What was measured {again}; {trials}.")
+        return quiet(f"Which site? The fault {again}; {trials}.")
     does = {"time": "makes the program slower", "error": "makes results worse against float64"}[found.of]
     causes = [
         f"{' with '.join(map(pick, c.sites))} alone {does}: {text(as_on_screen(c.observed))}" for c in found.causes

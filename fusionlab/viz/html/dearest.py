@@ -48,13 +48,13 @@ def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = Non
         return ""
     told = share_text(sum(scale.share(p.cost) for p in places))
     how = (
-        "Measured, kernel by kernel; a kernel's time is shared out over its operations by the bytes they move"
+        "Measured kernel by kernel; a kernel's time is divided among its operations by the bytes they move"
         if scale.unit == "time"
         else "Counted node by node, not measured"
     )
     does = "take" if scale.unit == "time" else "move"
-    which = f"the dearest {len(places)} places {does}" if len(places) > 1 else f"one place {does}s"
-    head = quiet(f"{how}: {scale.said(overview.total)}. Nothing is selected; {which} {told} of it:")
+    which = f"the {len(places)} most expensive places {does}" if len(places) > 1 else f"one place {does}s"
+    head = quiet(f"{how}: {scale.said(overview.total)}. Nothing is selected; {which} {told} of that:")
     return f'{head}<ol class="fl-dearest">{"".join(_row(p, scale.share(p.cost), searched) for p in places)}</ol>'
 
 

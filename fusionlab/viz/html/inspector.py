@@ -140,7 +140,7 @@ class _Inspector:
             if found is not None:
                 return found
         raise ArgumentError(
-            f"what: got {name!r}, needed a value ('%12'), a node ('n7'), a site, a kernel of XLA's or a source line ('model.py:41') of "
+            f"what: got {name!r}, needed a value ('%12'), a node ('n7'), a site, an XLA kernel or a source line ('model.py:41') of "
             f"{self.graph!r}; search(graph, findings, text) finds names"
         )
 
@@ -217,7 +217,7 @@ class _Inspector:
     def fate(self, node: Node, kernels: tuple[ModuleKernel, ...]) -> str:
         if self.compiled is None:
             return quiet(
-                "Not compiled yet: XLA kernels in a live explorer, or findings.xla(), compiles it and says which kernel this went into."
+                "Not compiled yet: press XLA kernels in a live explorer, or call findings.xla(), to see which kernel this node is in."
             )
         rows: list[Fact] = []
         for k in kernels:
@@ -351,7 +351,9 @@ class _Inspector:
     def group(self, ids: tuple[int, ...]) -> Inspected:
         nodes = [self.graph.node_by_id[i] for i in ids if i in self.graph.node_by_id]
         if not nodes:
-            raise ArgumentError(f"what: got {len(ids)} node ids, none of which is in {self.graph!r}; needed some of it")
+            raise ArgumentError(
+                f"what: got {len(ids)} node ids, all of them unknown to {self.graph!r}; needed ids of its nodes"
+            )
         known = [n.id for n in nodes]
         rows: list[Fact] = [
             ("nodes", f"{len(nodes):,}"),

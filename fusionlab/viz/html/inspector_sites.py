@@ -129,7 +129,7 @@ def _measured_gain(c: Candidate, shares: SiteShares | None) -> list[Fact]:
     measured = next((s for s in shares.sites if s.site == c.id), None)
     if measured is None:
         alike = c.id in shares.same_code
-        return [("measured", "not toggled: it runs what XLA runs anyway")] if alike else []
+        return [("measured", "not timed by itself: it runs what XLA runs anyway")] if alike else []
     gain = f"{measured}".removeprefix(f"{c.id}: ")
     rows: list[Fact] = [("measured", text(f"saves {gain} (time without / with this site, 95 %)"))]
     if measured.is_clear and measured.saved_s < 0:

@@ -68,7 +68,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
-        return "<h3>Can be fused</h3><p>Nothing: no site matched any pass asked.</p>"
+        return "<h3>Can be fused</h3><p>Nothing: no pass asked matched a site.</p>"
     keys = (
         "pass",
         "text",
@@ -109,7 +109,7 @@ def _backward_text(site: Mapping[str, Any]) -> str:
         return ""
     if pair["fused"]:
         fused = STATE_WORDS[site["state"]].capitalize()
-        return f"{fused} with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
+        return f"{fused} with its backward pass here ({len(pair['nodes'])} of its nodes are replaced): {pair['text']}"
     return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
 
 

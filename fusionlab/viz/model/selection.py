@@ -86,7 +86,7 @@ def _names_nothing(
     example = f"{first.outputs[0].name!r}, " if first is not None else ""
     return ArgumentError(
         f"select: got {text!r:.120}, needed a value of the graph shown ({example}'n0'), a site's id, a source line ('model.py:41')"
-        + (", or a kernel of XLA's." if compiled is not None else "; kernels of XLA's have names once they are shown.")
+        + (", or an XLA kernel." if compiled is not None else "; XLA kernels have names once they are shown.")
         + did_you_mean(text, _names(graph, findings, compiled))
     )
 

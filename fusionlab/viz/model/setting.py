@@ -46,7 +46,7 @@ class Setting(Shown):
         return cls(frozenset(enabled), None if strategy is None else Strategy(**strategy))
 
     def __str__(self) -> str:
-        return f"{len(self.enabled)} sites on, {self.strategy if self.strategy is not None else 'all passes as they are by default'}"
+        return f"{len(self.enabled)} sites on, {self.strategy if self.strategy is not None else 'all passes with their default options'}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -282,7 +282,7 @@ def test_the_same_bits_every_time_leave_out_its_backward_alone():
     assert {role: found.implementation for role, found in routes().items()} == {"call": "cudnn", "cotangent": "cudnn"}
     found = routes(deterministic=True)
     assert {role: decision.implementation for role, decision in found.items()} == {"call": "cudnn", "cotangent": "cuda"}
-    assert "not cudnn: the same bits every time are asked for" in found["cotangent"].reason
+    assert "not cudnn: the same bits in every run are required" in found["cotangent"].reason
 
 
 def test_the_pass_hands_the_option_on():

@@ -52,7 +52,7 @@ class GatedMatmul(Op):
         ),
         "cuda": XLA.by_kernels(
             "cuda",
-            "one kernel of our own: both products over one pass of x, and the gate in it",
+            "one of FusionLab's own kernels: both products in one pass over x, with the gate",
             cuda,
             roles=("call",),
         ),
@@ -83,7 +83,7 @@ class GatedMatmul(Op):
             return super().decide(role, shapes, device, **attrs)
         if unable := self.implementations[wanted].refuses(shapes, device, role=role, **attrs):
             return ImplementationChoice("xla", ChoiceKind.SAME_CODE, f"not {wanted}: {unable}")
-        return ImplementationChoice(wanted, ChoiceKind.CHOSEN, "asked for where it can run")
+        return ImplementationChoice(wanted, ChoiceKind.CHOSEN, "named by `prefer`, and it can run")
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"

@@ -57,14 +57,14 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
         return "it writes its results in the dtype of its operands"
     # gelu_tanh saves the product itself, in the dtype of the result; relu's mask, which is bits, loses nothing by that.
     if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
-        return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
+        return "the program keeps the product and its cotangent in float32; they would be rounded here"
     return refuses_precision(precision)
 
 
 def refuses_precision(precision: Any) -> str | None:
     """Why a product of this precision is none that cuBLASLt makes, or None."""
     if lax.Precision.HIGH in precisions(precision):
-        return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
+        return "precision HIGH (several products of lower precision) is not a compute type of cuBLASLt"
     if names_algorithm(precision):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
     return None
@@ -84,7 +84,7 @@ def _refuses_shapes(shapes: Named, role: str, **attrs: Any) -> str | None:
 def _refuses_gelu(shapes: Named, attrs: Named) -> str | None:
     """Why gelu_tanh cannot be a call's epilogue, or None."""
     if "w" in shapes and (n := shapes["w"].shape[1 - attrs["w_contract"]]) % 8:
-        return f"N = {n} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
+        return f"N = {n} is not a multiple of 8, which cuBLASLt needs for a saved pre-activation"
     if not shapes:
         return None
     dtype = np.dtype(next(iter(shapes.values())).dtype).name
@@ -99,11 +99,11 @@ def _refuses_chain(activation: str, saved: Any, x_contract: int) -> str | None:
     if activation not in EPILOGUES:
         return f"cuBLASLt has no epilogue for the derivative of {activation}"
     if x_contract != len(saved.shape) - 1:
-        return "x is contracted along its first axis; the derivative that made it is no epilogue of dx then"
+        return "x is contracted along its first axis; the derivative that made it is then not an epilogue of dx"
     if activation == "relu" and saved.dtype != np.uint8:
         return "the mask of the activation that made x is not packed into bits"
     if activation == "gelu_tanh" and saved.shape[-1] % 8:
-        return f"K = {saved.shape[-1]} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
+        return f"K = {saved.shape[-1]} is not a multiple of 8, which cuBLASLt needs for a saved pre-activation"
     return None
 
 

@@ -32,7 +32,7 @@ def refuses(shapes: Named, device: Device, **attrs: Any) -> str | None:
 def refuses_activation(activation: str) -> str | None:
     """Why no kernel stands behind a product with this activation, or None."""
     if activation == "none":
-        return "without an activation there is nothing for a kernel beside the product to do"
+        return "without an activation there is nothing left for a kernel after the product"
     if activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
     return None

@@ -22,7 +22,7 @@ def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
     """Why XLA's code is taken although the kernels can run: they were not measured. None where they were."""
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
-        why = f"measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes the kernels)"
+        why = f"measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes the kernels)"
         return ChoiceKind.UNMEASURED, why
     if (elements := math.prod(first_given(call.shapes, "x", "ct").shape)) < LEAST:
         return ChoiceKind.UNMEASURED, f"x has {elements} elements; below {LEAST} nothing was measured"

@@ -37,7 +37,7 @@ class GroupNorm(NormOp):
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
-            "kernels of our own: x is read twice forward, x and the cotangent backward; the second time from the cache, in part",
+            "FusionLab's own kernels: x is read twice forward, x and the cotangent twice backward, the second time partly from the cache",
             cuda,
         ),
     }

@@ -72,7 +72,7 @@ def refuses(
     if names_algorithm(precision):
         return f"precision {precision} names an algorithm"
     if rows_of(shapes) % _ROWS:
-        return f"{rows_of(shapes)} rows, no multiple of {_ROWS}"
+        return f"{rows_of(shapes)} rows, not a multiple of {_ROWS}"
     groups = shapes["group_sizes"].shape[0]
     if groups > MOST_GROUPS:
         return f"{groups} groups, more than {MOST_GROUPS}"
@@ -80,7 +80,7 @@ def refuses(
         if 0 in a.shape:
             return f"{slot} is empty: there is nothing to compute"
         if any(size % BLOCK for size in a.shape[1:]):
-            return f"{slot} has axes of {a.shape[1:]}, no multiples of {BLOCK}"
+            return f"{slot} has axes of {a.shape[1:]}, not multiples of {BLOCK}"
     return None
 
 

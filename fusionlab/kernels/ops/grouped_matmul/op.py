@@ -100,7 +100,7 @@ def _check(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
             f"(groups x N x K with w_contract=1) and groups"
         )
     if kind == "weights" and x[0] != w[0]:
-        raise ArgumentError(f"grouped_matmul: x {x} and w {w} have not the same rows")
+        raise ArgumentError(f"grouped_matmul: x {x} and w {w} have different numbers of rows")
     check_dtypes("grouped_matmul", {slot: given[slot] for slot in ("x", "w")})
     if np.dtype(given["group_sizes"].dtype).kind not in "iu":
         raise ArgumentError(f"grouped_matmul: group_sizes has dtype {given['group_sizes'].dtype}, needed whole numbers")

@@ -44,13 +44,13 @@ class LayerNorm(NormOp):
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
-            "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
+            "FusionLab's own kernels: one pass over memory forward, and one backward with every gradient and sum",
             cuda,
             adds=True,
         ),
         "pallas": XLA.by_kernels(
             "pallas",
-            "one kernel in Pallas, of Mosaic GPU: one pass over memory, forward",
+            "one Pallas kernel, by Mosaic GPU: one pass over memory, forward only",
             pallas,
             roles=("call",),
         ),
@@ -110,9 +110,9 @@ class LayerNorm(NormOp):
         found = super().left(call, decisions)
         if found is None or call.device.platform != "cuda":
             return found
-        as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
+        as_xla = "XLA's code as a separate op was measured to take longer (benchmarks attention, encoder)"
         if call.device.arch not in choosing.MEASURED:
-            as_xla = "what XLA's code of an op of its own takes was not measured there either"
+            as_xla = "XLA's code as a separate op was not measured there either"
         return replace(found, reason=f"{found.reason}; and {as_xla}")
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:

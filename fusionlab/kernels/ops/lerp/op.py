@@ -42,7 +42,7 @@ class Lerp(Op):
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
-            "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
+            "FusionLab's own kernels: every gradient and sum of the backward in one pass over the cotangent",
             cuda,
         ),
     }

@@ -26,7 +26,7 @@ Array = Any
 
 _ROWS = ("a", "d_a", "ct", "mask", "preactivation")  # operands with one entry for each row of a
 _BIASES = ("bias", "d_bias")
-XLA = Implementation.of_reference("the same product, and what stands behind it as jnp code", reference)
+XLA = Implementation.of_reference("the same product, and its epilogue as jnp code", reference)
 
 
 class Matmul(Op):
@@ -62,7 +62,7 @@ class Matmul(Op):
         ),
         "cuda": XLA.by_kernels(
             "cuda",
-            "XLA's product and one kernel of our own for bias and activation",
+            "XLA's product and one of FusionLab's own kernels for bias and activation",
             cuda,
             plain=False,
             roles=("call",),

@@ -41,7 +41,7 @@ def library(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
     if "nvmath" in device.missing:
         return Reason("device", lt.NOT_INSTALLED)
     if attrs.get("role", "call") != "call":
-        return Reason("role", "of a backward the products stay XLA's")
+        return Reason("role", "the products of a backward stay XLA's")
     return (
         _types(shapes, **attrs) or _factors(shapes, **attrs) or _layout(shapes, **attrs) or _epilogue(shapes, **attrs)
     )
@@ -72,7 +72,7 @@ def _factors(shapes: Named, *, alpha: float, beta: float, product: str, **_: Any
     used = (alpha, beta) if "bias" in shapes else (alpha,)
     held = [float(np.asarray(factor).astype(kind)) for factor in used]
     if 0.0 in held:
-        return Reason("scale", "what it multiplies by a factor of 0 it does not read: NaN and infinities would be lost")
+        return Reason("scale", "it does not read an operand whose factor is 0: NaN and infinities would be lost")
     return None
 
 
@@ -124,7 +124,7 @@ def kernel(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
     if unable := refuses_device(device):
         return unable
     if attrs.get("role", "call") != "call":
-        return Reason("role", "of a backward the products and what stands before them stay XLA's")
+        return Reason("role", "the products of a backward, and what comes before them, stay XLA's")
     return _behind(shapes, **attrs)
 
 
@@ -141,5 +141,5 @@ def _behind(shapes: Named, *, activation: str, product: str, out: str, **attrs: 
             return Reason("bias", f"a bias along {along}: its kernels add one along the columns")
         dtype = np.dtype(shapes["bias"].dtype).name
         if dtype != out:
-            return Reason("bias", f"a bias of {dtype} beside a result of {out}: its kernels take one dtype")
+            return Reason("bias", f"a bias of {dtype} with a result of {out}: its kernels take one dtype")
     return None

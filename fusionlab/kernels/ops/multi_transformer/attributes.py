@@ -63,13 +63,13 @@ def _check_part(full: Mapping[str, Any]) -> None:
         return
     if full["layers"] != 1:
         raise refused(
-            f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"
+            f"part is {part!r} of {full['layers']!r} layers, needed one: the sum between two parts belongs to neither"
         )
     if part == "feed_forward":
         for name, none in (("cache", None), ("gives_keys", False), ("rotary", None)):
             if full[name] != none:
                 raise refused(
-                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it is of the attention"
+                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it belongs to the attention"
                 )
 
 

@@ -155,7 +155,7 @@ def _check_hidden(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
     ):
         raise refused(
             f"mask_value is {full['mask_value']:g}, which hides less than lengths and is_causal do; "
-            f"needed -inf, or all that is hidden in mask"
+            f"needed -inf, or a mask that hides all of it"
         )
 
 

@@ -138,9 +138,9 @@ def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float
 
 
 _BESIDE_NOTES = (
-    "one row is the same work before and after · bars between: bytes of all copies, one scale · what XLA runs anyway stays",
-    "one row is the same work before and after · bars between: bytes of all copies, one scale",
-    "one row is the same work before and after",
+    "each row shows the same work before and after · bars between: bytes of all copies, one scale · parts that XLA runs anyway stay",
+    "each row shows the same work before and after · bars between: bytes of all copies, one scale",
+    "each row shows the same work before and after",
     "a row: the same work",
 )
 

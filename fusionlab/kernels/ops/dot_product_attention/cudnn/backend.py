@@ -95,7 +95,7 @@ def _refuses_features(features: Collection[int], device: Device) -> str | None:
     for n in features:
         if n % 8 or n > most:
             where = f" on {device.arch}" if device.arch else ""
-            return f"{n} features a head: cuDNN's fused attention takes multiples of 8 up to {most}{where}"
+            return f"{n} features per head: cuDNN's fused attention takes multiples of 8 up to {most}{where}"
     return None
 
 
@@ -103,7 +103,7 @@ def _refuses_form(shapes: Mapping[str, Any], form: Settings) -> str | None:
     if not {"factors", "dropout_key"}.isdisjoint(form.present):
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
     if "sink" in form.present:
-        return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
+        return "a sink next to the scores, for which JAX's call of cuDNN has no operand"
     # JAX's call of cuDNN has no parameter for one.
     if form.softcap is not None:
         return "a softcap on the scores"
@@ -122,11 +122,13 @@ def _refuses_form(shapes: Mapping[str, Any], form: Settings) -> str | None:
 def _refuses_backward(form: Settings) -> str | None:
     """Of a call that keeps something for a backward, or of that backward."""
     if form.saves == "probabilities":
-        return "the probabilities are what is kept for the backward, which cuDNN never writes"
+        return "the probabilities are kept for the backward, and cuDNN never writes them"
     if form.keeps_rounded_off:
-        return "what the result was rounded by is kept for the backward, which cuDNN neither writes nor reads"
+        return "the rounding error of the result is kept for the backward, and cuDNN neither writes nor reads it"
     if form.deterministic and form.role != "call":
-        return "the same bits every time are asked for: cuDNN's backward adds to the gradient of the query by atomics"
+        return (
+            "the same bits in every run are required: cuDNN's backward adds to the gradient of the query with atomics"
+        )
     if form.role == "cotangent" and form.wanted == ("value",):
         return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
     return None
@@ -165,7 +167,7 @@ def _refuses_bias(shapes: Mapping[str, Any], form: Settings) -> str | None:
     if "mask" in form.present:
         return "a bias and a mask"
     if form.has_backward:
-        return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
+        return "a bias with a backward: cuDNN keeps one statistic per row, too little for a row the bias masks"
     bias, query = shapes["bias"], shapes["query"]
     if np.dtype(bias.dtype) != np.dtype(query.dtype):
         return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"
