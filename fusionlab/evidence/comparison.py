@@ -185,7 +185,7 @@ class Evidence(Shown):
             return cls.from_dict(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArgumentError(
-                f"path: {path} is not a record of a comparison ({type(error).__name__}: {error}); needed one that `fusionlab bench -o` wrote"
+                f"path: {path} is not a record of a comparison ({type(error).__name__}: {error}); needed one from `fusionlab bench -o`"
             ) from error
 
     def to_dataframe(self) -> Any:

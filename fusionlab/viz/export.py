@@ -48,7 +48,7 @@ def to_svg(
     show: Show = (),
     id_prefix: str = "fl-",
 ) -> str:
-    """The picture as the text of an SVG file; args and errors as of `album`. `id_prefix` tells the ids of pictures on one page apart."""
+    """The picture as the text of an SVG file; args and errors as of `album`. `id_prefix` keeps the ids of pictures on one page distinct."""
     return album(graph, findings, enabled, show).still(enabled, id_prefix, CAPTION)
 
 

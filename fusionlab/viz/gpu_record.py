@@ -29,7 +29,7 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """One program beside jax.jit: device seconds (median), jax.jit's median over it, and the 95 % interval of that ratio."""
+    """One program against jax.jit: device seconds (median), jax.jit's median divided by it, and the 95 % interval of that ratio."""
 
     median_s: float
     ratio: float

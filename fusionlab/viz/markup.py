@@ -73,7 +73,7 @@ def mono(value: Any) -> str:
 
 
 def source_line(source: Source | None) -> str:
-    """A button that selects the line, and the line; "" where there is none."""
+    """A button that selects the line, and the line; "" if there is no line."""
     if source is None:
         return ""
     return f"{pick(source.short)} {mono(short(source.text, 200))}" + (
@@ -88,7 +88,7 @@ def facts(rows: Iterable[Fact]) -> str:
 
 
 def section(title: str, inner: str) -> str:
-    """A heading with what stands below it; "" where nothing does."""
+    """A heading with its content below; "" if there is no content."""
     return f"<h4>{text(title)}</h4>{inner}" if inner else ""
 
 

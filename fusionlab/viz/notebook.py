@@ -1,9 +1,9 @@
 """What a cell shows: several outputs, so that a picture is one wherever the notebook is read.
 
 Readers differ in what they leave out of an output. JupyterLab and Notebook 7 strip an untrusted notebook's HTML of its SVG, whose
-texts then stand there as a wall of words, draw no SVG output and start no widget; a trusted notebook without a kernel says "model not
+texts then appear as a wall of words, draw no SVG output and start no widget; a trusted notebook without a kernel shows "model not
 found" where a widget was; GitHub cleans HTML too. All of them draw an output that is a PNG, and text whose HTML is plain. So a
-picture is an output of its own, what is said about it another one; and beside the live explorer stands a still picture, which its
+picture is an output of its own, and its description another one; the live explorer comes with a still picture, which its
 style sheet hides while the explorer is there.
 """
 
@@ -81,7 +81,7 @@ def png_of(svg: str) -> tuple[bytes, dict[str, int]]:
 
 
 def picture(svg: str, plain: str) -> Output:
-    """A picture as an output of its own; `plain` stands for it where nothing is drawn."""
+    """A picture as an output of its own; `plain` replaces it where nothing is drawn."""
     png, shown = png_of(svg)
     return Output({"image/png": base64.b64encode(png).decode(), "text/plain": plain}, {"image/png": shown})
 

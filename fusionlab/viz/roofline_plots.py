@@ -1,4 +1,4 @@
-"""Rooflines as pictures: kernels under the roof of a device, and predicted gains beside measured ones."""
+"""Rooflines as pictures: kernels under the roof of a device, and predicted gains next to measured ones."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _title(roofline: Roofline, left_out: int) -> str:
 
 
 def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
-    """What each candidate is predicted to save beyond XLA, beside what it saved where that was measured.
+    """The predicted saving of each candidate beyond XLA, next to the measured one if there is one.
 
     Args:
       roofline: of what was found in a program; `with_measured` gives it the measured savings.

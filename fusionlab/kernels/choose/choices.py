@@ -126,7 +126,7 @@ class PlanFileError(ArgumentError):
     """A file in a plan file's place that cannot be read as one; `why` is what is said of it."""
 
     def __init__(self, path: Path, error: str):
-        self.why = f"is not a plan file that FusionLab can read ({error}); needed a file that fusionlab.tune wrote: tune again, or remove the file"
+        self.why = f"is not a plan file that FusionLab can read ({error}); needed one from fusionlab.tune: tune again, or remove the file"
         super().__init__(f"{path} {self.why}")
 
 

@@ -1,4 +1,4 @@
-"""Work beside the notebook: one thing at a time, the latest wins, and whoever asked is told how it goes."""
+"""Background work next to the notebook: one job at a time, the latest wins, and callers follow its progress."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASIDE = threading.Lock()  # held by who computes something short beside the job
 
 
 def aside() -> AbstractContextManager[Any]:
-    """To be held for a second at most, while something is computed that no measurement of this process should run beside."""
+    """To be held for a second at most, for a computation that must not run during any measurement of this process."""
     return _ASIDE
 
 

@@ -54,9 +54,9 @@ class Below(Decided):
         raise NotImplementedError
 
     def tabs(self, script: str = "", awaited: bool = False, rates: bool = False) -> list[Tab]:
-        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
+        """Name and HTML of the tabs: measurements, the graph before and after, the ledger and the program `script`.
 
-        While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites. `rates`: there is
+        While a measurement is `awaited`, the previous one stays visible, dimmed, with a note that it is of other sites. `rates`: there is
         something to measure the device's with.
         """
         after = self._fused_soon()
@@ -78,7 +78,7 @@ class Below(Decided):
         return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
 
     def _above(self, name: str, rated: bool) -> str:
-        """What stands first in a tab: which sites are to blame, and what measures the rates that it lacks, where that can be."""
+        """The head of a tab: the sites to blame, and a button that measures missing rates, if that is possible."""
         if name == "Roofline" and rated:
             return _RATES
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)

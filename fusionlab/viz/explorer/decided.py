@@ -82,11 +82,11 @@ class Decided:
         return True
 
     def undo(self) -> bool:
-        """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
+        """Goes back to the setting before the last change; False if there is no such change. The ledger keeps both lines."""
         return self._step(self._past, self._undone, "undone", "before")
 
     def redo(self) -> bool:
-        """Makes the change again that undo took back last; False where there is none, or another change was made since."""
+        """Makes the change again that undo took back last; False if there is no such change, or another change was made since."""
         return self._step(self._undone, self._past, "redone", "after")
 
     def _step(self, taken: list[Setting], left: list[Setting], word: str, options: str) -> bool:
@@ -114,7 +114,7 @@ class Decided:
         """Sets an option of a pass and searches again: what is on stays on, what is new is on unless idle.
 
         Raises:
-          ArgumentError: this explorer cannot search again, or the value is none that the option takes. UnknownNameError: no such option.
+          ArgumentError: this explorer cannot search again, or the option does not take the value. UnknownNameError: no such option.
         """
         strategy = self._with(name, option, value)
         found = self._findings(strategy)

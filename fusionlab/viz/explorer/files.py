@@ -76,7 +76,7 @@ def save(
     *,
     show: Show = (),
 ) -> Path:
-    """Writes a picture of the graph; the suffix says which: .svg .dot .png .pdf .json .html .txt.
+    """Writes a picture of the graph; the suffix sets the format: .svg .dot .png .pdf .json .html .txt.
 
     Args:
       graph, findings, enabled, show: as for `to_svg`; the whole program is in .html, .json and .txt.

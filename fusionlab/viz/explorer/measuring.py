@@ -43,7 +43,7 @@ class _Told(Watch):
 
 
 class Measuring(Selecting):
-    """The part of an `Explorer` that measures; `Explorer` says what its functions are."""
+    """The part of an `Explorer` that measures; `Explorer` documents the functions it is given."""
 
     _measure_with: Measure | None
     _shares_with: Share | None
@@ -75,7 +75,7 @@ class Measuring(Selecting):
         """Finds which sites make the program slower, or its results worse, than before: by halving, a program for each trial.
 
         Args:
-          of: "time" or "error"; None takes what the measurement says.
+          of: "time" or "error"; None takes whichever the measurement found.
 
         Returns:
           What was found (as of `fusionlab.bisect`); it is kept with these sites, and marked on those that are to blame.
@@ -250,7 +250,7 @@ class Measuring(Selecting):
     def _stage(
         self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, can_cancel: bool = True
     ) -> None:
-        """Tells the browser the stage that runs, since when it does and how long it may take: its clock ticks by itself."""
+        """Sends the running stage to the browser, with its start and expected duration: the clock there ticks by itself."""
         clock = self._clock
         if clock.tell(task, done, total, budget_s):
             self._began = time.time()
@@ -260,7 +260,7 @@ class Measuring(Selecting):
 
     @contextlib.contextmanager
     def _aside(self, task: str) -> Iterator[None]:
-        """Around what keeps the kernel busy for a while, and nothing else can run beside: named, with a clock, while it lasts."""
+        """Wraps a task that keeps the kernel busy for a while, so that nothing else can run: shows its name and a clock meanwhile."""
         before = self.status
         if self._background.running:  # that goes on, and is told again by its next step
             yield

@@ -21,7 +21,7 @@ IDLE = {"running": False, "what": "", "done": 0, "total": 0}
 
 
 class Observed(anywidget.AnyWidget):
-    """The traits of an explorer (`Explorer` says what they mean) beside its session, and how status and errors come into them."""
+    """The traits of an explorer (documented at `Explorer`) and its session, and how status and errors reach them."""
 
     _esm = module()
     _css = asset("explorer.css")

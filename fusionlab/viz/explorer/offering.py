@@ -25,7 +25,7 @@ _HERE = __name__.rpartition(".")[0]
 
 @errors_for_users
 class Sites(Mapping[str, Site], Shown):
-    """Site id -> what was found there: a candidate, or a rejection that says why it is none; prints each with its state."""
+    """Site id -> the candidate or rejection found there; prints each with its state."""
 
     def __init__(self, findings: Callable[[], Findings], enabled: Callable[[], frozenset[str]]) -> None:
         self._findings, self._enabled = findings, enabled
@@ -122,7 +122,7 @@ class Selecting(Offering):
 
     def select(self, what: object) -> Facts:
         """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, a source line ("model.py:41"), a lane ("backward") or nothing
-        (""); tells what it is.
+        (""); returns its facts.
 
         Raises:
           ArgumentError: nothing of that name is in the graph shown.
@@ -143,7 +143,7 @@ class Selecting(Offering):
         self.refresh()
 
     def step(self, card: str = "", by: int = 1) -> str:
-        """Shows another one of equal parts, `by` after the one that is shown; tells its name ("layer 18 of 24").
+        """Shows another one of equal parts, `by` after the one that is shown; returns its name ("layer 18 of 24").
 
         `card` is the id or the name of their card or of one inside it; "" is what is selected, which is then selected in the other part.
 

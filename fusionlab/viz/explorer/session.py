@@ -82,7 +82,7 @@ class Session(Below):
         return self.measured.get(self.setting)
 
     def show(self, which: str) -> None:
-        """ "before" or "after": the program as written, or with the enabled sites fused; "both": beside each other.
+        """ "before" or "after": the program as written, or with the enabled sites fused; "both": side by side.
 
         Raises:
           ArgumentError: none of these, or this explorer cannot fuse.
@@ -286,7 +286,7 @@ class Session(Below):
     def inspector(self) -> dict[str, Any]:
         """What is known of the selection: the name that selects it again, title, and HTML whose texts are escaped.
 
-        `turn` counts selections: the screen is told of one that selects the same again.
+        `turn` counts selections, so that the screen notices when the same thing is selected again.
         """
         info = self._inspected()
         title = self.stage.name(self.drawn(), self._selection.name) or info.title

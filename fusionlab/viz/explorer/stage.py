@@ -29,7 +29,7 @@ Drawn = tuple[Graph, Findings | None, frozenset[str]]
 class Stage:
     """What is drawn.
 
-    `shown` is "before", "after", or "both" beside each other; `hulls` asks for the kernels that XLA made, told in the boxes. `fused` gives
+    `shown` is "before", "after", or "both" side by side; `hulls` asks for the kernels that XLA made, named in the boxes. `fused` gives
     the program with the sites fused that are on; None where it cannot be shown.
     """
 
@@ -49,7 +49,7 @@ class Stage:
         self._album(drawn).toggle(drawn[2], card_id_of(item))
 
     def step(self, drawn: Drawn, item: str, by: int) -> None:
-        """Shows the next or the last one of the equal parts that a card stands for."""
+        """Shows the next or the last one of the equal parts that a card represents."""
         self._album(drawn).step(drawn[2], card_id_of(item), by)
 
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
@@ -167,7 +167,7 @@ class Stage:
         return self._sides(dict.fromkeys(card for card in found if card is not None))
 
     def _sides(self, cards: Iterable[str]) -> list[str]:
-        """Ids in the picture of these cards: of a program beside itself, those of both sides."""
+        """Ids of these cards in the picture: in a before/after picture, those of both sides."""
         sides = ("", AFTER) if self.shown == "both" else ("",)
         return [ID_PREFIX + side + card for card in cards for side in sides]
 
@@ -176,7 +176,7 @@ class Stage:
 
 
 def card_id_of(item: str) -> str:
-    """The card that an id in the picture is of: what stands on the after side is the same card."""
+    """The card of an id in the picture: an id of the after side gives the same card."""
     return item.removeprefix(ID_PREFIX).removeprefix(AFTER)
 
 

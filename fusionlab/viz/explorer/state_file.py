@@ -29,7 +29,7 @@ class Saved(Shown):
 
     Attributes:
       function: name of the program.
-      program: digest of its equations, by which a changed program is told.
+      program: digest of its equations, by which a changed program is recognised.
       device: what backends were judged for.
       setting: what was on.
       decisions: the ledger.
@@ -116,7 +116,7 @@ def saved_text(session: Session) -> str:
 
 
 def program_digest(graph: Graph) -> str:
-    """Tells programs apart: of their equations, shapes and dtypes, not of source lines."""
+    """Distinguishes programs by their equations, shapes and dtypes, not by source lines."""
     return hashlib.sha256(graph_text(graph).encode()).hexdigest()[:16]
 
 

@@ -48,7 +48,7 @@ class Explorer(Measuring):
       measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It calls `progress(task, done, total)` as each
         stage begins and at each step, where a cancel ends it, and may ask `cancel()` besides.
       shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
-        can be told apart; called after `measure`.
+        can be attributed; called after `measure`.
       times: `times(progress) -> {node id: seconds}`, what each node of the program takes (`node_times`); shown in place of bytes once
         measured.
       rates: `rates(progress) -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
@@ -65,7 +65,7 @@ class Explorer(Measuring):
       enabled: frozenset of the site ids that are on.
       selected: the node, site, kernel, line or group selected, as text ("%143", "gemm_epilogue@mlp#1"); "" for none.
       evidence: the measurement that belongs to `enabled`, or None.
-      shown: "before", "after" or "both" beside each other.
+      shown: "before", "after" or "both" side by side.
       status: what the measurement is doing, in words.
       measuring: whether every change is measured again; `start` sets it, `cancel` clears it.
       hulls: whether the boxes name the kernels that XLA makes of them (compiles the program, in the background).
@@ -117,17 +117,17 @@ class Explorer(Measuring):
         """Sets an option of a pass, as `Strategy` takes it, and searches again.
 
         Raises:
-          UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
+          UnknownNameError: no such pass or option. ArgumentError: the value is not one of its choices.
         """
         with self._aside("searching again"):
             self.session.option(name, option, value)
 
     def undo(self) -> bool:
-        """Takes the last change of sites or options back; False where there is none."""
+        """Undoes the last change of sites or options; False if there is no change to undo."""
         return self.session.undo()
 
     def redo(self) -> bool:
-        """Makes the change again that `undo` took back last; False where there is none, or another change was made since."""
+        """Makes the change again that `undo` took back last; False if there is no such change, or another change was made since."""
         return self.session.redo()
 
     def reset(self) -> bool:
@@ -168,7 +168,7 @@ class Explorer(Measuring):
     def restore(self, saved: Saved) -> None:
         """Takes over what an explorer was saved with (see `fusionlab.load`): sites, options, ledger and measurements.
 
-        Sites that are not in this program are left out, and `problem` says so.
+        Sites that are not in this program are left out, and `problem` names them.
 
         Raises:
           UnknownNameError: a pass or option that does not exist; nothing is changed.
@@ -285,7 +285,7 @@ class Explorer(Measuring):
 
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` says which would not."""
+        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` lists which would not."""
         png, shown = png_of(self.session.still())
         return {**self._widget(), "image/png": base64.b64encode(png).decode()}, {"image/png": shown}
 

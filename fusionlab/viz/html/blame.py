@@ -1,4 +1,4 @@
-"""What a measurement says is wrong with the sites that are on, and which of them were found to blame."""
+"""What a measurement found wrong with the enabled sites, and which of them are to blame."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fault:
 
 
 def faults_of(evidence: Any) -> list[Fault]:
-    """What a measurement says is slower, or worse, than before."""
+    """What the measurement found slower, or worse, than before."""
     if evidence is None:
         return []
     slower = [t for t in evidence.timings if t.verdict == Verdict.SLOWER]
@@ -52,7 +52,7 @@ def blamed_sites(found: Mapping[str, Bisection]) -> dict[str, str]:
 
 
 def site_html(found: Mapping[str, Bisection], site: str) -> str:
-    """What the inspector says first of a site that is to blame; "" of any other."""
+    """The inspector's first line for a site that is to blame; "" for any other."""
     note = blamed_sites(found).get(site, "")
     return f'<p class="fl-blamed">⚠ To blame: {text(note)}.</p>' if note else ""
 

@@ -73,7 +73,7 @@ def _places(overview: Overview, floor: Callable[[Card], float] | None) -> dict[t
 
 
 def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
-    """The cards that do not open, and how often each stands for itself: children are of one copy."""
+    """The cards that do not open, each with its number of occurrences: children belong to one copy."""
     alone = len(card.children) == 1 and card.count > 1 and card.children[0].site is None
     if not card.children or alone:  # of equal parts without an inside, all together
         yield card, times
@@ -106,6 +106,6 @@ def _row(place: Place, share: float, searched: bool) -> str:
 
 
 def _selects(card: Card) -> str:
-    """What a click selects: a site, where it says why it is fused or not; else the card."""
+    """What a click selects: the site, which explains why it is fused or not; else the card."""
     site = card.site
     return site.id if site is not None and site.id and not site.backward else card.id

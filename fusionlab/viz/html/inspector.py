@@ -1,6 +1,6 @@
 """The inspector: everything known of a node, a value, a site, a structure, an XLA kernel, a source line or a group, as HTML.
 
-What stands in it can be followed: an element with `data-fl-pick="NAME"` selects NAME, which `inspect` takes in turn. All text of the
+Its content can be followed: an element with `data-fl-pick="NAME"` selects NAME, which `inspect` takes in turn. All text of the
 program is escaped.
 """
 

@@ -1,4 +1,4 @@
-"""What the inspector says of a site (a candidate, a rejection) or a structure, as HTML."""
+"""The inspector's HTML for a site (a candidate, a rejection) or a structure."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _value(v: Value) -> str:
 
 
 def _cost(c: Candidate, costs: Costs) -> str:
-    """The site's own nodes, one by one and as one kernel; both as the program says, before XLA fuses anything."""
+    """The site's own nodes, one by one and as one kernel; both as the program states them, before XLA fuses anything."""
     ids = [i for i in c.node_ids if i in costs.graph.node_by_id]
     if len(ids) < len(c.node_ids):
         return ""

@@ -61,7 +61,7 @@ def registers(op: str, dtype: str, attrs: Mapping[str, Any], arch: str = "") -> 
     Args:
       op: a fused op.
       dtype: of its operands ("bfloat16").
-      attrs: the op's attributes; of them the activation tells variants apart.
+      attrs: the op's attributes; of these, the activation distinguishes variants.
       arch: "sm_90"; one that is not on record gives `RECORDED_ARCH`.
     """
     recorded = _record()["registers"]
@@ -74,7 +74,7 @@ def registers(op: str, dtype: str, attrs: Mapping[str, Any], arch: str = "") -> 
 
 
 def kernels_html(op: str, dtype: str = "", attrs: Mapping[str, Any] | None = None, arch: str = "") -> str:
-    """The kernels of an op: registers of the variants of this dtype, and the source to unfold; says so where there are none."""
+    """The kernels of an op: registers of the variants of this dtype, and the source to unfold; or a note that there are no kernels."""
     source = kernel_source(op)
     if source is None:
         return quiet(f"FusionLab has no CUDA kernel of its own for {op}.")

@@ -93,7 +93,7 @@ def _heading(sites: list[SiteDict]) -> str:
 
 
 def _candidate(s: Mapping[str, Any]) -> list[str]:
-    """What a card says of a candidate, a line each."""
+    """The lines of a card about a candidate."""
     lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {STATE_WORDS[s['state']]}"]
     lines += [_e(s["paired"])] if s["paired"] else []
     remarks = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
@@ -103,7 +103,7 @@ def _candidate(s: Mapping[str, Any]) -> list[str]:
 
 
 def _backward_text(site: Mapping[str, Any]) -> str:
-    """What is said of a site's backward pass; "" where the program has none of it."""
+    """The sentence about a site's backward pass; "" if the program does not contain it."""
     pair = site["backward"]
     if pair is None:
         return ""

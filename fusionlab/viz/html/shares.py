@@ -1,4 +1,4 @@
-"""What each site is worth in time: bars, and the table beside them."""
+"""The time that each site saves: bars, and the table with them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_SHARES = 12  # sites beyond this are not timed one by one: a program for ea
 
 
 def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
-    """A bar for each site: the seconds by which fusing it shortens the program, beside all the others. Returns matplotlib Axes.
+    """A bar for each site: the seconds by which fusing it shortens the program, given all the others. Returns matplotlib Axes.
 
-    Bars to the left are sites that lengthen it; hatched ones have an interval that holds 1, so that nothing is told.
+    Bars to the left are sites that lengthen it; the interval of hatched ones contains 1, so that they are inconclusive.
 
     Args:
       shares: of `fusionlab.time_by_site`.
@@ -55,7 +55,7 @@ def _not_timed(sites: int) -> str:
 
 
 def shares_html(shares: SiteShares | None, sites: int) -> str:
-    """The bars and their table as HTML, names escaped and selectable; or why there are none.
+    """The bars and their table as HTML, names escaped and selectable; or the reason why there are no bars.
 
     Args:
       shares: what was measured, or None.

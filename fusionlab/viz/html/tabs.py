@@ -44,7 +44,7 @@ def evidence_tabs(
 ) -> list[Tab]:
     """The tabs Timing, Errors, Memory, Roofline, Kernels and Graph diff, in this order: `[{"name", "html"}]`.
 
-    Each says something; one that only says why it has nothing to show has "empty", True, too.
+    Each has content; one that only explains why it has nothing to show has "empty", True, too.
 
     Args:
       evidence: what was measured with just these sites, or None.
@@ -82,7 +82,7 @@ def evidence_tabs(
 
 
 def tab(name: str, html: str, empty: bool = False) -> Tab:
-    """A tab; `empty`: all it says is why there is nothing to show."""
+    """A tab; `empty`: it only explains why there is nothing to show."""
     return {"name": name, "html": html} | ({"empty": True} if empty else {})
 
 

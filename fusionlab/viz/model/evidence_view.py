@@ -18,12 +18,12 @@ EvidenceTable = tuple[str, list[str], list[list[Any]], tuple[int, ...]]
 
 
 def timings_of(evidence: Evidence | Timing) -> tuple[Timing, ...]:
-    """All timings of an Evidence (forward, and forward + backward); a Timing stands for itself."""
+    """All timings of an Evidence (forward, and forward + backward); a Timing counts as one."""
     return (evidence,) if isinstance(evidence, Timing) else evidence.timings
 
 
 def numerics_of(evidence: Evidence | Numerics) -> Numerics | None:
-    """The errors of an Evidence; a Numerics stands for itself."""
+    """The errors of an Evidence; a Numerics is returned as it is."""
     return evidence if isinstance(evidence, Numerics) else evidence.numerics
 
 
@@ -236,5 +236,5 @@ def _error_table(errors: list[dict[str, Any]]) -> EvidenceTable:
 
 
 def _ulp_text(ulp: float) -> str:
-    """Where sums cancel, an element may be many powers of ten from its own last place; the exact number says nothing."""
+    """Where sums cancel, an element may be many powers of ten away in ulp; the exact number is meaningless."""
     return f"{ulp:.3g}" if ulp < _MANY_ULP else f"over {_MANY_ULP:,}"

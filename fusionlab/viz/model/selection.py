@@ -65,7 +65,7 @@ def selection(
       groups: id -> node ids of the groups in the picture.
 
     Raises:
-      ArgumentError: it is none of these.
+      ArgumentError: the name is not one of these.
     """
     node = find_node(graph, target)
     if node is not None:

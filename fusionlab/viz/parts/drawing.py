@@ -141,7 +141,7 @@ class Drawing:
         return card
 
     def _cards(self, parts: Iterable[Group | Item], around: Chain, parent: str = "") -> tuple[Card, ...]:
-        """Parts and items that stand beside each other, equal neighbours as one card."""
+        """Adjacent parts and items, equal neighbours as one card."""
         boxes = boxed(parts)
         return told_from_each_other([self._run(run, boxes, around, parent) for run in runs_of(boxes)])
 
@@ -229,7 +229,7 @@ class Drawing:
 
 
 def told_from_each_other(cards: Sequence[Card]) -> tuple[Card, ...]:
-    """Single operations that stand beside each other under one name, with their lines, else their types, else numbers."""
+    """Adjacent single operations under one name, with their lines, else their types, else numbers."""
     same: dict[str, list[Card]] = {}
     for card in cards:
         if card.kind == "nodes":
@@ -246,7 +246,7 @@ def told_from_each_other(cards: Sequence[Card]) -> tuple[Card, ...]:
 
 
 def _distinct(marks: Sequence[str]) -> Sequence[str]:
-    """The marks, if each is there and is none of the others."""
+    """The marks, if each exists and differs from the others."""
     return marks if all(m.strip(":") for m in marks) and len(set(marks)) == len(marks) else ()
 
 
@@ -258,7 +258,7 @@ def _single(group: Group) -> Item | None:
 
 
 def _opens(group: Group) -> bool:
-    """Whether its inside says more than its name: several products, a site, a loop."""
+    """Whether its inside shows more than its name: several products, a site, a loop."""
     items = group.items
     return len(group.children) > 1 and (
         products_in(group) > 1

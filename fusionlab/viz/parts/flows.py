@@ -137,7 +137,7 @@ class Flows:
 
     @functools.cached_property
     def _drawn(self) -> list[tuple[FlowEnd, FlowEnd, Value]]:
-        """Who made and who reads each value, each once; what only moves data is told of where it is read."""
+        """The maker and the readers of each value, each once; a node that only moves data is counted with its readers."""
         found: dict[tuple[FlowEnd, FlowEnd, int], tuple[FlowEnd, FlowEnd, Value]] = {}
         for producer, reader, value in self.edges:
             if reader not in self._light:

@@ -35,7 +35,7 @@ class Group:
 
     @property
     def opens(self) -> bool:
-        """Whether there is more to see inside than its name says."""
+        """Whether its inside shows more than its name."""
         return len(self.children) > 1
 
 
@@ -48,7 +48,7 @@ def grouped(
       items: in program order.
       depth: how many names of the scope the level has used up.
       turned: whether these are one turn of a loop, in which no turns are looked for again.
-      calls: calls that lead to the level; what was called otherwise stands by itself. () takes those that all share.
+      calls: calls that lead to the level; nodes that were called otherwise stay single. () takes the calls that all share.
     """
     out: list[Group | Item] = []
     scopes: dict[str, Group] = {}

@@ -22,7 +22,7 @@ _COMPARISONS = having("order") | {"eq", "and"}  # what masks are made of
 
 
 def is_light(node: Node) -> bool:
-    """Whether a node only moves, converts or makes up data: it is told with what reads it."""
+    """Whether a node only moves, converts or makes up data: it is shown with its reader."""
     return not is_region(node) and (node.primitive in _LAYOUT or node.primitive in _COMPARISONS)
 
 

@@ -62,7 +62,7 @@ class _Copies:
 class Maker:
     """Makes overviews of one graph.
 
-    What stands where is worked out once; showing another copy makes the card of its row anew, and a toggle changes only states.
+    The layout is worked out once; showing another copy makes the card of its row anew, and a toggle changes only states.
     """
 
     def __init__(

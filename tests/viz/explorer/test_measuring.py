@@ -321,9 +321,8 @@ def test_rates_are_measured_behind_a_button_that_is_there_as_long_as_they_lack(c
         if thread.name == "fusionlab-explorer":
             thread.join(20)
     assert "copying" in told
-    assert ended and not any(
-        "No roof" in html for html in ended
-    )  # the roof is drawn before the bar says that it is done
+    assert ended
+    assert not any("No roof" in html for html in ended)  # the roof is drawn before the bar says that it is done
     assert lab.session.rates == rates
     assert 'data-fl="rates"' not in roof()
     assert lab.status == "not measured"

@@ -208,7 +208,7 @@ class DotProductAttention(Op):
         return ((3,), (1,)), ((0, 1), (0, 2))  # the weighted sum of values, over batch and heads
 
     def formula(self, **attrs: Any) -> str:
-        """ "softmax(0.125 * q @ k.T + bias, mask, causal, sink) @ v, 8 query heads per key head"; `bias`, `mask`, `factors`, `dropout_key`
+        """ "softmax(0.125 * q @ k.T + bias, mask, causal, sink) @ v, 8 query heads a key head"; `bias`, `mask`, `factors`, `dropout_key`
         and `sink` say which operands there are."""
         form, there = Settings.of(attrs), {slot: bool(attrs.get(slot)) for slot in self.slots}
         scale = "1/sqrt(H)" if form.scale is None else f"{form.scale:.6g}"
@@ -217,7 +217,7 @@ class DotProductAttention(Op):
             scores = f"{form.softcap:.6g} * tanh({scores} / {form.softcap:.6g})"
         local = "" if form.window is None else f", local window of {sum(form.window) + 1} keys"
         seen = f"{' + bias' * there['bias']}{', mask' * there['mask']}{', causal' * form.is_causal}{local}"
-        heads = f", {form.group} query heads per key head" * (form.group != 1)
+        heads = f", {form.group} query heads a key head" * (form.group != 1)
         text = f"softmax({scores}{seen}{', sink' * there['sink']})"
         if there["factors"] or there["dropout_key"]:
             drawn = f"bernoulli(key, {form.keep:.6g})" if there["dropout_key"] else "factors"

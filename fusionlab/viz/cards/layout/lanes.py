@@ -42,7 +42,7 @@ def _natural(phases: Sequence[str], room: float, buses: Sequence[float]) -> tupl
 
 
 def spans_of(phases: Sequence[str], width: float, buses: Sequence[float], depths: Mapping[str, int]) -> list[Span]:
-    """Where each lane stands. `buses`: what vertical lines take between lanes; `depths`: how deep cards of a lane are open.
+    """The position of each lane. `buses`: the width of the vertical lines between lanes; `depths`: how deep cards of a lane are open.
 
     The first lane with an open card takes the width; those before it stay, so that the card stays where it is, those after it go to
     their narrow form. Where it does not get the least width then, the picture is wider than the pane.
@@ -119,7 +119,7 @@ def _turns(overview: Overview) -> str:
 
 
 def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float], overview: Overview) -> list[Text]:
-    """What stands over the columns between lanes."""
+    """The headings of the columns between lanes."""
     heads: list[Text] = []
     if overview.is_beside:
         x = (spans[0].right + spans[1].x) / 2

@@ -35,7 +35,7 @@ class Grid:
 
 
 def grid_of(overview: Overview, height: float, above: bool, below: bool, narrow: bool) -> Grid:
-    """The rows of a picture; `above` and `below`: whether pills stand there; `narrow`: titles have no room for sites beside them."""
+    """The rows of a picture; `above` and `below`: whether there are pills; `narrow`: titles have no room for sites after them."""
     rows = overview.rows
     scale = Scale(overview.total)
     shares = [_share(row, scale) for row in rows]
