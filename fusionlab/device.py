@@ -81,7 +81,7 @@ class Device(Shown):
 
     @classmethod
     def current(cls) -> Device:
-        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and where JAX is told to use the
+        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and if JAX is set to use the
         CPU alone, its backend is not started for it.
         """
         alone = jax.config.jax_platforms == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
@@ -187,7 +187,7 @@ def _driver() -> str | None:
 
 
 def driver_in(text: str) -> str | None:
-    """The kernel driver's version in what `/proc/driver/nvidia/version` says: "580.159.03".
+    """The kernel driver's version from the text of `/proc/driver/nvidia/version`: "580.159.03".
 
     The file may name the processor before it ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.03"): a version has a dot.
     """

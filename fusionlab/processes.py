@@ -1,6 +1,6 @@
 """Where several processes run one program (`jax.distributed`): which of them speaks, and how they agree.
 
-Process 0 prints and writes. A decision that hangs on a clock is its as well: processes that stopped at different samples would wait for
+Process 0 prints and writes. It also makes decisions that depend on a clock: processes that stopped at different samples would wait for
 each other for ever.
 """
 

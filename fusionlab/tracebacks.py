@@ -114,7 +114,7 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _without_own(traceback: TracebackType | None) -> TracebackType | None:
-    """The same without entries of FusionLab's, of JAX's, and of what stands between them; None where only Python's library is left."""
+    """The same without entries of FusionLab's, of JAX's, and of those between them; None if only Python's library is left."""
     kept = [
         e for e in _entries(traceback) if not (_is_own(_file(e)) or _file(e).startswith(_JAX) or _file(e) in _BETWEEN)
     ]

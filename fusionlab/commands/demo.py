@@ -75,7 +75,7 @@ class Demo(Shown):
         return f"transformer block, B1 S{self.size} E{EMBED} H{HEADS} float32"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able data; every measurement stands under the hardware it was made on."""
+        """Plain JSON-able data; every measurement is listed under the hardware it was made on."""
         measured = self.result.to_dict()
         return {
             "title": self.title,

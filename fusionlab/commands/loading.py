@@ -20,7 +20,7 @@ from ..errors import ArgumentError, did_you_mean
 
 
 def load_function(spec: str) -> tuple[Callable[..., Any], ModuleType]:
-    """The function that `spec` names, and the module it stands in.
+    """The function that `spec` names, and its module.
 
     `spec` is "package.module:function" (importable, or in the current folder) or "path/to/file.py:function"; the part
     after the colon may have dots ("model:Net.apply").
@@ -82,7 +82,7 @@ def _run_user_code(doing: str, run: Callable[[], Any]) -> Any:
 def example_arguments(function: Callable[..., Any], module: ModuleType, text: str | None) -> tuple[Any, ...]:
     """The positional arguments to trace `function` with.
 
-    In this order: `text`, evaluated in the module's names beside `jax`, `jnp`, `np` and the dtypes of `SHAPES` (`f32[8, 4]` is an array
+    In this order: `text`, evaluated in the module's names with `jax`, `jnp`, `np` and the dtypes of `SHAPES` (`f32[8, 4]` is an array
     of which only shape and dtype are known); the function's attribute
     `example_args`; the module's attribute `example_args`. Each is a tuple of arguments (anything else is one argument),
     or a function of no arguments that returns it; the module's may also be a dict from function name to either.
@@ -122,7 +122,7 @@ def keyword_arguments(module: ModuleType, text: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Dtype:
-    """What f32 stands for in `--args`: f32[64, 128] is the shape and dtype of an array, f32[()] of a scalar."""
+    """The meaning of f32 in `--args`: f32[64, 128] is the shape and dtype of an array, f32[()] of a scalar."""
 
     dtype: str
 

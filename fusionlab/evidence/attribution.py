@@ -1,4 +1,4 @@
-"""Where the time of a program goes: its parts run alone beside the whole, and what each fused site is worth.
+"""Where the time of a program goes: its parts run alone against the whole, and the time that each fused site saves.
 
 A program is cut where its module scope changes, in program order, and each part is compiled alone and run on what the parts before it
 gave. Parts and whole are timed in turns by one clock (timing.py), with an empty program among them: what it takes, a dispatch, is in every
@@ -59,7 +59,7 @@ class PartTiming(Shown):
 
 @dataclass(frozen=True, repr=False)
 class PartTimings(Shown):
-    """The parts of a program beside the whole, and what one dispatch takes; `hardware` is where they were measured."""
+    """The parts of a program, the whole, and the time of one dispatch; `hardware` is where they were measured."""
 
     _listed = "parts"
 
@@ -70,7 +70,7 @@ class PartTimings(Shown):
 
     @property
     def reconciliation(self) -> Reconciliation:
-        """The parts, each without its dispatch, and one dispatch, beside the whole."""
+        """The parts, each without its dispatch, and one dispatch, against the whole."""
         parts = (*((p.name, p.net_s) for p in self.parts), (_DISPATCH, self.dispatch.median_s))
         return Reconciliation(parts, self.whole.median_s, LONGER, SHORTER)
 
@@ -91,7 +91,7 @@ def parts_of(
     progress: Progress = False,
     **kwargs: Any,
 ) -> PartTimings:
-    """Times the parts of a program, each compiled alone, beside the whole.
+    """Times the parts of a program, each compiled alone, and the whole.
 
     Args:
       graph: the program: `fl.trace(fn, *args)`, or `found.apply()` for the fused one.
@@ -192,7 +192,7 @@ def _function(closed: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True, repr=False)
 class SiteShare(Shown):
-    """What one site is worth: the program with all others fused, beside all of them.
+    """The time that one site saves: the program with all others fused, against all of them fused.
 
     Attributes:
       site: id of the candidate.
@@ -250,7 +250,7 @@ class SiteShares(Shown):
 
     @property
     def interaction_s(self) -> float:
-        """What all save together beyond the sum of what each saves beside the others."""
+        """The saving of all sites together beyond the sum of what each saves given the others."""
         return self.saved_s - sum(s.saved_s for s in self.sites)
 
     def __str__(self) -> str:
@@ -285,7 +285,7 @@ def sites_of(
       found: what was found in it.
       chosen: the sites, None for those that are fused by default; of them those are toggled that do not run what XLA runs anyway.
       *args, **kwargs: arrays, as it was traced with.
-      samples, budget_s, progress, cancel: as in `time_pair`; what is told after a cancel rests on the samples that were taken till then.
+      samples, budget_s, progress, cancel: as in `time_pair`; after a cancel, the result uses the samples taken until then.
 
     Raises:
       Stopped: it was cancelled before there were any. ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it

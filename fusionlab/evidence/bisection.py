@@ -2,7 +2,7 @@
 
 A set of sites is bad if the program with these alone fused shows the fault. As long as adding sites to a bad set leaves it bad, one
 cause of k sites among n costs about k log2(n) trials (Junker, QuickXplain, AAAI 2004, for one minimal conflict; here with the
-shortest bad prefix found by halving), and another search over what is left tells whether there is one more.
+shortest bad prefix found by halving), and another search over the remaining sites decides whether there is one more.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Bisection(Shown):
 
 
 class _Stop(Exception):  # noqa: N818 - the way out of a search, not an error
-    """The search is to end here; the message says why."""
+    """The search must end here; the message is the reason."""
 
 
 class _Bisection:
@@ -146,7 +146,7 @@ def bisect_sites(
       sites: ids, in program order.
       attempt: sites -> (whether the program with these alone fused shows the fault, what was seen).
       most: trials at most.
-      stages: told of each trial; cancelled, what was found so far is returned.
+      stages: called at each trial; if cancelled, the causes found so far are returned.
     """
     causes: list[Cause] = []
     stopped = ""

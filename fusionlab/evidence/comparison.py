@@ -35,7 +35,7 @@ class Evidence(Shown):
 
     Attributes:
       timing, timing_grad: of the call, and of its gradient with its value; None where not asked for or the same code.
-      numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
+      numerics: errors against float64; None where not asked for or there is no reference (`notes` gives the reason).
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
       kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
         HLO.
@@ -203,7 +203,7 @@ class Evidence(Shown):
         return pd.DataFrame(list(self.rows()), columns=list(_HEADS))
 
     def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
-        """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype "" where there is none."""
+        """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype are "" for numbers without."""
         rows: list[tuple[str, str, str, float, str, str, str]] = []
         for timing in self.timings:
             for runs in (timing.before, timing.after):
@@ -349,19 +349,19 @@ def measure(
       argnums: the arguments to differentiate by; None is every float leaf.
       samples, budget_s: of each function, and seconds, per timing (of the call, and of its gradient).
       cold: flush caches before each call that is timed.
-      donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found unasked.
+      donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found automatically.
       static_argnums, static_argnames: as in `jax.jit`.
       same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
-        instructions, nothing is timed and the verdict says so.
+        instructions, nothing is timed and the verdict is "same code".
       timing, numerics, memory: what to measure.
       progress: False, True (a line) or a function of (task, done, total).
-      cancel: asked between stages; when it says True, what is there so far is returned, with a note.
+      cancel: called between stages; once it returns True, the results so far are returned, with a note.
 
     Raises:
-      ArgumentError: shapes where arrays are needed, a position that is none, outputs that differ in structure.
+      ArgumentError: shapes where arrays are needed, a position of no argument, outputs that differ in structure.
       SideEffectError: a function prints or calls back into Python; named with its source line.
       TraceError: a function does not trace, or (with `grad=True`) cannot be differentiated.
-      OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, `notes` says so.
+      OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, a note is made.
     """
     check_effort(samples, budget_s)
     calls = [bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]

@@ -53,13 +53,13 @@ class NodeTimes(Shown):
 
 @own_lines_hidden
 def node_times(graph: Graph, *args: Any, runs: int = RUNS, stages: Stages = SILENT, **kwargs: Any) -> NodeTimes:
-    """Compiles a program, times its kernels and says which of its nodes the time is of.
+    """Compiles a program, times its kernels and assigns the times to its nodes.
 
     Args:
       graph: the program, `fl.trace(fn, *args)`.
       *args, **kwargs: arrays, as it was traced with.
       runs: of the program, traced after one that is not.
-      stages: told of what is done.
+      stages: called as each stage begins.
 
     Raises:
       ArgumentError: the arguments are not those of the graph, or no runs. SideEffectError: it prints or calls back into Python.

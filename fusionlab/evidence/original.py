@@ -53,8 +53,8 @@ class Original:
       donated: positions in its arguments that each run consumes; those that the jit around it donates, where none were named.
       grad: whether gradients are compared as well; given as None, where the function is not differentiated already and has some.
       why_no_gradient: why it has none where nobody said whether to compare any, in a sentence; else "".
-      stages: what is told as it happens, and may stop it.
-      numbered: whether a program that is compiled is told as one of those of a comparison: "before, call 1/4".
+      stages: called as each stage begins, and may stop the work.
+      numbered: whether compiled programs are numbered as those of a comparison: "before, call 1/4".
       chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
     """
 
@@ -139,7 +139,7 @@ class Original:
         return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
 
     def _said(self, version: str, call: int) -> Callable[[str, Any], Any]:
-        """What tells of a program as it is made: "compiling before, call 1/4"; "tracing before" where it is not known what it is."""
+        """Reports the making of a program: "compiling before, call 1/4"; "tracing before" while its kind is unknown."""
 
         def said(verb: str, jaxpr: Any) -> None:
             first = self.forward.jaxpr if "forward" in self.__dict__ else jaxpr

@@ -38,7 +38,7 @@ class Collectives(Shown):
         return tuple(sorted({*self.before, *self.after}))
 
     def of(self, kind: str) -> tuple[Traffic, Traffic]:
-        """Before and after; zeros where there is none of a kind."""
+        """Before and after; zeros for a kind that does not occur."""
         none = Traffic(0, 0)
         return self.before.get(kind, none), self.after.get(kind, none)
 
@@ -80,7 +80,7 @@ class OverDevices(Shown):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What a report says."""
+        """The lines of a report."""
         return (f"on {self.place}", *map(str, self.collectives), *filter(None, [self._times]))
 
     @property
@@ -129,7 +129,7 @@ def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> O
 
 
 def mesh_sizes(program: Program) -> dict[str, int]:
-    """Axis -> size of the mesh that its arguments lie on, or else of its first shard_map; empty where there is none."""
+    """Axis -> size of the mesh that its arguments lie on, or else of its first shard_map; empty without a mesh."""
     placed = (
         getattr(a.sharding, "mesh", None) for a in jax.tree.leaves((program.args, program.kwargs)) if _is_array(a)
     )

@@ -1,4 +1,4 @@
-"""Parts beside the whole: what they sum to, and a name for what is left over."""
+"""Parts against the whole: their sum, and a name for the remainder."""
 
 from __future__ import annotations
 

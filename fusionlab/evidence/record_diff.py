@@ -28,7 +28,7 @@ class RecordChange(Shown):
 
     Attributes:
       what: "time, call", "compiled peak memory, call", "output out float32[8]".
-      old, new: what each says of it, in words; "" where it says nothing.
+      old, new: the value in each record, in words; "" if a record has no value.
       verdict: "worse", "better", "same" or "not compared".
       why: of "not compared", the reason.
     """

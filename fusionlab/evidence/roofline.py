@@ -4,7 +4,7 @@ At best a kernel takes the longer of two times: its operations at the rate of a 
 measured on the device (`peaks.measure_peaks`). It may take longer: transcendentals and elementwise code never run at the rate of a
 product, and starting a kernel takes time of its own. It may take less where what it reads still lies in a cache.
 
-What a candidate gains is predicted beyond XLA: the kernels XLA is expected to make of the program as it is (`graph/clusters.py`), beside
+The gain of a candidate is predicted beyond XLA: the kernels XLA is expected to make of the program as it is (`graph/cost`), against
 those of the program with the candidate fused, where the fused op reads its operands once and writes its results once.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures", 2009.
@@ -42,7 +42,7 @@ class Point(Shown):
       name: what it is ("dot_general attention %25").
       operations, bytes_moved: of all its trips.
       attainable_s: seconds at best.
-      bound: "compute" or "memory": which of the two rates says so; "nothing" for what neither computes nor moves.
+      bound: "compute" or "memory": which of the two rates limits it; "nothing" if it neither computes nor moves anything.
       measured_s: seconds it took, where known.
     """
 
@@ -148,7 +148,7 @@ class Roofline(Shown):
         return Point(self.name, operations, moved, self.attainable_s, bound, self.measured_s)
 
     def reconcile(self, depth: int = 1) -> Reconciliation:
-        """The attainable times of the scopes beside the measured whole, and the remainder with its name.
+        """The attainable times of the scopes against the measured whole, and the remainder with its name.
 
         Raises:
           ArgumentError: the whole was not measured.
@@ -183,7 +183,7 @@ class Roofline(Shown):
 
 
 def attainable(cost: Cost, device: Device) -> tuple[float, str]:
-    """Seconds at best, and which rate says so: "compute", "memory" or "nothing".
+    """Seconds at best, and which rate limits it: "compute", "memory" or "nothing".
 
     Raises:
       ArgumentError: the device's rates were not measured.

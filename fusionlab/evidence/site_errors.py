@@ -35,7 +35,7 @@ def local_errors(
       site: a candidate.
       arrays: the leaves of the arguments that the graph was traced with.
       grad: also the gradients by every float that the site reads.
-      stages: told of what is done.
+      stages: called as each stage begins.
 
     Raises:
       TraceError: the region has no float64 form, or (with `grad`) no gradient.
@@ -74,7 +74,7 @@ def _function(region: Region) -> Callable[..., Any]:
 
 
 def _values(block: Block, wanted: Sequence[Value], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The values themselves, computed by the nodes they hang on and no others."""
+    """The values themselves, computed by the nodes they depend on and no others."""
     nodes = sorted(_behind(block, wanted), key=lambda n: n.id)
     closed = slice_jaxpr(block, nodes, block.inputs, wanted)
     return tuple(jax.jit(as_function(closed))(*arrays))

@@ -63,7 +63,7 @@ def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
 
 
 class Trials:
-    """Versions of one original, each with some of its sites fused. `each` is what one is called where its stages are told, `total` how many
+    """Versions of one original, each with some of its sites fused. `each` is the name of one version in the stages, `total` how many
     there are, where that is known."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Trials:
         return time_programs(call, original.forward, original.forward_of(version), **effort)
 
     def _begun(self, sites: tuple[str, ...]) -> Bound:
-        """The version with these sites fused; what is told from here on is told of it."""
+        """The version with these sites fused; the stages from here on carry its name."""
         self._done += 1
         self.original.stages = self.stages.inside(
             f"{self.each} {self._done}{f' of {self.total}' if self.total else ''}"

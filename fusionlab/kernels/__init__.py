@@ -4,9 +4,9 @@
     choose/   which way a call takes: what was measured for it, or a rule.
     op/       the op protocol: one op is three primitives with a meaning in plain `jax.numpy` and any number of implementations.
     ops/      the ops, a folder each: `reference.py` is the meaning, `op.py` the call, a module for each implementation, and `card.py`
-              what lists of all ops say of it.
+              what lists of all ops show of it.
 
-May import `graph`; of the ops, one may use another's kernels where its module says so.
+May import `graph`; of the ops, one may use another's kernels where its module's docstring names it.
 """
 
 import sys

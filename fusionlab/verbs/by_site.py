@@ -46,7 +46,7 @@ def bisect(
     Each trial compiles the function with some sites fused; n sites of which one is to blame take about log2(n) + 3 trials.
 
     Args:
-      fn: the function; or one that `fuse` returned, which then says what is fused, whatever stands below.
+      fn: the function; or one that `fuse` returned, whose own choice of sites then counts instead of the options below.
       *args, **kwargs: arrays to run on.
       of: "error": an output or gradient is further from its float64 reference than before and than is tolerated; "time": slower,
         by the verdict of a timing.
@@ -55,7 +55,7 @@ def bisect(
         none. With `of="time"`, time of value and gradient instead of the call.
       samples, budget_s: of each timing.
       progress: False, True (a line) or a function of (task, done, total).
-      cancel: asked between stages; when it says True, what was found so far is returned.
+      cancel: called between stages; once it returns True, the causes found so far are returned.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:

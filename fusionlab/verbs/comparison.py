@@ -78,7 +78,7 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
     """Timing, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
-    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
+    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` names the clock.
 
     Args:
       fn, fused: the original and the version to judge.

@@ -19,7 +19,7 @@ from ..graph.calls.state import is_object
 
 
 class MayChange(ArgumentError):  # noqa: N818 - an argument does
-    """A fixed leaf that may be another at the next call and be equal to itself all the same."""
+    """A fixed leaf that may be a different object at the next call although it compares equal to itself."""
 
 
 class Filtered:
@@ -113,7 +113,7 @@ class _Fixed:
     """What is no array in the arguments of a call.
 
     Attributes:
-      tree: their structure; keys: of each leaf, `_ARRAY` or what its value is told by; values: of each leaf that is fixed.
+      tree: their structure; keys: of each leaf, `_ARRAY` or the key of its value; values: of each leaf that is fixed.
     """
 
     tree: Any

@@ -34,7 +34,7 @@ DISABLE = "FUSIONLAB_DISABLE"
 
 
 def is_disabled() -> bool:
-    """Whether the environment says that fused functions run as the originals."""
+    """Whether the environment asks for fused functions to run as the originals."""
     return os.environ.get(DISABLE, "") not in ("", "0")
 
 
@@ -86,7 +86,7 @@ class Fused:
 
     Composes with jit, grad, vmap, scan, remat and the rest. What the function is under already (`jax.jit`, `nnx.jit`, `eqx.filter_jit`) it
     is under again, with the same options; of a plain function, objects of nnx are updated as `nnx.jit` does, and leaves that are no arrays
-    are fixed, as `eqx.filter_jit` has it. `findings(*args)` says what is fused for those arguments.
+    are fixed, as `eqx.filter_jit` has it. `findings(*args)` lists what is fused for those arguments.
 
     Attributes:
       original: the function as it was given.

@@ -84,7 +84,7 @@ def find(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Findings:
-    """Finds what could run fused, and says why the rest cannot.
+    """Finds what could run fused, and explains why the rest cannot.
 
     Args:
       fn: the function, or a Graph traced before (then no arguments).
@@ -143,7 +143,7 @@ def fuse(
 ) -> Any:
     """`fn` with every found site replaced by its fused op; also a decorator.
 
-    Settings of JAX's hold for `fn` as under `jax.jit`; what stands for a site is traced and lowered at JAX's defaults. Under
+    JAX's settings apply to `fn` as under `jax.jit`; the replacement of a site is traced and lowered at JAX's defaults. Under
     `jax.disable_jit()` `fn` itself runs.
 
     Args:

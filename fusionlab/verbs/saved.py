@@ -25,7 +25,7 @@ class SavedLab(Saved):
     def explore(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
         """An explorer over `fn`, with what was on, the ledger and the measurements.
 
-        Where the program has changed, what is no longer in it is left out, and the explorer says so.
+        If the program has changed, saved choices for removed parts are dropped, and the explorer reports that.
 
         Args: as for `fusionlab.explore`; `passes` is what was saved.
         """

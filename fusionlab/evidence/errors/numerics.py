@@ -72,7 +72,7 @@ class LeafNumerics(Shown):
       zero_in_theory: it would be 0, or next to it, in exact arithmetic: what is there is rounding, relative errors mean nothing. A gradient
         far below the largest; an output (what a train step makes of such a gradient) of which the original has no digit right.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
-        the fused version: attention gives 0 to a query that sees no key. No regression, and told in the notes.
+        the fused version: attention gives 0 to a query that sees no key. Not a regression, and mentioned in the notes.
     """
 
     name: str

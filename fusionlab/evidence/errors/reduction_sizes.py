@@ -1,4 +1,4 @@
-"""What a program adds up, and how its products multiply: what a tolerance has to know beside the dtype."""
+"""The sizes of a program's sums and the precision of its products: what a tolerance depends on besides the dtype."""
 
 from __future__ import annotations
 

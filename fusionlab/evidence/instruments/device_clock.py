@@ -2,7 +2,7 @@
 
 Before each sample the stream is kept busy while the host queues the sample's calls, so that what is timed is the device alone: the host's
 dispatch, some 45 us a call and more where a call is not captured, hides behind the wait. Calls follow each other on the device as the
-steps of a training loop do. A GPU under load lowers its clocks to keep within its power limit, so a program's time hangs on what ran
+steps of a training loop do. A GPU under load lowers its clocks to keep within its power limit, so a program's time depends on what ran
 before: programs are timed in turns, and two are only ever compared within one such run.
 """
 

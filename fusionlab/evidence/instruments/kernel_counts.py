@@ -38,7 +38,7 @@ class KernelCounts(Shown):
 
 
 def kernels_of(hlo: Mapping[str, str]) -> KernelCounts | None:
-    """The counts of a comparison's HLO texts; None where there are none."""
+    """The counts of a comparison's HLO texts; None without texts."""
     if not all(hlo.get(name) for name in ("before", "after")):
         return None
     return KernelCounts(kernel_counts(hlo["before"]), kernel_counts(hlo["after"]))

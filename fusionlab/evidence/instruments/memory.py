@@ -62,7 +62,7 @@ class Memory(Shown):
 
     @property
     def text(self) -> str:
-        """The line without the hardware, for where that is said once for all."""
+        """The line without the hardware, for reports that name it once for all."""
         b, a = self.before, self.after
         ratio = b.peak / a.peak if a.peak else 1.0
         change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
@@ -135,8 +135,8 @@ class ResidentGrowth(Shown):
       target: what was run.
       before: resident set with the arguments made and the function compiled.
       peak: highest resident set during the run; `growth` is the difference.
-      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process, so that
-        `growth` is at most what it says when compiling took more).
+      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process:
+        `before` then includes the peak of compiling, and `growth` is a lower bound).
     """
 
     target: str
@@ -182,7 +182,7 @@ print("fusionlab-resident", json.dumps([before, peak, method]))
 
 @own_lines_hidden
 def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
-    """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
+    """Runs a function once in a fresh Python process and reports by how much its resident set grew at most.
 
     Args:
       target: "module:function"; the function takes `arguments` and returns (fn, args): what to compile and run.

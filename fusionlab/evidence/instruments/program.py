@@ -88,7 +88,7 @@ def compile_program(
 ) -> Program:
     """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
 
-    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`. `said` is told of what is done as it begins: "tracing"
+    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`. `said` is called as each step begins: with "tracing"
     and None, "compiling" and the jaxpr; what it raises ends it.
 
     Raises:
@@ -181,5 +181,5 @@ def _first_with_effects(jaxpr: Any) -> Any:
 
 
 def compiling(call: Bound) -> Mapping[str, Any]:
-    """What the jit around a function tells the compiler, for `compile_program`."""
+    """The options that the jit around a function gives the compiler, for `compile_program`."""
     return call.jit.compiling if call.jit is not None else {}

@@ -40,10 +40,10 @@ class Environment(Shown):
     """Where and with what a measurement was made.
 
     Attributes:
-      hardware: the device, as printed beside every number.
+      hardware: the device, as printed with every number.
       platform, device_kind, device_count: JAX's words for it.
       host_cpu, host_cores: the host's processor; cores this process may use.
-      driver: platform version as XLA reports it (CUDA driver and runtime), "" where there is none.
+      driver: platform version as XLA reports it (CUDA driver and runtime), "" without one.
       versions: package -> version, python included.
       xla_flags: the variable XLA_FLAGS.
       settings: JAX settings that change what is compiled.
@@ -103,7 +103,7 @@ def environment() -> Environment:
 
 
 def hardware() -> str:
-    """What stands beside every number: "NVIDIA H200", or the CPU's name and the cores this process may use."""
+    """The hardware printed with every number: "NVIDIA H200", or the CPU's name and the cores this process may use."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind

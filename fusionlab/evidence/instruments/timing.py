@@ -137,7 +137,7 @@ class Timing(Shown):
 
     @property
     def text(self) -> str:
-        """The line without the hardware, for where that is said once for all."""
+        """The line without the hardware, for reports that name it once for all."""
         low, high = self.interval
         n = min(len(self.before.samples_s), len(self.after.samples_s))
         cold = ", cold caches" if self.before.cold else ""
@@ -192,7 +192,7 @@ def ratio_interval(
 def judge(ratio: float, interval: tuple[float, float], samples: int, agreeing: bool = False) -> Verdict:
     """The verdict on a ratio of medians, its interval, and the number of samples of each function.
 
-    `agreeing` says that every two samples taken next to each other differ in the same direction: with fewer samples than a verdict
+    `agreeing`: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
     takes, that and an interval far from 1 are one, too.
     """
     far = interval[0] > 1 + FAR or interval[1] < 1 / (1 + FAR)
@@ -236,11 +236,11 @@ def time_pair(
       samples: of each; at least 40 for a verdict, and then up to ten times as many, for some seconds, where these
         leave the ratio open by more than 6 %.
       budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
-      donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
+      donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found automatically.
       static_argnums, static_argnames: as in `jax.jit`.
       cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
       progress: False, True (a line) or a function of (task, done, total).
-      cancel: asked before each round; when it says True, what was taken so far is returned.
+      cancel: called before each round; once it returns True, the samples so far are returned.
 
     Raises:
       ArgumentError: a shape instead of an array, `samples` < 2 or no time.
@@ -286,7 +286,7 @@ def time_programs(
     """`time_pair` for programs compiled already; each runs at least twice, whatever the budget.
 
     Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, for `PATIENCE_S` and within the
-    budget. That hangs on the interval's width alone and not on where it lies, so it makes no verdict likelier than another.
+    budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than another.
     """
     patient_until = time.perf_counter() + min(budget_s, PATIENCE_S)
 
@@ -396,7 +396,7 @@ def _flushed() -> np.ndarray:
 
 
 def _warm_up(program: Program) -> int:
-    """Runs it, discards the times, and says how many calls make a sample."""
+    """Runs it, discards the times, and returns how many calls make a sample."""
     program.run()
     quickest = min(_sample(program, 1) for _ in range(3))
     repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))

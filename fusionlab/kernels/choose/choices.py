@@ -2,7 +2,7 @@
 
 `fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
 architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); then the nearest call of the same kind that was
-measured decides, and XLA's own code where there is none.
+measured decides, and without one XLA's own code runs.
 
 Where several processes run one program they must compile the same code, so that plan files of their own cannot decide: until they all have
 called `Choices.share`, which gives them process 0's, only the tables do. A look-up is never a collective: one process may look alone.
@@ -112,7 +112,7 @@ class Measured(Shown):
 
 
 def case_text(op: str, role: str, **content: Any) -> str:
-    """A call as canonical text: op, role and everything that its speed hangs on."""
+    """A call as canonical text: op, role and everything that its speed depends on."""
     return json.dumps({"op": op, "role": role, **content}, sort_keys=True, separators=(",", ":"))
 
 
@@ -123,7 +123,7 @@ def plan_file() -> Path:
 
 
 class PlanFileError(ArgumentError):
-    """A file in a plan file's place that cannot be read as one; `why` is what is said of it."""
+    """A file in a plan file's place that cannot be read as one; `why` is the rest of the sentence about it."""
 
     def __init__(self, path: Path, error: str):
         self.why = f"is not a plan file that FusionLab can read ({error}); needed one from fusionlab.tune: tune again, or remove the file"
@@ -145,7 +145,7 @@ def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
 
 
 def parse(text: str, source: str) -> dict[str, Measured]:
-    """The content of a plan file. Raises ValueError, LookupError or TypeError where it is none."""
+    """The content of a plan file. Raises ValueError, LookupError or TypeError if it is not a plan file's."""
     data = json.loads(text)
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']}, needed {FORMAT}")
@@ -158,7 +158,7 @@ def parse(text: str, source: str) -> dict[str, Measured]:
 
 
 def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
-    """Whatever is wrong with a case is said when its file is read, not when a call is near it."""
+    """Errors in a case are raised when its file is read, not when a call is near the case."""
     name = content["implementation"]
     if not isinstance(json.loads(text), dict) or not isinstance(name, str):
         raise TypeError(f"{text!r} with implementation {name!r} is not a case")
@@ -255,7 +255,7 @@ class Choices:
     ) -> Choice | None:
         """What is known of the nearest call that differs in `sizes` alone, none of them by more than a factor; distance is the sum of the
         logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there. One that
-        saves less than `gain` of XLA's time says nothing of other sizes.
+        saves less than `gain` of XLA's time is not evidence for other sizes.
         """
         kind, asked = _parts(text, sizes)
         with self._lock:

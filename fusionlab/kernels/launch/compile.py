@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 class CompileCache:
     """Cubins on disk, by the hash of all that they depend on; safe for threads and for processes that share the folder.
 
-    A file holds a checksum before the cubin, so that a truncated or altered one is seen and compiled again. It is written beside
+    A file holds a checksum before the cubin, so that a truncated or altered one is detected and compiled again. It is written next to
     its place and moved there, so that no reader sees half of it. A cubin is code: one that another user made or could change is not
     read. A folder that cannot be written to or is not to be trusted costs a compile in each process, and is a warning, no error.
 
@@ -180,7 +180,7 @@ def cubin(source: CudaSource, options: tuple[str, ...], arch: str, cache: Compil
 
     Args:
       source: what to compile.
-      options: NVRTC's, beside those `compile_source` gives itself ("-DFL_T=1").
+      options: NVRTC's, in addition to those of `compile_source` ("-DFL_T=1").
       arch: one of `source.archs`, "sm_90".
       cache: None takes `DEFAULT_CACHE`.
 
@@ -261,7 +261,7 @@ def headers() -> Path:
     """The folder of `cuda_fp16.h` and `cuda_bf16.h` for NVRTC's CUDA: of the CUDA wheels, or of a toolkit.
 
     Raises:
-      MissingDependencyError: there is none; names the wheel that holds them.
+      MissingDependencyError: no folder has them; names the wheel that holds them.
     """
     major = nvrtc_version()[0]
     for folder in _header_folders(major):
@@ -326,7 +326,7 @@ def refuses_device(device: Device) -> str | None:
 
 
 def refuses_older(device: Device, least: int, which: str) -> str | None:
-    """Why a device is no CUDA card of this compute capability (80) or a later one, or None; `which` says what that is "the oldest" of."""
+    """Why a device is not a CUDA GPU of this compute capability (80) or a later one, or None; `which` describes it: "the oldest ..."."""
     if device.platform != "cuda":
         return f"it needs a CUDA device, this is {device}"
     if device.arch and device.capability < least:

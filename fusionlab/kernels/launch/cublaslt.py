@@ -51,7 +51,7 @@ class MatmulPlan:
     Attributes:
       m, n, k: sizes.
       transposed: of A and B.
-      dtype: numpy name, of A and B, and of C, D, bias and a pre-activation where `out` says nothing else.
+      dtype: numpy name, of A and B, and of C, D, bias and a pre-activation unless `out` gives another.
       compute: "f32", "tf32" or "f64": what is multiplied and accumulated in.
       epilogue: a name of cublasLtEpilogue_t without its prefix.
       aux_pitch: leading dimension of the auxiliary matrix, in elements (in bits for relu's mask); 0 without one.

@@ -1,4 +1,4 @@
-"""What the caches on disk share: a warning told once, whose files are trusted, and a lock between processes."""
+"""Shared parts of the caches on disk: a warning given once, a check of whose files are trusted, and a lock between processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock beside a file against all other threads and processes, to change the file by what it holds.
+    """Holds a lock for a file against all other threads and processes, for read-modify-write.
 
     Where the file system has no locks, or another process holds this one for `LOCK_S`, the work goes on without, with one warning; the
     file stays whole even then, as it is replaced by one rename. Nothing is left of the lock.
@@ -75,7 +75,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _acquire(lock: Path) -> tuple[int | None, str]:
-    """(the file held, ""), or (None, why there is none: "" where writing will fail for the same reason and say so)."""
+    """(the file held, ""), or (None, why there is no lock: "" where writing will fail for the same reason and report it)."""
     if fcntl is None:
         return None, "this system has no file locks"
     deadline = time.monotonic() + LOCK_S

@@ -25,7 +25,7 @@ class KernelPlan:
       source: path of the .cu file, relative to the folder of this module; of a `text`, what to call it.
       options: for NVRTC ("-DFL_VEC=8").
       launches: in order; each sees what those before it wrote. Empty where there is nothing to compute.
-      text: the source itself, where it is none of this package: it is part of the name, so that any process can compile it.
+      text: the source itself, if it is not part of this package: it is then part of the name, so that any process can compile it.
     """
 
     kind: ClassVar[str] = "kernels"

@@ -32,7 +32,7 @@ class LaunchPlan(Protocol):
     kind: ClassVar[str]
 
     def spec(self) -> dict[str, Any]:
-        """Its content as JSON data; `plan_kind` says how to read it back."""
+        """Its content as JSON data, which the reader given to `plan_kind` reads back."""
         ...
 
     def prepare(self, device: int) -> Prepared:
@@ -41,7 +41,7 @@ class LaunchPlan(Protocol):
 
 
 def plan_kind(name: str, read: Callable[[Mapping[str, Any]], LaunchPlan]) -> None:
-    """Says how plans of a kind are read back from their content, in which lists have become tuples.
+    """Registers how plans of a kind are read back from their content, in which lists have become tuples.
 
     Called where the kind is defined, at import.
 

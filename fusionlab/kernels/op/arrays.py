@@ -134,7 +134,7 @@ def refuses_dtypes(shapes: Mapping[str, Any], taken: Sequence[str]) -> str | Non
 
 
 def first_given(shapes: Mapping[str, Any], *names: str) -> Any:
-    """The first of these that there is; None where there is none."""
+    """The first of these that is present; None if all are missing."""
     return next((a for name in names if (a := shapes.get(name)) is not None), None)
 
 
@@ -165,7 +165,7 @@ def check_product_ranks(op: str, x: Any, **weights: Any) -> None:
 
 
 def whole_number(op: str, name: str, value: Any, needed: str = "a whole number") -> int:
-    """As an int. Raises ArgumentError, which names the attribute, where it is none."""
+    """As an int. Raises ArgumentError, which names the attribute, if it is not an int."""
     try:
         return operator.index(value)
     except TypeError as e:

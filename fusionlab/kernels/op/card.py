@@ -1,4 +1,4 @@
-"""What describes an op beside its code: the card in its folder, which every list of all ops is made of."""
+"""The description of an op besides its code: the card in its folder, from which every list of all ops is made."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Requirement:
     """What an implementation needs of a machine.
 
     Attributes:
-      order: where it stands among those of all ops.
+      order: its position among those of all ops.
       name: the implementation's.
       ability: what it does, in a few words.
-      missing: on a CUDA GPU, each tells what is missing or gives None. None: it runs wherever JAX runs.
+      missing: checks on a CUDA GPU; each returns what is missing, or None. None: it runs wherever JAX runs.
     """
 
     order: int
@@ -45,7 +45,7 @@ class Card:
     """What there is to know of an op by those who go through all of them.
 
     Attributes:
-      order: where it stands among all ops.
+      order: its position among all ops.
       op: the op.
       hue: of `fusionlab.viz.palette`, which its sites and nodes wear; "" for one of the spare ones.
       concepts: what its sites are called in `Candidate.concepts`.

@@ -63,7 +63,7 @@ class CompositePrimitive(FusedPrimitive):
 
 
 class CompositeOp(Op):
-    """An op made of others. A subclass says what `Op` asks for, and `fold` and `unfold`: how a batch becomes more of its batch axis."""
+    """An op made of others. A subclass defines what `Op` asks for, and `fold` and `unfold`: how a batch becomes more of its batch axis."""
 
     def __init__(self) -> None:
         self._call = CompositePrimitive(self.name, self)
@@ -74,7 +74,7 @@ class CompositeOp(Op):
     def fold(
         self, values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
-        """The call that computes a whole batch, the batch in front of (and one with) the op's own; None: there is none."""
+        """The call that computes a whole batch, the batch in front of (and one with) the op's own; None if there is no such call."""
 
     def dissolved(self, attrs: Mapping[str, Any]) -> str:
         """The implementation whose pieces are differentiated."""
@@ -96,7 +96,7 @@ class CompositeOp(Op):
         return ()
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
-        """As `call`: there are none."""
+        """As `call`, without residuals."""
         return self.call(*operands, **attrs)
 
     # What a call names and gives.

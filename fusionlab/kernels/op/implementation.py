@@ -1,4 +1,4 @@
-"""What an op says of itself and of each way to run it: plain records."""
+"""Descriptions of an op and of each way to run it: plain records."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class ImplementationChoice(Shown):
 class BackendVerdict(Shown):
     """One implementation of an op for one call.
 
-    `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` says why.
+    `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` explains it.
     """
 
     _says = "{0.name} ({0.verdict}): {0.reason}"
@@ -108,7 +108,7 @@ class Implementation:
         several results, `ct` is a dict with the cotangents that there are: result -> cotangent.
       adds: whether `cotangent` adds up a cotangent itself that is given as several arrays (`Op.addends`): it takes a tuple of them.
       unable: `(shapes, device, role=, **attrs) -> reason it cannot run, or None`, where nothing else forbids it (`refuses`).
-      opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
+      opaque: whether XLA cannot see what it computes (a custom call), so that the op itself has to be split among devices.
       unable_on: `device -> reason it cannot run there, or None`.
       plain: whether it takes no operands that are sharded over explicit mesh axes.
       roles: those in which it runs; in the others it is the reference, and runs everywhere.

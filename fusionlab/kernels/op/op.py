@@ -3,14 +3,14 @@
 `call` carries the op's name (`gemm_epilogue`), so a traced fused function shows the op as one named node. When it is
 differentiated, `call` is bound with `residuals=True` and its tangent is `<op>_tangent`, a linear primitive whose transpose
 is `<op>_cotangent`, the fused backward. Both take only the operands and residuals that the wanted gradients read (`live`
-says which are wanted), so nothing else is kept until the backward pass. A second derivative differentiates the meaning.
+lists those wanted), so nothing else is kept until the backward pass. A second derivative differentiates the meaning.
 
 Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of a gradient.
 
 Words: an op's *slots* name its operands in order, optional ones last; the attribute `present` names those a call has, any
 of the optional ones may be absent. `live` holds one bool for each operand present; of an op that gives several results, `given` holds
-one for each: whether it has a tangent, or a cotangent. A cotangent that is a sum may be given as what it is the sum of: `given` then says
-of how many arrays.
+one for each: whether it has a tangent, or a cotangent. A cotangent that is a sum may be given as its addends: `given` then counts
+the arrays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Array = Any
 class Op(Description):
     """A fused op: its primitives, its meaning, its implementations.
 
-    A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in
+    A subclass defines the computation; this class makes it work under every JAX transformation. Its attributes are those in
     `defaults`, `implementation`, and `gradient`: None for the op's own, "reference" for JAX's of the reference. The implementation
     named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
@@ -232,7 +232,7 @@ class Op(Description):
         params: dict[str, Any],
         keep: Sequence[bool],
     ) -> list[Array]:
-        """Binds tangent or cotangent for those of the wanted slots that `keep` says."""
+        """Binds tangent or cotangent for those of the wanted slots that `keep` selects."""
         attrs, wanted = attributes_in(params), wanted_of(params)
         known = dict(zip(self.saved_names(wanted, attrs), saved, strict=True))
         kept = tuple(itertools.compress(wanted, keep))
@@ -294,7 +294,7 @@ def _linear_count(primitive: FusedPrimitive, params: Mapping[str, Any]) -> int:
 
 
 def _of_results(params: dict[str, Any], keep: Sequence[bool]) -> dict[str, Any]:
-    """The parameters for those of the results given that `keep` says, one for each array."""
+    """The parameters for those of the results given that `keep` selects, one for each array."""
     if "given" not in params:
         return params
     kept = iter(keep)

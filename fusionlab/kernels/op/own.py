@@ -55,8 +55,8 @@ class CudaKernel(Shown):
     Its parameters are the addresses of the operands in order, that of the result, the length of each axis as `long long` in the order in
     which the letters first appear in the operands, and each scalar, as `double` for float64 and `float` else. Arrays are row-major; `T` is
     their type in CUDA. Before it runs for the first time at some shapes it is tried there on random numbers of several sizes (at smaller
-    shapes where there are more than a million elements) against the op's meaning in float64, and refuses what it gets wrong. That tells
-    no race that does not show, no reads or writes beyond the arrays, and nothing of lengths or numbers that were not tried.
+    shapes where there are more than a million elements) against the op's meaning in float64, and refused if it is wrong. That detects
+    no race that does not show, no reads or writes beyond the arrays, and no errors at lengths or numbers that were not tried.
 
     Attributes:
       source: CUDA C++, with an `extern "C" __global__` function `entry`; `cuda_bf16.h` and `cuda_fp16.h` are included already.

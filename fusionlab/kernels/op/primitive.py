@@ -1,4 +1,4 @@
-"""The primitives of a fused op: what each is given, and what it means, told by its role and its parameters."""
+"""The primitives of a fused op: the inputs of each, and its meaning, from its role and its parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Meaning = Callable[..., list[Array]]
 
 
 class Marker(tuple):
-    """A parameter by which JAX tells that a lowering rule has to know the devices: it holds a `custom_partitioning` nobody runs.
+    """A parameter that shows JAX that a lowering rule needs the devices: it holds a `custom_partitioning` nobody runs.
 
     A tuple, for JAX to look into; printed in a word, and no region of the program (`is_annotation`). All are equal.
     """

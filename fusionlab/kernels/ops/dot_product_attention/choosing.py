@@ -6,7 +6,7 @@ The rule for CUDA devices is what was measured on an H200 with jax 0.11.2 (forwa
 mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in float32 XLA's code takes 2.2
 and our kernels 3.7. So from 128 x 128 scores per head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias
 or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN gives away for that in precision
-(`cudnn.PRECISION`) is said with the choice: nothing before the call tells how far its softmax saturates.
+(`cudnn.PRECISION`) is stated with the choice: nothing before the call shows how far its softmax saturates.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
-    """The call as text: all that its speed hangs on."""
+    """The call as text: all that its speed depends on."""
     query, key, drawn = shapes["query"], shapes["key"], attrs["dropout_shape"]
     q, k = AttentionSizes.of(query.shape, attrs["layout"]), AttentionSizes.of(key.shape, attrs["layout"])
     # A backward need not read the value: its cotangent has as many features.

@@ -307,7 +307,7 @@ def dot_product_attention(
       dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
         `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit (with jax_threefry_partitionable, JAX's default, and a float32
         `keep`, also where 64 bits are enabled).
-      sink: float, N numbers, one for each head, or what broadcasts to *B x N x T x 1: one more logit beside each row's scores, which no
+      sink: float, N numbers, one for each head, or what broadcasts to *B x N x T x 1: one more logit next to each row's scores, which no
         scale, softcap, bias or mask reaches and whose weight no value gets. A row that sees no key has all of its weight there, and is
         0. It has a gradient of its own, in its dtype and shape. (A sink of 0 is softmax with 1 added to the sum.)
       scale: multiplies the scores; None is 1/sqrt(H).

@@ -1,4 +1,4 @@
-"""The attributes of a call of `dot_product_attention` as one record, for all that computes it or says whether it can."""
+"""The attributes of a call of `dot_product_attention` as one record, for all that computes it or checks whether it can."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Settings(Attributes):
 
     @property
     def is_local(self) -> bool:
-        """Whether a row's number says which keys it may see."""
+        """Whether a row's number determines which keys it may see."""
         return self.is_causal or self.window is not None
 
     def may_be_blind(self, t: int, s: int) -> bool:
@@ -81,7 +81,7 @@ class Settings(Attributes):
 
     @property
     def saved_names(self) -> tuple[str, ...]:
-        """What the forward keeps beside its result."""
+        """The residuals that the forward keeps in addition to its result."""
         if self.saves == "probabilities":
             beside = (("tanh", self.softcap is not None), ("sink_weight", "sink" in self.present))
             return ("probabilities", *(name for name, is_there in beside if is_there))

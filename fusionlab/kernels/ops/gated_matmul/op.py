@@ -31,7 +31,7 @@ XLA = Implementation.of_reference("two products and the gate as jnp code", refer
 class GatedMatmul(Op):
     """act(x . w) * (x . v); see `gated_matmul` below for shapes and attributes.
 
-    Attributes beside those: `prefer`, the implementation to take wherever it can run (where it cannot, "xla" does; `implementation` names
+    Further attributes: `prefer`, the implementation to take wherever it can run (where it cannot, "xla" does; `implementation` names
     the one that has to run).
     """
 

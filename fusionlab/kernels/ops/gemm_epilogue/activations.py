@@ -1,6 +1,6 @@
 """The activations of `gemm_epilogue`, by name. Adding one is adding one entry to `ACTIVATIONS`.
 
-Each says what the forward must save so that the backward can multiply by its derivative: nothing, a mask, or the
+Each names what the forward must save so that the backward can multiply by its derivative: nothing, a mask, or the
 pre-activation h = x @ w + b. Spellings of one function that differ at ties, infinities or NaN are several entries: users' code holds
 them all, and each is fused as itself.
 """

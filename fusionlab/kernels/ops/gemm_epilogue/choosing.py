@@ -18,7 +18,7 @@ ON_CPU = "on a CPU the product dominates and XLA already fuses bias and activati
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
-    """The call as text: all that its speed hangs on. `shapes` by operand name; `attrs` those of the primitive."""
+    """The call as text: all that its speed depends on. `shapes` by operand name; `attrs` those of the primitive."""
     content: dict[str, Any] = {
         "activation": attrs["activation"],
         "bias": "bias" in attrs["present"],

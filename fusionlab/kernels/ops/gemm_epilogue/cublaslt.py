@@ -62,7 +62,7 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
 
 
 def refuses_precision(precision: Any) -> str | None:
-    """Why a product of this precision is none that cuBLASLt makes, or None."""
+    """Why cuBLASLt makes no product of this precision, or None."""
     if lax.Precision.HIGH in precisions(precision):
         return "precision HIGH (several products of lower precision) is not a compute type of cuBLASLt"
     if names_algorithm(precision):

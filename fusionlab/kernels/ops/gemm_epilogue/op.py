@@ -30,7 +30,7 @@ class GemmEpilogue(Op):
     epilogues): with `x_activation` the name of that activation and `x_saved` its residual, in the shape of x, the gradient "of x" is
     that of the layer's pre-activation. Forward, neither is read.
 
-    Of operands of 16 bits a program may compute in float32 from the "product" or from its "epilogue" on: `wide` says which, and `out` is
+    Of operands of 16 bits a program may compute in float32 from the "product" or from its "epilogue" on: `wide` names which, and `out` is
     "float32" where it does not round the result either. Kernels of a product's epilogue compute so anyway.
     """
 
@@ -254,7 +254,7 @@ def gemm_epilogue(
       `(out, residual)`.
 
     Raises:
-      ArgumentError: a wrong rank, size or dtype, or a residual asked for where there is none; names the argument.
+      ArgumentError: a wrong rank, size or dtype, or a residual asked for that does not exist; names the argument.
       UnknownNameError: no activation or implementation has that name.
       BackendError: the named implementation cannot run this call here.
 

@@ -27,7 +27,7 @@ _WHY = "XLA multiplies every row by the matrix of each group, and the kernels we
 class GroupedMatmul(Op):
     """Products of groups of rows; see `grouped_matmul` below for shapes and attributes.
 
-    Attributes beside those: `kind`, "rows", or "weights" for what the gradient of w is made of: w is then rows x N, and the result
+    Further attributes: `kind`, "rows", or "weights" for what the gradient of w is made of: w is then rows x N, and the result
     groups x K x N, for each group the product of its rows of x, turned, and of w. `out`, the dtype of the result; None for the
     operands'.
     """

@@ -88,7 +88,7 @@ def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, 
 
 
 def _terms(cts: Named) -> tuple[Array, ...]:
-    """The arrays whose sum the cotangent of out is; none where there is none."""
+    """The addends of the cotangent of out; empty if there is no cotangent."""
     if "out" not in cts:
         return ()
     return cts["out"] if isinstance(cts["out"], tuple) else (cts["out"],)

@@ -1,6 +1,6 @@
 """`layer_norm` forward by a kernel in Pallas (Mosaic GPU): each program, one warpgroup, normalises a row that it holds in registers.
 
-It needs neither CuPy nor a compiler beside JAX's own. The backward is the reference's.
+It needs neither CuPy nor a compiler other than JAX's own. The backward is the reference's.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[
 
 
 def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
-    """The gradients of the slots wanted, each of its operand's shape; `broadcast` says those of all three.
+    """The gradients of the slots wanted, each of its operand's shape; `broadcast` has the shapes of all three.
 
     Sums are accumulated in float32 (float64 for float64), always in the same order, and rounded once.
     """

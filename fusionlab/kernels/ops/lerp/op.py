@@ -65,7 +65,7 @@ class Lerp(Op):
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """One more leading axis, of size 1 where neither an operand nor its tangent is batched.
 
-        A gradient has the whole batch, also that of an operand the batch shares. `broadcast` says one shape for an operand, its tangent and
+        A gradient has the whole batch, also that of an operand the batch shares. `broadcast` has one shape for an operand, its tangent and
         its gradient: one that is not batched but has one of these that is becomes a batch of the same.
         """
         size = batch_size(values, dims)

@@ -32,7 +32,7 @@ XLA = Implementation.of_reference("the same product, and its epilogue as jnp cod
 class Matmul(Op):
     """cast(act(alpha * (a . b) + beta * bias)); see `matmul` below for shapes and attributes.
 
-    Attributes beside those of `matmul`: `dimensions`, as of `jax.lax.dot_general`, for products of any axes; `product`, the dtype of
+    Further attributes than `matmul`'s: `dimensions`, as of `jax.lax.dot_general`, for products of any axes; `product`, the dtype of
     a . b, by default that of the operands.
     """
 
@@ -138,7 +138,7 @@ class Matmul(Op):
         return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
-        """What each route says of a call with these operands and attributes, as `prepare` gives them."""
+        """The answer of each route to a call with these operands and attributes, as `prepare` gives them."""
         measured = functools.partial(self.measured, Call("call", shapes, device, attrs))
         return routes.answers(measured, shapes, device, **attrs)
 
@@ -159,7 +159,7 @@ class Matmul(Op):
         return {"a": a, "b": b, **dict.fromkeys(("bias", "out", "mask", "preactivation"), result)}
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
-        """The bare product of the parts; what stands behind it follows once it is summed."""
+        """The bare product of the parts; its epilogue follows once it is summed."""
         bare = {
             "activation": "none",
             "alpha": 1.0,
@@ -343,7 +343,7 @@ def matmul(
       *B x M x N; with `return_residual`, `(out, residual)`.
 
     Raises:
-      ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for where there is none; names the argument.
+      ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for that does not exist; names the argument.
       UnknownNameError: no activation or implementation has that name.
       BackendError: the named implementation cannot run this call here.
 

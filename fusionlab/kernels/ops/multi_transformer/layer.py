@@ -274,7 +274,7 @@ def _sight(given: Mapping[str, Array], form: LayerForm) -> Sight:
 
 
 def _by_position(given: Mapping[str, Array], form: LayerForm, causal: bool) -> Array | None:
-    """True where a key is seen for where it stands, [1|B, 1, 1|S, T]; None where all are."""
+    """True where the position of a key makes it visible, [1|B, 1, 1|S, T]; None if all keys are visible."""
     lengths = given.get("lengths")
     if not causal and lengths is None:
         return None
@@ -292,5 +292,5 @@ def _by_position(given: Mapping[str, Array], form: LayerForm, causal: bool) -> A
 
 
 def _column(rows: Array) -> Array:
-    """A number, or one for each of B, as it stands before scores [B, H, S, T]."""
+    """A number, or one for each of B, shaped to broadcast with scores [B, H, S, T]."""
     return rows.astype(jnp.int32).reshape(-1, 1, 1, 1)

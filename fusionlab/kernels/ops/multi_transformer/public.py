@@ -61,8 +61,8 @@ def multi_transformer(
       heads, kv_heads: H and G; None reads them off the weights, and what is given has to agree.
       mask: [1|B, 1|H, 1|S, T], bool or an integer (a key is seen where it is not 0), or a float that is added to the scores. T are the
         keys that are attended to: S; with a prefix of P tokens P + S; with a cache and a step Smax.
-      lengths: [B], how many of the S tokens are there in each row; the keys of the others are hidden, and what stands at them in y
-        means nothing.
+      lengths: [B], how many of the S tokens are there in each row; the keys of the others are hidden, and their entries in y
+        mean nothing.
       cache: for each layer its keys and values (k, v), each [B, Smax, G, D]. Without a step they are filled from the start with those
         of x ("prefill"); with a step those of x are written from there on and all up to them is attended to. Donated to a `jax.jit`
         around the call they are updated where they are.
@@ -85,7 +85,7 @@ def multi_transformer(
     Raises:
       ArgumentError: a wrong shape, dtype or number, a step of 0 or one that leaves no room; names the argument.
       UnknownNameError: no activation, norm or implementation has that name.
-      BackendError: the implementation that is named cannot run this call here; says why.
+      BackendError: the implementation that is named cannot run this call here; gives the reason.
 
     >>> import jax.numpy as jnp
     >>> layer = TransformerLayer(qkv=jnp.ones((4, 2, 3, 2)), out=jnp.ones((2, 2, 4)), up=jnp.ones((4, 8)), down=jnp.ones((8, 4)))

@@ -10,7 +10,7 @@ backward would take each of its probabilities for 1. So a bias is taken only whe
 Its backward adds the parts of the query's gradient by atomics, unless it is asked for a deterministic algorithm, which JAX's call does
 not do (same page, "SDPA Backward"): a call that must give the same bits every time takes another backward.
 
-cuDNN knows of a mask only how many keys it leaves in a batch entry. Of a mask of keys, which is data, a small kernel says whether it is
+cuDNN knows of a mask only how many keys it leaves in a batch entry. For a mask of keys, which is data, a small kernel checks whether it is
 that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing. Any
 other mask is written out as a bias of 0 and of numbers so far below it that nothing is left of their weight, as jax.nn does it; where some
 query sees no key at all, the statistic would be such a number too, and the kernels of cuda.py run instead.
