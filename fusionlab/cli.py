@@ -43,14 +43,14 @@ WORSE = 3  # the exit status of `diff` of two records
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser, with its complaint on one line."""
+    """argparse's parser, with error messages on one line."""
 
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)
         self.exit(2, f"fusionlab: error: {message}{near and '.'}{near} (see {self.prog} --help)\n")
 
     def _nearest(self, message: str) -> str:
-        """The command or the option that was meant, where argparse's complaint is of a name."""
+        """The command or option that was probably meant, if argparse rejected a name."""
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
@@ -336,7 +336,7 @@ def _effort(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _grad(options: argparse.Namespace) -> bool | None:
-    """Gradients where there is something to differentiate, unless they are not wanted."""
+    """Whether to take gradients: where there is something to differentiate, unless switched off."""
     return False if options.no_grad else None
 
 

@@ -1,4 +1,4 @@
-"""Where several processes run one program (`jax.distributed`): which of them speaks, and how they agree.
+"""Programs of several processes (`jax.distributed`): which process prints and writes, and how they agree.
 
 Process 0 prints and writes. It also makes decisions that depend on a clock: processes that stopped at different samples would wait for
 each other for ever.
@@ -31,7 +31,8 @@ def several(devices: Iterable[Any]) -> bool:
 
 
 def from_process_0(value: Any, task: str) -> np.ndarray:
-    """What process 0 gives, in every process; all have to call it at the same point. Values of other processes count only by their shape.
+    """The value of process 0, in every process; all must call it at the same point. Values of other processes count only by their
+    shape.
 
     Raises:
       ProcessError: another process has ended, or is at another point of the program.

@@ -151,7 +151,7 @@ def _evaluate(option: str, text: str, module: ModuleType) -> Any:
 def with_data(tree: Any) -> Any:
     """The same arguments with arrays in the place of shapes: normal for floats, zeros and ones for integers and bools.
 
-    Zeros alone would run faster than data do, and larger integers may be no valid indices.
+    Zeros alone would run faster than data do, and larger integers may not be valid indices.
     """
     key = jax.random.key(0)
 

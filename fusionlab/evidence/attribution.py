@@ -1,8 +1,8 @@
 """Where the time of a program goes: its parts run alone against the whole, and the time that each fused site saves.
 
-A program is cut where its module scope changes, in program order, and each part is compiled alone and run on what the parts before it
-gave. Parts and whole are timed in turns by one clock (timing.py), with an empty program among them: what it takes, a dispatch, is in every
-part once and is taken off. What the parts then lack or have too much is named.
+A program is cut where its module scope changes, in program order, and each part is compiled alone and run on the results of the
+parts before it. Parts and whole are timed in turns by one clock (timing.py), together with an empty program: its time, one
+dispatch, is in every part once and is subtracted. The remaining difference gets a name.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def parts_of(
     Args:
       graph: the program: `fl.trace(fn, *args)`, or `found.apply()` for the fused one.
       *args, **kwargs: arrays, as it was traced with.
-      depth: how many names of a module scope tell two parts apart.
+      depth: how many names of a module scope distinguish parts.
       samples, budget_s, progress: as in `time_pair`.
 
     Raises:
@@ -124,7 +124,7 @@ def parts_of(
 
 
 def stretches(block: Block, depth: int = 1) -> list[tuple[str, list[Node]]]:
-    """The nodes of a block cut where their scope, to `depth` names, changes; names differ."""
+    """The nodes of a block, cut where the first `depth` names of their scope change; all names differ."""
     found: list[tuple[str, list[Node]]] = []
     for node in block.nodes:
         scope = "/".join(node.scope.split("/")[:depth]) or "(top)"
@@ -162,7 +162,7 @@ def _compiled(
 
 
 def _ends(block: Block, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
-    """What a part of a block reads that it does not make, and what it makes for the rest."""
+    """The values that a part of a block reads from outside, and those that it makes for the rest."""
     outputs = {v.id: v for n in nodes for v in n.outputs}
     taken = {a.id: a for n in nodes for a in n.values if a.id not in outputs}
     inside = {n.id for n in nodes}
@@ -196,7 +196,7 @@ class SiteShare(Shown):
 
     Attributes:
       site: id of the candidate.
-      without: samples with this site alone left as it is.
+      without: samples with only this site left as it is.
       saved_s: seconds by which fusing it shortens the program; negative where it lengthens it.
       interval: of the ratio without / with, 95 %.
     """
@@ -208,7 +208,7 @@ class SiteShare(Shown):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves 1 out."""
+        """Whether the interval excludes 1."""
         return not self.interval[0] <= 1 <= self.interval[1]
 
     def __str__(self) -> str:
@@ -230,9 +230,8 @@ class SiteShare(Shown):
 
 @dataclass(frozen=True, repr=False)
 class SiteShares(Shown):
-    """What each site is worth, and all of them together: `fused` has all, `unfused` none of them.
-
-    `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled.
+    """The saving of each site, and of all together: `fused` has all, `unfused` none of them. `same_code` names the sites that run
+    what XLA runs anyway: they are always fused, and not timed by themselves.
     """
 
     _listed = "sites"
@@ -283,12 +282,12 @@ def sites_of(
 
     Args:
       found: what was found in it.
-      chosen: the sites, None for those that are fused by default; of them those are toggled that do not run what XLA runs anyway.
+      chosen: the sites, None for those that are fused by default; those that run what XLA runs anyway are not timed.
       *args, **kwargs: arrays, as it was traced with.
       samples, budget_s, progress, cancel: as in `time_pair`; after a cancel, the result uses the samples taken until then.
 
     Raises:
-      Stopped: it was cancelled before there were any. ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it
+      Stopped: it was cancelled before there were any. ArgumentError: every fused site is what XLA runs anyway. SideEffectError: it
         prints or calls back into Python.
     """
     chosen = found.select() if chosen is None else chosen

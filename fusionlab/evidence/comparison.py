@@ -1,4 +1,4 @@
-"""The whole of the evidence on one pair of functions: time, memory, errors, and what they were measured with."""
+"""All evidence on one pair of functions: time, memory, errors, and the environment of the measurement."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _HEADS = ("quantity", "name", "version", "value", "unit", "dtype", "hardware")
 @errors_for_users
 @dataclass(frozen=True, repr=False)
 class Evidence(Shown):
-    """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
+    """Measurements of "before" (the function under `jax.jit`) and "after" (the fused one).
 
     Attributes:
       timing, timing_grad: of the call, and of its gradient with its value; None where not asked for or the same code.
       numerics: errors against float64; None where not asked for or there is no reference (`notes` gives the reason).
-      memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
+      memory, memory_grad: compiled peak memory; None where not asked for or the backend does not report it.
       kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
         HLO.
-      differentiated: the program has a backward pass in it: it is measured as the step that it is, and no gradient unless asked for.
-      devices: mesh, collectives before and after, and the time of each device; None for what runs on one.
+      differentiated: whether the program contains a backward pass: it is then measured as a step, and its gradient only if asked for.
+      devices: mesh, collectives before and after, and the time of each device; None for a program on one device.
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
@@ -63,23 +63,23 @@ class Evidence(Shown):
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """Of the call, then of its gradient, as far as they were timed."""
+        """Timings of the call, then of its gradient, as far as measured."""
         return tuple(t for t in (self.timing, self.timing_grad) if t is not None)
 
     @property
     def calls(self) -> tuple[str, str]:
-        """What the call and its gradient are called: "call" and "gradient of the call"; "step" of a train step."""
+        """The names of the call and its gradient: "call" and "gradient of the call"; "step" of a train step."""
         return names_of(self.differentiated)
 
     @property
     def memories(self) -> tuple[tuple[str, Memory], ...]:
-        """Compiled memory by what was compiled, as far as it is known."""
+        """Compiled memory of the call and of its gradient, as far as known."""
         named = zip(self.calls, (self.memory, self.memory_grad), strict=True)
         return tuple((call, memory) for call, memory in named if memory is not None)
 
     @property
     def verdict(self) -> Verdict:
-        """On the call; `timing_grad.verdict` has the other."""
+        """The verdict on the call; `timing_grad.verdict` has that on the gradient."""
         if self.same_code:
             return Verdict.SAME_CODE
         return self.timing.verdict if self.timing is not None else Verdict.NOT_TIMED
@@ -175,10 +175,10 @@ class Evidence(Shown):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a record that `save`, `fusionlab bench -o` or `fusionlab compare -o` wrote: plain data, of which nothing is run.
+        """Reads a record that `save`, `fusionlab bench -o` or `fusionlab compare -o` wrote: plain data; nothing in it is run.
 
         Raises:
-          ArgumentError: there is no such file, or it is no record of a comparison.
+          ArgumentError: there is no such file, or it is not a record of a comparison.
         """
         data = load_json(path)
         try:
@@ -305,7 +305,7 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
 
 
 def _donation_notes(before: Bound, after: Bound) -> list[str]:
-    """Where one of the two donates and the other does not."""
+    """Notes for the case that only one of the two donates."""
     first, second = (tuple(call.positions[i] for i in call.donated) for call in (before, after))
     if first == second:
         return []
@@ -342,7 +342,7 @@ def measure(
 
     Args:
       fn: the original; "before" is `jax.jit(fn)`, so write it as a user would.
-      fused: what it is compared with; same arguments, same outputs.
+      fused: the version to compare; same arguments, same outputs.
       *args, **kwargs: arrays, used as given (donated ones are copied).
       grad: also the gradient of a fixed random weighting of all float outputs; None: of a function that has one and is not
         differentiated already, as a train step is.
@@ -385,7 +385,7 @@ def measure(
 
 
 def _taken(steps: Iterable[tuple[str, Callable[[], Any]]], notes: list[str], cancel: Cancel | None) -> dict[str, Any]:
-    """The parts of the evidence, as far as it was not cancelled."""
+    """The parts of the evidence measured before a cancel."""
     parts: dict[str, Any] = {}
     key = ""
     try:

@@ -1,8 +1,8 @@
-"""What a program could take at best on a device, kernel by kernel, and what each candidate is predicted to gain beyond XLA.
+"""The best possible time of a program on a device, kernel by kernel, and the predicted gain of each candidate beyond XLA.
 
 At best a kernel takes the longer of two times: its operations at the rate of a large product, its bytes at the rate of a large copy, both
 measured on the device (`peaks.measure_peaks`). It may take longer: transcendentals and elementwise code never run at the rate of a
-product, and starting a kernel takes time of its own. It may take less where what it reads still lies in a cache.
+product, and starting a kernel takes time of its own. It may take less if its operands are still in a cache.
 
 The gain of a candidate is predicted beyond XLA: the kernels XLA is expected to make of the program as it is (`graph/cost`), against
 those of the program with the candidate fused, where the fused op reads its operands once and writes its results once.
@@ -39,7 +39,7 @@ class Point(Shown):
     """One kernel, part or program under the roof.
 
     Attributes:
-      name: what it is ("dot_general attention %25").
+      name: its operation ("dot_general attention %25").
       operations, bytes_moved: of all its trips.
       attainable_s: seconds at best.
       bound: "compute" or "memory": which of the two rates limits it; "nothing" if it neither computes nor moves anything.
@@ -55,17 +55,17 @@ class Point(Shown):
 
     @property
     def intensity(self) -> float:
-        """Operations a byte."""
+        """Operations per byte."""
         return self.operations / self.bytes_moved if self.bytes_moved else float("inf")
 
     @property
     def attainable(self) -> float:
-        """Operations a second at best."""
+        """Operations per second at best."""
         return self.operations / self.attainable_s if self.attainable_s else 0.0
 
     @property
     def attained(self) -> float | None:
-        """Operations a second as measured."""
+        """Operations per second as measured."""
         return None if self.measured_s is None else self.operations / self.measured_s
 
     def __str__(self) -> str:
@@ -81,13 +81,13 @@ class Point(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Prediction(Shown):
-    """What fusing one candidate is expected to gain beyond XLA.
+    """The expected gain of fusing one candidate, beyond XLA.
 
     Attributes:
       site, pass_name: of the candidate.
       before, after: operations and bytes of the program as XLA is expected to run it, and with the candidate fused.
-      kernels: how many kernels that is, before and after.
-      saved_s: seconds of attainable time; 0 where the fused op is what XLA runs anyway.
+      kernels: the number of kernels before and after.
+      saved_s: seconds of attainable time; 0 if the fused op is what XLA runs anyway.
       why: in words.
       measured_saved_s: seconds it saved, where measured.
     """
@@ -119,8 +119,7 @@ class Roofline(Shown):
       unfused_s: at best, every node a kernel of its own.
       predictions: one for each candidate, in their order.
       measured_s: seconds of the whole, where given.
-      unknown: how many nodes compute what is not known.
-      notes: what the numbers take for granted.
+      unknown: how many nodes have an unknown number of operations. notes: assumptions behind the numbers.
     """
 
     _listed = "points"
@@ -214,13 +213,13 @@ def roofline(
     """A program under the roof of a device, and the predicted gain of each candidate.
 
     Args:
-      program: what was found in it, or its graph alone (then nothing is predicted).
+      program: its findings, or only its graph (then nothing is predicted).
       device: with measured rates: `measure_peaks()`.
-      measured: what the whole took: samples, or seconds.
+      measured: the time of the whole: samples, or seconds.
       trips: node id of a while loop -> how often its body runs.
 
     Raises:
-      ArgumentError: the device's rates were not measured, or `trips` names no while loop.
+      ArgumentError: the device's rates were not measured, or `trips` names a node that is not a while loop.
     """
     graph = program.graph if isinstance(program, Findings) else program
     costs = cost_of(graph, trips=trips)

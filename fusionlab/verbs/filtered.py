@@ -1,4 +1,4 @@
-"""A function under a jit that holds fixed what is no array in its arguments, as `equinox.filter_jit` does."""
+"""A function under a jit that holds non-array leaves of its arguments fixed, as `equinox.filter_jit` does."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class MayChange(ArgumentError):  # noqa: N818 - an argument does
 
 
 class Filtered:
-    """`fn` under `under`, which is `jax.jit` or `nnx.jit`, with what is no array held fixed.
+    """`fn` under `under`, which is `jax.jit` or `nnx.jit`, with non-array leaves held fixed.
 
     Args:
       static: arguments that are fixed as a whole, as keyword arguments of `jax.jit`.
-      objects: whether `under` takes objects of nnx, which then are no pytrees.
+      objects: whether `under` takes nnx objects, which are then not pytrees.
       numbers: whether Python numbers are fixed where nothing else is.
     """
 
@@ -110,7 +110,7 @@ class Filtered:
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What is no array in the arguments of a call.
+    """The non-array leaves in the arguments of a call.
 
     Attributes:
       tree: their structure; keys: of each leaf, `_ARRAY` or the key of its value; values: of each leaf that is fixed.

@@ -1,4 +1,4 @@
-"""Peak memory: what the compiler planned, and what a fresh process really grew by."""
+"""Peak memory: the compiler's plan, and the measured growth of a fresh process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompiledMemory(Shown):
     `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
     `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
     XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
-    `resident_growth` sees both.
+    `resident_growth` measures both.
     """
 
     name: str
@@ -46,10 +46,10 @@ class CompiledMemory(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Memory(Shown):
-    """Compiled memory of both versions; `hardware` is where they were compiled for.
+    """Compiled memory of both versions; `hardware` is the device they were compiled for.
 
-    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`); None
-    where the device keeps no such count, as a CPU does not, and in records from before it was measured.
+    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`);
+    None if the device keeps no such count (a CPU), and in older records.
     """
 
     before: CompiledMemory
@@ -84,7 +84,7 @@ class Memory(Shown):
 
 
 def compiled_memory(program: Program) -> CompiledMemory | None:
-    """What the compiler planned for it; None where the backend does not say."""
+    """The compiler's plan for it; None if the backend does not report it."""
     stats = program.compiled.memory_analysis()
     if stats is None:
         return None
@@ -94,7 +94,7 @@ def compiled_memory(program: Program) -> CompiledMemory | None:
 
 
 def memory_of(before: Program, after: Program) -> Memory | None:
-    """Compiled memory of both, or None where the backend does not say; on a GPU the device's peak around a run of each as well."""
+    """Compiled memory of both, or None if the backend does not report it; on a GPU the device's peak around a run of each as well."""
     first, second = compiled_memory(before), compiled_memory(after)
     if first is None or second is None:
         return None
@@ -187,7 +187,7 @@ def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: fl
     Args:
       target: "module:function"; the function takes `arguments` and returns (fn, args): what to compile and run.
       arguments: JSON-able values.
-      timeout_s: seconds until the process is given up.
+      timeout_s: seconds after which the process is ended.
 
     Raises:
       ArgumentError: `target` is not "module:function".
