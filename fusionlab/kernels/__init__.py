@@ -1,4 +1,4 @@
-"""The fused ops: what each means, and each way to run it on a device.
+"""The fused ops: the meaning of each, and every way to run it on a device.
 
     launch/   from a plan of launches to kernels on XLA's stream: every kernel of ours is launched in `launch/ffi_call.py`.
     choose/   which way a call takes: what was measured for it, or a rule.

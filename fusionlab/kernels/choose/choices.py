@@ -39,13 +39,13 @@ TABLES = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, repr=False)
 class Choice(Shown):
-    """What was found best for one call.
+    """The best implementation found for one call.
 
     Attributes:
       implementation: its name.
       times_us: device microseconds, medians, of each rival measured.
-      settings: what else was chosen (gemm_epilogue: `packed`).
-      source: where it comes from, for a reader: "plan file ...", "the table for sm_90".
+      settings: further choices (gemm_epilogue: `packed`).
+      source: its origin, for a reader: "plan file ...", "the table for sm_90".
     """
 
     _says = "{0.implementation}: {0.reason}"
@@ -77,12 +77,12 @@ class Choice(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Measured(Shown):
-    """What is known of one architecture.
+    """The measurements of one architecture.
 
     Attributes:
       cases: text of a call (`case_text`) -> Choice.
       algorithms: name of a cuBLASLt plan -> (algorithm as hex, version of the library).
-      device, versions: what was measured on, for a reader.
+      device, versions: the measuring machine, for a reader.
     """
 
     _listed = "cases"
@@ -117,7 +117,7 @@ def case_text(op: str, role: str, **content: Any) -> str:
 
 
 def plan_file() -> Path:
-    """Where `tune` writes and `fuse` looks: `$FUSIONLAB_PLAN_FILE`, or `~/.cache/fusionlab/plans.json`."""
+    """The file that `tune` writes and `fuse` reads: `$FUSIONLAB_PLAN_FILE`, or `~/.cache/fusionlab/plans.json`."""
     named = os.environ.get("FUSIONLAB_PLAN_FILE")
     return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "fusionlab" / "plans.json"
 
@@ -131,7 +131,7 @@ class PlanFileError(ArgumentError):
 
 
 def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
-    """Architecture -> what is known of it, from a plan file or a table; nothing where there is no such file.
+    """Architecture -> its measurements, from a plan file or a table; empty if there is no such file.
 
     Raises:
       ArgumentError: the file is there and cannot be read as one.
@@ -167,13 +167,14 @@ def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
 
 
 def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
-    """Adds what was measured to a plan file: whole or not at all, and losing nothing that another process adds at the same time.
+    """Adds measurements to a plan file: completely or not at all, and without losing entries that another process adds at the same
+    time.
 
     Args:
-      rebuild: a file there that is no plan file is moved aside ("plans.json.damaged") with a warning, and a new one begun.
+      rebuild: an existing file that is not a plan file is moved aside ("plans.json.damaged") with a warning, and a new one is begun.
 
     Raises:
-      ArgumentError: the file is there and is no plan file (not with `rebuild`).
+      ArgumentError: the file exists and is not a plan file (not with `rebuild`).
       OutputError: it cannot be written.
     """
     with contextlib.suppress(OSError):  # write_file says why
@@ -221,13 +222,14 @@ class Choices:
     _shared: dict[str, Measured] | None = field(default=None, repr=False)
 
     def share(self) -> None:
-        """Where several processes run one program: all take process 0's plan file, as it is now, from here on.
+        """Makes all processes of one program use process 0's plan file, as it is now, from here on.
 
-        A collective: every process has to call it, at the same point among its other collectives and outside of `jax.jit`.
+        It is a collective: every process must call it, at the same point among its other collectives and outside of `jax.jit`.
         With one process there is nothing to share.
 
         Raises:
-          ArgumentError: process 0's file is there and is no plan file; in all processes. ProcessError: another process has ended.
+          ArgumentError: process 0's file exists and is not a plan file; raised in all processes. ProcessError: another process has
+            ended.
         """
         if jax.process_count() > 1:
             shared = _from_process_0(self.path or plan_file())
@@ -236,13 +238,13 @@ class Choices:
 
     @property
     def unshared(self) -> str:
-        """What to do before a plan file decides, where this is one of several processes that share none yet; else ""."""
+        """Advice for one of several processes that do not share a plan file yet, so that none decides; else ""."""
         if jax.process_count() == 1 or self._shared is not None:
             return ""
         return "with several processes a plan file decides once all of them have called fusionlab.share_plan()"
 
     def lookup(self, arch: str, text: str) -> Choice | None:
-        """What is known of a call on an architecture ("sm_90")."""
+        """The measurement of a call on an architecture ("sm_90")."""
         if not arch:
             return None
         with self._lock:
@@ -253,9 +255,9 @@ class Choices:
     def nearest(
         self, arch: str, text: str, sizes: tuple[str, ...], within: float = 4.0, gain: float = 0.0
     ) -> Choice | None:
-        """What is known of the nearest call that differs in `sizes` alone, none of them by more than a factor; distance is the sum of the
-        logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there. One that
-        saves less than `gain` of XLA's time is not evidence for other sizes.
+        """The measurement of the nearest call that differs only in `sizes`, each by at most the factor `within`; distance is the
+        sum of the logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels
+        differ there. One that saves less than `gain` of XLA's time is not evidence for other sizes.
         """
         kind, asked = _parts(text, sizes)
         with self._lock:

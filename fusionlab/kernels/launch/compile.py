@@ -34,13 +34,13 @@ _LOCAL_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILIN
 
 @dataclass(frozen=True)
 class CudaSource:
-    """A CUDA source: of this package, or a text of somebody else's.
+    """A CUDA source: a file of this package, or a text.
 
     Attributes:
-      path: the .cu file, relative to `fusionlab/kernels`; of a text, what to call it.
+      path: the .cu file, relative to `fusionlab/kernels`; of a text, its name.
       entries: the `extern "C"` kernels it defines.
       archs: the architectures it is written for, out of `ARCHS`.
-      text: the source itself, where it is no file of this package; it includes CUDA's headers and nothing else.
+      text: the source itself, if it is not a file of this package; it includes CUDA's headers and nothing else.
     """
 
     path: str
@@ -60,7 +60,7 @@ class CudaSource:
 
 @dataclass(frozen=True)
 class Cubin:
-    """A cubin (an ELF image for one architecture) and what the compiler said of it."""
+    """A cubin (an ELF image for one architecture) and the compiler's log."""
 
     cubin: bytes
     log: str
@@ -68,7 +68,7 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers of a thread, bytes that are spilt to memory by a thread, static shared memory of a block."""
+    """The resources of one kernel: registers per thread, bytes spilled to memory per thread, static shared memory per block."""
 
     registers: int
     spill_stores: int
@@ -78,8 +78,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Counters:
-    """What a `CompileCache` did: cubins found, compiled, found but damaged or not to be trusted (compiled again), and not writable (kept
-    nowhere)."""
+    """Counters of a `CompileCache`: cubins found, compiled, found but damaged or not to be trusted (compiled again), and not
+    writable (kept nowhere)."""
 
     hits: int = 0
     misses: int = 0
@@ -121,7 +121,7 @@ class CompileCache:
             return self._counters
 
     def get(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """The cubin of that key (hexadecimal); one thread makes it where it is not there, the others wait."""
+        """The cubin of that key (hexadecimal); if it is missing, one thread makes it and the others wait."""
         with self._lock:
             mine = self._busy.setdefault(key, threading.Lock())
         with mine:
@@ -236,7 +236,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """Entry -> what it takes, from the log of a compile (the lines of `ptxas -v`)."""
+    """Entry -> its resources, from the log of a compile (the lines of `ptxas -v`)."""
     found = {}
     _, *parts = re.split(r"(?=Compiling entry function)", log)
     for part in parts:
@@ -320,7 +320,7 @@ def why_missing() -> str | None:
 
 
 def refuses_device(device: Device) -> str | None:
-    """Why no kernel of this package's own can run on a device, or None where one that asks for no more than the compiler does can."""
+    """Why none of this package's kernels can run on a device, or None if a kernel with only the compiler's requirements can."""
     unable = refuses_older(device, int(ARCHS[0].removeprefix("sm_")), "the oldest that the CUDA compiler builds for")
     return unable or (NOT_INSTALLED if "cupy" in device.missing else None)
 

@@ -48,7 +48,7 @@ def why_not_trusted(path: Path) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a cache's folder, for this user alone; one that is there stays as it is. Raises OSError where it cannot be."""
+    """Makes a cache's folder, private to this user; an existing one is left as it is. Raises OSError if that fails."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 

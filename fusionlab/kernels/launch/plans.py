@@ -1,10 +1,10 @@
-"""Launch plans: what a custom call launches, as plain data whose text is its name.
+"""Launch plans: the launches of a custom call, as plain data whose text is its name.
 
 A plan is a frozen record of everything that is launched except addresses. Its name is its own content, as canonical JSON, so two
 equal plans have one name in every process, and a process that meets a name in an executable it did not compile itself (from JAX's
 persistent compilation cache, or deserialised) rebuilds the plan from the name alone.
 
-What is costly to make (a loaded module, a library handle, an algorithm) is made once per plan and device by `Plan.prepare`, and
+Costly parts (a loaded module, a library handle, an algorithm) are made once per plan and device by `Plan.prepare`, and
 kept by a `PlanBook`.
 """
 
@@ -23,7 +23,7 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], LaunchPlan]] = {}
 
 
 class LaunchPlan(Protocol):
-    """What a custom call launches. A frozen, hashable record.
+    """The launches of a custom call. A frozen, hashable record.
 
     Attributes:
       kind: the name its class is registered under by `plan_kind`.
@@ -36,7 +36,7 @@ class LaunchPlan(Protocol):
         ...
 
     def prepare(self, device: int) -> Prepared:
-        """Makes what launching needs on that device (its ordinal; it is current). Never called while a graph is captured."""
+        """Prepares the plan for launching on that device (its ordinal; it is current). Never called while a graph is captured."""
         ...
 
 
@@ -101,7 +101,7 @@ class PlanBook:
         self._launches = 0
 
     def ready(self, name: bytes, device: int) -> Prepared | None:
-        """What launches the plan on the device, or None where it has not been prepared. No lock: this is the hot path."""
+        """The prepared plan on the device, or None if it has not been prepared. No lock: this is the hot path."""
         self._launches += 1
         return self._prepared.get((name, device))
 

@@ -16,7 +16,7 @@ Variants = Iterator[tuple[str, KernelPlan]]
 
 @dataclass(frozen=True)
 class Requirement:
-    """What an implementation needs of a machine.
+    """The requirements of an implementation on a machine.
 
     Attributes:
       order: its position among those of all ops.
@@ -42,14 +42,13 @@ def _none(arch: str) -> Variants:
 
 @dataclass(frozen=True)
 class Card:
-    """What there is to know of an op by those who go through all of them.
+    """The entry of an op in lists of all ops.
 
     Attributes:
       order: its position among all ops.
       op: the op.
-      hue: of `fusionlab.viz.palette`, which its sites and nodes wear; "" for one of the spare ones.
-      concepts: what its sites are called in `Candidate.concepts`.
-      kinds: what they are called besides, of one kind of site each.
+      hue: the colour of its sites and nodes in `fusionlab.viz.palette`; "" for one of the spare ones.
+      concepts: names of its sites in `Candidate.concepts`. kinds: further names, each for one kind of site.
       requirements: of its implementations, one each.
       source: its CUDA kernels, if it has any.
       variant: how the names of its variants on record begin, with places for `dtype` and `activation`.

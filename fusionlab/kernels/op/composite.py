@@ -1,8 +1,8 @@
 """Composite ops: one named node that is made of other fused ops, its *pieces*.
 
-A composite op stays one equation in a trace and in a program that runs forward. Differentiated it dissolves into its pieces, which have
-fused backward passes of their own; so it keeps nothing for backward, and has no tangent or cotangent primitive. Batched it stays itself
-where a batch is only more of the axis it has for that, and dissolves elsewhere.
+A composite op stays one equation in a trace and in a program that runs forward. When differentiated, it dissolves into its pieces,
+which have fused backward passes of their own; so it keeps nothing for backward, and has no tangent or cotangent primitive. When
+batched, it stays itself if the batch only extends its batch axis, and dissolves otherwise.
 
 Its operands are many and mostly optional, so a call names those it has: `call(*operands, present=names)`. A name with a number behind it
 ("up.1") is that of one of a row of layers. It always gives a tuple.

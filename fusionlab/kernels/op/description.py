@@ -93,7 +93,7 @@ class Description(Chooser):
 
     @abc.abstractmethod
     def formula(self, **attrs: Any) -> str:
-        """What it computes, for a reader."""
+        """Its computation, for a reader."""
 
     def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
         """Slot, residual or "out" -> a label for each of its axes, as `Axes` has them; without any, each device computes everything.
@@ -136,7 +136,7 @@ class Description(Chooser):
         return None
 
     def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
-        """What the gradients of the slots in `wanted` read, in the order in which the primitives take it."""
+        """The values that the gradients of the slots in `wanted` read, in the order in which the primitives take them."""
         read = self.reads(wanted, **attrs)
         return tuple(n for n in (*self.slots, *self.results(**attrs), *self.residual_names(**attrs)) if n in read)
 

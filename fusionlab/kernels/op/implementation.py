@@ -36,7 +36,7 @@ WHAT_XLA_RUNS = "what XLA runs anyway"  # how the reason of a choice with the sa
 
 
 class ChoiceKind(enum.StrEnum):
-    """What runs at a site where nobody names an implementation, against the code that XLA makes of the site as it is written.
+    """The kind of decision at a site when no implementation is named, compared with XLA's code of the site as written.
 
     The values are the verdicts of backends and the codes of rejections (`fusionlab.errors.REJECTIONS`).
     """
@@ -66,7 +66,7 @@ class Call:
 
 @dataclass(frozen=True, repr=False)
 class ImplementationChoice(Shown):
-    """Which implementation runs where nobody names one: what that is against XLA's code of the site as it is written, and why."""
+    """The implementation that runs when none is named: its kind, compared with XLA's code of the site as written, and the reason."""
 
     _says = "{0.implementation} ({0.kind}): {0.reason}"
 
@@ -98,8 +98,8 @@ class Implementation:
     """One way to run an op.
 
     Attributes:
-      name: what `implementation=` takes.
-      summary: what it does, in a few words.
+      name: the value for `implementation=`.
+      summary: its method, in a few words.
       forward: `(**operands by slot, residuals: bool, **attrs) -> [*results, *residuals]`.
       tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result. Of an op that
         gives several results a dict: result -> tangent.

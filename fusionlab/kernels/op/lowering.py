@@ -58,7 +58,7 @@ _WITHOUT_A_CARD = (
 @jax_defaults()
 @types_of_operands
 def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: Any) -> list[Array]:
-    """What a fused primitive is lowered to.
+    """The code that a fused primitive is lowered to.
 
     Raises:
       BackendError: an implementation was named that cannot run on these operands or inside this `shard_map`.

@@ -1,4 +1,4 @@
-"""The op protocol: a fused op is three JAX primitives of our own, with a plain `jax.numpy` meaning each.
+"""The op protocol: a fused op is three custom JAX primitives, each with a meaning in plain `jax.numpy`.
 
 `call` carries the op's name (`gemm_epilogue`), so a traced fused function shows the op as one named node. When it is
 differentiated, `call` is bound with `residuals=True` and its tangent is `<op>_tangent`, a linear primitive whose transpose
@@ -83,7 +83,7 @@ class Op(Description):
         return self.call(*operands, **arguments)
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
-        """`(*results, *residuals)`: what the differentiated forward returns."""
+        """`(*results, *residuals)`: the results of the differentiated forward."""
         return tuple(self._bind_call(operands, attrs, residuals=True))
 
     def reference(self, *operands: Any, **attrs: Any) -> Any:
@@ -93,7 +93,7 @@ class Op(Description):
             return self._given(self.implementations["xla"].forward(**present, residuals=False, **full))
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
-        """What the forward saves for backward when every operand's gradient is wanted."""
+        """The residuals that the forward saves for backward when every operand's gradient is wanted."""
         present, full = self._prepared(operands, attrs)
         slots = [slot for slot, a in present.items() if jnp.issubdtype(a.dtype, jnp.floating)]
         types = [ShapedArray(a.shape, a.dtype) for a in present.values()]
@@ -331,7 +331,7 @@ def meaning_of(eqn: Any) -> Meaning | None:
 
 
 def plain_meaning_of(eqn: Any) -> Any:
-    """As `meaning_of`, for proofs at other sizes: what is saved is as the reference saves it, not as a backend lays it out."""
+    """As `meaning_of`, for proofs at other sizes: residuals are laid out as by the reference, not as by a backend."""
     primitive = eqn.primitive
     if not isinstance(primitive, FusedPrimitive):
         return None

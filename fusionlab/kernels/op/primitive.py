@@ -190,12 +190,12 @@ class FusedPrimitive(Primitive):
         return tuple(result for result, given in zip(results, given_of(params), strict=True) if given)
 
     def function(self, params: Mapping[str, Any], implementation: str, device: Device | None = None) -> Meaning:
-        """What it computes of its operands, by one of the op's implementations.
+        """Its computation as a function of its operands, by one of the op's implementations.
 
         Args:
           params: the primitive's.
           implementation: its name; "xla" is the meaning.
-          device: what it is lowered for; None for code that is to run anywhere.
+          device: the target of lowering; None for code that must run anywhere.
         """
         return jax_defaults(WHERE_IT_RUNS)(types_of_operands(self._function(params, implementation, device)))
 

@@ -1,4 +1,4 @@
-"""What a call of `dot_product_attention` has to be: ranks, sizes, dtypes and numbers, each with an error that names the argument."""
+"""Checks of a call of `dot_product_attention`: ranks, sizes, dtypes and numbers, each with an error that names the argument."""
 
 from __future__ import annotations
 

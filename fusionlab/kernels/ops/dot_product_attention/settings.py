@@ -33,15 +33,15 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(Attributes
 
 @dataclass(frozen=True)
 class Settings(Attributes):
-    """What a call is besides its operands: what a user gives, and what the op and its primitives add to that.
+    """A call without its operands: the user's arguments, and the settings that the op and its primitives add.
 
     Attributes:
       group: query heads that read one head of key and value: N / K.
       broadcast: (slot, shape, dtype) of the operands that broadcast and have a gradient.
-      saves: what is kept for the backward (reference.py).
+      saves: the residuals kept for the backward (reference.py).
       present: the slots that are given; `live`: for each of them, whether it moves.
       role: of the primitive; `residuals`: whether a call keeps what it saves.
-      device: what it is lowered for, where that is known.
+      device: the target of lowering, if known.
     """
 
     group: int = 1

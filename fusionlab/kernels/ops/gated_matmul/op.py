@@ -170,13 +170,13 @@ def gated_matmul(
       activation: a key of `ACTIVATIONS`, as for `gemm_epilogue`; "none" for a bilinear pair.
       w_contract: the contracted axis of both weights, 0 or 1.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      implementation: None may choose; "xla" is two products and the gate as jnp code, "concatenated" one product with both weights side
-        by side (which are copied for it at each call), "cuda" one kernel of our own, for bfloat16 and float16.
+      implementation: None lets the op choose; "xla" is two products and the gate as jnp code, "concatenated" one product with both
+        weights side by side (which are copied for it at each call), "cuda" one of FusionLab's own kernels, for bfloat16 and float16.
 
     Returns:
       *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree). Both products are summed in float32
       (float64 for float64), activation and product computed in that, and rounded once: `jax.nn.silu(x @ w) * (x @ v)` in 16 bits rounds
-      four times. Differentiated it keeps x @ w and x @ v in the operands' dtype.
+      four times. When differentiated, it keeps x @ w and x @ v in the operands' dtype.
 
     Raises:
       ArgumentError: a wrong rank, size or dtype; names the argument.

@@ -1,4 +1,4 @@
-"""Which implementation a call of `gemm_epilogue` takes: what was measured for it, or a rule per architecture."""
+"""The implementation of a call of `gemm_epilogue`: the measured one, or a rule per architecture."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
 
 
 def rule(call: Call, unable: str) -> ImplementationChoice:
-    """What runs where nothing that can run was measured: XLA's code."""
+    """The choice if no implementation that can run was measured: XLA's code."""
     if call.device.platform == "cpu":
         why = ON_CPU
     elif call.role == "tangent":

@@ -1,8 +1,8 @@
-"""`gemm_epilogue` by cuBLASLt's own epilogues: one call a product.
+"""`gemm_epilogue` by cuBLASLt's own epilogues: one call per product.
 
 Forward, bias and activation are the epilogue of the product, and the auxiliary output is what the backward needs. Backward, the
 derivative of the activation that made x is the epilogue of dx (DRELU, DGELU) and the bias gradient that of dw (BGRADA, BGRADB); the
-derivative of the op's own activation has no product before it and takes our own kernel. Limits: the cuBLAS documentation,
+derivative of the op's own activation has no product before it and takes FusionLab's kernel. Limits: the cuBLAS documentation,
 cublasLtEpilogue_t.
 """
 
@@ -108,7 +108,8 @@ def _refuses_chain(activation: str, saved: Any, x_contract: int) -> str | None:
 
 
 def compute_of(dtype: str, precision: Any) -> str:
-    """What is multiplied and accumulated in: as XLA does on a GPU, float32 operands are rounded to TF32 unless precision is HIGHEST."""
+    """The dtype of multiplication and accumulation: as in XLA on a GPU, float32 operands are rounded to TF32 unless precision is
+    HIGHEST."""
     if dtype == "float64":
         return "f64"
     exact = bool(precisions(precision)) and all(p == lax.Precision.HIGHEST for p in precisions(precision))
@@ -246,20 +247,20 @@ def run(
 
 
 def epilogue_name(activation: str, saves: bool, bias: bool) -> str:
-    """cuBLASLt's name for what follows a product: "RELU_AUX_BIAS", say."""
+    """cuBLASLt's name for the epilogue of a product, for example "RELU_AUX_BIAS"."""
     words = [EPILOGUES[activation], "AUX" if saves else "", "BIAS" if bias else ""]
     return "_".join(word for word in words if word) or "DEFAULT"
 
 
 def aux_pitch(activation: str, saves: bool, columns: int) -> int:
-    """The leading dimension of what an epilogue saves, of relu's mask in bits; 0 where it saves nothing."""
+    """The leading dimension of an epilogue's saved array, in bits for relu's mask; 0 if it saves nothing."""
     if not saves:
         return 0
     return 8 * reference.mask_pitch(columns) if activation == "relu" else columns
 
 
 def saved_array(activation: str, rows: int, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    """What an epilogue saves for the backward: relu a packed mask, gelu_tanh the pre-activation."""
+    """The array that an epilogue saves for the backward: relu a packed mask, gelu_tanh the pre-activation."""
     if activation == "relu":
         return jax.ShapeDtypeStruct((rows, reference.mask_pitch(columns)), np.uint8)
     return jax.ShapeDtypeStruct((rows, columns), dtype)

@@ -58,7 +58,7 @@ def _refuses_wide(
 
 
 def saves_of(activation: str, packed: bool) -> str:
-    """What the kernels call the residual of an activation."""
+    """The kernels' name for the residual of an activation."""
     kind = ACTIVATIONS[activation].residual
     return kind if kind != "mask" else "bits" if packed else "bytes"
 

@@ -1,6 +1,6 @@
 """`dot_product_attention` by cuDNN's fused attention, forward and backward, through JAX's own calls of it.
 
-What it takes is decided without a GPU. The limits are those that JAX and cuDNN state:
+Whether cuDNN takes a call is decided without a GPU. The limits are those that JAX and cuDNN state:
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html and
 `jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention`.
 

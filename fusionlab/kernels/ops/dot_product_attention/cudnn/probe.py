@@ -44,7 +44,7 @@ def lengths_of(mask: Array) -> tuple[Array, Array]:
 
 
 def lengths_on_cuda(mask: Array) -> tuple[Array, Array]:
-    """The same by one launch of our own kernel; to be called while a program is traced for a CUDA device."""
+    """The same by one launch of FusionLab's kernel; call it while a program is traced for a CUDA device."""
     _check(mask)
     *batch, keys = mask.shape
     rows = math.prod(batch)

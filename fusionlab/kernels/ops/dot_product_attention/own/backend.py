@@ -1,8 +1,9 @@
-"""`dot_product_attention` on a GPU by kernels of our own (attention.cu): any mask, bias and factors where they stand, in any precision.
+"""`dot_product_attention` on a GPU by FusionLab's own kernels (attention.cu): any mask, bias and factors, read in place, in any
+precision.
 
 The matrix of scores never exists, and no mask or bias is written out: one that broadcasts is read with strides of 0. Forward keeps the
-statistics that the blockwise form keeps too; backward is one kernel for the query's gradient and one for those of key and value, both
-without atomics, so the same bits every time.
+statistics that the blockwise form keeps too; backward is one kernel for the query's gradient and one for those of key and value,
+both without atomics, so with the same bits in every run.
 """
 
 from __future__ import annotations
