@@ -230,8 +230,9 @@ class SiteShare(Shown):
 
 @dataclass(frozen=True, repr=False)
 class SiteShares(Shown):
-    """The saving of each site, and of all together: `fused` has all, `unfused` none of them. `same_code` names the sites that run
-    what XLA runs anyway: they are always fused, and not timed by themselves.
+    """The saving of each site, and of all together: `fused` has all, `unfused` none of them.
+
+    `same_code` names the sites that run what XLA runs anyway: they are always fused, and not timed by themselves.
     """
 
     _listed = "sites"

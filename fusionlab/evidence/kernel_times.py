@@ -67,7 +67,10 @@ class KernelTimes(Shown):
 
     Attributes:
       name: of the function.
-      kernels: one for each name and HLO instruction. runs: traced runs of the program. source: the profiler. hardware: where.
+      kernels: one for each name and HLO instruction.
+      runs: traced runs of the program.
+      source: the profiler.
+      hardware: where.
     """
 
     _listed = "kernels"

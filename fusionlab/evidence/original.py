@@ -157,8 +157,10 @@ class Original:
 
     @functools.cached_property
     def reference(self) -> Reference:
-        """Its float64 reference. Raises:
-        TraceError: it has no float64 form. OutOfMemoryError: the device has too little memory for it.
+        """Its float64 reference.
+
+        Raises:
+          TraceError: it has no float64 form. OutOfMemoryError: the device has too little memory for it.
         """
         with out_of_memory("the float64 reference"):
             return self._reference()

@@ -18,8 +18,8 @@ class Reconciliation(Shown):
     Attributes:
       parts: (name, seconds), in order.
       whole_s: of the whole, measured.
-      cause: the name of a positive remainder (the whole takes longer than its parts). excess: the name of a negative one (the parts
-        take longer than the whole).
+      cause: the name of a positive remainder (the whole takes longer than its parts).
+      excess: the name of a negative one (the parts take longer than the whole).
     """
 
     parts: tuple[tuple[str, float], ...]

@@ -119,7 +119,8 @@ class Roofline(Shown):
       unfused_s: at best, every node a kernel of its own.
       predictions: one for each candidate, in their order.
       measured_s: seconds of the whole, where given.
-      unknown: how many nodes have an unknown number of operations. notes: assumptions behind the numbers.
+      unknown: how many nodes have an unknown number of operations.
+      notes: assumptions behind the numbers.
     """
 
     _listed = "points"

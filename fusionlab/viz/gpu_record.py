@@ -69,7 +69,7 @@ def plot_record(record: Mapping[str, Any], ax: Any = None) -> Any:
     """Each perceptron's ratios with their intervals, jax.jit at 1.
 
     Args:
-      record: what `python -m benchmarks gemm_epilogue` wrote.
+      record: the record of `python -m benchmarks gemm_epilogue`.
       ax: matplotlib Axes to draw into; None makes a new figure.
 
     Returns:

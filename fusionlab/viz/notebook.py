@@ -1,4 +1,4 @@
-"""What a cell shows: several outputs, so that a picture is one wherever the notebook is read.
+"""Outputs of a cell: several, so that a picture is visible wherever the notebook is read.
 
 Readers differ in what they leave out of an output. JupyterLab and Notebook 7 strip an untrusted notebook's HTML of its SVG, whose
 texts then appear as a wall of words, draw no SVG output and start no widget; a trusted notebook without a kernel shows "model not
@@ -76,7 +76,7 @@ def words(html: str, plain: str) -> Output:
 
 
 def png_of(svg: str) -> tuple[bytes, dict[str, int]]:
-    """A picture of ours as PNG, sharp where it is small and no larger than a screen, and the width that it is shown at."""
+    """A picture as PNG, sharp if small and no larger than a screen, and its display width."""
     return to_png(svg, most=_MOST_PIXELS), {"width": round(size_of(svg)[0])}
 
 
@@ -116,7 +116,7 @@ def _reasons(view: Mapping[str, Any], findings: Findings) -> str:
 
 
 def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: str) -> list[Output]:
-    """The live explorer, and a still picture of it that is in sight where the explorer is not.
+    """The live explorer, and a still picture of it that is visible where the explorer is not.
 
     Args:
       widget: the widget's bundle of MIME types.

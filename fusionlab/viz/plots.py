@@ -1,4 +1,4 @@
-"""Plots of what was measured: matplotlib Axes, never a window.
+"""Plots of measurements: matplotlib Axes, never a window.
 
 matplotlib is imported inside, and only its object interface is used: no backend is chosen, no global state touched.
 """

@@ -20,7 +20,8 @@ _PREDICTED = 24
 
 
 def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
-    """Operations a second against operations a byte: the roof of the device, a dot on it for each kernel, and what was measured below.
+    """Operations per second against operations per byte: the roof of the device, a dot on it for each kernel, and measurements
+    below it.
 
     Args:
       roofline: of a program.
@@ -28,7 +29,8 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
       **kwargs: go to the dots (`Axes.plot`).
 
     Returns:
-      The Axes. The longer a kernel takes at best, the larger its dot; kernels that compute nothing are left out, and counted in the title.
+      The Axes. The longer a kernel takes at best, the larger its dot; kernels without arithmetic are left out, and counted in the
+      title.
 
     Raises:
       ArgumentError: no kernel computes anything.
@@ -109,7 +111,7 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
     """The predicted saving of each candidate beyond XLA, next to the measured one if there is one.
 
     Args:
-      roofline: of what was found in a program; `with_measured` gives it the measured savings.
+      roofline: of a program's findings; `with_measured` adds the measured savings.
       ax: matplotlib Axes to draw into; None makes a new figure.
 
     Returns:

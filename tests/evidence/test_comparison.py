@@ -396,7 +396,7 @@ def test_an_unwritable_path_is_one_error_and_leaves_nothing(tmp_path):
     with pytest.raises(OutputError, match="cannot write"):
         save_json(tmp_path / "file" / "e.json", {})
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(ArgumentError, match="no readable JSON"):
+    with pytest.raises(ArgumentError, match="not a readable JSON"):
         load_json(tmp_path / "file")
 
 

@@ -81,7 +81,7 @@ def test_a_plan_file_that_is_none_is_passed_over_with_one_warning_that_names_it(
                 assert known.lookup("sm_90", CASE) is None
                 assert known.algorithm("sm_90", "p") is None
     (said,) = told(warned)
-    assert said.startswith(f"{plans} is passed over")
+    assert said.startswith(f"{plans} is ignored")
     assert plans.read_bytes() == content
 
 

@@ -113,8 +113,9 @@ class LeafNumerics(Shown):
 
     @property
     def shares(self) -> tuple[float, float]:
-        """The errors of the original and of the fused version as shares of the tolerance: 1 is all of it. For older records
-        relative to `atol` only, the larger part of it.
+        """The errors of the original and of the fused version as shares of the tolerance: 1 is all of it.
+
+        For older records they are relative to `atol` only, the larger part of it.
         """
         before, after = (
             e.share if e.share is not None else _quotient(e.max_abs, self.atol) for e in (self.before, self.after)

@@ -64,7 +64,8 @@ class Runs(Shown):
 
     Attributes:
       name: "before" or "after".
-      samples_s: seconds per call, one value per sample, in the order taken. repeats: calls per sample.
+      samples_s: seconds per call, one value per sample, in the order taken.
+      repeats: calls per sample.
       trace_s, lower_s, compile_s: seconds, once each.
       clock: "wall time" or "device time".
       cold: whether caches were flushed before each call; else a call finds the caches as the previous call left them.
@@ -110,7 +111,8 @@ class Timing(Shown):
       before, after: all samples of each.
       ratio: median of before / median of after; above 1 "after" is faster.
       interval: 95 % bootstrap interval of the ratio.
-      verdict: its verdict. hardware: where it was measured.
+      verdict: its verdict.
+      hardware: where it was measured.
       stopped: "", "time budget" or "cancelled".
       clocks: readings before and after, as far as available.
     """

@@ -48,7 +48,8 @@ class Card:
       order: its position among all ops.
       op: the op.
       hue: the colour of its sites and nodes in `fusionlab.viz.palette`; "" for one of the spare ones.
-      concepts: names of its sites in `Candidate.concepts`. kinds: further names, each for one kind of site.
+      concepts: names of its sites in `Candidate.concepts`.
+      kinds: further names, each for one kind of site.
       requirements: of its implementations, one each.
       source: its CUDA kernels, if it has any.
       variant: how the names of its variants on record begin, with places for `dtype` and `activation`.

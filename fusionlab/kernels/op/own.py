@@ -87,7 +87,8 @@ class PatternOp(Op):
       reference: the meaning, `(*operands, *scalars) -> array`, in plain JAX.
       others: the other implementations by name, in the order of preference: functions like `reference`, and kernels.
       backward: `(ct, *operands, *scalars) -> gradients of the operands`; None for JAX's own of the reference.
-      formula: its computation. same_code: whether programs contain the reference itself.
+      formula: its computation.
+      same_code: whether programs contain the reference itself.
     """
 
     is_users = True

@@ -24,7 +24,7 @@ Chains = Mapping[int, tuple[str, ...]]
 
 
 class Album:
-    """Pictures of a graph and what was found in it.
+    """Pictures of a graph and its findings.
 
     The first picture reads the whole program; opening a card costs what is drawn.
 
@@ -79,12 +79,12 @@ class Album:
         notes: Mapping[int, str] | None = None,
         caption: str = "",
     ) -> str:
-        """The picture with the cards open that are.
+        """The picture with the open cards.
 
         Args:
           enabled: ids of the applied sites; None means all that are not idle.
           id_prefix: before the ids of the cards.
-          notes: node id -> what to say instead of the source line in boxes whose nodes all have it.
+          notes: node id -> the text that replaces the source line in boxes whose nodes all have it.
           caption: one line below, for a file of its own.
         """
         return svg(self.picture(enabled, notes), id_prefix, caption)

@@ -1,4 +1,5 @@
-"""What a picture of a program is made of: cards in lanes and rows, and what flows between them: plain data, no sizes, no colours."""
+"""The content of a program's picture: cards in lanes and rows, and the values that flow between them: plain data, no sizes, no
+colours."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ AFTER = "after--"  # before the ids of the cards of the second
 
 @dataclass(frozen=True)
 class Amount:
-    """What work costs: operations, and bytes read and written, counted node by node; seconds where its kernels were timed, else 0."""
+    """The cost of work: operations, and bytes read and written, counted node by node; seconds if its kernels were timed, else 0."""
 
     operations: int = 0
     bytes: int = 0
@@ -45,7 +46,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Edge:
-    """What flows from one card to another: distinct values, looked at through casts, reshapes and broadcasts.
+    """The values that flow from one card to another: distinct values, seen through casts, reshapes and broadcasts.
 
     Attributes:
       start, end: ids of cards.
@@ -83,7 +84,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Card:
-    """A part of a program under a name one can say.
+    """A part of a program with a readable name.
 
     Attributes:
       id: the same in every process for the same program; never shown.
@@ -218,7 +219,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class Fused:
-    """What is known of a program with its sites fused.
+    """A program with its sites fused.
 
     Attributes:
       cards: id of a card of the program as written -> the same card with what it costs fused.

@@ -27,10 +27,10 @@ def aside() -> AbstractContextManager[Any]:
 
 
 class Background:
-    """Runs jobs one at a time, whoever else of this process runs some. A new job asks the one before to stop, and starts once that has.
+    """Runs jobs one at a time, across all explorers of this process.
 
-    What cannot be asked to stop (a compilation that is under way) is abandoned: it runs to its end, and nobody waits for its result but
-    the job that comes next, since two measurements side by side would measure each other.
+    A new job asks the previous one to stop, and starts once it has. A job that cannot stop (a running compilation) is abandoned: it runs
+    to its end, and only the next job waits for it, since two simultaneous measurements would disturb each other.
     """
 
     def __init__(self) -> None:

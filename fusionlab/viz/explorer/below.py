@@ -1,4 +1,4 @@
-"""The tabs below the picture: what was measured of the sites that are on, and what is known without measuring."""
+"""The tabs below the picture: measurements of the enabled sites, and facts known without measuring."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Below(Decided):
     """The part of a `Session` that fills the tabs.
 
     Attributes:
-      shares: setting -> what each of its sites is worth in time.
-      blamed: setting -> what was found to blame for its being slower ("time") or worse ("error").
+      shares: setting -> the time that each of its sites saves.
+      blamed: setting -> the sites found to make it slower ("time") or worse ("error").
       rates: this process's device with measured rates, for the roofline.
     """
 

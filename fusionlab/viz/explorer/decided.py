@@ -1,4 +1,4 @@
-"""What is on in an explorer, and every decision that led there."""
+"""The setting of an explorer, and every decision that led to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Decided:
 
     @property
     def ledger(self) -> Ledger:
-        """Every decision so far, with what was measured of it."""
+        """Every decision so far, with its measurements."""
         return Ledger(self._decisions, self.measured)
 
     @property
@@ -102,7 +102,7 @@ class Decided:
         return True
 
     def reset(self) -> bool:
-        """Goes back to what was on when it was opened; undo brings the setting before back."""
+        """Restores the sites that were on when it was opened; undo brings the previous setting back."""
         return self.decide("reset", self.opened)
 
     def group(self, ids: list[str], on: bool) -> bool:
@@ -111,7 +111,7 @@ class Decided:
         return self.toggles.set(self.enabled | sites if on else self.enabled - sites)
 
     def option(self, name: str, option: str, value: Any) -> bool:
-        """Sets an option of a pass and searches again: what is on stays on, what is new is on unless idle.
+        """Sets an option of a pass and searches again: enabled sites stay on, new ones are on unless idle.
 
         Raises:
           ArgumentError: this explorer cannot search again, or the option does not take the value. UnknownNameError: no such option.

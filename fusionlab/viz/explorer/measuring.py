@@ -1,4 +1,4 @@
-"""What an explorer measures, each in the background and one at a time: the sites that are on, which of them is to blame, the device."""
+"""The measurements of an explorer, in the background and one at a time: the enabled sites, which of them are to blame, the device."""
 
 from __future__ import annotations
 
@@ -72,16 +72,17 @@ class Measuring(Selecting):
         return self._later(self._measured, "measurement", self._measure_with)
 
     def which_site(self, of: str | None = None) -> Bisection:
-        """Finds which sites make the program slower, or its results worse, than before: by halving, a program for each trial.
+        """Finds the sites that make the program slower, or its results worse, than before: by halving, with one program per trial.
 
         Args:
           of: "time" or "error"; None takes whichever the measurement found.
 
         Returns:
-          What was found (as of `fusionlab.bisect`); it is kept with these sites, and marked on those that are to blame.
+          The result (as of `fusionlab.bisect`); it is kept with these sites, and marked on those to blame.
 
         Raises:
-          ArgumentError: nothing was measured, or it is neither slower nor worse; or the explorer was made without a function.
+          ArgumentError: nothing was measured, or the program is neither slower nor worse; or the explorer was made without a
+            function.
         """
         return self._now(functools.partial(self._blamed, self._fault(of)), "bisection", self._which_with)
 
@@ -90,7 +91,7 @@ class Measuring(Selecting):
         return self._later(functools.partial(self._blamed, self._fault(of)), "bisection", self._which_with)
 
     def measure_rates(self) -> None:
-        """Measures how fast this device copies and multiplies, for the roofline: seconds, at its first measurement where it is no CPU.
+        """Measures how fast this device copies and multiplies, for the roofline; takes a few seconds.
 
         Raises:
           ArgumentError: the explorer was made without something to measure with.
@@ -106,7 +107,7 @@ class Measuring(Selecting):
         return self._later(functools.partial(self._looked_ahead, name, option, value), "search", True)
 
     def cancel(self) -> None:
-        """Asks what runs to stop, and measures no more; the evidence stays what it was."""
+        """Asks the running job to stop, and measures no more; the evidence stays as it was."""
         self.measuring = False
         self._stop()
         self.refresh()

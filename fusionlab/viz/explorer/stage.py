@@ -1,4 +1,4 @@
-"""The picture of an explorer between two changes: what is open, what has to be visible, and the drawing of it, made once."""
+"""The picture of an explorer between two changes: the open cards, the parts that must be visible, and the drawing, made once."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Stage:
         self._album(drawn).step(drawn[2], card_id_of(item), by)
 
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
-        """Opens what lies around these nodes."""
+        """Opens the cards around these nodes."""
         self._album(drawn).reveal(drawn[2], tuple(nodes)[:_MOST_REVEALED])
 
     def reveal_card(self, drawn: Drawn, card_id: str) -> None:
-        """Opens what lies around a card."""
+        """Opens the cards around a card."""
         self._album(drawn).open_around(drawn[2], card_id_of(card_id))
 
     def overview(self, drawn: Drawn) -> Overview:

@@ -1,4 +1,4 @@
-"""The state of an explorer as a file: plain JSON, of which nothing is ever run. `fusionlab.load` reads it back."""
+"""The state of an explorer as a file: plain JSON; nothing in it is ever run. `fusionlab.load` reads it back."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _KEYS = {"format", "version", "function", "program", "device", "setting", "decis
 
 @dataclass(frozen=True, eq=False)
 class Saved(Shown):
-    """What an explorer was saved with.
+    """The saved state of an explorer.
 
     Attributes:
       function: name of the program.
       program: digest of its equations, by which a changed program is recognised.
-      device: what backends were judged for.
-      setting: what was on.
+      device: the device of the decisions.
+      setting: the saved setting.
       decisions: the ledger.
       measured: setting -> the evidence that was measured with it.
     """

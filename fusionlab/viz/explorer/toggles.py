@@ -1,4 +1,4 @@
-"""Switches by name: a pass or a site, on or off; what the check boxes and scripts share."""
+"""Switches by name: a pass or a site, on or off, shared by check boxes and scripts."""
 
 from __future__ import annotations
 

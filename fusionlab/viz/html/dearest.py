@@ -1,4 +1,4 @@
-"""Where a program's time goes, before anything is selected: its dearest places with what is known of each."""
+"""Where a program's time goes, before anything is selected: its most expensive places with their state."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Place:
 
 
 def dearest_title(overview: Overview) -> str:
-    """ "Where the time goes", once that was measured."""
+    """ "Where the time goes", once times were measured; else of the bytes."""
     return f"Where the {Scale(overview.total).unit} {'goes' if overview.total.seconds else 'go'}"
 
 
 def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = None, searched: bool = True) -> str:
-    """The dearest places of a program: each with its share of all time or bytes, its state, and a button that selects it.
+    """The most expensive places of a program: each with its share of all time or bytes, its state, and a button that selects it.
 
     Args:
       overview: the program.
       floor: the seconds that one copy of a card takes at best on the device that timed it, as one kernel; 0 where that is not known.
-      searched: whether it is known which places are no site.
+      searched: whether the program was searched, so that other places are known to be no sites.
     """
     scale = Scale(overview.total)
     found = {key: place for key, place in _places(overview, floor).items() if scale.share(place.cost)}

@@ -64,7 +64,7 @@ _OWNER = re.compile(r"(?:^|\.)n(\d+)\.")
 
 @dataclass(frozen=True)
 class Inspected:
-    """What the inspector shows.
+    """The content of the inspector.
 
     Attributes:
       title: plain text.
@@ -99,14 +99,14 @@ def inspect(
       what: a Node, its id or "n7"; a Value or "%12"; the id of a candidate, rejection or structure; the name of an XLA kernel; a source
         line ("model.py:41"); or several node ids, for a group.
       enabled: ids of the candidates that are applied; None means all of them that are not idle.
-      compiled: what XLA made of `graph` (`findings.xla()`), or None where it was not compiled.
-      shares: what each site is worth as measured (`fusionlab.evidence.attribution.sites_of`), or None.
+      compiled: XLA's kernels of `graph` (`findings.xla()`), or None if it was not compiled.
+      shares: the measured saving of each site (`fusionlab.evidence.attribution.sites_of`), or None.
       roofline: of the findings on a device, for predicted gains, or None.
       costs: of the graph; None takes the findings', or counts them.
       sources: with the text of the CUDA kernels (tens of kilobytes a site).
 
     Raises:
-      ArgumentError: there is no such thing in the graph.
+      ArgumentError: the graph contains no such thing.
     """
     own = findings if findings is not None and findings.graph is graph else None
     xla = compiled if compiled is not None and compiled.graph is graph else None
@@ -311,7 +311,7 @@ class _Inspector:
         return Inspected(name, facts(rows) + section("Source lines", lines) + sites, (), tuple(ids))
 
     def traffic(self, kernel: ModuleKernel, ids: list[int]) -> list[Fact]:
-        """What a kernel moves: what comes from outside once, what is read outside once."""
+        """The bytes that a kernel moves: each outside input once, each result read outside once."""
         if not ids or kernel.kind == CONTROL or kernel.inferred:
             return []
         if len({self.graph.block_of[i].path for i in ids}) == 1:

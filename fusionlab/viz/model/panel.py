@@ -1,4 +1,4 @@
-"""The explorer's left side as plain data: passes with their options, identical sites together, and what was declined."""
+"""The explorer's left side as plain data: passes with their options, identical sites together, and declined sites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def panel(
     idle: Collection[str] = (),
     blamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What the toggles show.
+    """The data of the toggles.
 
     Args:
       whole: a view model, or the summary of one.

@@ -1,4 +1,4 @@
-"""What a name means in an explorer: a node, a site, a kernel of XLA's, a source line, or a group of the picture."""
+"""The meaning of a name in an explorer: a node, a site, an XLA kernel, a source line, or a group of the picture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LINE = re.compile(r".+:\d+")
 
 @dataclass(frozen=True, repr=False)
 class Selection(Shown):
-    """One thing selected; nothing, as made without arguments.
+    """A selection; without arguments, of nothing.
 
     Attributes:
-      name: what selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
+      name: the name that selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
       kind: "", "node", "argument", "site", "structure", "kernel", "line" or "group".
       target: what is selected, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
       nodes: ids of its nodes.

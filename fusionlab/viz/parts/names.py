@@ -1,4 +1,4 @@
-"""What a card is called: a name one can say aloud, never an id, a count of nodes or the name of a wrapper."""
+"""Names of cards: readable aloud, never an id, a count of nodes or the name of a wrapper."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_bias_runs_only_where_nothing_is_kept(on_hopper):
     text = program.trace(*shapes(), bias).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaScaleBiasSoftmax(" in text
     grad = jax.jit(jax.grad(lambda *a: program(*a).astype("float32").sum()))
-    with pytest.raises(BackendError, match="one statistic a row"):
+    with pytest.raises(BackendError, match="one statistic per row"):
         grad.trace(*shapes(), bias).lower(lowering_platforms=("cuda",))
 
 

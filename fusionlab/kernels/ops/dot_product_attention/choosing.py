@@ -1,11 +1,13 @@
-"""The implementation of a call of `dot_product_attention`: the measured one, or a rule. The rule for CUDA devices comes from
-measurements on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features) by `python -m benchmarks attention`
-(benchmarks/results/h200). XLA's code of scores and softmax in bfloat16, cuDNN and FusionLab's kernels take 0.118, 0.083 and 0.078
-ms at batch 32, 12 heads, 128 x 128 scores, and 4.94, 1.35 and 2.91 ms at batch 32, 16 heads, 1024 x 1024. With a mask of all scores
-(batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in float32 XLA's code takes 2.2 and our
-kernels 3.7. So from 128 x 128 scores per head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias
-or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN gives away for that in precision
-(`cudnn.PRECISION`) is stated with the choice: nothing before the call shows how far its softmax saturates.
+"""The implementation of a call of `dot_product_attention`: the measured one, or a rule.
+
+The rule for CUDA devices comes from measurements on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features) by
+`python -m benchmarks attention` (benchmarks/results/h200). XLA's code of scores and softmax in bfloat16, cuDNN and FusionLab's
+kernels take 0.118, 0.083 and 0.078 ms at batch 32, 12 heads, 128 x 128 scores, and 4.94, 1.35 and 2.91 ms at batch 32, 16 heads,
+1024 x 1024. With a mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in
+float32 XLA's code takes 2.2 and our kernels 3.7. So from 128 x 128 scores per head on cuDNN where it takes the call, and where it
+does not our kernels, if no mask, bias or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN
+gives away for that in precision (`cudnn.PRECISION`) is stated with the choice: nothing before the call shows how far its softmax
+saturates.
 """
 
 from __future__ import annotations

@@ -245,8 +245,8 @@ def gemm_epilogue(
         relu_where (as jnp.where(h > 0, h, 0)), gelu_tanh, gelu_erf, silu, sigmoid, tanh.
       x_contract, w_contract: the contracted axes.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      implementation: None lets the op choose; "xla" is the plain jnp code. return_residual: also return the saved residual: relu's
-        mask (bool, h > 0), or the pre-activation h.
+      implementation: None lets the op choose; "xla" is the plain jnp code.
+      return_residual: also return the saved residual: relu's mask (bool, h > 0), or the pre-activation h.
 
     Returns:
       *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree), computed as jnp computes `act(x @ w +

@@ -1,5 +1,5 @@
-"""Where the kernels of `layer_norm` are taken: a rule of what was measured on an H200 (`python -m benchmarks norms` measures it again; only
-its two largest cases are on record so far, in that of `python -m benchmarks multi_transformer`).
+"""When the kernels of `layer_norm` are chosen: a rule from measurements on an H200 (`python -m benchmarks norms` measures it again;
+only its two largest cases are on record so far, in that of `python -m benchmarks multi_transformer`).
 """
 
 from __future__ import annotations

@@ -54,13 +54,13 @@ def refuses_device(device: Device) -> str | None:
 
 
 def missing() -> str | None:
-    """What the kernel needs and is not here, or None."""
+    """The missing requirement of the kernel, or None."""
     here = importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu")
     return None if here else "this JAX has no Pallas for Mosaic GPU: install jax>=0.10"
 
 
 def why_taken(call: Call, found: ImplementationChoice) -> str:
-    """Why the kernel runs a call that it can run, in place of what was found for it; "" where that runs."""
+    """Why this kernel runs a call instead of the implementation chosen so far; "" if it does not."""
     x = call.shapes["x"]
     if found.kind is ChoiceKind.DEVICE and math.prod(x.shape) >= LEAST:
         return f"measured faster than XLA's code (benchmarks norms --each); the CUDA kernel cannot run: {found.reason}"

@@ -1,4 +1,4 @@
-"""`lerp` on a GPU by kernels of our own: one pass forward, and backward one over the cotangent, whatever is broadcast."""
+"""`lerp` on a GPU by FusionLab's own kernels: one pass forward, and one backward over the cotangent, whatever is broadcast."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named
 def run_passes(
     passes: Iterable[KernelPass], saved: Named, ct: Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
-    """What the passes make, by slot; `shapes` are those of x, y and w."""
+    """The results of the passes, by slot; `shapes` are those of x, y and w."""
     sums: dict[str, Array] = {}
     known = {**saved, "ct": ct}
     types = {slot: jax.ShapeDtypeStruct(shape, ct.dtype) for slot, shape in shapes.items()}

@@ -331,13 +331,14 @@ def matmul(
       bias: broadcasts to the result: N runs along the columns, M x 1 along the rows.
       alpha, beta: finite numbers.
       activation: a key of `ACTIVATIONS`, as for `gemm_epilogue`.
-      product: the dtype a @ b is given in, and alpha, bias and activation computed in; None for that of the operands.
+      product: the dtype of a @ b, in which alpha, bias and activation are computed; None for that of the operands.
       out: the dtype of the result; None for `product`.
       dimensions: as of `jax.lax.dot_general`; None for matrices.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      library: True: cuBLASLt where it can; False: never; None: where it was measured fastest.
-      implementation: None may choose; "xla" is the plain jnp code, "cublaslt" one library call, "cuda" XLA's product and our kernel.
-      return_residual: also return what backward saves: relu's mask (bool, h > 0), or h, in the dtype `product`.
+      library: True: cuBLASLt wherever it can run; False: never; None: where it was measured fastest.
+      implementation: None lets the op choose; "xla" is the plain jnp code, "cublaslt" one library call, "cuda" XLA's product and
+        FusionLab's kernel.
+      return_residual: also return the saved residual: relu's mask (bool, h > 0), or h, in the dtype `product`.
 
     Returns:
       *B x M x N; with `return_residual`, `(out, residual)`.

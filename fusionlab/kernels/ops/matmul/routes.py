@@ -76,9 +76,9 @@ def answers(
     """The answers of the routes, in order, up to the one that takes the product.
 
     Args:
-      measured: what was measured for the product, if anything was.
+      measured: the measurement of the product, if there is one.
       shapes: of a, b and bias, by name, with dtypes.
-      device: what it is to run on.
+      device: the device to run on.
       library: True: the library takes what it can; False: it takes nothing; None: it takes what it was measured fastest for.
       attrs: of the primitive.
     """

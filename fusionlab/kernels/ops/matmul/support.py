@@ -1,4 +1,4 @@
-"""What each way to run a product takes: pure functions of a call and a device, which touch no library and no GPU.
+"""The products that each route can run: pure functions of a call and a device, which touch no library and no GPU.
 
 Limits: the cuBLAS documentation, cublasLtMatmul (table of supported types), cublasLtEpilogue_t and cublasLtMatrixLayoutAttribute_t.
 """
@@ -48,7 +48,7 @@ def library(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
 
 
 def refuses_device(device: Device) -> Reason | None:
-    """Why nothing of ours runs on a device."""
+    """Why no kernel of FusionLab's runs on a device."""
     return _reason("device", refuses_compiled(device))
 
 
@@ -120,7 +120,7 @@ def _bias(shapes: Named, out: str) -> Reason | None:
 
 
 def kernel(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
-    """Why XLA's product with a kernel of our own behind it cannot compute a call, or None."""
+    """Why XLA's product followed by one of FusionLab's own kernels cannot compute a call, or None."""
     if unable := refuses_device(device):
         return unable
     if attrs.get("role", "call") != "call":

@@ -1,4 +1,4 @@
-"""Where the kernels of `multi_transformer` are taken: a rule of what was measured on an H200 (`python -m benchmarks decoding`)."""
+"""When the kernels of `multi_transformer` are chosen: a rule from measurements on an H200 (`python -m benchmarks decoding`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A transformer layer of parts: what `multi_transformer` computes, whichever way its parts are computed.
+"""A transformer layer made of parts: the computation of `multi_transformer`, however its parts are computed.
 
 Letters: B batch, S tokens of this call, T keys they attend to, Smax the size of a cache, E model width, H query heads, G key/value heads,
 D head size, F feed-forward width. Products, norms and the attention round to the dtype of x; parameters are cast to it. Softmax and
@@ -25,7 +25,7 @@ Weights = Mapping[str, Array]  # slot, without the layer's number -> array; abse
 
 @dataclass(frozen=True)
 class LayerOps:
-    """How the parts of a layer are computed: each takes what the op of that name does.
+    """The functions that compute a layer's parts: each takes the arguments of the op of that name.
 
     Attributes: `linear` (gemm_epilogue), `gated` (gated_matmul), `attention` (dot_product_attention), `norm` (layer_norm).
     """
@@ -38,7 +38,7 @@ class LayerOps:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The attributes that say what is computed, with their defaults; see `multi_transformer`."""
+    """The attributes that define the computation, with their defaults; see `multi_transformer`."""
 
     layers: int = 1
     heads: Any = None  # an int, as kv_heads and head_size, and scale a float, once they are checked

@@ -1,4 +1,5 @@
-"""The weights of a layer as its owner holds them, and the ways to lay them out: pure functions, which leave what they are given alone.
+"""The weights of a layer as the model holds them, and functions that lay them out: pure functions, which do not change their
+arguments.
 
 Letters: E model width, H query heads, G key/value heads, D head size, F feed-forward width; B batch, Smax the size of a cache.
 

@@ -1,6 +1,7 @@
-"""`multi_transformer` for one token a text over caches, by our own kernels (decode.cu): all layers of a call in one launch plan.
+"""`multi_transformer` for one token per text over caches, by FusionLab's own kernels (decode.cu): all layers of a call in one launch
+plan.
 
-The caches are updated where they are. Texts of several tokens are for `composed`.
+The caches are updated in place. Texts of several tokens are for `composed`.
 """
 
 from __future__ import annotations
@@ -207,7 +208,8 @@ def _places(operands: Mapping[str, Param], results: Mapping[str, Param], layers:
 
 
 def row_of(shapes: Mapping[str, Any], form: LayerForm, parameters: bool) -> Row:
-    """What the kernels are compiled for, by the operands' shapes; `parameters`: whether the norms' are of the tokens' dtype."""
+    """The compile-time settings of the kernels, from the operands' shapes; `parameters`: whether the norms' are of the tokens'
+    dtype."""
     (rows, _, width), heads, size = shapes["x"].shape, form.heads, form.head_size
     between, hidden = heads * size, _feed_forward_width(shapes, form, 0)
     if form.qkv == "separate":

@@ -186,7 +186,7 @@ class AttentionPhase:
 
 @dataclass(frozen=True)
 class Row:
-    """What the kernels are compiled for: all layers of a call alike.
+    """The compile-time settings of the kernels, the same for all layers of a call.
 
     Attributes:
       dtype: of x, weights and caches.
