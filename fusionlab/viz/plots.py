@@ -143,7 +143,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
 
 
 def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: Any) -> Any:
-    """How many elements are how many units in the last place from float64, original and fused version side by side.
+    """Histogram of the distances of elements from float64 in units in the last place, original and fused version side by side.
 
     Args:
       evidence: an Evidence, or its Numerics.

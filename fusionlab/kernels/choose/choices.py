@@ -1,4 +1,4 @@
-"""Which implementation a call takes: what was measured for this very call, or a rule.
+"""The choice of a call's implementation: by measurements of this very call, or a rule.
 
 `fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
 architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); then the nearest call of the same kind that was

@@ -50,11 +50,11 @@ class CudaSource:
 
     @property
     def file(self) -> Path:
-        """Where the file is."""
+        """The path of the file."""
         return KERNELS / self.path
 
     def read(self) -> str:
-        """What is compiled."""
+        """The source text."""
         return self.text or self.file.read_text(encoding="utf-8")
 
 
@@ -112,11 +112,11 @@ class CompileCache:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return cache_folder() if self._folder is None else self._folder
 
     def counters(self) -> Counters:
-        """What it did so far."""
+        """Its counters so far."""
         with self._lock:
             return self._counters
 

@@ -1,4 +1,4 @@
-"""Which implementation a call of an op runs with, and why: one order for all ops.
+"""The choice of the implementation of an op's call, with its reason: one order for all ops.
 
 An implementation named by the caller comes first, then the measured one for the call (the plan file, then the table shipped for the
 architecture), or for the nearest call of its kind; then the op's own rule. An op defines the text that identifies its calls in

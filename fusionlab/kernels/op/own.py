@@ -300,7 +300,7 @@ class _Kernel:
         return self._tried[key]
 
     def _wrong(self, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any]) -> str | None:
-        """What is wrong with the kernel's values at these axis lengths, on random numbers of several sizes; None where nothing is."""
+        """The error in the kernel's values at these axis lengths, on random numbers of several sizes; None if they are right."""
         op, numbers = self.op, dict(zip(self.op.scalars, self.op.numbers(attrs), strict=True))
         lengths, shapes = op.shortened(sizes, _TRIED)
         at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
@@ -333,7 +333,7 @@ class _Kernel:
 
 
 def _differs(true: np.ndarray, now: np.ndarray, got: np.ndarray, dtype: str, size: float) -> str | None:
-    """What is wrong with a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
+    """The error in a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
     scale, held = f"of numbers as large as {size:g}", np.isfinite(now) & np.isfinite(true)
     if (bad := held & ~np.isfinite(got)).any():
         return f"it gives {got[bad][0]} {scale}, where the op's meaning gives a number"

@@ -118,7 +118,7 @@ class FusedPrimitive(Primitive):
         return jax.lax.dot_general_p, {"dimension_numbers": numbers, **asked}
 
     def form(self, params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> FusedForm | None:
-        """What the canonical view sees of a call: labels for the axes of its operands and its result."""
+        """The canonical view of a call: labels for the axes of its operands and its result."""
         if self.role != "call":
             return None
         return self.op.form(dict(zip(params["present"], shapes, strict=True)), **attributes_in(params))
@@ -239,7 +239,7 @@ class FusedPrimitive(Primitive):
 
 
 def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
-    """What a primitive needs before it is lowered or transformed: the types of its results, and how it runs outside a jit."""
+    """Registers what a primitive needs before lowering or transformation: the types of its results, and its eager call."""
 
     @jax_defaults()
     def abstract(*avals: Any, **params: Any) -> list[Any]:

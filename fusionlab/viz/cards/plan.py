@@ -50,7 +50,7 @@ def both_sides(overview: Overview, opened: Collection[str]) -> frozenset[str]:
 
 
 def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """What can be clicked while these cards are open: id -> label, kind, state, whether it opens and whether it is closed.
+    """The clickable parts while these cards are open: id -> label, kind, state, whether it opens and whether it is closed.
 
     `overview` is as `shown` gives it.
     """
@@ -114,7 +114,7 @@ class _Plan:
         self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"), narrow)
 
     def _names(self) -> dict[str, str]:
-        """What an edge may name -> the card or pill at which it begins or ends."""
+        """The names an edge may use -> the card or pill at which it begins or ends."""
         names = {card.id: card.id for _, _, card in self.cards}
         return names | {name: group.id for group in self.groups for name in group.ids}
 

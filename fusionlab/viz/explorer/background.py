@@ -50,7 +50,7 @@ class Background:
 
     @property
     def awaited(self) -> str:
-        """What a job that is begun now has to wait for, in words; "" where nothing runs."""
+        """The job that a new one has to wait for, in words; "" if nothing runs."""
         if self._working:
             return "the abandoned job"
         return "another explorer" if _TURN.locked() else ""

@@ -84,7 +84,7 @@ class Below(Decided):
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
 
     def _own_code(self) -> int:
-        """How many sites are on that run anything but what XLA runs anyway."""
+        """The number of enabled sites with code other than XLA's own."""
         return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
 
     def _fused_soon(self) -> Graph | None:

@@ -139,7 +139,7 @@ class Decided:
         return with_option(self.setting.strategy, self.findings.passes, name, option, value)
 
     def findings_of(self, setting: Setting) -> Findings:
-        """What is found with the options of a setting."""
+        """The findings with the options of a setting."""
         return self._findings(setting.strategy)
 
     def _become(self, setting: Setting) -> None:
@@ -173,7 +173,7 @@ def _is_choice(value: Any, choices: Sequence[Any] | None) -> bool:
 
 
 def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) -> str:
-    """What changed between two sets of sites: a site, a whole pass, or how many."""
+    """The difference between two sets of sites, in words: a site, a whole pass, or a number."""
     off, on = before - after, after - before
     changes = ("off", off, after), ("on", on, before)
     return ", ".join(_change(findings, word, changed, others) for word, changed, others in changes if changed)

@@ -105,7 +105,7 @@ class Session(Below):
 
     @property
     def shown_findings(self) -> Findings | None:
-        """What is drawn over it; nothing over the fused graph."""
+        """The findings drawn over it; none over the fused graph."""
         return self.findings if self.stage.shown != "after" else None
 
     def fused_graph(self) -> Graph:
@@ -147,8 +147,8 @@ class Session(Below):
             self.stage.fold(self.drawn(), item)
 
     def follow(self) -> None:
-        """What is selected after the program or the copy that is shown has changed: a card of the same name, with its nodes now; nothing
-        where what was selected is gone."""
+        """Updates the selection after the shown program or copy has changed: a card of the same name, with its current nodes;
+        nothing if it is gone."""
         chosen, graph = self._selection, self.shown_graph
         if chosen.kind == "group":
             nodes = self.stage.group(self.drawn(), chosen.name).get(chosen.name)
@@ -183,7 +183,7 @@ class Session(Below):
 
     @property
     def compiled_shown(self) -> Any:
-        """What XLA made of the graph that is drawn, if it was asked."""
+        """XLA's kernels of the drawn graph, if it was compiled."""
         return self.compiled if self.stage.shown != "after" else None
 
     def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
@@ -293,7 +293,7 @@ class Session(Below):
         return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
-        """What the search found: the first of it as `rows`, and how many can be reached by their number."""
+        """The hits of the search: the first of them as `rows`, and how many can be reached by number."""
         if not self.query:
             return {"query": "", "total": 0, "rows": [], "reach": 0}
         found = self._hits()

@@ -27,7 +27,7 @@ Drawn = tuple[Graph, Findings | None, frozenset[str]]
 
 
 class Stage:
-    """What is drawn.
+    """The drawing.
 
     `shown` is "before", "after", or "both" side by side; `hulls` asks for the kernels that XLA made, named in the boxes. `fused` gives
     the program with the sites fused that are on; None where it cannot be shown.
@@ -127,7 +127,7 @@ class Stage:
 
     # Names ---------------------------------------------------------------------------------------------------------
     def clicked(self, drawn: Drawn, item: str) -> str | None:
-        """What a click on an id in the picture selects: a site's id, "n12", or a card's id; None for what is not there."""
+        """The target of a click on an id in the picture: a site's id, "n12", or a card's id; None for an unknown id."""
         card = self._card(drawn, item)
         if card is None:
             return None
@@ -146,7 +146,7 @@ class Stage:
         return {str(name): album.lane(drawn[2], str(name))} if name in PHASES else {}
 
     def name(self, drawn: Drawn, card_id: str) -> str:
-        """What a card is called, of equal parts the one that it shows; "" for what is no card."""
+        """The name of a card, for equal parts that of the shown one; "" for other ids."""
         card = self._card(drawn, card_id)
         if card is None and card_id in PHASES:
             return card_id

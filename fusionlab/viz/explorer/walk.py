@@ -1,4 +1,4 @@
-"""How one gets from place to place in an explorer: by the outline, the path above the graph, equal parts, and the hits of a search."""
+"""Navigation in an explorer: by the outline, the path above the graph, equal parts, and the hits of a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 60  # hits that the list shows at first, and by which it grows
 
 
 class Walked(Protocol):
-    """What is walked through: a `Session`."""
+    """The object of the navigation: a `Session`."""
 
     stage: Stage
 

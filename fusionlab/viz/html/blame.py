@@ -1,4 +1,4 @@
-"""What a measurement found wrong with the enabled sites, and which of them are to blame."""
+"""Faults that a measurement found in the enabled sites, and the sites to blame."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fault:
 
 
 def faults_of(evidence: Any) -> list[Fault]:
-    """What the measurement found slower, or worse, than before."""
+    """The faults of a measurement: slower, or worse, than before."""
     if evidence is None:
         return []
     slower = [t for t in evidence.timings if t.verdict == Verdict.SLOWER]
@@ -58,7 +58,7 @@ def site_html(found: Mapping[str, Bisection], site: str) -> str:
 
 
 def sentence_html(found: Bisection) -> str:
-    """What a bisection found, as sentences; the sites in them can be selected."""
+    """The result of a bisection, as sentences; the sites in them can be selected."""
     trials = f"{len(found.trials)} trial{'s' if len(found.trials) != 1 else ''}"
     if found.stopped:
         trials += f", stopped: {found.stopped}"

@@ -106,6 +106,6 @@ def _row(place: Place, share: float, searched: bool) -> str:
 
 
 def _selects(card: Card) -> str:
-    """What a click selects: the site, which explains why it is fused or not; else the card."""
+    """The target of a click: the site, which explains why it is fused or not; else the card."""
     site = card.site
     return site.id if site is not None and site.id and not site.backward else card.id

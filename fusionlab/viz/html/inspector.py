@@ -170,7 +170,7 @@ class _Inspector:
         return [("result", f"{value_text(v)}<br>{self.readers(v, block)}") for v in node.outputs]
 
     def readers(self, value: Value, block: Block) -> str:
-        """Who reads a value: nodes of its block, and the result of the block."""
+        """The readers of a value: nodes of its block, and the result of the block."""
         users = [pick_node(n) for n in block.users.get(value.id, ())]
         if value.id in block.returned:
             users.append("the result" if block is self.graph.top else f"the result of {self.owner(block)}")
@@ -236,7 +236,7 @@ class _Inspector:
         return facts(rows)
 
     def structures(self, node: Node) -> str:
-        """What the node is a part of, where structures were looked for already: looking takes seconds in a large program."""
+        """The structures that contain the node, if they were searched already: the search takes seconds in a large program."""
         known = vars(self.findings).get("structures", ())
         return section(
             "Part of", facts([(s.kind, f"{pick(s.id)} {text(s.text)}") for s in known if node.id in s.node_ids])

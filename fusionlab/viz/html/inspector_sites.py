@@ -150,7 +150,7 @@ def _backends(c: Candidate) -> str:
 
 
 def _residuals(c: Candidate) -> str:
-    """What the fused forward keeps, and which gradients read it: those of this program where it has them."""
+    """The residuals of the fused forward, and the gradients that read them: those of this program if it has any."""
     if not c.residuals:
         return ""
     there = c.backward.gradients if c.backward is not None else {}

@@ -65,8 +65,8 @@ def record_data(
     room: int = MAX_BYTES,
     max_seconds: float = MAX_SECONDS,
 ) -> dict[str, Any]:
-    """What answers in Python's place (`record.js`): texts of the inspector, an index of all nodes, the outline, and the pictures of what
-    can be opened.
+    """The data that replaces Python (`record.js`): texts of the inspector, an index of all nodes, the outline, and the pictures of
+    what can be opened.
 
     Args:
       album, enabled, view: as for `page_data`.
@@ -155,7 +155,7 @@ class Teller:
 
 
 def _told(card: Card) -> Any:
-    """What the inspector is asked for of a card: its site, its one node, or all of its nodes."""
+    """The inspector's target for a card: its site, its only node, or all of its nodes."""
     if card.site is not None and card.site.id:
         return card.site.id
     return f"n{card.nodes[0]}" if len(card.nodes) == 1 else card.nodes

@@ -185,7 +185,7 @@ def _recorded(tabs: Sequence[Tab], measured: bool) -> list[Tab]:
 
 
 def _found(view: Mapping[str, Any], findings: Findings | None) -> list[Tab]:
-    """What was found; nothing of a graph that was not searched."""
+    """The findings as HTML; empty for a graph that was not searched."""
     if findings is None:
         return []
     return [

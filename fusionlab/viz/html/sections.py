@@ -131,7 +131,7 @@ def declined_html(view: Mapping[str, Any]) -> str:
 
 
 def structures_html(view: Mapping[str, Any]) -> str:
-    """What the sites are parts of, alike ones in one row; "" where there is nothing."""
+    """The structures of the sites, alike ones in one row; "" if there are none of them."""
     rows = []
     for group in alike(view["structures"], ("kind", "text")):
         where = list(dict.fromkeys(s["source"]["where"] for s in group if s["source"]))
@@ -144,7 +144,7 @@ def structures_html(view: Mapping[str, Any]) -> str:
 
 
 def residuals_html(view: Mapping[str, Any]) -> str:
-    """What the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
+    """The residuals that the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
     applied = [s for s in view["sites"] if s["state"] == "applied"]
     kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in applied for r in s["residuals"]]
     if not kept:

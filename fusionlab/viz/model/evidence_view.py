@@ -28,7 +28,7 @@ def numerics_of(evidence: Evidence | Numerics) -> Numerics | None:
 
 
 def timing_text(timing: Timing) -> str:
-    """What a terminal prints of it, with a screen's signs: "call: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (median of …)"."""
+    """The terminal's line with a screen's signs: "call: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (median of …)"."""
     return timing.text.replace(" -> ", " → ").replace("x [", "× [")
 
 
@@ -86,7 +86,7 @@ def measured_on(evidence: Evidence) -> str:
 
 
 def environment_dict(evidence: Evidence | None) -> dict[str, Any]:
-    """Where and with what an Evidence was measured, flat: name -> value; empty values left out."""
+    """The environment of an Evidence, flat: name -> value; empty values left out."""
     flat: dict[str, Any] = {}
     for name, value in (evidence.environment.to_dict() if evidence is not None else {}).items():
         label = "commit of the current folder's repository" if name == "commit" else name.replace("_", " ")

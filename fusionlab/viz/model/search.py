@@ -84,7 +84,7 @@ def index_of(graph: Graph, findings: Findings | None = None) -> SearchIndex:
 
 
 class SearchIndex:
-    """What there is to find in a graph, as text. It holds strings alone, so that it keeps no graph alive."""
+    """The searchable text of a graph. It holds only strings, so that it keeps no graph alive."""
 
     def __init__(self, graph: Graph, findings: Findings | None = None):
         self._names: list[str] = []

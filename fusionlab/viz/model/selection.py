@@ -56,12 +56,12 @@ def selection(
     compiled: CompiledModule | None = None,
     groups: Mapping[str, Collection[int]] | None = None,
 ) -> Selection:
-    """What is meant.
+    """Resolves a name to a selection.
 
     Args:
-      graph, findings: what is drawn.
+      graph, findings: the drawn program.
       target: a node, a value, a node id, or a name as a `Selection` has it.
-      compiled: what XLA made of the graph, where that is known; its kernels have names.
+      compiled: XLA's kernels of the graph, if known; they have names.
       groups: id -> node ids of the groups in the picture.
 
     Raises:

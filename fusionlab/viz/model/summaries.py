@@ -44,7 +44,7 @@ def summary(
 
 
 def _structures(findings: Findings | None) -> list[dict[str, Any]]:
-    """What the sites are parts of: `to_dict` of each structure, its source as a dict."""
+    """The structures of the sites: `to_dict` of each, its source as a dict."""
     found = findings.structures if findings is not None else ()
     return [s.to_dict() | {"source": source_dict(s.source)} for s in found]
 

@@ -26,7 +26,7 @@ Chain = tuple[str, ...]  # ids of the cards around something, outermost first
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a program, whatever is applied and whichever copies are shown."""
+    """The facts about a program that do not depend on the applied sites or the shown copies."""
 
     stretch: Stretch
     flows: Flows
@@ -37,7 +37,7 @@ class Known:
     marks: Marks
 
     def amount(self, items: Iterable[Item]) -> Amount:
-        """What items cost together."""
+        """The total cost of items."""
         operations, moved, seconds = 0, 0, 0.0
         for item in items:
             for nid in item.ids:
@@ -62,7 +62,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Title:
-    """What the outermost card of a place is called."""
+    """The title of the outermost card of a place."""
 
     card_id: str
     name: str
@@ -171,7 +171,7 @@ class Drawing:
         return self._card(card_id, name, [item], kind=kind, children=children, turns=turns, site=site)
 
     def _inside(self, region: Node, around: Chain) -> tuple[Card, ...]:
-        """What is in a loop or a choice; of a choice, each branch as a part."""
+        """The content of a loop or a choice; of a choice, each branch as a part."""
         bodies = [b for b in region.blocks if b.label not in ("cond", "cond_jaxpr") and b.nodes]
         if len(bodies) == 1:
             return self._of_block(bodies[0], around)
@@ -268,7 +268,7 @@ def _opens(group: Group) -> bool:
 
 
 def _without_echo(group: Group) -> Iterator[Group | Item]:
-    """What is in a group; what is called as the group itself is no level of its own."""
+    """The content of a group; an inner group of the same name is not a separate level."""
     for child in group.children:
         if isinstance(child, Group) and child.label == group.label:
             yield from _without_echo(child)

@@ -74,7 +74,7 @@ def _plain(scope: str) -> str:
 
 
 def _inside(items: list[Item], depth: int, turned: bool = False) -> list[Group | Item]:
-    """What is in a group: a single group in it is no level of its own."""
+    """The content of a group: a single inner group is not a separate level."""
     found = grouped(items, depth, turned)
     while len(found) == 1 and isinstance(found[0], Group):
         found = found[0].children
@@ -113,7 +113,7 @@ def _is_own_work(calls: Sequence[Call]) -> bool:
 
 
 def _inside_and_outside(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...]) -> list[Group | Item]:
-    """What these calls lead to, grouped; what was called otherwise as it is."""
+    """The nodes that these calls lead to, grouped; nodes called otherwise stay as they are."""
     out: list[Group | Item] = []
     for inside, found in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
         run = [*found]

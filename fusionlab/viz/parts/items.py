@@ -1,4 +1,4 @@
-"""What a reader takes for one thing: a site, a region, or an operation with the casts, reshapes, masks and literals that it reads."""
+"""Units of a picture: a site, a region, or an operation with the casts, reshapes, masks and literals that it reads."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class _Gathering:
                 self._begin([node])
 
     def take_light(self) -> None:
-        """What only moves data goes into the first item that reads it; what nothing here reads, into what it reads."""
+        """Nodes that only move data join the first item that reads them; those without a reader here join the item they read."""
         for node in reversed(self.nodes):
             item = self._reader(node) if node.id not in self.item_of else None
             if item is not None:

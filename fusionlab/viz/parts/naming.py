@@ -1,4 +1,4 @@
-"""What parts and items of one graph are called: parameters, gradients and residuals by what reads and makes them."""
+"""Names of the parts and items of one graph: parameters, gradients and residuals are named by their readers and makers."""
 
 from __future__ import annotations
 

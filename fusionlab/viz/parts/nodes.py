@@ -1,4 +1,4 @@
-"""What single nodes are to a reader: a product, work, or only a view, a cast or a mask of what others made."""
+"""The kinds of single nodes: a product, other work, or only a view, a cast or a mask of another node's result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows a picture has: a module, its backward pass and its update stand in one."""
+"""The rows of a picture: a module, its backward pass and its update share one."""
 
 from __future__ import annotations
 

@@ -199,6 +199,6 @@ class Maker:
 
 
 def _shared(chains: Sequence[Chain]) -> Chain:
-    """What all of them begin with."""
+    """Their common prefix."""
     columns = zip(*chains, strict=False)
     return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

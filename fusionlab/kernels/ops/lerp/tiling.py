@@ -76,7 +76,7 @@ class LanedPass:
 
     @functools.cached_property
     def base_bytes(self) -> int:
-        """What every way to do it reads and writes."""
+        """The bytes that every tiling reads and writes."""
         return ITEM_BYTES[self.dtype] * (self.elements + sum(self.sizes[s] for s in (*self.reads, *self.grads)))
 
     @functools.cached_property

@@ -53,7 +53,7 @@ ROUTES = (
 
 @dataclass(frozen=True, repr=False)
 class Answer(Shown):
-    """What a route said of a product.
+    """The answer of a route for a product.
 
     Attributes: `route`; `takes`; `code` ("" where it takes it, else a key of `errors.ROUTE_REASONS`); `sentence`.
     """

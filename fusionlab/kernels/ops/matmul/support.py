@@ -89,7 +89,7 @@ def _layout(shapes: Named, *, dimensions: Any, **_: Any) -> Reason | None:
 
 
 def layouts(shapes: Named, dimensions: Any) -> tuple[Stored | None, Stored | None]:
-    """How the matrices of a and b stand in memory."""
+    """The layouts of the matrices of a and b in memory."""
     (lc, rc), (lb, rb) = dimensions
     pairs = sorted(zip(lc, rc, strict=True))  # in any order the sum is the same
     lc, rc = [i for i, _ in pairs], [i for _, i in pairs]

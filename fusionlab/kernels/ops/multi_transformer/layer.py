@@ -75,7 +75,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query sees: as the attention takes it."""
+    """The keys that a query sees, as the attention takes them."""
 
     bias: Array | None
     mask: Array | None
@@ -173,7 +173,7 @@ def _feed_forward(ops: LayerOps, x: Array, w: Weights, form: LayerForm) -> Array
 
 
 def _attend(ops: LayerOps, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
-    """What the attention adds to x, and the layer's keys and values as they are given back."""
+    """The term that the attention adds to x, and the layer's keys and values in the form they are returned."""
     q, k, v = _queries_keys_values(ops, x, w, form)
     if form.rotary is not None:
         q, k = (rotated(a, w["cos"], w["sin"], form.rotary) for a in (q, k))

@@ -120,7 +120,7 @@ def multi_transformer(
 
 
 def _attributes_of(row: list[TransformerLayer]) -> dict[str, Any]:
-    """What the layers say by their form."""
+    """The attributes implied by the form of the layers."""
     if not row or not all(isinstance(layer, TransformerLayer) for layer in row):
         raise refused("layers has to be a TransformerLayer, or one or more of them in a sequence")
     forms = [(layer.layout, layer.gate is not None) for layer in row]

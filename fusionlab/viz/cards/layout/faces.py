@@ -1,4 +1,4 @@
-"""What is written in a closed card: title, numbers, a line for each pass, a cell for each part; and in a box of one line."""
+"""The text of a closed card: title, numbers, a line for each pass, a cell for each part; and of a box of one line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BOLD_FROM = 0.2
 
 @dataclass(frozen=True)
 class Scale:
-    """What shares are of: the program."""
+    """The whole that shares refer to: the program."""
 
     total: Amount
 
     @property
     def unit(self) -> str:
-        """What the second share is of: "time" where kernels were timed, else "bytes"."""
+        """The unit of the second share: "time" if kernels were timed, else "bytes"."""
         return "time" if self.total.seconds else "bytes"
 
     def counted(self, cost: Amount) -> tuple[float, float]:
@@ -75,7 +75,7 @@ def height_of(card: Card, detail: int) -> float:
 
 
 def closed_face(card: Card, rect: Rect, scale: Scale, detail: int) -> tuple[Mark, ...]:
-    """What is written in a closed card."""
+    """The text of a closed card."""
     detail = says(card, detail)
     if detail == COMPACT:
         return tuple(_compact(card, rect, scale))

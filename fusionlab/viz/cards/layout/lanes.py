@@ -102,7 +102,7 @@ _SIDES = {
 
 
 def _side_texts(overview: Overview, phase: str, span: Span, title: Text) -> list[Text]:
-    """What a side is, and the bytes of the whole program on it."""
+    """The name of a side, and the bytes of the whole program on it."""
     moved, turns = (overview.totals or {}).get(phase, Amount()).bytes, _turns(overview)
     total = Text(span.right - 12, TOP + 19, bytes_text(moved), TITLE, True, kind="lane-share", anchor="end")
     x = title.rect.right + 8
@@ -112,7 +112,7 @@ def _side_texts(overview: Overview, phase: str, span: Span, title: Text) -> list
 
 
 def _turns(overview: Overview) -> str:
-    """How often a program that is one loop runs what the lane shows."""
+    """How often a program that is one loop runs the content of the lane."""
     if not overview.turns:
         return ""
     return f"×{overview.turns:,} turns" if overview.turns > 0 else "in a loop, turns unknown"
@@ -148,7 +148,7 @@ _BESIDE_NOTES = (
 def legend_of(
     spans: Sequence[Span], y: float, backward: bool, mesh: str = "", beside: bool = False, unit: str = "bytes"
 ) -> list[Mark]:
-    """What forms, widths and bars mean, and the mesh that the program's work is spread over."""
+    """The meaning of shapes, widths and bars, and the mesh that the program is spread over."""
     marks: list[Mark] = []
     x, right = spans[0].x + 2, spans[-1].right - 2
     entries = [(s, word, False) for s, word in STATE_WORDS.items()]

@@ -235,7 +235,7 @@ def _meeting(
 
 
 def bus_room(buses: Mapping[str, int]) -> float:
-    """What vertical lines take of the space between two lanes."""
+    """The width that vertical lines take between two lanes."""
     return 7.0 * (max(buses.values()) + 1) + 3 if buses else 0.0
 
 

@@ -71,7 +71,7 @@ class Text:
 
     @property
     def rect(self) -> Rect:
-        """What its letters cover."""
+        """The rectangle that its letters cover."""
         left = self.x - self.width * {"start": 0, "middle": 0.5, "end": 1}[self.anchor]
         return Rect(left, self.y - 0.74 * self.size, self.width, 0.95 * self.size)
 
