@@ -63,7 +63,7 @@ class Catalogue(Shown):
 
         def outputs() -> Iterator[Output]:
             for p in self.passes:
-                yield words(_html(p) + "<p><small>A site of it as written, and fused:</small></p>", _text(p))
+                yield words(_html(p) + "<p><small>An example site, as written and fused:</small></p>", _text(p))
                 yield picture(beside(*_pictures(p)), f"<picture of {p.name}>")
 
         show(outputs())

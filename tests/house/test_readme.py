@@ -123,7 +123,7 @@ def test_every_number_of_a_table_stands_in_its_record():
     rows = re.findall(r"^(\|.*)\[record\]\((benchmarks/[^)]+\.json)\) \|$", README, re.M)
     assert len(rows) == README.count("[record](")
     for row, record in rows:
-        cells = re.findall(r"\| ([\d.]+ (?:s|ms|us|ns|MiB)) (?=\|)", row)
+        cells = re.findall(r"\| ([\d.]+ (?:s|ms|µs|us|ns|MiB)) (?=\|)", row.replace(" us ", " µs "))
         assert len(cells) >= 2, row
         numbers = list(numbers_in(json.loads((ROOT / record).read_text())))
         written = {form(n) for n in numbers for form in (seconds, mebibytes)}

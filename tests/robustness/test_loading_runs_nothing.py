@@ -146,7 +146,7 @@ def test_the_command_that_compares_two_records(file, capsys):
 
 
 def test_a_plan_file(file):
-    with pytest.raises(ArgumentError, match=r"artefact\.json is no plan file"):
+    with pytest.raises(ArgumentError, match=r"artefact\.json is not a plan file"):
         choices.read_plan_file(file, "")
 
 

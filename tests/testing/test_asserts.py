@@ -385,7 +385,7 @@ def test_slower_beyond_the_margin_fails_with_the_interval(on_a_gpu):
     on_a_gpu(1e-3, 1.2e-3)
     message = failure(assert_not_slower, layer, (X, W, B))
     assert message.startswith(
-        "layer: slower than under jax.jit by more than 5%\n  call: 999 us -> 1.2 ms, 0.83x [0.83, 0.84]"
+        "layer: slower than under jax.jit by more than 5%\n  call: 999 µs -> 1.2 ms, 0.83x [0.83, 0.84]"
     )
     assert "gemm_epilogue@#1: relu(x @ w + b)" in message
     assert_not_slower(layer, (X, W, B), margin=0.3)

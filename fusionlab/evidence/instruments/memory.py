@@ -1,4 +1,4 @@
-"""Peak memory: what the compiler planned, and what a fresh process really grew by."""
+"""Peak memory: the compiler's plan, and the measured growth of a fresh process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompiledMemory(Shown):
     `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
     `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
     XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
-    `resident_growth` sees both.
+    `resident_growth` measures both.
     """
 
     name: str
@@ -46,10 +46,10 @@ class CompiledMemory(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Memory(Shown):
-    """Compiled memory of both versions; `hardware` is where they were compiled for.
+    """Compiled memory of both versions; `hardware` is the device they were compiled for.
 
-    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`); None
-    where the device keeps no such count, as a CPU does not, and in records from before it was measured.
+    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`);
+    None if the device keeps no such count (a CPU), and in older records.
     """
 
     before: CompiledMemory
@@ -62,7 +62,7 @@ class Memory(Shown):
 
     @property
     def text(self) -> str:
-        """The line without the hardware, for where that is said once for all."""
+        """The line without the hardware, for reports that name it once for all."""
         b, a = self.before, self.after
         ratio = b.peak / a.peak if a.peak else 1.0
         change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
@@ -84,7 +84,7 @@ class Memory(Shown):
 
 
 def compiled_memory(program: Program) -> CompiledMemory | None:
-    """What the compiler planned for it; None where the backend does not say."""
+    """The compiler's plan for it; None if the backend does not report it."""
     stats = program.compiled.memory_analysis()
     if stats is None:
         return None
@@ -94,7 +94,7 @@ def compiled_memory(program: Program) -> CompiledMemory | None:
 
 
 def memory_of(before: Program, after: Program) -> Memory | None:
-    """Compiled memory of both, or None where the backend does not say; on a GPU the device's peak around a run of each as well."""
+    """Compiled memory of both, or None if the backend does not report it; on a GPU the device's peak around a run of each as well."""
     first, second = compiled_memory(before), compiled_memory(after)
     if first is None or second is None:
         return None
@@ -115,7 +115,7 @@ def device_peak(program: Program) -> int | None:
     devices = tuple(program.devices)
     if len(devices) != 1 or (stats := devices[0].memory_stats()) is None or "peak_bytes_in_use" not in stats:
         return None
-    with out_of_memory(f"{program.name}: its peak of memory"):
+    with out_of_memory(f"{program.name}: measuring its peak memory"):
         return _peak_of_a_run(program, devices[0])
 
 
@@ -135,8 +135,8 @@ class ResidentGrowth(Shown):
       target: what was run.
       before: resident set with the arguments made and the function compiled.
       peak: highest resident set during the run; `growth` is the difference.
-      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process, so that
-        `growth` is at most what it says when compiling took more).
+      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process:
+        `before` then includes the peak of compiling, and `growth` is a lower bound).
     """
 
     target: str
@@ -182,12 +182,12 @@ print("fusionlab-resident", json.dumps([before, peak, method]))
 
 @own_lines_hidden
 def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
-    """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
+    """Runs a function once in a fresh Python process and reports by how much its resident set grew at most.
 
     Args:
       target: "module:function"; the function takes `arguments` and returns (fn, args): what to compile and run.
       arguments: JSON-able values.
-      timeout_s: seconds until the process is given up.
+      timeout_s: seconds after which the process is ended.
 
     Raises:
       ArgumentError: `target` is not "module:function".
@@ -202,10 +202,10 @@ def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: fl
             command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": path}
         )
     except subprocess.TimeoutExpired as error:
-        raise BackendError(f"{target} did not finish in {timeout_s} s in a process of its own") from error
+        raise BackendError(f"{target} did not finish in {timeout_s} s in its own process") from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("fusionlab-resident ")]
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BackendError(f"{target} failed in a process of its own (exit {done.returncode}): {last}")
+        raise BackendError(f"{target} failed in its own process (exit {done.returncode}): {last}")
     before, peak, method = json.loads(lines[-1].partition(" ")[2])
     return ResidentGrowth(target, before, peak, method)

@@ -1,4 +1,5 @@
-"""The weights of a layer as its owner holds them, and the ways to lay them out: pure functions, which leave what they are given alone.
+"""The weights of a layer as the model holds them, and functions that lay them out: pure functions, which do not change their
+arguments.
 
 Letters: E model width, H query heads, G key/value heads, D head size, F feed-forward width; B batch, Smax the size of a cache.
 
@@ -74,7 +75,7 @@ class TransformerLayer(Shown):
         """How q, k and v are laid out.
 
         Raises:
-          ArgumentError: both or neither of q and qkv are given, or qkv is none of the forms.
+          ArgumentError: both or neither of q and qkv are given, or qkv is in none of the forms.
         """
         if (self.q is None) == (self.qkv is None):
             raise refused(f"q and qkv are {'both' if self.q is not None else 'neither'} given, needed one of them")
@@ -185,7 +186,7 @@ def _packed(by_head: tuple[Array, Array, Array], layout: str) -> Array:
 def _unpacked(
     qkv: Array, layout: str, heads: int | None, kv_heads: int | None, lead: int
 ) -> tuple[Array, Array, Array]:
-    """`lead`: how many axes there are beside heads, the three and D."""
+    """`lead`: how many axes there are apart from heads, the three and D."""
     check_name("multi_transformer qkv", layout, ONE_ARRAY)
     qkv = jnp.asarray(qkv)
     three = {"concatenated": None, "interleaved": lead + 1, "packed": 0}[layout]
