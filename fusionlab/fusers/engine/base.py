@@ -29,6 +29,11 @@ LEFT = "left as it is unless asked for: "  # how the note of a site begins that 
 WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
 # What to do where explicit axes stand in the way.
 AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
+# The rejection codes that a site of any pass can get.
+COMMON_CODES = (
+    "escapes", "dtype", "stop_gradient", "custom_rule", "named_residual", "gradient", "value", "region", "overlap", "order", "sharding",
+    "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
+)  # fmt: skip
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -99,6 +104,10 @@ class Pass(abc.ABC, Shown):
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
       options: by name; a tuple (default, meaning) or (default, meaning, choices) is an option too.
+      summary: the replacement in one sentence.
+      spellings: the forms of a site that it recognises, and the limits of each; a sentence each.
+      default: where it is on without being asked for, and why it is off elsewhere.
+      codes: the rejection codes that it gives, besides `COMMON_CODES`.
       primitives: of its anchors.
       whole: its sites are made of what other passes find: it is searched after them, whatever the order they were asked in.
       named_only: it is asked only by name.
@@ -115,6 +124,10 @@ class Pass(abc.ABC, Shown):
     formula: str
     needs: str
     options: Mapping[str, Option | tuple[Any, ...]] = MappingProxyType({})
+    summary: str = ""
+    spellings: Sequence[str] = ()
+    default: str = ""
+    codes: Collection[str] = ()
     primitives: Collection[str] = ()
     whole: bool = False
     named_only: bool = False

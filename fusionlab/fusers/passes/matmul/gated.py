@@ -57,6 +57,17 @@ class GatedMatmulPass(Pass):
             tuple(_PREFERRED),
         )
     }
+    summary = "Replaces a gated pair of products, as in a SwiGLU feed-forward, by one product or one kernel."
+    spellings = (
+        'prefer="concatenated" runs one product, with the weights side by side.',
+        'prefer="kernel" runs one kernel of FusionLab\'s, in bfloat16 or float16.',
+        "Neither product may have a bias.",
+    )
+    default = (
+        "Off unless measured or asked for: on a GPU a pair is replaced where the table of the device has an implementation that was "
+        "measured faster than XLA's two products, or where prefer names one. On a CPU nothing was measured, and prefer has to name one."
+    )
+    codes = ("activation", "axes", "bias", "structure")
     primitives = ("mul",)
     sample_for = "cpu", MappingProxyType({"prefer": "concatenated"})
 
