@@ -1,0 +1,115 @@
+"""The near misses of the tests as programs: each is declined with one rejection code, and some have an edit that makes them match."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .markdown import ROOT
+from .programs import arrays, as_function, helpers, module_of, run, whole
+from .programs import Program as Program
+
+TESTS = ROOT / "tests"
+_FUNCTION = "fn"
+
+
+@dataclass(frozen=True)
+class NearMiss:
+    """A near miss of the corpus.
+
+    Attributes:
+      entry: as in tests/soundness/near.
+      call: where it is made in its module, for the text of its program.
+      module: that module.
+    """
+
+    entry: Any
+    call: ast.Call
+    module: ast.Module
+
+    @property
+    def length(self) -> int:
+        return len("\n".join(self.lines(self._wrong)))
+
+    @property
+    def _wrong(self) -> ast.expr:
+        return self._argument(2, "fn")
+
+    @property
+    def _right(self) -> ast.expr:
+        return self._argument(-1, "repaired")
+
+    def _argument(self, position: int, name: str) -> ast.expr:
+        """The text of an argument of the call that makes the entry."""
+        given = {keyword.arg: keyword.value for keyword in self.call.keywords}
+        return given[name] if name in given else self.call.args[position]
+
+    def lines(self, node: ast.expr) -> list[str]:
+        """The definitions of a program; `program` is the function."""
+        if isinstance(node, ast.Name):
+            (node_of,) = [s for s in self.module.body if isinstance(s, ast.FunctionDef) and s.name == node.id]
+            return [*helpers(node_of, self.module), "", *as_function(node_of, "program")]
+        return [*helpers(node, self.module), "", *as_function(node, "program")]
+
+    def _program(self, node: ast.expr, fn: Any) -> str:
+        names = list(inspect.signature(fn).parameters)
+        if any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(fn).parameters.values()):
+            names = [f"a{i}" for i in range(len(self.entry.args))]
+        asked = f'fl.find(program, {", ".join(names)}, passes="{self.entry.pass_name}")'
+        if self.entry.code == "overlap":
+            asked = f"fl.find(program, {', '.join(names)})"
+        return whole([*self.lines(node)], [*arrays(names, self.entry.args), f"print({asked})"])
+
+    @functools.cached_property
+    def declined(self) -> Program:
+        """The program as it is declined."""
+        return run(self._program(self._wrong, self.entry.fn))
+
+    @functools.cached_property
+    def repaired(self) -> Program | None:
+        """The program with the edit; None where the corpus has none."""
+        if self.entry.repaired is None:
+            return None
+        return run(self._program(self._right, self.entry.repaired))
+
+
+@functools.cache
+def near_misses() -> tuple[NearMiss, ...]:
+    """Those entries of the corpus that have a code and whose call spells out the program."""
+    return tuple(found for entry in _corpus().CORPUS if entry.code for found in _spelled(entry))
+
+
+def unreached() -> dict[str, str]:
+    """Code -> why no small program gets it."""
+    return _corpus().UNREACHED
+
+
+@functools.cache
+def _corpus() -> Any:
+    if str(TESTS) not in sys.path:
+        sys.path.append(str(TESTS))
+    from soundness import near_misses as corpus
+
+    return corpus
+
+
+def _spelled(entry: Any) -> Iterator[NearMiss]:
+    for module in map(module_of, sorted((TESTS / "soundness" / "near").glob("near_*.py"))):
+        for call in ast.walk(module):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "near" and _names(call, entry):
+                yield NearMiss(entry, call, module)
+
+
+def _names(call: ast.Call, entry: Any) -> bool:
+    """Whether a call makes the entry: by its first two arguments, and the pass that its module is of."""
+    if len(call.args) < 3:
+        return False
+    name, code = call.args[:2]
+    same = isinstance(name, ast.Constant) and isinstance(code, ast.Constant) and (name.value, code.value) == (entry.name, entry.code)
+    return same
