@@ -9,10 +9,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from .passes import write_passes
 from .performance import write_performance
+from .rejections import write_rejections
 
 
 def write(folder: Path) -> None:
     """Writes `passes.md` and `passes/`, `rejections.md` and `performance/` into a folder, as Markdown (MyST)."""
     folder.mkdir(parents=True, exist_ok=True)
     write_performance(folder)
+    write_passes(folder)
+    write_rejections(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -32,11 +33,18 @@ def literal(text: str) -> str:
     return f"`{text}`".replace("|", "\\|")
 
 
+# A name of FusionLab or JAX, with the arguments of a call.
+_CODE = re.compile(r"\b((?:fl|jax|jnp|found|fusionlab)\.\w[\w.]*\w(?:\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))?)")
+
+
 def plain(sentence: str) -> str:
-    """A sentence of FusionLab's, with what Markdown would read as markup escaped."""
-    for sign in "\\`*_[]<>|":
-        sentence = sentence.replace(sign, f"\\{sign}")
-    return sentence
+    """A sentence of FusionLab's as Markdown: names and calls as code, the rest without markup."""
+    parts = _CODE.split(sentence)
+    return "".join(literal(part) if i % 2 else _escaped(part) for i, part in enumerate(parts))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*\[\]<>|]|(?<!\w)_|_(?!\w))", r"\\\1", text)
 
 
 def link_to_file(path: Path, page: Path, text: str) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from .markdown import ROOT
-from .programs import arrays, as_function, helpers, module_of, run, whole
 from .programs import Program as Program
+from .programs import arrays, as_function, helpers, module_of, run, whole
 
 TESTS = ROOT / "tests"
 _FUNCTION = "fn"
@@ -34,8 +34,10 @@ class NearMiss:
     module: ast.Module
 
     @property
-    def length(self) -> int:
-        return len("\n".join(self.lines(self._wrong)))
+    def rank(self) -> tuple[bool, bool, int]:
+        """What makes an example worse: arrays without entries, no edit that was tried, many characters."""
+        empty = any(0 in a.shape for a in self.entry.args)
+        return empty, self.entry.repaired is None, len("\n".join(self.lines(self._wrong)))
 
     @property
     def _wrong(self) -> ast.expr:
@@ -54,8 +56,8 @@ class NearMiss:
         """The definitions of a program; `program` is the function."""
         if isinstance(node, ast.Name):
             (node_of,) = [s for s in self.module.body if isinstance(s, ast.FunctionDef) and s.name == node.id]
-            return [*helpers(node_of, self.module), "", *as_function(node_of, "program")]
-        return [*helpers(node, self.module), "", *as_function(node, "program")]
+            return [*helpers(node_of, self.module), "", *as_function(node_of, "program", self.module)]
+        return [*helpers(node, self.module), "", *as_function(node, "program", self.module)]
 
     def _program(self, node: ast.expr, fn: Any) -> str:
         names = list(inspect.signature(fn).parameters)
@@ -100,16 +102,31 @@ def _corpus() -> Any:
 
 
 def _spelled(entry: Any) -> Iterator[NearMiss]:
-    for module in map(module_of, sorted((TESTS / "soundness" / "near").glob("near_*.py"))):
-        for call in ast.walk(module):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "near" and _names(call, entry):
-                yield NearMiss(entry, call, module)
+    """An entry with the call that makes it, where that is a call of `near` with the program in it."""
+    module = next(module_of(Path(m.__file__)) for m in _modules() if any(e is entry for e in m.CORPUS))
+    for call in ast.walk(module):
+        if (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id == "near"
+            and _makes(call, entry)
+        ):
+            yield NearMiss(entry, call, module)
 
 
-def _names(call: ast.Call, entry: Any) -> bool:
-    """Whether a call makes the entry: by its first two arguments, and the pass that its module is of."""
+def _modules() -> list[Any]:
+    return [
+        module for name, module in vars(_corpus()).items() if name.startswith("near_") and hasattr(module, "CORPUS")
+    ]
+
+
+def _makes(call: ast.Call, entry: Any) -> bool:
+    """Whether a call makes the entry, by its first two arguments."""
     if len(call.args) < 3:
         return False
     name, code = call.args[:2]
-    same = isinstance(name, ast.Constant) and isinstance(code, ast.Constant) and (name.value, code.value) == (entry.name, entry.code)
-    return same
+    return (
+        isinstance(name, ast.Constant)
+        and isinstance(code, ast.Constant)
+        and (name.value, code.value) == (entry.name, entry.code)
+    )

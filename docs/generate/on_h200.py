@@ -38,7 +38,13 @@ ATTENTION = Measured(
     "h200",
     "attention",
     "In bfloat16; device time. `jax.jit` runs plain code whose softmax is in float32, as in `jax.nn.dot_product_attention`.",
-    (BEFORE, AFTER, RATIO, Column("cuDNN through jax.nn", ("jax.nn cudnn",)), Column("torch sdpa", ("torch", "torch sdpa"))),
+    (
+        BEFORE,
+        AFTER,
+        RATIO,
+        Column("cuDNN through jax.nn", ("jax.nn cudnn",)),
+        Column("torch sdpa", ("torch", "torch sdpa")),
+    ),
     [
         _sized("B32 H16 S1024 D64 bfloat16 BTNH mask no", "no mask, batch 32, 16 heads, 1024 x 1024, 64 features"),
         _sized("B32 H16 S1024 D64 bfloat16 BNTH mask no", "the same, heads before positions"),
@@ -46,7 +52,9 @@ ATTENTION = Measured(
         _sized("B8 H16 S1024 D64 bfloat16 BTNH mask lengths", "lengths, batch 8, 16 heads, 1024 x 1024, 64 features"),
         _sized("B8 H16 S1024 D64 bfloat16 BTNH mask random", "half of the scores masked at random, the same sizes"),
         _sized("B32 H12 S128 D64 bfloat16 BTNH mask no", "no mask, batch 32, 12 heads, 128 x 128, 64 features"),
-        _sized("B8 H16 S1024 D64 float32 BTNH mask no", "float32, no mask, batch 8, 16 heads, 1024 x 1024, 64 features"),
+        _sized(
+            "B8 H16 S1024 D64 float32 BTNH mask no", "float32, no mask, batch 8, 16 heads, 1024 x 1024, 64 features"
+        ),
     ],
     ("dot_product_attention",),
     "In float32 XLA's code was faster than the kernels there are, so the site keeps it.",
@@ -68,7 +76,10 @@ TRAIN_STEP = Measured(
     [
         Row("softmax in bfloat16", ("encoder", "dropout 0.0")),
         Row("softmax in float32", ("encoder", "dropout 0.0, softmax in float32")),
-        Row("softmax in float32, parameters in bfloat16", ("encoder", "dropout 0.0, softmax in float32, parameters in bfloat16")),
+        Row(
+            "softmax in float32, parameters in bfloat16",
+            ("encoder", "dropout 0.0, softmax in float32, parameters in bfloat16"),
+        ),
         Row("dropout 0.1", ("encoder", "dropout 0.1")),
     ],
     ("dot_product_attention", "gemm_epilogue", "layer_norm"),
@@ -97,7 +108,10 @@ NORMS = Measured(
 
 def _norm_rows(data: Mapping[str, Any]) -> Sequence[Row]:
     names = [name for name in data["cases"] if name.endswith("bfloat16") and not name.startswith("rms")]
-    return [Row(name.removesuffix(" bfloat16").replace("layer ", "").replace("x", " x "), ("cases", name, "alone")) for name in names]
+    return [
+        Row(name.removesuffix(" bfloat16").replace("layer ", "").replace("x", " x "), ("cases", name, "alone"))
+        for name in names
+    ]
 
 
 NORMS_ALONE = Measured(

@@ -19,7 +19,11 @@ GROUP_NORMS = Measured(
         Column("ratio", ("fusionlab",), before=("jax.jit",)),
         Column("floor", ("floor",)),
     ),
-    lambda data: [Row(f"{case}, {work}", ("cases", case, work)) for case in data["cases"] for work in ("forward", "forward and backward")],
+    lambda data: [
+        Row(f"{case}, {work}", ("cases", case, work))
+        for case in data["cases"]
+        for work in ("forward", "forward and backward")
+    ],
     ("layer_norm",),
 )
 
@@ -27,8 +31,8 @@ TENSOR_PARALLEL = Measured(
     "An encoder layer on one GPU and on two",
     "h100",
     "tensor_parallel",
-    "Width 4096, 2,048 positions, batch 8, bfloat16, forward, over NCCL; wall time of a call. FusionLab is the layer passes; the last column is "
-    "the default passes.",
+    "Width 4096, 2,048 positions, batch 8, bfloat16, forward, over NCCL; wall time of a call. FusionLab is the layer passes; the last "
+    "column is the default passes.",
     (
         Column("jax.jit", ("times", "jax.jit")),
         Column("FusionLab", ("times", "layers")),
@@ -36,10 +40,7 @@ TENSOR_PARALLEL = Measured(
         Column("default passes", ("times", "pieces")),
     ),
     [Row("one GPU", ("cases", "1")), Row("two GPUs", ("cases", "2"))],
-    tuple(
-        f"multi_devices_multi_transformer_{kind}"
-        for kind in ("encoder", "encoder_fuse_qkv")
-    ),
+    tuple(f"multi_devices_multi_transformer_{kind}" for kind in ("encoder", "encoder_fuse_qkv")),
 )
 
 DEMO = Measured(
@@ -48,7 +49,11 @@ DEMO = Measured(
     "demo",
     "One sequence of 2,048 positions, 2 heads of 64 features, float32. `before` is `jax.jit` of the block. Memory is that of the compiled "
     "program's temporaries.",
-    (Column("before", ("before",)), Column("after", ("after",)), Column("before/after", ("after",), before=("before",))),
+    (
+        Column("before", ("before",)),
+        Column("after", ("after",)),
+        Column("before/after", ("after",), before=("before",)),
+    ),
     [
         Row("time, call", ("timing",)),
         Row("time, gradient of the call", ("timing_grad",)),
@@ -107,7 +112,7 @@ _KINDS = {"layer": "LayerNorm", "rms": "RMSNorm"}
 
 
 def _norm_label(case: str) -> str:
-    """"layer before forward 32x32" in words."""
+    """ "layer before forward 32x32" in words."""
     words = case.split()
     if len(words) != 4:
         return case.replace("distilbert", "DistilBERT, small,")
@@ -119,8 +124,8 @@ NORMS = Measured(
     "Norms",
     "cpu",
     "norms_cpu",
-    "Two residual blocks in float32, rows x features, with their norms fused because the pass is named. XLA's own code is as fast, so a norm "
-    "keeps it on a CPU unless the pass is named.",
+    "Two residual blocks in float32, rows x features, with their norms fused because the pass is named. XLA's own code is as fast, so a "
+    "norm keeps it on a CPU unless the pass is named.",
     (
         Column("jax.jit", ("jax_jit_s",)),
         Column("fused", ("fused_s",)),

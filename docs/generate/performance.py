@@ -13,7 +13,7 @@ TABLES: tuple[Measured, ...] = (*on_h200.TABLES, *on_others.TABLES)
 _NAMES = {"h200": "NVIDIA H200", "h100": "NVIDIA H100", "cpu": "CPU"}
 _HOW = (
     "Programs are timed in turns, so that a slow moment of the machine hits all of them: device time on a GPU, wall time on a CPU.",
-    "A cell is a median. A ratio is the time of the program before over the time after, with its 95 % bootstrap interval: above 1 is faster.",
+    "A cell is a median. A ratio is the time before over the time after, with its 95 % bootstrap interval; above 1 is faster.",
     "Each table is generated from a record in benchmarks/results when the site is built. The line under it has the device, the versions, "
     "the date and the command that measures it again.",
     "A table holds for its device, its versions and its sizes. `fl.compare(fn, fl.fuse(fn), *args)` measures your own function on your "
@@ -41,7 +41,9 @@ def write_performance(folder: Path) -> None:
 
 
 def _index() -> str:
-    rows = [[f"[{t.title}](#{t.anchor})", _NAMES[t.card], ", ".join(map(_pass_link, t.passes)), t.span()] for t in TABLES]
+    rows = [
+        [f"[{t.title}](#{t.anchor})", _NAMES[t.card], ", ".join(map(_pass_link, t.passes)), t.span()] for t in TABLES
+    ]
     toc = "\n".join(CARDS)
     return text_of(
         "# Performance",

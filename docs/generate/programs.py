@@ -9,7 +9,8 @@ import functools
 import inspect
 import io
 import linecache
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,14 @@ from typing import Any
 import numpy as np
 
 NAME = "program.py"
-_HEAD = {"jax": "import jax", "jnp": "import jax.numpy as jnp", "np": "import numpy as np", "lax": "from jax import lax"}
+_HEAD = {
+    "jax": "import jax",
+    "jnp": "import jax.numpy as jnp",
+    "np": "import numpy as np",
+    "lax": "from jax import lax",
+}
 _LAST = "import fusionlab as fl"
+_SINGLE = re.compile(r"'([^'\"\\]*)'")
 
 
 @dataclass(frozen=True)
@@ -58,19 +65,43 @@ def function_source(fn: Any) -> tuple[ast.expr | ast.FunctionDef, ast.Module]:
     return named[0], module
 
 
-def as_function(node: ast.expr | ast.FunctionDef, name: str) -> list[str]:
+def written(node: ast.AST) -> str:
+    """Code as the project writes it: strings in double quotes."""
+    return _SINGLE.sub(r'"\1"', ast.unparse(node))
+
+
+def as_function(node: ast.expr | ast.FunctionDef, name: str, module: ast.Module | None = None) -> list[str]:
     """A definition by that name, without annotations; an expression that makes a function is called."""
-    plain = _Bare().visit(copy.deepcopy(node))
+    plain = _bare(node, module)
     if isinstance(plain, ast.FunctionDef):
         plain.name = name
-        return ast.unparse(plain).splitlines()
+        return written(plain).splitlines()
     if isinstance(plain, ast.Lambda):
-        return [f"def {name}({ast.unparse(plain.args)}):", f"    return {ast.unparse(plain.body)}"]
-    return [f"{name} = {ast.unparse(plain)}"]
+        return [f"def {name}({written(plain.args)}):", f"    return {written(plain.body)}"]
+    return [f"{name} = {written(plain)}"]
+
+
+def _bare(node: Any, module: ast.Module | None = None) -> Any:
+    """Code without annotations and docstrings, and with other names of JAX's functions (relu = jax.nn.relu) written out."""
+    return _Bare(_aliases(module)).visit(copy.deepcopy(node))
+
+
+def _aliases(module: ast.Module | None) -> dict[str, ast.expr]:
+    """Name -> the function of JAX's that it is another name of, in a module."""
+    assigned = (
+        s for s in (module.body if module else ()) if isinstance(s, ast.Assign) and isinstance(s.value, ast.Attribute)
+    )
+    return {target.id: s.value for s in assigned for target in s.targets if isinstance(target, ast.Name)}
 
 
 class _Bare(ast.NodeTransformer):
-    """Leaves out annotations and docstrings."""
+    """See `_bare`."""
+
+    def __init__(self, aliases: Mapping[str, ast.expr]) -> None:
+        self.aliases = aliases
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self.aliases[node.id]) if node.id in self.aliases else node
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         return ast.arg(node.arg)
@@ -89,20 +120,24 @@ def helpers(node: ast.AST, module: ast.Module) -> list[str]:
     needed: set[int] = set()
     todo = [node]
     while todo:
-        found = {at[name] for name in _names(todo.pop()) if name in at} - needed
+        found = {at[name] for name in _names(todo.pop(), module) if name in at} - needed
         needed |= found
         todo += [module.body[i] for i in found]
     # A statement on a name that is defined already, as f.defvjp(...), belongs to it.
     for i, statement in enumerate(module.body):
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and at.get(_root(statement)) in needed:
+        if (
+            isinstance(statement, ast.Expr)
+            and isinstance(statement.value, ast.Call)
+            and at.get(_root(statement)) in needed
+        ):
             needed.add(i)
-    return [line for i in sorted(needed) for line in _statement(module.body[i])]
+    return [line for i in sorted(needed) for line in _statement(module.body[i], module)]
 
 
-def _statement(statement: ast.stmt) -> list[str]:
+def _statement(statement: ast.stmt, module: ast.Module) -> list[str]:
     if isinstance(statement, ast.FunctionDef):
-        return ["", *ast.unparse(_Bare().visit(copy.deepcopy(statement))).splitlines(), ""]
-    return [ast.unparse(statement)]
+        return ["", *written(_bare(statement, module)).splitlines(), ""]
+    return [written(_bare(statement, module))]
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -121,9 +156,9 @@ def _root(statement: ast.Expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _names(node: ast.AST) -> set[str]:
+def _names(node: ast.AST, module: ast.Module) -> set[str]:
     """The names that code reads, annotations aside."""
-    bare = _Bare().visit(copy.deepcopy(node))
+    bare = _bare(node, module)
     return {n.id for n in ast.walk(bare) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 

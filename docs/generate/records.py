@@ -142,7 +142,9 @@ def ratio(before: Any, after: Any, name: str) -> str:
 
 
 def _bytes(value: Any) -> float:
-    return value["temp"] if isinstance(value, Mapping) else statistics.median(sample["growth_bytes"] for sample in value)
+    return (
+        value["temp"] if isinstance(value, Mapping) else statistics.median(sample["growth_bytes"] for sample in value)
+    )
 
 
 def _with_interval(value: float, interval: Sequence[float]) -> str:

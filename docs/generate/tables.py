@@ -74,7 +74,9 @@ class Measured:
     @property
     def anchor(self) -> str:
         """The name that links lead to."""
-        return f"measured-{self.card}-" + "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
+        return f"measured-{self.card}-" + "-".join(
+            "".join(c if c.isalnum() else " " for c in self.title.lower()).split()
+        )
 
     def lines(self) -> list[list[str]]:
         """The cells of every row, its label first."""

@@ -59,9 +59,8 @@ class GatedMatmulPass(Pass):
     }
     summary = "Replaces a gated pair of products, as in a SwiGLU feed-forward, by one product or one kernel."
     spellings = (
-        'prefer="concatenated" runs one product, with the weights side by side.',
-        'prefer="kernel" runs one kernel of FusionLab\'s, in bfloat16 or float16.',
-        "Neither product may have a bias.",
+        "Both products read the same rows, and their matrices have one size. Neither product may have a bias.",
+        "The kernel takes bfloat16 and float16.",
     )
     default = (
         "Off unless measured or asked for: on a GPU a pair is replaced where the table of the device has an implementation that was "

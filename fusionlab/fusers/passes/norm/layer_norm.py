@@ -78,8 +78,8 @@ class LayerNormPass(Pass):
         "anywhere before and merge them anywhere after. Its scale, its bias and a SiLU that follows are part of the op.",
     )
     default = (
-        "On for sm_90, where its kernels run for 2^20 elements or more, in rows of up to 16,384 forward and 8,192 backward. Elsewhere a "
-        "norm keeps XLA's code unless the pass is named: on a CPU XLA's code was measured as fast."
+        "On for sm_90. Its kernels run for 2^20 elements or more, in rows of up to 16,384 forward and 8,192 backward. Elsewhere a norm "
+        "keeps XLA's code unless the pass is named: on a CPU XLA's code was measured as fast."
     )
     codes = ("axes", "scalar", "structure")
     primitives = ROOTS
