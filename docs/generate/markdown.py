@@ -34,13 +34,15 @@ def literal(text: str) -> str:
 
 
 # A name of FusionLab or JAX, with the arguments of a call.
-_CODE = re.compile(r"\b((?:fl|jax|jnp|found|fusionlab)\.\w[\w.]*\w(?:\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))?)")
+_CODE = re.compile(
+    r"(`[^`]+`|\b(?:fl|jax|jnp|found|fusionlab)\.\w[\w.]*\w(?:\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))?)"
+)
 
 
 def plain(sentence: str) -> str:
     """A sentence of FusionLab's as Markdown: names and calls as code, the rest without markup."""
     parts = _CODE.split(sentence)
-    return "".join(literal(part) if i % 2 else _escaped(part) for i, part in enumerate(parts))
+    return "".join(literal(part.strip("`")) if i % 2 else _escaped(part) for i, part in enumerate(parts))
 
 
 def _escaped(text: str) -> str:

@@ -34,10 +34,12 @@ class NearMiss:
     module: ast.Module
 
     @property
-    def rank(self) -> tuple[bool, bool, int]:
-        """What makes an example worse: arrays without entries, no edit that was tried, many characters."""
-        empty = any(0 in a.shape for a in self.entry.args)
-        return empty, self.entry.repaired is None, len("\n".join(self.lines(self._wrong)))
+    def rank(self) -> tuple[bool, int, bool, int]:
+        """What makes an example worse: arrays without entries, helpers, no edit that was tried, many characters."""
+        text = "\n".join(self.lines(self._wrong))
+        edit = self.entry.repaired
+        plain_edit = edit is not None and not inspect.getfullargspec(edit).varargs
+        return any(0 in a.shape for a in self.entry.args), text.count("def "), not plain_edit, len(text)
 
     @property
     def _wrong(self) -> ast.expr:

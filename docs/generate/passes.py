@@ -15,12 +15,11 @@ from fusionlab.kernels import OPS
 from .examples import example
 from .markdown import bullets, code, literal, plain, table, text_of
 from .performance import tables_about
-from .records import CARDS
+from .records import CARDS, NONE
 
 _GRADIENT = "`fl.Strategy({0}=True, {0}_grad=False)` fuses the forward pass alone and leaves the gradient to JAX."
 _NO_GRADIENT = "Forward only: under `jax.grad` the op dissolves into its pieces, and JAX differentiates those."
 _NAMED = 'It runs only where it is named: `passes=["{0}"]`, or `fl.Strategy({0}=True)`.'
-_ALL = "`fl.passes()` prints the same in a terminal and, with pictures before and after, in a notebook."
 _NOT_MEASURED = "No record measures this pass by itself."
 _ALSO = {"layer_norm": ("group_norm",)}  # ops that a pass rewrites to besides its own
 
@@ -37,13 +36,22 @@ def write_passes(folder: Path) -> None:
 
 def _index() -> str:
     toc = "\n".join(f"passes/{name}" for name in fl.passes().names)
-    rows = [[f"[{p.name}](passes/{p.name}.md)", plain(p.summary), plain(_in_short(p)), _gains(p)] for p in fl.passes()]
+    pieces, layers = ([p for p in fl.passes() if p.whole is whole] for whole in (False, True))
+    head = ["pass", "replaces", "by default", *CARDS]
     return text_of(
         "# Passes",
         "A pass finds the places of a program that compute one thing, however they are spelled, and replaces each by a fused op. "
-        "`fl.fuse(fn)` runs those that are on by default; `passes=` names others or sets their options.",
-        _ALL,
-        table(["pass", "what it does", "on by default", "measured: ratio to `jax.jit`, smallest to largest row"], rows),
+        "`fl.fuse(fn)` runs those that are on by default; `passes=` names others or sets their options. `fl.passes()` prints what these "
+        "pages say, in a notebook with pictures before and after.",
+        table(
+            head,
+            [[_link(p), plain(_replaced(p)), plain(_in_short(p)), *(_gain(p, card) for card in CARDS)] for p in pieces],
+        ),
+        "The last columns are the smallest and the largest ratio to `jax.jit` of all rows on record for a card "
+        "([tables](performance/index.md)): above 1 is faster.",
+        "## Whole layers",
+        "Passes for whole transformer layers run only where they are named.",
+        bullets(f"{_link(p)}: {plain(p.summary)}{_gains_of_layer(p)}" for p in layers),
         "(common-codes)=\n## What every pass may decline",
         "A place that looks like a site but is not one is declined with a code, a sentence, the source line, and an edit if there is one. "
         "The page of each pass lists its own codes. These can come from any pass:",
@@ -52,15 +60,29 @@ def _index() -> str:
     )
 
 
+def _link(pass_: Pass) -> str:
+    return f"[{pass_.name}](passes/{pass_.name}.md)"
+
+
+def _replaced(pass_: Pass) -> str:
+    """The summary without its first word."""
+    return pass_.summary.removeprefix("Replaces ").removesuffix(".")
+
+
 def _in_short(pass_: Pass) -> str:
     """Where it is on, without the reasons."""
-    return re.split(r"[.:] |\.$", pass_.default)[0]
+    return re.split(r"[.:] |\.$", pass_.default)[0].lower().replace("gpus", "GPUs")
 
 
-def _gains(pass_: Pass) -> str:
-    """A link for each table that measures the pass, with the span of its ratios."""
-    links = (f"{t.card}, [{t.title}](#{t.anchor}): {t.span()}" for t in tables_about(pass_.name))
-    return "; ".join(links) or "–"
+def _gain(pass_: Pass, card: str) -> str:
+    """The smallest and the largest ratio of the tables that measure a pass on a card."""
+    ratios = sorted(r for t in tables_about(pass_.name) if t.card == card for r in t.span())
+    return " to ".join(dict.fromkeys(f"{r:.2f}x" for r in (ratios[0], ratios[-1]))) if ratios else NONE
+
+
+def _gains_of_layer(pass_: Pass) -> str:
+    measured = [f"{card}: {_gain(pass_, card)}" for card in CARDS if _gain(pass_, card) != NONE]
+    return f" Measured on {', '.join(measured)}." if measured else ""
 
 
 def _page(pass_: Pass, page: Path) -> str:
@@ -72,7 +94,7 @@ def _page(pass_: Pass, page: Path) -> str:
         f"Needs: {plain(pass_.needs)}.",
         "## What it recognises, and its limits" if pass_.spellings else "",
         bullets(map(plain, pass_.spellings)),
-        "## Where it is on",
+        "## By default",
         plain(pass_.default),
         "## Options",
         *_options(pass_),

@@ -10,6 +10,11 @@ from .records import CARDS, Record, records_of
 from .tables import Measured
 
 TABLES: tuple[Measured, ...] = (*on_h200.TABLES, *on_others.TABLES)
+_PLACES = {
+    "h200": "Performance on an NVIDIA H200",
+    "h100": "Performance on an NVIDIA H100",
+    "cpu": "Performance on CPUs",
+}
 _NAMES = {"h200": "NVIDIA H200", "h100": "NVIDIA H100", "cpu": "CPU"}
 _HOW = (
     "Programs are timed in turns, so that a slow moment of the machine hits all of them: device time on a GPU, wall time on a CPU.",
@@ -41,27 +46,30 @@ def write_performance(folder: Path) -> None:
 
 
 def _index() -> str:
-    rows = [
-        [f"[{t.title}](#{t.anchor})", _NAMES[t.card], ", ".join(map(_pass_link, t.passes)), t.span()] for t in TABLES
-    ]
-    toc = "\n".join(CARDS)
+    rows = [[f"[{t.title}](#{t.anchor})", t.card, _passes(t), *(f"{ratio:.2f}x" for ratio in t.span())] for t in TABLES]
+    toc = "\n".join(f"{_NAMES[card]} <{card}>" for card in CARDS)
     return text_of(
         "# Performance",
         "What FusionLab gains on each card on record, and where it gains nothing.",
         bullets(_HOW),
         f"```{{toctree}}\n:maxdepth: 1\n\n{toc}\n```",
         "## All tables",
-        table(["table", "card", "passes", "ratio, smallest to largest of its rows"], rows),
+        "With the smallest and the largest ratio of a table's rows.",
+        table(["table", "card", "passes", "smallest", "largest"], rows),
     )
 
 
-def _pass_link(name: str) -> str:
-    return f"[{name}](../passes/{name}.md)"
+def _passes(measured: Measured) -> str:
+    """Links to the passes that a table is about; of several layer passes to the first."""
+    layers = [name for name in measured.passes if "multi_transformer" in name]
+    pieces = [name for name in measured.passes if name not in layers]
+    links = [f"[{name}](../passes/{name}.md)" for name in pieces]
+    return ", ".join(links + [f"[layer passes](../passes/{name}.md)" for name in layers[:1]])
 
 
 def _page(card: str, page: Path) -> str:
     return text_of(
-        f"# Performance: {_NAMES[card]}",
+        f"# {_PLACES[card]}",
         f"[How these numbers are measured](index.md) is the same for every card. All records of this one are [below](#records-{card}).",
         *(measured.text(page) for measured in tables_of(card)),
         f"(records-{card})=\n## Records",

@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from .inline import Inlining
+
 NAME = "program.py"
 _HEAD = {
     "jax": "import jax",
@@ -67,7 +69,21 @@ def function_source(fn: Any) -> tuple[ast.expr | ast.FunctionDef, ast.Module]:
 
 def written(node: ast.AST) -> str:
     """Code as the project writes it: strings in double quotes."""
-    return _SINGLE.sub(r'"\1"', ast.unparse(node))
+    text = _SINGLE.sub(r'"\1"', ast.unparse(node)).replace("1000000000.0", "1e9")
+    return "\n".join(map(_unbracketed, re.sub(r"e-0(\d)", r"e-\1", text).splitlines()))
+
+
+def _unbracketed(line: str) -> str:
+    """A line that returns a tuple, without the brackets around it."""
+    head, returned, value = line.partition("return (")
+    if not returned or head.strip() or not value.endswith(")"):
+        return line
+    bare = f"{head}return {value[:-1]}"
+    try:
+        same = ast.dump(ast.parse(bare.strip())) == ast.dump(ast.parse(line.strip()))
+    except SyntaxError:
+        return line
+    return bare if same else line
 
 
 def as_function(node: ast.expr | ast.FunctionDef, name: str, module: ast.Module | None = None) -> list[str]:
@@ -77,21 +93,40 @@ def as_function(node: ast.expr | ast.FunctionDef, name: str, module: ast.Module 
         plain.name = name
         return written(plain).splitlines()
     if isinstance(plain, ast.Lambda):
-        return [f"def {name}({written(plain.args)}):", f"    return {written(plain.body)}"]
+        lines = [f"    {written(line)}" for line in _steps(plain)]
+        return [f"def {name}({written(plain.args)}):", *lines]
     return [f"{name} = {written(plain)}"]
 
 
+def _steps(function: ast.Lambda) -> list[ast.stmt]:
+    """The body of a lambda; that of `(lambda h: f(h))(g(x))` in two steps."""
+    called = function.body
+    if (
+        isinstance(called, ast.Call)
+        and isinstance(called.func, ast.Lambda)
+        and len(called.args) == 1
+        and not called.keywords
+    ):
+        (param,) = called.func.args.args
+        if param.arg not in {a.arg for a in function.args.args}:
+            first = ast.Assign([ast.Name(param.arg)], called.args[0], lineno=1)
+            return [first, ast.Return(called.func.body)]
+    return [ast.Return(called)]
+
+
 def _bare(node: Any, module: ast.Module | None = None) -> Any:
-    """Code without annotations and docstrings, and with other names of JAX's functions (relu = jax.nn.relu) written out."""
-    return _Bare(_aliases(module)).visit(copy.deepcopy(node))
+    """Code without annotations and docstrings; numbers and other names of JAX's functions (relu = jax.nn.relu) are written out, and so
+    are small functions of the module.
+    """
+    plain = _Bare(_aliases(module)).visit(copy.deepcopy(node))
+    return plain if module is None else _Bare(_aliases(module)).visit(Inlining(module).visit(plain))
 
 
 def _aliases(module: ast.Module | None) -> dict[str, ast.expr]:
-    """Name -> the function of JAX's that it is another name of, in a module."""
-    assigned = (
-        s for s in (module.body if module else ()) if isinstance(s, ast.Assign) and isinstance(s.value, ast.Attribute)
-    )
-    return {target.id: s.value for s in assigned for target in s.targets if isinstance(target, ast.Name)}
+    """Name -> the number or the function of JAX's that it stands for, in a module."""
+    assigned = [s for s in (module.body if module else ()) if isinstance(s, ast.Assign)]
+    short = (s for s in assigned if isinstance(s.value, ast.Attribute | ast.Constant))
+    return {target.id: s.value for s in short for target in s.targets if isinstance(target, ast.Name)}
 
 
 class _Bare(ast.NodeTransformer):

@@ -100,7 +100,12 @@ def at(data: Any, path: Sequence[str | int]) -> Any:
 
 def duration(value: float) -> str:
     """Three digits with a unit, as reports write them but for the micro sign."""
-    return seconds(value).replace(" us", " µs")
+    return _together(seconds(value).replace(" us", " µs"))
+
+
+def _together(quantity: str) -> str:
+    """A quantity whose unit stays in the line of its number."""
+    return quantity.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def cell(value: Any) -> str:
@@ -108,10 +113,10 @@ def cell(value: Any) -> str:
     if value is None:
         return NONE
     if isinstance(value, Mapping):
-        return mebibytes(value["temp"]) if "temp" in value else duration(value["median_s"])
+        return _together(mebibytes(value["temp"])) if "temp" in value else duration(value["median_s"])
     if isinstance(value, Sequence):
         if isinstance(value[0], Mapping):
-            return mebibytes(statistics.median(sample["growth_bytes"] for sample in value))
+            return _together(mebibytes(statistics.median(sample["growth_bytes"] for sample in value)))
         return duration(statistics.median(value))
     return duration(value)
 

@@ -84,11 +84,11 @@ class Measured:
         rows = self.rows(data) if callable(self.rows) else self.rows
         return [[row.label, *(column.text(at(data, row.keys)) for column in self.columns)] for row in rows]
 
-    def span(self) -> str:
+    def span(self) -> tuple[float, float]:
         """The smallest and the largest ratio of the first column that has some."""
         index = 1 + next(i for i, column in enumerate(self.columns) if column.before is not None)
-        found = sorted({line[index].partition("x")[0] for line in self.lines() if line[index] != NONE}, key=float)
-        return " to ".join(f"{ratio}x" for ratio in dict.fromkeys((found[0], found[-1])))
+        found = [float(line[index].partition("x")[0]) for line in self.lines() if line[index] != NONE]
+        return min(found), max(found)
 
     def text(self, page: Path, level: int = 2) -> str:
         """The table with its heading, what was measured, and where the numbers are from."""
