@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from .programs import Program, run
 
 _ATTENTION = """
@@ -62,6 +64,7 @@ WITHOUT: dict[str, str] = {
 }
 
 
+@functools.cache
 def programs() -> dict[str, Program]:
     """Code -> a program that gets it."""
     return {code: run(text.lstrip()) for code, text in _TEXTS.items()}

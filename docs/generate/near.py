@@ -16,7 +16,6 @@ from .programs import Program as Program
 from .programs import arrays, as_function, helpers, module_of, run, whole
 
 TESTS = ROOT / "tests"
-_FUNCTION = "fn"
 
 
 @dataclass(frozen=True)
@@ -86,49 +85,31 @@ class NearMiss:
 @functools.cache
 def near_misses() -> tuple[NearMiss, ...]:
     """Those entries of the corpus that have a code and whose call spells out the program."""
-    return tuple(found for entry in _corpus().CORPUS if entry.code for found in _spelled(entry))
+    return tuple(found for module in _modules() for found in _of_module(module))
 
 
-def unreached() -> dict[str, str]:
-    """Code -> why no small program gets it."""
-    return _corpus().UNREACHED
+def _of_module(module: Any) -> Iterator[NearMiss]:
+    tree = module_of(Path(module.__file__))
+    calls = {names: call for call in ast.walk(tree) if isinstance(call, ast.Call) and (names := _made_by(call))}
+    for entry in module.CORPUS:
+        if entry.code and (entry.name, entry.code) in calls:
+            yield NearMiss(entry, calls[entry.name, entry.code], tree)
 
 
-@functools.cache
-def _corpus() -> Any:
+def _made_by(call: ast.Call) -> tuple[str, str] | None:
+    """Name and code of the entry that a call of `near` with both and a program makes."""
+    if not isinstance(call.func, ast.Name) or call.func.id != "near" or len(call.args) < 3:
+        return None
+    name, code = call.args[:2]
+    if isinstance(name, ast.Constant) and isinstance(code, ast.Constant) and code.value is not None:
+        return str(name.value), str(code.value)
+    return None
+
+
+def _modules() -> list[Any]:
+    """The modules of the corpus, one for each pass."""
     if str(TESTS) not in sys.path:
         sys.path.append(str(TESTS))
     from soundness import near_misses as corpus
 
-    return corpus
-
-
-def _spelled(entry: Any) -> Iterator[NearMiss]:
-    """An entry with the call that makes it, where that is a call of `near` with the program in it."""
-    module = next(module_of(Path(m.__file__)) for m in _modules() if any(e is entry for e in m.CORPUS))
-    for call in ast.walk(module):
-        if (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Name)
-            and call.func.id == "near"
-            and _makes(call, entry)
-        ):
-            yield NearMiss(entry, call, module)
-
-
-def _modules() -> list[Any]:
-    return [
-        module for name, module in vars(_corpus()).items() if name.startswith("near_") and hasattr(module, "CORPUS")
-    ]
-
-
-def _makes(call: ast.Call, entry: Any) -> bool:
-    """Whether a call makes the entry, by its first two arguments."""
-    if len(call.args) < 3:
-        return False
-    name, code = call.args[:2]
-    return (
-        isinstance(name, ast.Constant)
-        and isinstance(code, ast.Constant)
-        and (name.value, code.value) == (entry.name, entry.code)
-    )
+    return [module for name, module in vars(corpus).items() if name.startswith("near_") and hasattr(module, "CORPUS")]

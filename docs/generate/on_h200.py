@@ -118,7 +118,7 @@ NORMS_ALONE = Measured(
     "LayerNorm alone, forward",
     "h200",
     "norms",
-    "Rows x features, in bfloat16, without a sum: the op by each of its implementations.",
+    "Rows x features, in bfloat16, without a sum: the op by each of its implementations. A dash: `pallas` does not take the size.",
     (
         Column("XLA's code", ("xla",)),
         Column("cuda", ("cuda",)),

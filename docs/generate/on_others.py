@@ -40,7 +40,7 @@ TENSOR_PARALLEL = Measured(
         Column("default passes", ("times", "pieces")),
     ),
     [Row("one GPU", ("cases", "1")), Row("two GPUs", ("cases", "2"))],
-    tuple(f"multi_devices_multi_transformer_{kind}" for kind in ("encoder", "encoder_fuse_qkv")),
+    ("multi_devices_multi_transformer_encoder",),
 )
 
 DEMO = Measured(
@@ -60,7 +60,7 @@ DEMO = Measured(
         Row("compiled temporaries, call", ("memory",)),
         Row("compiled temporaries, gradient of the call", ("memory_grad",)),
     ],
-    ("dot_product_attention",),
+    ("dot_product_attention", "gemm_epilogue", "layer_norm"),
     "Most of the gain is attention's: `xla_blockwise` never stores the matrix of scores. Linear layers gain nothing on a CPU: the product "
     "takes most of the time, and XLA fuses bias and activation by itself.",
 )

@@ -37,7 +37,7 @@ def write_passes(folder: Path) -> None:
 def _index() -> str:
     toc = "\n".join(f"passes/{name}" for name in fl.passes().names)
     pieces, layers = ([p for p in fl.passes() if p.whole is whole] for whole in (False, True))
-    head = ["pass", "replaces", "by default", *CARDS]
+    head = ["pass", "what it does", "by default", *CARDS]
     return text_of(
         "# Passes",
         "A pass finds the places of a program that compute one thing, however they are spelled, and replaces each by a fused op. "
@@ -45,10 +45,10 @@ def _index() -> str:
         "pages say, in a notebook with pictures before and after.",
         table(
             head,
-            [[_link(p), plain(_replaced(p)), plain(_in_short(p)), *(_gain(p, card) for card in CARDS)] for p in pieces],
+            [[_link(p), plain(p.summary), plain(_in_short(p)), *(_gain(p, card) for card in CARDS)] for p in pieces],
         ),
-        "The last columns are the smallest and the largest ratio to `jax.jit` of all rows on record for a card "
-        "([tables](performance/index.md)): above 1 is faster.",
+        "The last columns are for each card the smallest and the largest ratio of `jax.jit`'s time to FusionLab's, of all "
+        "[tables](performance/index.md) about one pass; above 1 is faster.",
         "## Whole layers",
         "Passes for whole transformer layers run only where they are named.",
         bullets(f"{_link(p)}: {plain(p.summary)}{_gains_of_layer(p)}" for p in layers),
@@ -64,19 +64,15 @@ def _link(pass_: Pass) -> str:
     return f"[{pass_.name}](passes/{pass_.name}.md)"
 
 
-def _replaced(pass_: Pass) -> str:
-    """The summary without its first word."""
-    return pass_.summary.removeprefix("Replaces ").removesuffix(".")
-
-
 def _in_short(pass_: Pass) -> str:
     """Where it is on, without the reasons."""
     return re.split(r"[.:] |\.$", pass_.default)[0].lower().replace("gpus", "GPUs")
 
 
 def _gain(pass_: Pass, card: str) -> str:
-    """The smallest and the largest ratio of the tables that measure a pass on a card."""
-    ratios = sorted(r for t in tables_about(pass_.name) if t.card == card for r in t.span())
+    """The smallest and the largest ratio of the tables that time a pass by itself on a card."""
+    alone = [t for t in tables_about(pass_.name) if t.card == card and t.of_time and t.of_one_pass]
+    ratios = sorted(ratio for t in alone for ratio in t.span())
     return " to ".join(dict.fromkeys(f"{r:.2f}x" for r in (ratios[0], ratios[-1]))) if ratios else NONE
 
 

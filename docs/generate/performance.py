@@ -17,7 +17,8 @@ _PLACES = {
 }
 _NAMES = {"h200": "NVIDIA H200", "h100": "NVIDIA H100", "cpu": "CPU"}
 _HOW = (
-    "Programs are timed in turns, so that a slow moment of the machine hits all of them: device time on a GPU, wall time on a CPU.",
+    "Programs are timed in turns, so that a slow moment of the machine hits all of them. Times are device times on a GPU and wall times on "
+    "a CPU, unless a table says otherwise.",
     "A cell is a median. A ratio is the time before over the time after, with its 95 % bootstrap interval; above 1 is faster.",
     "Each table is generated from a record in benchmarks/results when the site is built. The line under it has the device, the versions, "
     "the date and the command that measures it again.",

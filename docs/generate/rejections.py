@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +70,7 @@ def _codes() -> Iterator[str]:
             yield f"There is no small program that gets this code. {WITHOUT[name]}"
 
 
+@functools.cache
 def examples() -> dict[str, list[NearMiss]]:
     """Code -> its smallest near miss of each pass that has one."""
     found: dict[str, dict[str, NearMiss]] = defaultdict(dict)

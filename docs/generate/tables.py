@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .markdown import table, text_of
-from .records import NONE, Record, at, cell, newest, ratio, samples_in
+from .records import Record, at, cell, newest, ratio, samples_in
 
 Keys = tuple[str | int, ...]
 
@@ -81,14 +81,29 @@ class Measured:
     def lines(self) -> list[list[str]]:
         """The cells of every row, its label first."""
         data = self.record.data
-        rows = self.rows(data) if callable(self.rows) else self.rows
-        return [[row.label, *(column.text(at(data, row.keys)) for column in self.columns)] for row in rows]
+        return [[row.label, *(column.text(at(data, row.keys)) for column in self.columns)] for row in self._rows()]
 
     def span(self) -> tuple[float, float]:
-        """The smallest and the largest ratio of the first column that has some."""
-        index = 1 + next(i for i, column in enumerate(self.columns) if column.before is not None)
-        found = [float(line[index].partition("x")[0]) for line in self.lines() if line[index] != NONE]
+        """The smallest and the largest ratio of the first column that has some: of times where there are some, else of memory."""
+        column = next(column for column in self.columns if column.before is not None)
+        parts = [at(self.record.data, row.keys) for row in self._rows()]
+        times = [part for part in parts if samples_in(at(part, column.keys))]
+        found = [float(column.text(part).partition("x")[0]) for part in times or parts]
         return min(found), max(found)
+
+    @property
+    def of_time(self) -> bool:
+        """Whether it has times at all."""
+        data = self.record.data
+        return any(samples_in(at(at(data, row.keys), column.keys)) for row in self._rows() for column in self.columns)
+
+    @property
+    def of_one_pass(self) -> bool:
+        """Whether it is about one pass, or about whole layers."""
+        return len(self.passes) == 1 or all("multi_transformer" in name for name in self.passes)
+
+    def _rows(self) -> Sequence[Row]:
+        return self.rows(self.record.data) if callable(self.rows) else self.rows
 
     def text(self, page: Path, level: int = 2) -> str:
         """The table with its heading, what was measured, and where the numbers are from."""
@@ -104,7 +119,6 @@ class Measured:
     def _samples(self) -> str:
         """How many samples the medians are of."""
         data = self.record.data
-        rows = self.rows(data) if callable(self.rows) else self.rows
-        counts = [samples_in(at(at(data, row.keys), c.keys)) for row in rows for c in self.columns]
+        counts = [samples_in(at(at(data, row.keys), c.keys)) for row in self._rows() for c in self.columns]
         counts = sorted({count for count in counts if count})
         return f"Medians of {' to '.join(str(n) for n in sorted({counts[0], counts[-1]}))} samples. " if counts else ""
