@@ -31,6 +31,11 @@ WIDER_EDIT = "compute in {} there if that is precise enough, or widen all operan
 AUTO_AXES = (
     "use mesh axes of type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
 )
+# The rejection codes that a site of any pass can get.
+COMMON_CODES = (
+    "escapes", "dtype", "stop_gradient", "custom_rule", "named_residual", "gradient", "value", "region", "overlap", "order", "sharding",
+    "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
+)  # fmt: skip
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -101,6 +106,10 @@ class Pass(abc.ABC, Shown):
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
       options: by name; a tuple (default, meaning) or (default, meaning, choices) is an option too.
+      summary: the replacement in one sentence.
+      spellings: the forms of a site that it recognises, and the limits of each; a sentence each.
+      default: where it is on without being asked for, and why it is off elsewhere.
+      codes: the rejection codes that it gives, besides `COMMON_CODES`.
       primitives: the primitives of its anchors.
       whole: its sites consist of the sites of other passes, so it is searched after them, whatever the order of the request.
       named_only: it runs only if it is named.
@@ -117,6 +126,10 @@ class Pass(abc.ABC, Shown):
     formula: str
     needs: str
     options: Mapping[str, Option | tuple[Any, ...]] = MappingProxyType({})
+    summary: str = ""
+    spellings: Sequence[str] = ()
+    default: str = ""
+    codes: Collection[str] = ()
     primitives: Collection[str] = ()
     whole: bool = False
     named_only: bool = False

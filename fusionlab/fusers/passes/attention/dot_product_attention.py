@@ -57,6 +57,27 @@ class DotProductAttentionPass(Pass):
     options: ClassVar = {
         "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is not used")
     }
+    summary = "Replaces scaled dot-product attention, from queries, keys and values to the weighted sum of the values, by one op."
+    spellings = (
+        "The scale may be applied to the queries, the keys or the scores, and may be a traced value. A constant scale may also be applied "
+        "after masks and biases.",
+        "Masks may be boolean, additive, or factors of ones and zeros; constants or data; one or several. Causal masks and local windows "
+        "are detected from their values.",
+        "Masks that fill with different finite scores are declined. So is a bias added after a mask, unless the mask fills with minus "
+        "infinity.",
+        "Any layout is recognised. Batch and heads may be merged for a part of the way, and a batch may share queries, keys or values.",
+        "Operands of 16 bits may be widened before the products.",
+        "Heads may share keys and values, repeated or grouped; the op reads them without a copy.",
+        "The scores may be capped by a tanh. There may be a sink: one more logit for each head, whose weight is dropped.",
+        "The weights may be multiplied by factors: dropout, or a weight for each head. A dropout mask of jax.random.bernoulli is generated "
+        "again from its key.",
+        "A query whose keys are all masked gives 0, where the program gives NaN.",
+    )
+    default = (
+        "On. On sm_90 a site takes cuDNN's or FusionLab's kernels where they were measured faster than XLA's code. In float32, and with "
+        "dropout, XLA's code was faster on an H200, and such a site keeps it. On a CPU the op runs in blocks of keys (xla_blockwise)."
+    )
+    codes = ("axes", "bias", "dropout", "mask", "scalar", "structure")
     primitives = ("dot_general",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:

@@ -42,6 +42,18 @@ class LerpPass(Pass):
         )
     }
 
+    summary = "Replaces a linear interpolation, x + w * (y - x), by one op."
+    spellings = (
+        "x, y and w may broadcast in any way.",
+        "Spellings that round as x + w * (y - x) does are taken. x * (1 - w) + y * w and its relatives round differently: they are "
+        "declined unless fl.Strategy(lerp=dict(reassociate=True)) asks for them.",
+    )
+    default = (
+        "On. On sm_90 values and gradients each take FusionLab's kernels where they were measured faster, which is mostly the gradient of "
+        "a broadcast operand. Elsewhere XLA's code runs."
+    )
+    codes = ("rounding",)
+
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         return lambda x, y, w: x + w * (y - x), (jnp.zeros((8, 16)), jnp.zeros((8, 16)), jnp.zeros(16))
 

@@ -60,6 +60,20 @@ class GemmEpiloguePass(Pass):
             GROUPINGS,
         ),
     }
+    summary = "Replaces a matrix product, the bias added to it and the activation of the result by one op, forward and backward."
+    spellings = (
+        "x has rank 2 or more, and w is a matrix. The product may be any contraction that @, einsum or dot_general expresses, or a 1x1 "
+        "convolution.",
+        "The bias may stand on either side of the add. It may be absent if there is an activation.",
+        "The bias and the activation may follow a reshape of the product, or be computed in float32 from a 16-bit product.",
+        "The activation is recognised by its values and its gradient, in any spelling: none, relu, tanh-GELU, erf-GELU, quick GELU, silu, "
+        "sigmoid or tanh. An erf-GELU is never taken for a tanh-GELU.",
+    )
+    default = (
+        "On. On a GPU a site keeps XLA's code unless an implementation was measured faster at its shapes. On a CPU XLA's code runs too: "
+        "it fuses bias and activation by itself, so nothing is gained there."
+    )
+    codes = ("activation", "axes", "bias", "rank", "scalar", "structure")
 
     def together(self, found: list[Candidate | Rejection], options: Mapping[str, Any]) -> list[Candidate | Rejection]:
         return grouped(found, options.get("grouping", GROUPINGS[0]))

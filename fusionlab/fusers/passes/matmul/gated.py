@@ -57,6 +57,16 @@ class GatedMatmulPass(Pass):
             tuple(_PREFERRED),
         )
     }
+    summary = "Replaces a gated pair of products, as in a SwiGLU feed-forward, by one product or one kernel."
+    spellings = (
+        "Both products read the same rows, and their matrices have one size. Neither product may have a bias.",
+        "The kernel takes bfloat16 and float16.",
+    )
+    default = (
+        "Off unless measured or asked for: on a GPU a pair is replaced where the table of the device has an implementation that was "
+        "measured faster than XLA's two products, or where prefer names one. On a CPU nothing was measured, and prefer has to name one."
+    )
+    codes = ("activation", "axes", "bias", "structure")
     primitives = ("mul",)
     sample_for = "cpu", MappingProxyType({"prefer": "concatenated"})
 

@@ -35,6 +35,16 @@ class GroupedMatmulPass(Pass):
     name = op = "grouped_matmul"
     formula = "jax.lax.ragged_dot: each row times the matrix of its group"
     needs = "matrices of rows (rank 2), no batch axes; f64/f32/bf16/f16; on a Hopper GPU bf16/f16 and axis sizes that are multiples of 64"
+    summary = "Replaces the grouped products of a mixture of experts by kernels in which a row meets the matrix of its own group alone."
+    spellings = (
+        "jax.lax.ragged_dot and jax.lax.ragged_dot_general, with rows x K operands and one matrix for each group, without batch axes.",
+        "Each of the two gradients is a site of its own.",
+    )
+    default = (
+        "On. Its kernels run on Hopper GPUs, in bfloat16 and float16, for 1,024 rows or more and axes that are multiples of 64. Elsewhere "
+        "the product keeps XLA's code."
+    )
+    codes = ("axes",)
     primitives = ("ragged_dot_general",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:

@@ -48,6 +48,18 @@ class MatmulSchedulePass(Pass):
             (None, True, False),
         ),
     }
+    summary = "Chooses for each matrix product that no larger fusion claims whether a library, a kernel or XLA runs it."
+    spellings = (
+        "The product may contract any axes. A bias may run along the columns or along the rows.",
+        "Operands that the program only widens to float32 are multiplied in their own dtype, and summed in float32.",
+        "found.routes() lists every product with its route and the reason of each route that does not take it.",
+    )
+    default = (
+        "On for GPUs: a product leaves XLA where another route was measured faster on the device. "
+        "fl.Strategy(matmul_schedule=dict(library=True)) takes cuBLASLt wherever it can run, library=False nowhere. On a CPU all products "
+        "stay with XLA."
+    )
+    codes = ("axes", "structure")
     primitives = ("dot_general",)
     sample_for = "sm_90", MappingProxyType({"library": True})
 

@@ -68,6 +68,20 @@ class LayerNormPass(Pass):
         "mean and variance over the same axis (any single axis, or the last several); epsilon inside the root and below 0.01; the "
         "statistics read only by the norm; f64/f32/bf16/f16"
     )
+    summary = "Replaces a LayerNorm or an RMSNorm, with or without scale and bias, by one op; a GroupNorm by fl.ops.group_norm."
+    spellings = (
+        "The variance may be spelled in any way. The norm may be written as a scale and a shift of x.",
+        "Scale and bias may have another dtype than x.",
+        "Where the kernel runs, the op also adds up the residual or the vector that x is a sum with, and returns the sum if something else "
+        "reads it (fl.ops.layer_norm_and_sum).",
+        "A GroupNorm may have images of any number of axes, with channels last as in Flax, Haiku and Keras. A reshape may split the groups "
+        "anywhere before and merge them anywhere after. Its scale, its bias and a SiLU that follows are part of the op.",
+    )
+    default = (
+        "On for sm_90. Its kernels run for 2^20 elements or more, in rows of up to 16,384 forward and 8,192 backward. Elsewhere a norm "
+        "keeps XLA's code unless the pass is named: on a CPU XLA's code was measured as fast."
+    )
+    codes = ("axes", "scalar", "structure")
     primitives = ROOTS
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:

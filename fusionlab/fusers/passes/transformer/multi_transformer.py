@@ -110,6 +110,41 @@ def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejec
     return known
 
 
+_BY_NAME = (
+    "Off: it runs only if it is named. A whole layer runs the same kernels as its pieces fused one by one, gains nothing over them, and is "
+    "not differentiable as one op."
+)
+_DEFAULT = (
+    _BY_NAME,
+    f"{_BY_NAME} The exception is a decoding step, one token for each of up to 16 texts in bfloat16 or float16 on sm_90: the op has "
+    "kernels of its own there, and takes them where they were measured faster.",
+)
+
+
+def _summary(spread: bool, decoder: bool) -> str:
+    what = "Replaces a whole transformer layer by one op"
+    if decoder:
+        what += ", which also returns the cache's new keys and values"
+    return f"{what}, in two parts with the program's own sums over devices between them." if spread else f"{what}."
+
+
+def _spellings(spread: bool, decoder: bool, fused: bool) -> Iterator[str]:
+    yield "The norms may stand before attention and feed-forward or after their residual sums."
+    yield "The feed-forward may be gated. A rotary embedding has to cover whole heads, with halves as pairs."
+    if fused:
+        yield "Queries, keys and values come from one product, whose columns are split as a whole or by head."
+    else:
+        yield "Queries, keys and values come from a product each."
+    if decoder:
+        yield "Keys and values may be appended to a cache or written into one at a position."
+    if spread:
+        yield (
+            "The layer stands in a shard_map, with check_vma or without. Heads and inner features are split over the devices of a mesh "
+            "axis, and a psum follows the output projection and the feed-forward, before the bias. No collective is added, removed or "
+            "reordered."
+        )
+
+
 class MultiTransformerPass(Pass):
     """One of them; see the module docstring.
 
@@ -124,6 +159,7 @@ class MultiTransformerPass(Pass):
         "self-attention, output projection, both residual sums, each with a layer norm or RMS norm of epsilon up to 0.001, a feed-forward "
         "with a known activation; a rotary embedding by halves; only keys and values are read outside; no dropout; forward only"
     )
+    codes = ("activation", "axes", "bias", "dropout", "mask", "rotary", "scalar", "structure", "rounding")
     whole = forward_only = True
     named_only = True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
 
@@ -135,6 +171,9 @@ class MultiTransformerPass(Pass):
             f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{_SUMMED * spread}; attention over "
             f"{'a cache and ' * decoder}the call's own keys, {'one product' if fused else 'a product each'} for queries, keys and values"
         )
+        self.summary = _summary(spread, decoder)
+        self.spellings = tuple(_spellings(spread, decoder, fused))
+        self.default = _DEFAULT[decoder and not spread]
         if not spread:  # collectives stand between layers over devices
             self.options = {"stacked": Option(False, "identical layers in a row become one call")}
 
