@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[2]
 PHASES = ("trace", "find", "rewrite", "lower", "kernels", "compile", "run")
 STATES = ("cold", "kernels cached", "all cached")
 SIZES = {
-    "gpu": dict(embed=768, heads=12, vocab=50304, batch=8, length=1024),
-    "cpu": dict(embed=256, heads=4, vocab=2048, batch=2, length=128),
+    "gpu": {"embed": 768, "heads": 12, "vocab": 50304, "batch": 8, "length": 1024},
+    "cpu": {"embed": 256, "heads": 4, "vocab": 2048, "batch": 2, "length": 128},
 }
 
 
