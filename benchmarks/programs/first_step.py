@@ -143,6 +143,7 @@ def sample(version: str, layers: int, sizes: Mapping[str, int]) -> dict[str, Any
         "seconds": clock.seconds,
         "cubins": {"found": counters.hits, "compiled": counters.misses},
         "launcher": "compiled" if ffi_call.LAUNCHER is not None else native.why_not() or "python",
+        "load": os.getloadavg()[0],  # of the machine: on a busy one the times are those of the others, too
         "environment": environment().to_dict(),
     }
 
@@ -238,7 +239,7 @@ def main(argv: list[str]) -> int:
         programs[f"{layers} layers"] = {
             state: {
                 version: {"median_s": medians(samples)}
-                | {key: [s[key] for s in samples] for key in ("seconds", "cubins", "launcher")}
+                | {key: [s[key] for s in samples] for key in ("seconds", "cubins", "launcher", "load")}
                 for version, samples in versions.items()
             }
             for state, versions in found.items()

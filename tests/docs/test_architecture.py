@@ -26,7 +26,9 @@ def named_in(text: str) -> set[str]:
 def linked_in(text: str) -> set[str]:
     """Targets of relative links."""
     without_code = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    return {target for target in LINKED.findall(without_code) if "://" not in target and not target.startswith("mailto:")}
+    return {
+        target for target in LINKED.findall(without_code) if "://" not in target and not target.startswith("mailto:")
+    }
 
 
 @pytest.mark.whole
