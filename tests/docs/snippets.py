@@ -1,7 +1,9 @@
 """Runs the snippets of a page and holds its outputs against what they print.
 
     python -m tests.docs.snippets               every page: what differs
-    python -m tests.docs.snippets --write       writes the outputs that differ into the pages
+    python -m tests.docs.snippets --write       writes the outputs that differ into the pages; with --measured, the measured ones too
+
+Paths of pages restrict all of them to these pages.
 
 A page is README.md or a Markdown file of docs/. Its blocks run in their order, in a folder of their own:
 
@@ -56,10 +58,6 @@ class Shown:
         return self.measured or pattern_of(self.text).fullmatch(lines_of(self.printed)) is not None
 
     @property
-    def can_be_written(self) -> bool:
-        return not self.measured and "..." not in self.text
-
-    @property
     def difference(self) -> str:
         shown, printed = (lines_of(text).splitlines() for text in (self.text, self.printed))
         return "\n".join(difflib.unified_diff(shown, printed, "page", "printed", lineterm=""))
@@ -112,8 +110,8 @@ def _command(line: str) -> None:
     """One command of fusionlab, in this process."""
     from fusionlab import cli
 
-    # The command prints its usage and ends the process where it is called wrongly: a snippet never is.
-    cli.main(shlex.split(line, comments=True)[1:])
+    status = cli.main(shlex.split(re.sub(r"\s+# .*", "", line))[1:])
+    assert status in (0, cli.WORSE), f"{line}: exit status {status}"
 
 
 class _Page:
@@ -162,22 +160,22 @@ def outputs(text: str) -> list[Shown]:
     return found
 
 
-def written(text: str) -> str:
-    """The page with every output that differs, and has no gap, written anew."""
+def written(text: str, measured: bool = False) -> str:
+    """The page with every output that differs, and has no gap, written anew; `measured` ones too if asked."""
     for shown in reversed(outputs(text)):
-        if not shown.is_right and shown.can_be_written:
+        if "..." not in shown.text and (measured if shown.measured else not shown.is_right):
             start, end = shown.span
             text = text[:start] + lines_of(shown.printed) + text[end:]
     return text
 
 
 def main(arguments: list[str]) -> int:
-    named = [Path(a).resolve() for a in arguments if a != "--write"] or pages()
+    named = [Path(a).resolve() for a in arguments if not a.startswith("--")] or pages()
     wrong = 0
     for path in named:
         text = path.read_text(encoding="utf-8")
         if "--write" in arguments:
-            text = written(text)
+            text = written(text, "--measured" in arguments)
             path.write_text(text, encoding="utf-8")
         for shown in outputs(text):
             if not shown.is_right:
