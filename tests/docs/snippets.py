@@ -12,8 +12,8 @@ A page is README.md or a Markdown file of docs/. Its blocks run in their order, 
 - ```sh: each command `fusionlab ...` is run; other commands are not.
 - ```text: what the block before it prints. A line `...` is any number of lines, and ` ... ` within a line any text.
 
-A comment in the line above a block changes that: `<!-- not run -->` for a block that needs what a test does not have, and
-`<!-- measured -->` for an output of times or of the machine, which is not compared.
+A comment in the line above a block changes that: `<!-- not run -->` for a block that needs something a test does not have,
+`<!-- measured -->` for an output with times or details of the machine, and `<!-- not compared -->` for a text that is no output.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _Page:
     """The state of a page's snippets: names, and the file that they make."""
 
     def __init__(self) -> None:
-        self.names: dict[str, Any] = {"__name__": "model"}
+        self.names: dict[str, Any] = {"__name__": "__main__"}
         self.model = ""
 
     def python(self, body: str) -> None:
@@ -148,7 +148,7 @@ def outputs(text: str) -> list[Shown]:
     with _folder_of_its_own():
         for fence in FENCE.finditer(text):
             language, body, mark = fence["language"], fence["body"], fence["mark"]
-            if language == "text" and printed is not None:
+            if language == "text" and printed is not None and mark != "not compared":
                 found.append(Shown(body, printed, mark == "measured", fence.span("body")))
                 printed = None
             elif language in runners and mark != "not run" and not body.startswith(">>> "):
