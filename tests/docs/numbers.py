@@ -35,7 +35,13 @@ def numbers_in(record: Any) -> Iterator[float]:
 
 def forms(number: float) -> set[str]:
     """How a number may be written: as a time, as memory, as a ratio."""
-    return {seconds(number), mebibytes(number), f"{number / 2**20:.0f} MiB", f"{number / 2**30:.1f} GiB", f"{number:.2f}"}
+    return {
+        seconds(number),
+        mebibytes(number),
+        f"{number / 2**20:.0f} MiB",
+        f"{number / 2**30:.1f} GiB",
+        f"{number:.2f}",
+    }
 
 
 def quoted(text: str) -> tuple[set[str], set[str]]:

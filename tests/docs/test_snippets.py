@@ -62,7 +62,8 @@ def test_an_output_is_compared_line_by_line(shown, printed, is_right):
 
 
 def test_a_page_shares_one_namespace_and_its_lines_are_those_of_one_file():
-    page = "```python\nx = 1\n\n\ndef f():\n    return x\n```\ntext\n```python\nprint(f() + x, f.__code__.co_firstlineno)\n```\n```text\n2 4\n```\n"
+    first, second = "x = 1\n\n\ndef f():\n    return x\n", "print(f() + x, f.__code__.co_firstlineno)\n"
+    page = f"```python\n{first}```\ntext\n```python\n{second}```\n```text\n2 4\n```\n"
     (shown,) = outputs(page)
     assert shown.is_right
 

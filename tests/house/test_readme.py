@@ -40,7 +40,16 @@ def test_readme_has_exactly_the_two_set_up_commands():
 
 def test_the_first_screen_names_the_use_the_users_and_one_line_to_try():
     first = "\n".join(README.splitlines()[:25])
-    for needed in ("JAX", "NVIDIA", "H100", "H200", "without a GPU", "fl.find(train_step", "python3 -m venv", "explorer.png"):
+    for needed in (
+        "JAX",
+        "NVIDIA",
+        "H100",
+        "H200",
+        "without a GPU",
+        "fl.find(train_step",
+        "python3 -m venv",
+        "explorer.png",
+    ):
         assert needed in first, needed
 
 

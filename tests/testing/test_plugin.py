@@ -34,6 +34,7 @@ def leaky(x, w, b):
     return jax.nn.relu(h), h
 """
 
+
 def block_of(language, with_text):
     """The one block of the page that has this text in it."""
     (found,) = [b for b in re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S) if with_text in b]
