@@ -1,1 +1,1 @@
-"""The documents' code, run as a reader would run it."""
+"""Tests of README and the pages of docs/: their snippets run, their outputs, links and numbers are right."""

@@ -15,7 +15,7 @@ from fusionlab.testing.snapshots import file_name, snapshot_path
 
 # pytester forgets the modules that a run inside this process imports; those above are there before.
 ROOT = Path(fusionlab.__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 
 MODEL = """
 import jax
@@ -34,17 +34,15 @@ def leaky(x, w, b):
     return jax.nn.relu(h), h
 """
 
-FLAX_MODEL = """
-from flax import linen as nn
+
+def block_of(language, with_text):
+    """The one block of the page that has this text in it."""
+    (found,) = [b for b in re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.M | re.S) if with_text in b]
+    return found
 
 
-class Mlp(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        h = nn.Dense(32)(x)
-        y = nn.relu(h)
-        return nn.Dense(8)(y)
-"""
+FLAX_MODEL = block_of("python", "class Mlp")
+TEST_FILE = block_of("python", "def test_mlp_stays_fused")
 
 
 @pytest.fixture
@@ -486,40 +484,29 @@ def test_a_long_summary_is_cut_unless_asked_for(pytest_run):
     assert len(re.findall(r"^test_model.py::test_many\[\d+\]: 1 assertion", long, re.M)) == 23
 
 
-# -- README: a library's test file of ten lines -----------------------------------------------------------------------------------
-
-
-def readme_section():
-    section = README[README.index("## For library authors") :]
-    return section[: section.index("\n## ", 3)]
-
-
-def readme_blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```", readme_section(), re.M | re.S)
+# -- docs/testing.md: a library's test file of ten lines --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def library(pytest_run, pytester):
-    """A library of a flax model, with README's test file and its snapshot."""
-    (test_file,) = readme_blocks("python")
-    pytester.makepyfile(my_library=FLAX_MODEL, test_fusions=test_file)
+    """A library of a flax model, with the page's test file and its snapshot."""
+    pytester.makepyfile(my_library=FLAX_MODEL, test_fusions=TEST_FILE)
     pytest_run(None, "--fusionlab-update").assert_outcomes(passed=1)
     return pytest_run
 
 
-def test_readmes_test_file_has_ten_lines_and_passes(library):
-    (test_file,) = readme_blocks("python")
-    assert len([line for line in test_file.splitlines() if line.strip()]) <= 10
+def test_the_pages_test_file_has_ten_lines_and_passes(library):
+    lines = [line for line in TEST_FILE.splitlines() if line.strip() and not line.startswith("#")]
+    assert len(lines) <= 10
     library(None).assert_outcomes(passed=1)
 
 
-def test_readme_names_every_option_and_assertion():
-    section = readme_section()
+def test_the_page_names_every_option_and_assertion():
     asserts = [name for name in fusionlab.testing.__all__ if name.startswith("assert_")]
     assert len(asserts) == 4
     for name in ("--fusionlab-update", "--fusionlab-report", "--fusionlab-device", *asserts):
-        assert name in section, name
-    assert "pytest.mark.fusionlab(" in section
+        assert name in PAGE, name
+    assert "pytest.mark.fusionlab(" in PAGE
 
 
 def edit(pytester, old, new):
@@ -536,13 +523,13 @@ def test_returning_the_pre_activation_fails_and_names_its_line(library, pytester
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
         [
-            "E *[[]escapes[]] gemm_epilogue@Mlp/Dense_0#2 at my_library.py:7: relu is not fused*is also returned",
-            "E * my_library.py:7: h = nn.Dense(32)(x)",
+            "E *[[]escapes[]] gemm_epilogue@Mlp/Dense_0#2 at my_library.py:8: relu is not fused*is also returned",
+            "E * my_library.py:8: h = nn.Dense(32)(x)",
             "E * edit: let the activation be the only reader*",
         ]
     )
     shown = re.findall(r"^E +(.*)$", text_of(result), re.M)
-    (message,) = readme_blocks("text")
+    message = block_of("text", "nearest miss")
     shown = [line.strip().removeprefix("fusionlab.testing.messages.FusionAssertionError: ") for line in shown]
     for line in message.strip().splitlines():
         assert line.strip() in shown
