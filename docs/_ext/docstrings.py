@@ -1,0 +1,49 @@
+"""Docstrings are plain text, which reads as well in `help()`: here they become reStructuredText, before napoleon reads their sections.
+
+A name between backticks is code; `*`, `|` and `_` mean themselves; a paragraph that is set in by four spaces or more is code too.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sphinx.application import Sphinx
+
+CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
+MARK = re.compile(r"([*|]|(?<=\w)_(?!\w)|\\)")
+SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note|Source|Sources):")
+
+
+def as_rst(lines: list[str]) -> list[str]:
+    """The lines of a docstring as reStructuredText with napoleon's sections."""
+    blocks, in_section = [], False
+    for block in re.split(r"\n\n+", "\n".join(lines).strip("\n")):
+        first = block.partition("\n")[0]
+        in_section = bool(SECTION.match(first)) or (in_section and first.startswith(" "))
+        if first.lstrip().startswith((">>>", "...")):
+            blocks.append(block)
+        elif first.startswith("    ") and not in_section:
+            blocks.append("::\n\n" + block)
+        else:
+            blocks.append(_escaped(block))
+    return "\n\n".join(blocks).split("\n")
+
+
+def _escaped(text: str) -> str:
+    parts = CODE.split(text)
+    parts[::2] = [MARK.sub(r"\\\1", part) for part in parts[::2]]
+    for k in range(1, len(parts), 2):
+        before = "\\ " if parts[k - 1][-1:].isalnum() else ""  # code ends where a space or a mark follows
+        after = "\\ " if parts[k + 1][:1].isalnum() else ""
+        parts[k] = f"{before}``{parts[k].strip('`')}``{after}"
+    return "".join(parts)
+
+
+def _on_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = [*as_rst(lines), ""]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("autodoc-process-docstring", _on_docstring, priority=100)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
