@@ -9,11 +9,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import fusionlab
+
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS)]
 
-import fusionlab
-import pages
+import pages  # noqa: E402 - in docs/_ext
 
 GENERATED = DOCS / "generated"
 shutil.rmtree(GENERATED, ignore_errors=True)
@@ -28,7 +29,7 @@ pages.write_notebooks(GENERATED / "notebooks")
 pages.write_root_files(GENERATED)
 
 project = "FusionLab"
-copyright = "the FusionLab authors"
+project_copyright = "the FusionLab authors"
 version = release = fusionlab.__version__
 extensions = [
     "myst_nb",
