@@ -42,6 +42,7 @@ extensions = [
 exclude_patterns = ["_build", "_ext", "generate", "README.md", "**.ipynb_checkpoints"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 needs_sphinx = "8.0"
+smartquotes = False  # a quoted word is often a literal
 
 html_theme = "furo"  # its fonts are the reader's own
 html_title = "FusionLab"
@@ -61,6 +62,7 @@ nb_ipywidgets_js = {}  # they would come from others' servers; the pages have pi
 
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
+autodoc_type_aliases = {"Array": "jax.Array"}
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 napoleon_google_docstring = True

@@ -1,6 +1,7 @@
 """Docstrings are plain text, which reads as well in `help()`: here they become reStructuredText, before napoleon reads their sections.
 
-A name between backticks is code; `*`, `|` and `_` mean themselves; a paragraph that is set in by four spaces or more is code too.
+A name between backticks is code; `*`, `|` and `_` mean themselves; a paragraph that is set in by four spaces or more is code too. Errors
+that share a line of "Raises:" get a line each. Classes that are only ever given back are shown without the signature of their constructor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from sphinx.application import Sphinx
 CODE = re.compile(r"(``.+?``|`[^`]+`)", re.DOTALL)
 MARK = re.compile(r"([*|]|(?<=\w)_(?!\w)|\\)")
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises|Yields|Example|Examples|Note|Source|Sources):")
+RAISED = re.compile(r"(?<=[.;)]) (?=(?:\w+(?:Error|Warning)(?:, | and )?)+: )")
+MADE_BY_USERS = ("fusionlab.CudaKernel", "fusionlab.Strategy", "fusionlab.ops.TransformerLayer", "fusionlab.testing.")
 
 
 def as_rst(lines: list[str]) -> list[str]:
@@ -26,6 +29,7 @@ def as_rst(lines: list[str]) -> list[str]:
         elif first.startswith("    ") and not in_section:
             blocks.append("::\n\n" + block)
         else:
+            block = RAISED.sub("\n  ", block) if first == "Raises:" else block
             blocks.append(_escaped(block))
     return "\n\n".join(blocks).split("\n")
 
@@ -44,6 +48,14 @@ def _on_docstring(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
     lines[:] = [*as_rst(lines), ""]
 
 
+def _on_signature(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None] | None:
+    is_result = what == "class" and signature and not name.startswith(MADE_BY_USERS)
+    return ("", None) if is_result else None
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _on_docstring, priority=100)
+    app.connect("autodoc-process-signature", _on_signature)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
