@@ -42,7 +42,7 @@ extensions = [
 exclude_patterns = ["_build", "_ext", "generate", "README.md", "**.ipynb_checkpoints"]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 needs_sphinx = "8.0"
-smartquotes = False  # a quoted word is often a literal
+smartquotes_action = "D"  # dashes alone: a quoted word is often a literal
 
 html_theme = "furo"  # its fonts are the reader's own
 html_title = "FusionLab"
