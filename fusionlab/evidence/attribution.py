@@ -232,7 +232,8 @@ class SiteShare(Shown):
 class SiteShares(Shown):
     """What each site is worth, and all of them together: `fused` has all, `unfused` none of them.
 
-    `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled.
+    `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled. `hardware` is where it was
+    measured.
     """
 
     _listed = "sites"

@@ -72,7 +72,13 @@ class Search:
 
 @dataclass(frozen=True, repr=False)
 class Option(Shown):
-    """An option of a pass: its default, what it means, and the values it can have where these are told."""
+    """An option of a pass.
+
+    Attributes:
+      default: its value where none is given.
+      meaning: what it does, in a sentence.
+      choices: the values it can have; None where they are not listed.
+    """
 
     _says = "{0.default!r} by default: {0.meaning}"
 
