@@ -31,6 +31,8 @@ def as_rst(lines: list[str]) -> list[str]:
             blocks.append(block)
         elif first.startswith("    ") and not in_section:
             blocks.append("::\n\n" + block)
+        elif first == "Raises:" and not re.match(rf"  {ERRORS}|  [\w.]+: ", rest):
+            blocks.append(f"**Raises:** {_escaped(' '.join(rest.split()))}")
         elif first in ("Raises:", "Attributes:"):
             blocks.append(first + "\n" + _escaped("\n".join(_entries(first, rest))))
         else:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from repository_links import ROOT
 
 WIDGET = "application/vnd.jupyter.widget-view+json"  # of an explorer; a note and a still picture of it follow
+STYLE = re.compile("<style>.*?</style>", re.DOTALL)
 ROOT_FILES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
 
 
@@ -36,6 +38,8 @@ def _drawable(cell: dict[str, Any]) -> None:
             width = output.get("metadata", {}).get("image/png", {}).get("width")
             if width:
                 options.setdefault("width", f"{width}px")
+        elif "fl-still" in "".join(data.get("text/html", "")):  # its style sheet hides it beside the explorer that is left out here
+            data["text/html"] = STYLE.sub("", "".join(data["text/html"]))
 
 
 def write_root_files(folder: Path) -> None:

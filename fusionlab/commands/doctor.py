@@ -244,6 +244,9 @@ def doctor(measure: bool = False) -> Doctor:
 
     Args:
       measure: also measure the device's copy bandwidth and matrix product rate, which takes some seconds.
+
+    Returns:
+      Versions, devices, and each backend and output with whether it is ready; it prints as a report.
     """
     device, needs = Device.current(), _needs()
     versions = {"python": platform.python_version(), "platform": platform.platform()}
