@@ -75,7 +75,7 @@ def _one_of(makers: Makers) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Heads, and rows of values as they are."""
+    """Column `heads`, and `rows` of values as they are."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]

@@ -44,6 +44,7 @@ class Need(Shown):
 
     @property
     def present(self) -> bool:
+        """Whether it was found."""
         return self.version is not None
 
     def __str__(self) -> str:
@@ -52,7 +53,13 @@ class Need(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Ability(Shown):
-    """A backend of the fused ops, or a kind of output: whether it runs here, and why or why not."""
+    """A backend of the fused ops, or a kind of output: whether it runs here, and why or why not.
+
+    Attributes:
+      name: of the backend or the output.
+      ready: whether it runs here.
+      reason: why it does, or does not.
+    """
 
     name: str
     ready: bool
@@ -237,6 +244,9 @@ def doctor(measure: bool = False) -> Doctor:
 
     Args:
       measure: also measure the device's copy bandwidth and matrix product rate, which takes a few seconds.
+
+    Returns:
+      Versions, devices, and each backend and output with whether it is ready; it prints as a report.
     """
     device, needs = Device.current(), _needs()
     versions = {"python": platform.python_version(), "platform": platform.platform()}

@@ -232,7 +232,8 @@ class SiteShare(Shown):
 class SiteShares(Shown):
     """The saving of each site, and of all together: `fused` has all, `unfused` none of them.
 
-    `same_code` names the sites that run what XLA runs anyway: they are always fused, and not timed by themselves.
+    `same_code` names the sites that run what XLA runs anyway: they are always fused, and not timed by themselves. `hardware` is the machine
+    they were measured on.
     """
 
     _listed = "sites"

@@ -34,6 +34,7 @@ class Evidence(Shown):
     """Measurements of "before" (the function under `jax.jit`) and "after" (the fused one).
 
     Attributes:
+      name: of the function.
       timing, timing_grad: of the call, and of its gradient with its value; None where not asked for or the same code.
       numerics: errors against float64; None where not asked for or there is no reference (`notes` gives the reason).
       memory, memory_grad: compiled peak memory; None where not asked for or the backend does not report it.
@@ -141,6 +142,7 @@ class Evidence(Shown):
         return json.loads(to_json({**data, "notes": self.notes}))
 
     def to_json(self) -> str:
+        """`to_dict` as JSON text."""
         return to_json(self.to_dict())
 
     @classmethod

@@ -50,6 +50,7 @@ class KernelTime(Shown):
 
     @property
     def median_s(self) -> float:
+        """The median of the samples, in seconds."""
         return float(np.median(self.samples_s))
 
     @property

@@ -29,6 +29,7 @@ class Reconciliation(Shown):
 
     @property
     def sum_s(self) -> float:
+        """Seconds of all parts together."""
         return sum(s for _, s in self.parts)
 
     @property

@@ -45,7 +45,13 @@ class RecordChange(Shown):
 
 @dataclass(frozen=True, repr=False)
 class RecordDiff(Shown):
-    """The changes from one record to a newer one."""
+    """The changes from one record to a newer one.
+
+    Attributes:
+      name: of the function measured.
+      changes: one of each quantity that both records have.
+      notes: what cannot be compared, in sentences.
+    """
 
     _listed = "changes"
 
@@ -55,6 +61,7 @@ class RecordDiff(Shown):
 
     @property
     def regressions(self) -> tuple[RecordChange, ...]:
+        """The changes whose verdict is "worse"."""
         return tuple(c for c in self.changes if c.verdict == "worse")
 
     def __str__(self) -> str:

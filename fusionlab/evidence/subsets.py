@@ -39,10 +39,12 @@ class SiteErrors(Shown):
 
     @property
     def ok(self) -> bool:
+        """Whether every output and gradient passes, as `LeafNumerics.ok` has it."""
         return all(leaf.ok for leaf in self.leaves)
 
     @property
     def worst(self) -> LeafNumerics:
+        """The output or gradient that this site makes worst."""
         return worst_of(self.leaves)
 
     def __str__(self) -> str:

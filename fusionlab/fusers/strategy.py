@@ -66,6 +66,7 @@ class Strategy(Mapping[str, Any], Shown):
         return dict(self._passes)
 
     def to_json(self) -> str:
+        """A JSON object: pass name -> True, False or its options; `from_json` reads it back."""
         return json.dumps(self._passes, sort_keys=True)
 
     @classmethod

@@ -25,7 +25,15 @@ from ..tracebacks import own_lines_hidden
 
 @dataclass(frozen=True, repr=False)
 class Tolerance(Shown):
-    """A row: up to `reduction_size` terms, `rtol` and `atol` (relative to the array's largest magnitude), and why."""
+    """What an array of a dtype may differ by.
+
+    Attributes:
+      dtype: its name; "tf32" for float32 whose products round their operands.
+      reduction_size: holds for sums of up to so many terms.
+      rtol: relative to each element.
+      atol: relative to the array's largest magnitude.
+      reason: why it is as large.
+    """
 
     _says = "{0.dtype}: rtol {0.rtol:.3g}, atol {0.atol:.3g}; {0.reason}"
 

@@ -40,6 +40,7 @@ class Catalogue(Shown):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
+        """The name of each pass, in the order in which they run."""
         return tuple(p.name for p in self.passes)
 
     def __str__(self) -> str:

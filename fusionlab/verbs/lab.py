@@ -64,6 +64,14 @@ def trace(
 ) -> Graph:
     """Traces `fn` at these arguments (arrays or `jax.ShapeDtypeStruct`s, in any pytrees) without running it.
 
+    Args:
+      fn: the function, as for `jax.jit`.
+      *args, **kwargs: example arguments; only their shapes and dtypes are read.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      The graph, for `find`; it shows, prints and saves itself.
+
     Raises:
       TraceError: the function does not trace. ArgumentError: `fn` is not a function, or a static argument does not exist.
     """
@@ -96,6 +104,9 @@ def find(
       dump: a folder for the graph before and after each pass (see `fuse`).
       progress: False, True (a line, where it takes more than a second) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      The candidates and the rejections with their reasons; it prints as a line for each pass and each rejection.
 
     Raises:
       UnknownNameError: a pass, option or implementation that does not exist. TraceError, ArgumentError: as for `trace`, and where
@@ -155,6 +166,9 @@ def fuse(
       check: on concrete calls, run the original too and raise RewriteError if results differ beyond tolerance.
       dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.
       static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      A `Fused` function with the signature of `fn`; without `fn`, a decorator.
 
     Raises:
       UnknownNameError: a pass, option or implementation that does not exist, or a name in `skip` or `only` that is neither a pass

@@ -29,7 +29,13 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """One program against jax.jit: device seconds (median), jax.jit's median divided by it, and the 95 % interval of that ratio."""
+    """One program against jax.jit: device seconds (median), jax.jit's median divided by it, and the 95 % interval of that ratio.
+
+    Attributes:
+      median_s: device seconds.
+      ratio: jax.jit's median over this one.
+      interval: the 95 % interval of that ratio.
+    """
 
     median_s: float
     ratio: float

@@ -162,6 +162,7 @@ class Numerics(Shown):
 
     @property
     def ok(self) -> bool:
+        """Whether every output and gradient passes, as `LeafNumerics.ok` has it."""
         return all(leaf.ok for leaf in self.leaves)
 
     @property

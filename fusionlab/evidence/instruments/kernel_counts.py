@@ -11,7 +11,7 @@ from fusionlab.showing import Shown
 
 @dataclass(frozen=True, repr=False)
 class KernelCounts(Shown):
-    """Kind of kernel -> how many, in each version's forward call.
+    """Kind of kernel -> how many, in each version's forward call: `before` and `after`.
 
     Kinds are those of `fusionlab.graph.xla.modules.ModuleKernel`: "fusion", "library", "custom", "copy", "collective", "unfused".
     The body of a loop is counted once however often it runs; a fused op's custom call counts as one, whatever it launches.
@@ -22,6 +22,7 @@ class KernelCounts(Shown):
 
     @property
     def versions(self) -> tuple[tuple[str, Mapping[str, int]], ...]:
+        """(name, kind -> count) of "before", then of "after"."""
         return ("before", self.before), ("after", self.after)
 
     @property

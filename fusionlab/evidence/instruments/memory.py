@@ -26,7 +26,8 @@ from .record import hardware
 class CompiledMemory(Shown):
     """The compiler's plan for one program, in bytes.
 
-    `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
+    `name` is the version, "before" or "after"; `argument`, `output`, `temp`, `alias` (arguments that outputs share) and `code` (the
+    machine code) are XLA's. `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
     `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
     XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
     `resident_growth` measures both.
@@ -46,7 +47,7 @@ class CompiledMemory(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Memory(Shown):
-    """Compiled memory of both versions; `hardware` is the device they were compiled for.
+    """Compiled memory of both versions, `before` and `after`; `hardware` is the device they were compiled for.
 
     `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`);
     None if the device keeps no such count (a CPU), and in older records.
@@ -146,6 +147,7 @@ class ResidentGrowth(Shown):
 
     @property
     def growth(self) -> int:
+        """Bytes by which resident memory grew at its peak, 0 or more."""
         return max(0, self.peak - self.before)
 
     def __str__(self) -> str:

@@ -70,6 +70,11 @@ class Environment(Shown):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Environment:
+        """Reads a record back.
+
+        Raises:
+          KeyError: a field is missing.
+        """
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     def __str__(self) -> str:

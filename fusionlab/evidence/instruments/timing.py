@@ -87,15 +87,18 @@ class Runs(Shown):
 
     @property
     def median_s(self) -> float:
+        """The median of the samples, in seconds."""
         return float(np.median(self.samples_s))
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
+        """The lower and the upper quartile of the samples, in seconds."""
         low, high = np.percentile(self.samples_s, (25, 75))
         return float(low), float(high)
 
     @property
     def min_s(self) -> float:
+        """The shortest sample, in seconds."""
         return min(self.samples_s)
 
     def __str__(self) -> str:

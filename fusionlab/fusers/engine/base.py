@@ -79,7 +79,13 @@ class Search:
 
 @dataclass(frozen=True, repr=False)
 class Option(Shown):
-    """An option of a pass: its default, its meaning, and its valid values if they are listed."""
+    """An option of a pass: its default, its meaning, and its valid values if they are listed.
+
+    Attributes:
+      default: its value where none is given.
+      meaning: what it does, in a sentence.
+      choices: the values it can have; None where they are not listed.
+    """
 
     _says = "{0.default!r} by default: {0.meaning}"
 

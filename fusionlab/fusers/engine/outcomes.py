@@ -98,6 +98,7 @@ class Candidate(Shown):
 
     @property
     def scope(self) -> str:
+        """The module scope it stands in ("encoder/layer_3/mlp"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
     @property
@@ -194,6 +195,7 @@ class Rejection(Shown):
 
     @property
     def scope(self) -> str:
+        """The module scope it stands in ("encoder/layer_3/mlp"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
     def __str__(self) -> str:

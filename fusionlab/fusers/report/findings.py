@@ -353,6 +353,7 @@ class Findings(Shown):
         }
 
     def to_json(self, indent: int | None = 2) -> str:
+        """`to_dict` as JSON text; `indent` as for `json.dumps`."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_dataframe(self, xla: bool = False) -> Any:

@@ -79,6 +79,7 @@ class Structure(Shown):
 
     @property
     def scope(self) -> str:
+        """The module scope it stands in ("encoder/layer_3/mlp"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
     def __str__(self) -> str:

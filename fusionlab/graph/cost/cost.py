@@ -58,6 +58,7 @@ class Cost(Shown):
 
     @property
     def bytes_moved(self) -> int:
+        """Bytes read and bytes written together."""
         return self.bytes_read + self.bytes_written
 
     @property

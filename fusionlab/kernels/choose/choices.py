@@ -64,6 +64,7 @@ class Choice(Shown):
 
     @property
     def reason(self) -> str:
+        """The measured times in microseconds, fastest first, and where they were measured."""
         rivals = ", ".join(f"{name} {t:.4g} µs" for name, t in sorted(self.times_us.items(), key=lambda i: i[1]))
         return f"measured: {rivals} ({self.source})"
 

@@ -66,7 +66,13 @@ class Call:
 
 @dataclass(frozen=True, repr=False)
 class ImplementationChoice(Shown):
-    """The implementation that runs when none is named: its kind, compared with XLA's code of the site as written, and the reason."""
+    """The implementation that runs when none is named: its kind, compared with XLA's code of the site as written, and the reason.
+
+    Attributes:
+      implementation: its name.
+      kind: what it is against XLA's code of the site as it is written.
+      reason: why, in a sentence.
+    """
 
     _says = "{0.implementation} ({0.kind}): {0.reason}"
 
@@ -77,7 +83,7 @@ class ImplementationChoice(Shown):
 
 @dataclass(frozen=True, repr=False)
 class BackendVerdict(Shown):
-    """One implementation of an op for one call.
+    """One implementation of an op for one call, by its `name`.
 
     `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` explains it.
     """

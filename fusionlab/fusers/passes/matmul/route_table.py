@@ -65,6 +65,7 @@ class ProductRoute(Shown):
 
     @property
     def why(self) -> str:
+        """What each route answered, or the one reason; and how the product is split."""
         reason = "; ".join(map(str, self.answers)) if self.answers else self.reason
         return f"{reason}; split: {self.split}" if self.split else reason
 

@@ -124,7 +124,7 @@ def group_norm(
     """GroupNorm over the positions of an image and the channels of a group as one op, optionally followed by SiLU; differentiable
     to any order.
 
-    act((x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * scale + bias), means for each image and group of channels
+        act((x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * scale + bias), means for each image and group of channels
 
     Args:
       x: the axes of the batch, then any number of positions, then C channels; a group is C / groups neighbours among them.

@@ -178,9 +178,9 @@ def layer_norm(
 ) -> Array:
     """LayerNorm or RMSNorm over one axis as one op, differentiable to any order, of x or of a sum that it computes itself.
 
-    s = round(x + shift + residual), or x where there are neither
-    kind "layer": (s - mean(s)) / sqrt(mean((s - mean(s))^2) + epsilon) * scale + bias
-    kind "rms":   s / sqrt(mean(s^2) + epsilon) * scale + bias
+        s = round(x + shift + residual), or x where there are neither
+        kind "layer": (s - mean(s)) / sqrt(mean((s - mean(s))^2) + epsilon) * scale + bias
+        kind "rms":   s / sqrt(mean(s^2) + epsilon) * scale + bias
 
     Args:
       x: rank 1 or more; N features at `axis`.

@@ -341,7 +341,7 @@ def matmul(
       return_residual: also return the saved residual: relu's mask (bool, h > 0), or h, in the dtype `product`.
 
     Returns:
-      *B x M x N; with `return_residual`, `(out, residual)`.
+      *B x M x N in the dtype `out`; with `return_residual`, `(out, residual)`.
 
     Raises:
       ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for that does not exist; names the argument.

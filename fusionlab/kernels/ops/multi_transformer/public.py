@@ -50,13 +50,13 @@ def multi_transformer(
 ) -> Any:
     """A row of transformer layers as one op: one named node, made of fused attention, products and norms.
 
-    pre_norm:  a = x + attend(norm1(x)) @ out + out_bias;  y = a + mlp(norm2(a))
-    post-norm: a = norm1(x + attend(x) @ out + out_bias);  y = norm2(a + mlp(a))
+        pre_norm:  a = x + attend(norm1(x)) @ out + out_bias;  y = a + mlp(norm2(a))
+        post-norm: a = norm1(x + attend(x) @ out + out_bias);  y = norm2(a + mlp(a))
 
     Letters: B batch, S tokens of this call, E model width, H query heads, G key/value heads, D head size, Smax the size of a cache.
 
     Args:
-      x: [B, S, E].
+      x: [B, S, E], of float32, bfloat16, float16 or float64, as the weights are.
       layers: one `TransformerLayer`, or several of the same form, in order. They are read in place.
       heads, kv_heads: H and G; None reads them from the weights; given values must agree with them.
       mask: [1|B, 1|H, 1|S, T], bool or an integer (a key is seen where it is not 0), or a float that is added to the scores. T is
