@@ -26,7 +26,7 @@ _NEAR = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Literal:
     """A number in a program, in its own dtype."""
 
@@ -95,7 +95,7 @@ class Program:
     Attributes:
       inputs, outputs: numbers of values; an output may be a literal.
       constants: arrays that it captured, by their numbers, with their types.
-      last: by number, the index of the last item that reads a value; `len(items)` of an output.
+      last: by number, the index of the last item that reads a value.
     """
 
     items: tuple[Piece | Loop, ...]
@@ -109,10 +109,29 @@ class Program:
         """Of the largest piece in it."""
         return max((item.bytes for item in self.items), default=0)
 
-    @property
-    def size(self) -> int:
-        """How many pieces run, those of loops once for each step."""
-        return sum(item.length * item.body.size if isinstance(item, Loop) else 1 for item in self.items)
+    def read_later(self, i: int) -> bool:
+        """Whether an item reads what the item of that index gives."""
+        return any(i < self.last.get(n, -1) for n in self.items[i].gives)
+
+    def done_with(self, i: int) -> list[int]:
+        """The values that nothing needs after an item of that index: neither another item nor the caller."""
+        item = self.items[i]
+        seen = {n for n in (*item.reads, *item.gives) if isinstance(n, int)}.difference(self.outputs)
+        return [n for n in seen if self.last.get(n, -1) <= i]
+
+    def runs(self, taped: bool = False) -> int:
+        """How many pieces run forward, those of loops once for each step; with `taped` those that the way back needs."""
+        loops = sum(item.length * item.body.runs() for item in self.items if isinstance(item, Loop))
+        pieces = [i for i, item in enumerate(self.items) if isinstance(item, Piece)]
+        return loops + sum(not taped or self.read_later(i) for i in pieces)
+
+    def runs_back(self) -> int:
+        """How many pieces run on the way back, at most."""
+        each = (
+            item.length * (item.body.runs(taped=True) + item.body.runs_back()) if isinstance(item, Loop) else 1
+            for item in self.items
+        )
+        return sum(each)
 
 
 def in_pieces(closed: Any, most_bytes: float, consts: Sequence[Any] | None = None) -> Program:
@@ -140,7 +159,6 @@ class _Cutter:
         outputs = tuple(self._read(names, v) for v in jaxpr.outvars)
         items = self._items(steps, outputs)
         last = {n: i for i, item in enumerate(items) for n in item.reads if isinstance(n, int)}
-        last |= {n: len(items) for n in outputs if isinstance(n, int)}
         return Program(items, inputs, tuple(captured), outputs, last)
 
     def _named(self, names: dict[Any, int | Literal], variables: Sequence[Any]) -> Iterator[int]:

@@ -33,6 +33,8 @@ class Promoted:
     Attributes:
       notes: sentences about what could not be promoted (opaque kernels keep their own dtype); filled by the first call.
       jaxpr: the program as traced at the user's dtypes.
+      program: the same in pieces; `runs` of them make the outputs, `runs_of_gradients` the gradients.
+      told: is called before each piece runs; what it raises ends the run.
     """
 
     def __init__(
@@ -43,7 +45,6 @@ class Promoted:
         bound: Callable,
         inline: Callable | None,
         most_bytes: float,
-        told: Told,
     ) -> None:
         self.jaxpr = jaxpr
         self._in_tree, self._out_tree, self._bound = in_tree, out_tree, bound
@@ -51,12 +52,21 @@ class Promoted:
         base, self._consts = split_closed(jaxpr)
         self._in_avals = [v.aval for v in base.invars]
         self._out_avals = [v.aval for v in base.outvars]
+        self.told: Told = lambda: None
         self.program = in_pieces(jaxpr, most_bytes, self._consts)
-        self._runs = Stepwise(self._interpreter, told)
+        self._runs = Stepwise(self._interpreter, lambda: self.told())
 
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(self._interpreter.notes)
+
+    @property
+    def runs(self) -> int:
+        return self.program.runs()
+
+    @property
+    def runs_of_gradients(self) -> int:
+        return self.program.runs(taped=True) + self.program.runs_back()
 
     def values(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, in the function's own output structure: numpy float64; integers and bools as they are."""
@@ -124,7 +134,6 @@ def promote(
     static_argnames: str | Iterable[str] = (),
     inline: Callable[[Any], Callable | None] | None = None,
     most_bytes: float = math.inf,
-    told: Told = lambda: None,
     **kwargs: Any,
 ) -> Promoted:
     """The same program with every float in float64.
@@ -136,7 +145,6 @@ def promote(
       inline: equation -> a plain jnp function with the meaning of that equation, or None to bind it as it is. For
         primitives that own kernels instead of a meaning JAX can read.
       most_bytes: what a piece of the program may make in float64; all of it is one piece unless given.
-      told: is called before each piece runs; what it raises ends the run.
 
     Returns:
       Promoted, whose `values` and `gradients` give numpy float64. The user's `jax_enable_x64` is left alone.
@@ -149,4 +157,4 @@ def promote(
         bound = binding(args, kwargs)
         jaxpr, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))
-    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline, most_bytes, told)
+    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline, most_bytes)

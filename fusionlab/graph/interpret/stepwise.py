@@ -43,26 +43,27 @@ class Stepwise:
     _compiled: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def forward(self, program: Program, args: Sequence[Val], taped: bool = False) -> tuple[list[Val], Tape]:
-        """The outputs of a program; with `taped` also what `pull` needs."""
+        """The outputs of a program; with `taped` what `pull` needs instead, so that what only makes outputs is not run."""
         values: dict[int, Val] = dict(zip(program.inputs, args, strict=True))
         for number, const, aval in program.constants:
             values[number] = self.interpreter.constant(const, aval)
         tape = Tape(program, [], {})
         for i, item in enumerate(program.items):
             read = [self._value(values, n) for n in item.reads]
+            if taped:
+                tape.read.append(read)
             if isinstance(item, Piece):
+                if taped and not program.read_later(i):
+                    continue
                 outs = self._run(item, read)
             else:
                 outs, carried = self._loop(item, read)
                 if taped:
                     tape.steps[i] = carried
             values.update(zip(item.gives, outs, strict=True))
-            if taped:
-                tape.read.append(read)
-            for n in {n for n in (*item.reads, *item.gives) if isinstance(n, int)}:
-                if program.last.get(n, -1) <= i:
-                    del values[n]
-        return [self._value(values, n) for n in program.outputs], tape
+            for n in program.done_with(i):
+                del values[n]
+        return [] if taped else [self._value(values, n) for n in program.outputs], tape
 
     def pull(self, tape: Tape, cotangents: Sequence[Any], active: Sequence[bool]) -> list[Any]:
         """The cotangents of the inputs that are `active`, None of the others and where nothing depends on one.
