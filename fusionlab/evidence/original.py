@@ -22,12 +22,17 @@ from .errors.gradients import random_cotangents, value_and_gradients
 from .errors.numerics import LeafNumerics, leaf_numerics
 from .errors.outputs import check_same_outputs, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
+from .instruments.memory import free_bytes
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 from .instruments.timing import names_of
 
 # Of a comparison, in this order.
 _COMPILED = (("before", 0), ("after", 0), ("before", 1), ("after", 1))
+_PIECES_THAT_FIT = (
+    6  # into what is free: a piece is planned as if it freed nothing, and backwards needs about twice that
+)
+_SMALLEST_PIECE = 2**26  # bytes: what makes no more in float64 is not cut
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
 
@@ -172,17 +177,29 @@ class Original:
     def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
-        self.stages("float64 reference")
-        promoted = promote(self.call.fn, *args, inline=meaning_of, **kwargs)
+        most = max(_SMALLEST_PIECE, free_bytes() / _PIECES_THAT_FIT)
+        promoted = promote(self.call.fn, *args, inline=meaning_of, most_bytes=most, **kwargs)
+        self._tell(promoted, "float64 reference", promoted.runs)
         outputs = jax.tree.leaves(promoted.values(*args, **kwargs))
         return Reference(promoted, outputs, self._gradients(promoted) if self.grad else None)
 
     def _gradients(self, promoted: Promoted) -> list[Any]:
         cotangents, args, kwargs = self.backward.args
-        self.stages("float64 reference, gradient")
+        self._tell(promoted, "float64 reference, gradient", promoted.runs_of_gradients)
         wanted = promoted.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
         flat = jax.tree_util.tree_leaves(wanted, is_leaf=lambda x: x is None)
         return [flat[i] for i in self.chosen]
+
+    def _tell(self, promoted: Promoted, stage: str, runs: int) -> None:
+        """Each piece that runs is a step of the stage, before which it may be cancelled."""
+        stages = self.stages
+        reporter = stages(stage, runs if runs > 1 else 0)
+
+        def told() -> None:
+            stages.check(stage)
+            reporter.step()
+
+        promoted.told = told
 
     def errors(self, forward: Program, backward: Program | None = None) -> list[LeafNumerics]:
         """Errors of the original and of a version, both against float64: outputs, and with `backward` gradients.

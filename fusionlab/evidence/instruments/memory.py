@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,3 +213,15 @@ def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: fl
         raise BackendError(f"{target} failed in its own process (exit {done.returncode}): {last}")
     before, peak, method = json.loads(lines[-1].partition(" ")[2])
     return ResidentGrowth(target, before, peak, method)
+
+
+def free_bytes() -> float:
+    """What is free on the default device, or of the host's memory where that counts nothing; infinite where nobody says."""
+    counts = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in counts:
+        return float(counts["bytes_limit"] - counts.get("bytes_in_use", 0))
+    try:
+        counts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return float(counts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return math.inf
