@@ -29,7 +29,7 @@ def sharding_of(array: Any) -> NamedSharding | None:
 
 
 def sharding_text(sharding: NamedSharding | None) -> str:
-    """ "P('data', None)"; "" for what is whole on every device, and for None."""
+    """ "P('data', None)"; "" for a replicated value, and for None."""
     if sharding is None or sharding.is_fully_replicated:
         return ""
     return f"P({', '.join(map(repr, sharding.spec))})"
