@@ -163,7 +163,7 @@ def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], arra
 
 
 def _undone(views: Sequence[Node], shapes: Sequence[tuple[int, ...]], x: Any) -> Any:
-    """An operand that stands behind the views as they read it: the last is undone first. `shapes` as of `shapes_before`."""
+    """An operand after the views in the form before them: the last view is undone first. `shapes` as in `shapes_before`."""
     for node, shape in zip(reversed(views), shapes, strict=True):
         if node.primitive == "transpose":
             x = jnp.transpose(x, [int(i) for i in np.argsort(node.params["permutation"])])

@@ -178,7 +178,7 @@ def _window(per_window: Callable[[int], int]) -> CostRule:
 
 
 def _matrix(count: Callable[[int, int], float]) -> CostRule:
-    """Of each matrix [m, n] of the first operand."""
+    """The cost for each matrix [m, n] of the first operand."""
 
     def rule(node: Node) -> Arithmetic:
         *batch, m, n = (int(s) for s in node.inputs[0].shape)

@@ -41,7 +41,7 @@ def mesh_of_arguments(shardings: Iterable[NamedSharding | None]) -> str:
 
 
 def region_mesh_text(node: Node) -> str:
-    """Of a shard_map: "mesh data=2 x tensor=4", and the axes that are manual in it where others are not; "" for any other node."""
+    """For a shard_map: "mesh data=2 x tensor=4", with its manual axes if other axes are not manual; "" for any other node."""
     if node.primitive != "shard_map":
         return ""
     mesh, p = node.params["mesh"], node.params

@@ -143,7 +143,7 @@ def _among(frames: Iterable[tuple[str, int, str]]) -> tuple[Source | None, Sourc
 
 
 def kind_of_file(file: str) -> str:
-    """Whose code a file is: "own" (FusionLab's), "jax" (or generated code), "library" or "user"."""
+    """The origin of a file's code: "own" (FusionLab's), "jax" (or generated code), "library" or "user"."""
     if file.startswith(_OWN_CODE):
         return "own"
     if file.startswith(_JAX_PARTS) or (file.startswith("<") and not file.startswith(_TYPED)):
