@@ -28,7 +28,7 @@ _REARRANGING = VIEWS - {"pvary"}
 
 @dataclass(frozen=True)
 class Passage:
-    """As far as one node after another alone reads what the one before makes: where that ends, and the views on the way."""
+    """A chain of nodes, each the only reader of the one before: its end, and the views on the way."""
 
     end: Value
     views: tuple[Node, ...] = ()
@@ -145,7 +145,7 @@ def _before(node: Node, thin: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], array: Any) -> Any:
-    """A bias as it is bound, in the shape in which it broadcasts to what the first of the views reads.
+    """A bound bias in the shape in which it broadcasts to the operand of the first view.
 
     Raises:
       Declined: it is bound with axes along which it is broadcast.

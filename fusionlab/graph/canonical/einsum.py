@@ -38,7 +38,7 @@ def split_rows(view: CanonicalView, ref: Ref, sizes: tuple[int, ...]) -> Ref | N
 
 
 def _unmerged(view: CanonicalView, dot: CNode, edge: Operand, other: Operand) -> dict[Any, list[Any]] | None:
-    """Of an operand of a product, where it is another array whose free axes a reshape merges: label -> labels of that array's axes, in
+    """For an operand of a product that is another array with free axes merged by a reshape: label -> labels of that array's axes, in
     their order. None where it is not.
     """
     merged = view.nodes[edge.nid]

@@ -106,8 +106,8 @@ class Pattern:
       gauged: nodes whose value is known only up to a scalar factor, since a leaf may carry one.
       letters: axis letter -> where this axis is: the nodes that have it, and what fused ops call it.
       parts: an axis that a reshape merges or splits, by its part in it -> its letter.
-      may_lack: axis letter -> nodes that need not have it: leaves, and what is made of such leaves alone.
-      factor: what the root is multiplied by to give the result; the matcher does not look at it.
+      may_lack: axis letter -> nodes that need not have it: leaves, and nodes computed only from such leaves.
+      factor: the factor from the root to the result; the matcher ignores it.
       size: number of nodes that are neither leaves nor the constant one.
     """
 

@@ -128,5 +128,5 @@ class CacheWalk(Walk):
 
 
 def _edges(node: CNode) -> list[tuple[int, Any]]:
-    """(node, what it is multiplied by) of each operand."""
+    """(node, factor) of each operand."""
     return [(o.nid, o.coef) for o in node.operands]

@@ -56,7 +56,7 @@ class NormWalk(ResidualWalk):
         return NormRead(side, inner.nid, sides["x"], kind, epsilon, sides.get("scale"), sides.get("bias"))
 
     def operands_of(self, node: CNode, known: Mapping[int, Atoms], nid: int, is_scaled: bool) -> dict[str, Side]:
-        """Slot -> operand, of a norm's own site; `nid` is what the norm makes, `is_scaled` whether there are a scale or a shift behind it.
+        """Slot -> operand, for a norm's own site; `nid` is the norm's result, `is_scaled` whether a scale or a shift follows it.
 
         Raises:
           Unread: it has them twice, or one of them is multiplied by a number.
