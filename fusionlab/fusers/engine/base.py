@@ -32,7 +32,7 @@ AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or 
 # The rejection codes that a site of any pass can get.
 COMMON_CODES = (
     "escapes", "dtype", "stop_gradient", "custom_rule", "named_residual", "gradient", "value", "region", "overlap", "order", "sharding",
-    "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
+    "axes", "structure", "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
 )  # fmt: skip
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
@@ -107,7 +107,7 @@ class Pass(abc.ABC, Shown):
       summary: the replacement in one sentence.
       spellings: the forms of a site that it recognises, and the limits of each; a sentence each.
       default: where it is on without being asked for, and why it is off elsewhere.
-      codes: the rejection codes that it gives, besides `COMMON_CODES`.
+      codes: the rejection codes that are its own; a site can get any of `COMMON_CODES` as well.
       primitives: of its anchors.
       whole: its sites are made of what other passes find: it is searched after them, whatever the order they were asked in.
       named_only: it is asked only by name.
