@@ -107,7 +107,7 @@ class Pass(abc.ABC, Shown):
       summary: the replacement in one sentence.
       spellings: the forms of a site that it recognises, and the limits of each; a sentence each.
       default: where it is on without being asked for, and why it is off elsewhere.
-      codes: the rejection codes that are its own; a site can get any of `COMMON_CODES` as well.
+      codes: the rejection codes that it gives, besides `COMMON_CODES`.
       primitives: of its anchors.
       whole: its sites are made of what other passes find: it is searched after them, whatever the order they were asked in.
       named_only: it is asked only by name.
