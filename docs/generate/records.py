@@ -103,6 +103,11 @@ def duration(value: float) -> str:
     return _together(seconds(value).replace(" us", " µs"))
 
 
+def _memory(size: float) -> str:
+    """As reports write it, but for what has more than a gibibyte."""
+    return _together(f"{size / 2**30:.1f} GiB" if size >= 2**30 else mebibytes(size))
+
+
 def _together(quantity: str) -> str:
     """A quantity whose unit stays in the line of its number."""
     return quantity.replace(" ", "\N{NO-BREAK SPACE}")
@@ -113,12 +118,12 @@ def cell(value: Any) -> str:
     if value is None:
         return NONE
     if isinstance(value, int):  # bytes; times are no whole numbers
-        return _together(mebibytes(value))
+        return _memory(value)
     if isinstance(value, Mapping):
-        return _together(mebibytes(value["temp"])) if "temp" in value else duration(value["median_s"])
+        return _memory(value["temp"]) if "temp" in value else duration(value["median_s"])
     if isinstance(value, Sequence):
         if isinstance(value[0], Mapping):
-            return _together(mebibytes(statistics.median(sample["growth_bytes"] for sample in value)))
+            return _memory(statistics.median(sample["growth_bytes"] for sample in value))
         return duration(statistics.median(value))
     return duration(value)
 
