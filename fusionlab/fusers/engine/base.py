@@ -34,7 +34,7 @@ AUTO_AXES = (
 # The rejection codes that a site of any pass can get.
 COMMON_CODES = (
     "escapes", "dtype", "stop_gradient", "custom_rule", "named_residual", "gradient", "value", "region", "overlap", "order", "sharding",
-    "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
+    "axes", "structure", "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
 )  # fmt: skip
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
