@@ -46,6 +46,7 @@ def test_in_a_process_in_which_nothing_was_fused_before():
     first_of_all("together")
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("names", GROUPS, ids="-".join)
 def test_each_setting_in_a_process_in_which_nothing_was_fused_before(names):
     first_of_all(*names)

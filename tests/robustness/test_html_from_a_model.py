@@ -242,6 +242,7 @@ def test_every_export_can_be_written(cases, suffix, tmp_path):
     assert save(c.found.graph, tmp_path / f"graph{suffix}", c.found).stat().st_size > 100
 
 
+@pytest.mark.dear
 def test_the_failure_page_of_the_test_plugin(pytester, monkeypatch):
     """`report_html` again, by way of what a user's test writes."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # no other plugin's imports

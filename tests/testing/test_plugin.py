@@ -443,6 +443,7 @@ def test_file_names_are_safe_and_differ_where_the_names_do():
 # -- pytest-xdist ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("others", [False, True], ids=["no other plugins", "all that are installed"])
 def test_with_workers_summary_reports_and_snapshots_are_as_without(
     pytest_run, pytester, plugin_options, monkeypatch, others
