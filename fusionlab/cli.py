@@ -24,33 +24,33 @@ _FUNCTION = """\
 FUNCTION is package.module:function or path/to/file.py:function.
 
 Its example arguments are, in this order:
-  --args EXPR         a Python expression, evaluated in the module beside jax, jnp and np: a tuple of arguments, or one
-                      argument; f32[64,128], bf16[8,4], i32[8] stand for arrays (what is run draws their data at random)
+  --args EXPR         a Python expression, evaluated in the module with jax, jnp and np: a tuple of arguments, or one
+                      argument; f32[64,128], bf16[8,4], i32[8] mean arrays (commands that run it draw random data)
   function.example_args   an attribute of the function
   example_args        an attribute of the module; may be a dict from function name
 Each attribute is a tuple of arguments, or a function of no arguments that returns one.
-Keyword arguments are those of --kwargs EXPR, a dict. Arguments that are Python values rather than arrays are named in
+--kwargs EXPR, a dict, gives keyword arguments. Arguments that are Python values rather than arrays are named in
 --static-argnums (positions) and --static-argnames, as for jax.jit.
 
 examples:
   fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
   fusionlab find model.py:attend --args "f32[2,64,4,16], f32[2,64,4,16], f32[2,64,4,16]"
 """
-_DEVICE = "judge for this device: cpu, sm_90 and the like, or a100, l4, h100, h200, b200, rtx4090, t4"
+_DEVICE = "decide for this device: cpu, an architecture such as sm_90, or a100, l4, h100, h200, b200, rtx4090, t4"
 INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended: 128 + SIGINT
 _LONG = "demo", "compare", "bench", "tune"  # say what they do where standard error is no terminal, too
 WORSE = 3  # the exit status of `diff` of two records
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's parser, with its complaint on one line."""
+    """argparse's parser, with error messages on one line."""
 
     def error(self, message: str) -> NoReturn:
         near = self._nearest(message)
         self.exit(2, f"fusionlab: error: {message}{near and '.'}{near} (see {self.prog} --help)\n")
 
     def _nearest(self, message: str) -> str:
-        """The command or the option that was meant, where argparse's complaint is of a name."""
+        """The command or option that was probably meant, if argparse rejected a name."""
         if found := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             return did_you_mean(found[1], re.findall(r"[\w.-]+", found[2]))
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    doctor = commands.add_parser("doctor", help="what this machine has and can run, and the one next command")
+    doctor = commands.add_parser("doctor", help="report what this machine has and can run, and the command to run next")
     doctor.add_argument("--measure", action="store_true", help="also measure copy bandwidth and product rate (seconds)")
     doctor.set_defaults(run=_doctor)
 
@@ -105,56 +105,60 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--size", type=_positive, default=2048, metavar="S", help="sequence length (default %(default)s)")
     demo.set_defaults(run=_demo)
 
-    trace = _function_command(commands, "trace", "the traced program, as text")
+    trace = _function_command(commands, "trace", "print the traced program")
     trace.set_defaults(run=_trace)
 
-    find = _function_command(commands, "find", "what can be fused, what was declined, and why")
+    find = _function_command(commands, "find", "list what can be fused, what was declined, and why")
     _add_pass_options(find)
     find.add_argument("--device", metavar="NAME", help=_DEVICE)
     find.add_argument("--dump", metavar="DIR", help="write the graph before and after each pass, and report.json")
     find.set_defaults(run=_find)
 
-    explain = _function_command(commands, "explain", "what was found about one node or site")
+    explain = _function_command(commands, "explain", "print what was found about one node or site")
     explain.add_argument(
         "name", metavar="NAME", help="a node ('%%12', as trace prints it) or a site's id (as find prints it)"
     )
     _add_pass_options(explain)
     explain.add_argument("--device", metavar="NAME", help=_DEVICE)
-    explain.add_argument("--origin", action="store_true", help="say which line of FusionLab declined a site")
+    explain.add_argument("--origin", action="store_true", help="print which line of FusionLab declined a site")
     explain.set_defaults(run=_explain)
 
     diff = _function_command(
-        commands, "diff", "the program before and after fusing; or of two records, what became worse (exit status 3)"
+        commands,
+        "diff",
+        "show the program before and after fusing; or list what got worse between two records (exit status 3)",
     )
     diff.add_argument(
-        "newer", nargs="?", metavar="NEW.json", help="a record: FUNCTION is the older one, OLD.json, then"
+        "newer", nargs="?", metavar="NEW.json", help="a record; FUNCTION is then the older record, OLD.json"
     )
     _add_pass_options(diff)
     diff.set_defaults(run=_diff)
 
-    export = _function_command(commands, "export", "the graph as a file: .svg .dot .html .json .txt .png .pdf")
+    export = _function_command(commands, "export", "write the graph as a file: .svg .dot .html .json .txt .png .pdf")
     _add_pass_options(export)
-    export.add_argument("--fused", action="store_true", help="after fusing (default: before, with what was found)")
-    export.add_argument("-o", "--output", required=True, metavar="FILE", help="where to; its suffix says what")
+    export.add_argument(
+        "--fused", action="store_true", help="write the fused program (default: the original, with its sites)"
+    )
+    export.add_argument("-o", "--output", required=True, metavar="FILE", help="output file; its suffix sets the format")
     export.set_defaults(run=_export)
 
-    compare = _function_command(commands, "compare", "time and errors, before and after fusing")
+    compare = _function_command(commands, "compare", "measure time and errors before and after fusing")
     _add_pass_options(compare)
-    compare.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    compare.add_argument("--no-grad", action="store_true", help="measure the call only, without its gradient")
     _add_effort_options(compare)
     compare.add_argument("-o", "--output", metavar="FILE", help="write it as a web page (.html) or a record (.json)")
     compare.set_defaults(run=_compare)
 
-    bench = _function_command(commands, "bench", "time alone, before and after fusing")
+    bench = _function_command(commands, "bench", "measure time alone before and after fusing")
     _add_pass_options(bench)
-    bench.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    bench.add_argument("--no-grad", action="store_true", help="measure the call only, without its gradient")
     _add_effort_options(bench)
     bench.add_argument("-o", "--output", metavar="FILE.json", help="write the record with every sample")
     bench.set_defaults(run=_bench)
 
     tune = _function_command(commands, "tune", "measure which implementations are fastest here; write the plan file")
     _add_pass_options(tune)
-    tune.add_argument("--no-grad", action="store_true", help="the call only, no gradient of it")
+    tune.add_argument("--no-grad", action="store_true", help="measure the call only, without its gradient")
     tune.add_argument("-o", "--output", metavar="FILE", help="the plan file (default: where fusing looks)")
     tune.set_defaults(run=_tune)
 
@@ -169,25 +173,25 @@ def _function_command(commands: Any, name: str, summary: str) -> argparse.Argume
     )
     command.add_argument("function", metavar="FUNCTION", help="module:function or file.py:function")
     command.add_argument("--args", metavar="EXPR", help="example arguments, as a Python expression")
-    command.add_argument("--kwargs", metavar="EXPR", help="keyword arguments, as a Python expression that gives a dict")
+    command.add_argument("--kwargs", metavar="EXPR", help="keyword arguments, as a Python expression for a dict")
     command.add_argument(
-        "--static-argnums", type=_numbers, metavar="I,J", help="positions of arguments that are no arrays"
+        "--static-argnums", type=_numbers, metavar="I,J", help="positions of arguments that are not arrays"
     )
-    command.add_argument("--static-argnames", type=_names, metavar="A,B", help="names of arguments that are no arrays")
+    command.add_argument("--static-argnames", type=_names, metavar="A,B", help="names of arguments that are not arrays")
     return command
 
 
 def _add_effort_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--samples", type=_positive, default=40, metavar="N", help="of each version (default %(default)s)"
+        "--samples", type=_positive, default=40, metavar="N", help="samples of each version (default %(default)s)"
     )
     command.add_argument(
-        "--budget", type=_positive, default=60, metavar="S", help="seconds a timing (default %(default)s)"
+        "--budget", type=_positive, default=60, metavar="S", help="seconds per timing (default %(default)s)"
     )
 
 
 def _add_pass_options(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--passes", type=_names, metavar="A,B", help="ask only these passes (default: all)")
+    command.add_argument("--passes", type=_names, metavar="A,B", help="run only these passes (default: all)")
 
 
 def _names(text: str) -> list[str]:
@@ -332,7 +336,7 @@ def _effort(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _grad(options: argparse.Namespace) -> bool | None:
-    """Gradients where there is something to differentiate, unless they are not wanted."""
+    """Whether to take gradients: where there is something to differentiate, unless switched off."""
     return False if options.no_grad else None
 
 

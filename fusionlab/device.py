@@ -1,6 +1,6 @@
 """The device a decision is made for: real or simulated.
 
-Support checks take this record, so that any device can be asked about on a laptop.
+Support checks take this record, so decisions for any device can be made on a laptop.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, be
 @errors_for_users
 @dataclass(frozen=True, repr=False)
 class Device(Shown):
-    """What a decision needs to know of a device: decisions are pure functions of a call and this record.
+    """The properties of a device that decisions depend on: decisions are pure functions of a call and this record.
 
     Any device can be simulated: `Device.of("sm_75")`, `Device.of("h100")` or another of `GPUS`,
     `dataclasses.replace(Device.of("sm_90"), cudnn="8.9.7")` for one with an old library,
@@ -50,14 +50,15 @@ class Device(Shown):
       platform: JAX's platform name, "cpu" or "cuda" (other platforms keep JAX's name).
       arch: CUDA architecture, "sm_90"; "" without one.
       name: what to print ("NVIDIA H200", "x86_64, 2 cores").
-      simulated: True when the device is only asked about, not present.
+      simulated: True when the device is not present.
       memory: bytes; on a GPU those that JAX may use. None where unknown.
       runtime: of CUDA, as JAX's client gives it ("13000" for 13.0); `driver`: the kernel driver's version ("580.65.06").
       cudnn, cublaslt: the versions of the packages that JAX's CUDA plugin loads. None where unknown, as all four are away from CUDA.
       units: multiprocessors of a GPU; None where unknown, as of a simulated one.
       missing: which of `NEEDED` this process lacks, on CUDA; a simulated device lacks none.
       copy_bytes_per_s: bytes read and written by a large copy; `gemm_flop_per_s`: of a large product (bfloat16 on CUDA, float32 on a CPU).
-        Both None until `fusionlab.evidence.instruments.peaks.measure_peaks` measured them; devices that differ in them alone are equal.
+        Both None until `fusionlab.evidence.instruments.peaks.measure_peaks` measured them; devices that differ only in these are
+        equal.
     """
 
     platform: str
@@ -81,7 +82,7 @@ class Device(Shown):
 
     @classmethod
     def current(cls) -> Device:
-        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and where JAX is told to use the
+        """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and if JAX is set to use the
         CPU alone, its backend is not started for it.
         """
         alone = jax.config.jax_platforms == "cpu"  # pyright: ignore[reportAttributeAccessIssue]
@@ -89,7 +90,7 @@ class Device(Shown):
 
     @classmethod
     def asked(cls) -> Device:
-        """The device that a fused op is bound for: the one a search is asked about, inside of it (`asked_about`), else the current one."""
+        """The device that a fused op is bound for: inside `asked_about` the device of the search, else the current one."""
         return _ASKED.get() or cls.current()
 
     @classmethod
@@ -103,7 +104,7 @@ class Device(Shown):
         """`None` is the current device, a text in any case a simulated one ("cpu", "sm_90", or a card: "h100"), a Device itself.
 
         Raises:
-          ArgumentError: the text is no name of a device; the message lists them.
+          ArgumentError: the text does not name a device; the message lists the names.
         """
         if device is None:
             return cls.current()
@@ -132,7 +133,7 @@ _ASKED: ContextVar[Device | None] = ContextVar("fusionlab_asked", default=None)
 
 @contextlib.contextmanager
 def asked_about(device: Device) -> Iterator[None]:
-    """Inside, fused ops are bound for a device that may be another than this machine's: they are traced and looked at, and not run."""
+    """Context in which fused ops are bound for another device than this machine's: they are traced and inspected, but not run."""
     token = _ASKED.set(device)
     try:
         yield
@@ -187,7 +188,7 @@ def _driver() -> str | None:
 
 
 def driver_in(text: str) -> str | None:
-    """The kernel driver's version in what `/proc/driver/nvidia/version` says: "580.159.03".
+    """The kernel driver's version from the text of `/proc/driver/nvidia/version`: "580.159.03".
 
     The file may name the processor before it ("NVIDIA UNIX Open Kernel Module for x86_64  580.159.03"): a version has a dot.
     """

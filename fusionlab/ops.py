@@ -1,7 +1,8 @@
 """The fused ops themselves, as functions: differentiable, and one named node each in a trace.
 
-They behave as the plain `jax.numpy` code they stand for under jit, grad, vmap, scan, checkpoint and forward mode, and
-refuse a bad argument by its name. With `multi_transformer` come its layers' weights, `TransformerLayer`, and what lays those out.
+They behave like the equivalent plain `jax.numpy` code under jit, grad, vmap, scan, checkpoint and forward mode, and
+refuse a bad argument by its name. `multi_transformer` comes with a class for its layers' weights, `TransformerLayer`, and functions
+that lay them out.
 """
 
 from .kernels.ops.dot_product_attention import dot_product_attention

@@ -1,4 +1,4 @@
-"""Writing results: checked before the work starts, complete or not there at all."""
+"""Writing of results: checked before the work starts; a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def output_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     """A temporary folder to write into; on success its files become those of `target`, on an error nothing is left.
 
     A new `target` appears by one rename. In a folder that exists already, files of the same name are replaced one by
-    one and others are left alone. Of several processes one writes (`processes.speaks`); for the others it all goes nowhere.
+    one and others are left alone. Of several processes one writes (`processes.speaks`); the output of the others is discarded.
 
     Raises:
       OutputError: `target` cannot be written to; raised on entering, before any work.
@@ -59,7 +59,7 @@ def check_file(target: str | os.PathLike[str], suffix: str | None, folders: bool
 
     Args:
       target: the file.
-      suffix: what its name has to end in; None takes any.
+      suffix: the required ending of its name; None takes any.
       folders: make those that are missing.
 
     Raises:
@@ -91,10 +91,11 @@ def write_file(
     mode: int = 0o666,
     every_process: bool = False,
 ) -> Path:
-    """Writes a whole file or nothing: to a temporary file in the same folder, then renamed. No part is left where that is interrupted.
+    """Writes a whole file or nothing: to a temporary file in the same folder, then renamed. An interrupted write leaves nothing
+    behind.
 
     Args:
-      path: the file; one that is there is replaced.
+      path: the file; an existing one is replaced.
       content: text is written as UTF-8.
       folders: make those that are missing.
       advice: ends the message of the error.

@@ -1,6 +1,6 @@
-"""Where several processes run one program (`jax.distributed`): which of them speaks, and how they agree.
+"""Programs of several processes (`jax.distributed`): which process prints and writes, and how they agree.
 
-Process 0 prints and writes. A decision that hangs on a clock is its as well: processes that stopped at different samples would wait for
+Process 0 prints and writes. It also makes decisions that depend on a clock: processes that stopped at different samples would wait for
 each other for ever.
 """
 
@@ -31,7 +31,8 @@ def several(devices: Iterable[Any]) -> bool:
 
 
 def from_process_0(value: Any, task: str) -> np.ndarray:
-    """What process 0 gives, in every process; all have to call it at the same point. Values of other processes count only by their shape.
+    """The value of process 0, in every process; all must call it at the same point. Values of other processes count only by their
+    shape.
 
     Raises:
       ProcessError: another process has ended, or is at another point of the program.
@@ -44,6 +45,6 @@ def from_process_0(value: Any, task: str) -> np.ndarray:
         first = next(iter(str(error).splitlines()), "")
         raise ProcessError(
             f"{task}: this is process {jax.process_index()} of {jax.process_count()}, and not all of them answered ({first}); needed every "
-            "process to be alive and to make the same calls in the same order: look for the first error in the others' output, and start "
-            "all again"
+            "process to be alive and to make the same calls in the same order: look for the first error in the others' output, and restart "
+            "all processes"
         ) from error

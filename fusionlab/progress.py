@@ -1,7 +1,7 @@
-"""How far a long piece of work is: stages with a clock, for a person to watch or a function of the caller's to be told.
+"""Progress of a long piece of work: stages with a clock, for a person to watch or for a function of the caller's.
 
 Work is a row of stages, each named as it begins ("tracing", "compiling before, call 1/4", "timing call"), its steps counted where it
-has some. Who does the work holds `Stages`; who looks at it is a `Watch`: a line in a terminal or a notebook's cell here, the bar of an
+has some. The worker holds `Stages`; the observer is a `Watch`: a line in a terminal or a notebook's cell here, the bar of an
 explorer there. Each keeps a `Clock`, which knows since when a stage runs and how long it may yet take.
 """
 
@@ -32,7 +32,7 @@ class Stopped(Exception):  # noqa: N818 - the way out of work that was cancelled
 
 
 class Watch:
-    """Called as any function that is told of progress is, and told the budget of a stage as well."""
+    """Called like any progress function, with the budget of a stage as well."""
 
     def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
         """
@@ -49,9 +49,9 @@ class Clock:
     """The stage that runs, since when, and how long it may yet take.
 
     Attributes:
-      task, done, total, budget_s: as a `Watch` is told.
+      task, done, total, budget_s: as a `Watch` receives them.
       began: when, by `time.perf_counter`.
-      seen: task -> seconds that it took when last done, whatever it was a part of: "trial 1: compiling" tells of "trial 2: compiling".
+      seen: task -> seconds that it took when last done, in whatever part: "trial 1: compiling" predicts "trial 2: compiling".
     """
 
     task: str = ""
@@ -120,14 +120,14 @@ def clock_text(seconds: float) -> str:
 
 
 class Reporter:
-    """One stage: told as it begins, and at each of its steps.
+    """One stage: reported as it begins, and at each of its steps.
 
     Args:
       progress: False (silence), True (a line, for as long as the stage lasts), or a function called with (task, done, total).
       cancel: asked as it begins.
 
     Raises:
-      Stopped: `cancel` says True.
+      Stopped: `cancel` returned True.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Reporter:
 
 
 def pass_on(told: Any, task: str, done: int, total: int, budget_s: float) -> None:
-    """Tells a watch, or a function, or nobody."""
+    """Reports to a watch, to a function, or to nobody."""
     if isinstance(told, Watch):
         told(task, done, total, budget_s)
     elif told is not None:
@@ -170,7 +170,7 @@ def pass_on(told: Any, task: str, done: int, total: int, budget_s: float) -> Non
 
 @dataclass(frozen=True)
 class Stages:
-    """Whom a piece of work tells of its stages, and what may stop it between them.
+    """The receiver of a piece of work's stages, and what may stop the work between them.
 
     Attributes:
       progress: as for `Reporter`.
@@ -194,7 +194,7 @@ class Stages:
             raise Stopped(task)
 
     def inside(self, words: str) -> Stages:
-        """The same, of a part of the work, which is told in front of each stage: "trial 3: timing forward"."""
+        """The same for a part of the work, whose name precedes each stage: "trial 3: timing forward"."""
         return replace(self, progress=_Named(self.progress, words)) if callable(self.progress) else self
 
 

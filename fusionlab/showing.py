@@ -1,14 +1,14 @@
-"""What a public function returns: it prints as a sentence, is a table in a notebook, and saves itself by the suffix of a file.
+"""Results of public functions: each prints as a sentence, is a table in a notebook, and saves itself by the suffix of a file.
 
-A class says how, as attributes of the class; all else is `Shown`'s:
+A class configures this with class attributes; all else is `Shown`'s:
 
     class Cause(Shown):
         _says = "{0.observed} with {0.sites}"  # its sentence, unless it has a `__str__` of its own
         _listed = "trials"                     # whose items are the rows of its table; "" has a row for each of its fields
-        _told = ("site", "saved_s")            # what a row tells of it, where it is one of several; () has all plain fields
+        _told = ("site", "saved_s")            # the columns of its row, where it is one of several; () has all plain fields
         _name = "cause"                        # what several are counted as; "" is the name of the class
 
-A picture is `viz`'s: classes in `verbs` add one to what these give.
+Pictures belong to `viz`: classes in `verbs` add them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Item = TypeVar("_Item", covariant=True)
 
 
 def save_as(path: str | os.PathLike[str], makers: Makers, **options: Any) -> Path:
-    """Writes what the maker for the file's suffix gives; returns the path.
+    """Writes the content made by the maker for the file's suffix; returns the path.
 
     Args:
       path: the file.
@@ -75,13 +75,13 @@ def _one_of(makers: Makers) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Heads, and rows of values as they are."""
+    """Column `heads`, and `rows` of values as they are."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
 
     def html(self, most: int = _MOST_ROWS) -> str:
-        """As HTML, its texts escaped, with so many rows at most and without columns that tell nothing; "" where there is no row."""
+        """As HTML, its texts escaped, with at most so many rows and without empty columns; "" if there is no row."""
         if not self.rows:
             return ""
         told = [k for k in range(len(self.heads)) if any(cell(row[k]) for row in self.rows)]
@@ -131,7 +131,7 @@ class Shown:
         return str(self).partition("\n")[0]
 
     def _row(self) -> dict[str, Any]:
-        """What is told of it in a row of a table: column -> value."""
+        """Its row in a table of several: column -> value."""
         if self._told:
             return {name: getattr(self, name) for name in self._told}
         fields = (f.name for f in _fields(self) if f.repr)
@@ -152,7 +152,7 @@ class Shown:
         return {f.name: plain(getattr(self, f.name)) for f in _fields(self) if f.repr}
 
     def _makers(self) -> dict[str, Callable[[], str | bytes]]:
-        """What it saves, by suffix."""
+        """The makers of its files, by suffix."""
         return {
             ".csv": lambda: self._table().csv(),
             ".html": lambda: page(self._sentence(), self._repr_html_()),
@@ -202,7 +202,7 @@ class Records(tuple[_Item, ...], Shown):
 
 
 class Facts(dict[str, Any], Shown):
-    """Names with their numbers, in order: a dict that is a table in a notebook. As text, what any dict is."""
+    """Names with their numbers, in order: a dict that is a table in a notebook. As text, like any dict."""
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {cell(value)}" for name, value in self.items()) or "nothing to count"
@@ -237,7 +237,7 @@ class Text(str, Shown):
 
 
 def table_of(items: Iterable[Any]) -> Table:
-    """A row for each item; the columns are those of the first, and what others have beside them."""
+    """A row for each item; the columns are those of the first, and further ones of the others."""
     rows = [item._row() if isinstance(item, Shown) else _as_row(item) for item in items]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return Table(tuple(map(head, names)), tuple(tuple(row.get(name) for name in names) for row in rows))
@@ -263,7 +263,7 @@ def head(name: str) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value as a table tells it; "" for nothing."""
+    """A value as the text of a table's cell; "" for nothing."""
     if value is None:
         return ""
     if isinstance(value, bool):

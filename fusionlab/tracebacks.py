@@ -1,7 +1,7 @@
-"""An error as its user wants to read it: their own lines and the error, without FusionLab's lines between the two.
+"""Shortened tracebacks for users: their own lines and the error, without FusionLab's lines in between.
 
 JAX does the same with its own; `JAX_TRACEBACK_FILTERING=off` (or `jax.config.update("jax_traceback_filtering", "off")`) shows all of both.
-A mistake of FusionLab's own keeps its lines, so that it can be reported.
+An internal error of FusionLab keeps its lines, so that it can be reported.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _SPECIAL = ("__init__", "__call__", "__getitem__", "__setitem__", "__delitem__")
 
 
 def errors_for_users(cls: _Class) -> _Class:
-    """A class whose public methods raise errors as `own_lines_hidden` has them."""
+    """Class decorator: public methods raise errors shortened by `own_lines_hidden`."""
     for name, value in list(vars(cls).items()):
         if name.startswith("_") and name not in _SPECIAL:
             continue
@@ -114,7 +114,7 @@ def _entries(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _without_own(traceback: TracebackType | None) -> TracebackType | None:
-    """The same without entries of FusionLab's, of JAX's, and of what stands between them; None where only Python's library is left."""
+    """The same without entries of FusionLab's, of JAX's, and of those between them; None if only Python's library is left."""
     kept = [
         e for e in _entries(traceback) if not (_is_own(_file(e)) or _file(e).startswith(_JAX) or _file(e) in _BETWEEN)
     ]

@@ -121,6 +121,6 @@ def test_findings_show_why_sites_were_declined():
     found = fl.find(lambda x: jax.nn.leaky_relu(x @ W + B), X)
     html = found._repr_html_()
     assert "1 can be fused · 1 declined" in html
-    assert "no known activation" in html
+    assert "not a known activation" in html
     assert f"Edit: {found.rejections[0].edit}" in html
     assert "Declined" not in fl.find(layer, X)._repr_html_()

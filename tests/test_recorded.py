@@ -29,7 +29,7 @@ def test_a_plan_file(monkeypatch):
     monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(RECORDED / "plans.json"))
     (site,) = fl.find(layer, *ARGS, passes="gemm_epilogue", device="sm_90").candidates
     assert site.backend.name == "cuda"
-    assert "measured: cuda 5 us, xla 10 us" in site.backend.reason
+    assert "measured: cuda 5 µs, xla 10 µs" in site.backend.reason
 
 
 def test_a_snapshot():

@@ -119,7 +119,7 @@ def test_a_file_that_is_something_else_is_refused(text, tmp_path):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ArgumentError, match=r"x\.json"):
         fl.load(path)
-    with pytest.raises(ArgumentError, match="no readable JSON"):
+    with pytest.raises(ArgumentError, match="not a readable JSON"):
         fl.load(tmp_path / "missing.json")
 
 

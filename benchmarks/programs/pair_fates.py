@@ -76,7 +76,7 @@ def _place(item: Any) -> tuple[Any, ...]:
 
 def _reason(item: Any) -> str:
     if _is_candidate(item):
-        return item.backward.stays if item.backward else "no backward pass of it was found"
+        return item.backward.stays if item.backward else "its backward pass was not found"
     return f"[{item.code}] {item.sentence}"
 
 

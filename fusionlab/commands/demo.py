@@ -37,7 +37,7 @@ GPU_RECORDS = (
 
 
 def gpu_record() -> dict[str, Any] | None:
-    """The newest record of `python -m benchmarks gemm_epilogue` that comes with FusionLab; None where none came along."""
+    """The newest record of `python -m benchmarks gemm_epilogue` that comes with FusionLab; None if none is installed."""
     folder = next((f for f in GPU_RECORDS if f.is_dir()), None)
     return newest_record(folder, "gemm_epilogue") if folder is not None else None
 
@@ -53,10 +53,10 @@ class Demo(Shown):
 
     Attributes:
       size: sequence length.
-      found: what may be fused on this machine.
-      elsewhere: what may be fused on `ELSEWHERE`, judged without running there.
+      found: the findings on this machine.
+      elsewhere: the findings for `ELSEWHERE`, decided without running there.
       result: time, memory and errors, before and after, on this machine.
-      record: what was measured on a GPU, elsewhere and earlier (`gpu_record`); None without one.
+      record: an earlier measurement on a GPU of another machine (`gpu_record`); None without one.
       folder, files: where the report is.
       seconds: of the whole demo.
     """
@@ -75,7 +75,7 @@ class Demo(Shown):
         return f"transformer block, B1 S{self.size} E{EMBED} H{HEADS} float32"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able data; every measurement stands under the hardware it was made on."""
+        """Plain JSON-able data; every measurement is listed under the hardware it was made on."""
         measured = self.result.to_dict()
         return {
             "title": self.title,
@@ -176,7 +176,7 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: Prog
     """Finds, fuses, verifies and times a transformer block, and writes `report.html`, pictures and `report.json`.
 
     Args:
-      folder: where to; checked first, and its files appear together at the end.
+      folder: the output folder; checked first, and its files appear together at the end.
       size: sequence length.
       progress: False, True (a line on standard error) or a function of (task, done, total).
 

@@ -1,4 +1,4 @@
-"""What this machine has and can run: versions, devices, what each backend and each output needs, the one next command.
+"""Reports what this machine has and can run: versions, devices, the needs of each backend and output, and the command to run next.
 
 Nothing optional is imported to find out: installed packages are read from their metadata.
 """
@@ -28,7 +28,7 @@ from ..verbs.fused import DISABLE, is_disabled
 
 @dataclass(frozen=True, repr=False)
 class Need(Shown):
-    """One thing FusionLab can use.
+    """A package or program that FusionLab can use.
 
     Attributes:
       name: the package or program.
@@ -44,6 +44,7 @@ class Need(Shown):
 
     @property
     def present(self) -> bool:
+        """Whether it was found."""
         return self.version is not None
 
     def __str__(self) -> str:
@@ -52,7 +53,13 @@ class Need(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Ability(Shown):
-    """A backend of the fused ops, or a kind of output: whether it runs here, and why (not)."""
+    """A backend of the fused ops, or a kind of output: whether it runs here, and why or why not.
+
+    Attributes:
+      name: of the backend or the output.
+      ready: whether it runs here.
+      reason: why it does, or does not.
+    """
 
     name: str
     ready: bool
@@ -68,11 +75,11 @@ class Doctor(Shown):
 
     Attributes:
       versions: package -> version, Python's and the platform's own among them.
-      devices: what JAX sees ("cpu: x86_64 CPU, 2 cores").
-      device: the default one, with its memory and libraries, and what was measured of it if that was asked for.
+      devices: the devices that JAX sees ("cpu: x86_64 CPU, 2 cores").
+      device: the default one, with its memory, its libraries and, if asked for, its measured rates.
       needs: everything FusionLab can use, present or missing.
       abilities: backends and outputs, ready or not, with the reason.
-      next_command: the one command to run next.
+      next_command: the command to run next.
       caches: name -> counter -> count, of this process: launch plans prepared, kernels compiled, choices of implementations looked up.
     """
 
@@ -213,9 +220,9 @@ def _backends(device: Device) -> Iterator[Ability]:
 def _launcher() -> Ability:
     """Ready where a compiled launcher is in use; Python launches kernels elsewhere, later."""
     if launch.LAUNCHER is not None:
-        return Ability("compiled launcher", True, "launches kernels without Python, outside of CUDA graphs too")
-    reason = native.why_not() or f"asked for by {native.VARIABLE}, or it could not be built or loaded"
-    return Ability("compiled launcher", False, f"Python launches kernels, later where no CUDA graph does: {reason}")
+        return Ability("compiled launcher", True, "launches kernels without Python, also outside CUDA graphs")
+    reason = native.why_not() or f"{native.VARIABLE} asks for it, or it could not be built or loaded"
+    return Ability("compiled launcher", False, f"Python launches kernels, more slowly outside CUDA graphs: {reason}")
 
 
 def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
@@ -233,10 +240,13 @@ def _next_command(device: Device, needs: tuple[Need, ...]) -> str:
 
 @own_lines_hidden
 def doctor(measure: bool = False) -> Doctor:
-    """What this machine has and can run. Starts JAX's default backend and imports nothing optional.
+    """Reports what this machine has and can run. Starts JAX's default backend and imports nothing optional.
 
     Args:
-      measure: also measure the device's copy bandwidth and matrix product rate, which takes some seconds.
+      measure: also measure the device's copy bandwidth and matrix product rate, which takes a few seconds.
+
+    Returns:
+      Versions, devices, and each backend and output with whether it is ready; it prints as a report.
     """
     device, needs = Device.current(), _needs()
     versions = {"python": platform.python_version(), "platform": platform.platform()}

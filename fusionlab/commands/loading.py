@@ -20,7 +20,7 @@ from ..errors import ArgumentError, did_you_mean
 
 
 def load_function(spec: str) -> tuple[Callable[..., Any], ModuleType]:
-    """The function that `spec` names, and the module it stands in.
+    """The function that `spec` names, and its module.
 
     `spec` is "package.module:function" (importable, or in the current folder) or "path/to/file.py:function"; the part
     after the colon may have dots ("model:Net.apply").
@@ -54,7 +54,7 @@ def _load_file(name: str) -> ModuleType:
         raise ArgumentError(f"function: there is no file {name!r}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise ArgumentError(f"function: {name!r} is no Python file")
+        raise ArgumentError(f"function: {name!r} is not a Python file")
     loader, module = spec.loader, importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.absolute().parent))  # as `python file.py` does, so that its own imports work
     own = sys.modules.setdefault(file.stem, module) is module  # dataclasses look their module up there
@@ -82,7 +82,7 @@ def _run_user_code(doing: str, run: Callable[[], Any]) -> Any:
 def example_arguments(function: Callable[..., Any], module: ModuleType, text: str | None) -> tuple[Any, ...]:
     """The positional arguments to trace `function` with.
 
-    In this order: `text`, evaluated in the module's names beside `jax`, `jnp`, `np` and the dtypes of `SHAPES` (`f32[8, 4]` is an array
+    In this order: `text`, evaluated in the module's names with `jax`, `jnp`, `np` and the dtypes of `SHAPES` (`f32[8, 4]` is an array
     of which only shape and dtype are known); the function's attribute
     `example_args`; the module's attribute `example_args`. Each is a tuple of arguments (anything else is one argument),
     or a function of no arguments that returns it; the module's may also be a dict from function name to either.
@@ -122,7 +122,7 @@ def keyword_arguments(module: ModuleType, text: str | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Dtype:
-    """What f32 stands for in `--args`: f32[64, 128] is the shape and dtype of an array, f32[()] of a scalar."""
+    """The meaning of f32 in `--args`: f32[64, 128] is the shape and dtype of an array, f32[()] of a scalar."""
 
     dtype: str
 
@@ -151,7 +151,7 @@ def _evaluate(option: str, text: str, module: ModuleType) -> Any:
 def with_data(tree: Any) -> Any:
     """The same arguments with arrays in the place of shapes: normal for floats, zeros and ones for integers and bools.
 
-    Zeros alone would run faster than data do, and larger integers may be no valid indices.
+    Zeros alone would run faster than data do, and larger integers may not be valid indices.
     """
     key = jax.random.key(0)
 

@@ -1,9 +1,9 @@
-"""What is true: time, memory and errors of a function and its fused version.
+"""Measured evidence: time, memory and errors of a function and its fused version.
 
-Read `comparison` first (all of it on one pair), then `measuring` (step by step) and `original`. `instruments/` has what one
-program, `errors/` its numbers. `site_errors`, `subsets`, `bisection`, `attribution` and `reconcile` ask which site is behind a
-difference; `roofline` what would be best; `tuning` which implementation is fastest; `check` and `record_diff` compare two results.
-May import `graph`, `kernels`, `fusers` and `testing/tolerances.py`; draws nothing.
+Read `comparison` first (all of it on one pair), then `measuring` (step by step) and `original`. `instruments/` measures one
+program, `errors/` its numerical errors. `site_errors`, `subsets`, `bisection`, `attribution` and `reconcile` find the site behind a
+difference; `roofline` computes the best possible time; `tuning` finds the fastest implementation; `check` and `record_diff` compare
+two results. May import `graph`, `kernels`, `fusers` and `testing/tolerances.py`; draws nothing.
 """
 
 from .comparison import Evidence, measure

@@ -1,8 +1,8 @@
-"""Where the time of a program goes: its parts run alone beside the whole, and what each fused site is worth.
+"""Where the time of a program goes: its parts run alone against the whole, and the time that each fused site saves.
 
-A program is cut where its module scope changes, in program order, and each part is compiled alone and run on what the parts before it
-gave. Parts and whole are timed in turns by one clock (timing.py), with an empty program among them: what it takes, a dispatch, is in every
-part once and is taken off. What the parts then lack or have too much is named.
+A program is cut where its module scope changes, in program order, and each part is compiled alone and run on the results of the
+parts before it. Parts and whole are timed in turns by one clock (timing.py), together with an empty program: its time, one
+dispatch, is in every part once and is subtracted. The remaining difference gets a name.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .instruments.timing import Runs, ratio_interval, runs_of, seconds
 from .reconcile import Reconciliation
 
 SAMPLES = 40
-LONGER = "what the whole does besides: buffers between the parts, a larger working set"
-SHORTER = "what the parts do besides: what XLA fuses or shares across their borders is read, written or made twice"
+LONGER = "costs of the whole alone: buffers between the parts, a larger working set"
+SHORTER = "costs of the parts alone: they read, write or compute twice what XLA fuses or shares across their borders"
 _DISPATCH = "(dispatch)"
 _WHOLE = "(whole)"
 
@@ -59,7 +59,7 @@ class PartTiming(Shown):
 
 @dataclass(frozen=True, repr=False)
 class PartTimings(Shown):
-    """The parts of a program beside the whole, and what one dispatch takes; `hardware` is where they were measured."""
+    """The parts of a program, the whole, and the time of one dispatch; `hardware` is where they were measured."""
 
     _listed = "parts"
 
@@ -70,7 +70,7 @@ class PartTimings(Shown):
 
     @property
     def reconciliation(self) -> Reconciliation:
-        """The parts, each without its dispatch, and one dispatch, beside the whole."""
+        """The parts, each without its dispatch, and one dispatch, against the whole."""
         parts = (*((p.name, p.net_s) for p in self.parts), (_DISPATCH, self.dispatch.median_s))
         return Reconciliation(parts, self.whole.median_s, LONGER, SHORTER)
 
@@ -91,12 +91,12 @@ def parts_of(
     progress: Progress = False,
     **kwargs: Any,
 ) -> PartTimings:
-    """Times the parts of a program, each compiled alone, beside the whole.
+    """Times the parts of a program, each compiled alone, and the whole.
 
     Args:
       graph: the program: `fl.trace(fn, *args)`, or `found.apply()` for the fused one.
       *args, **kwargs: arrays, as it was traced with.
-      depth: how many names of a module scope tell two parts apart.
+      depth: how many names of a module scope distinguish parts.
       samples, budget_s, progress: as in `time_pair`.
 
     Raises:
@@ -124,7 +124,7 @@ def parts_of(
 
 
 def stretches(block: Block, depth: int = 1) -> list[tuple[str, list[Node]]]:
-    """The nodes of a block cut where their scope, to `depth` names, changes; names differ."""
+    """The nodes of a block, cut where the first `depth` names of their scope change; all names differ."""
     found: list[tuple[str, list[Node]]] = []
     for node in block.nodes:
         scope = "/".join(node.scope.split("/")[:depth]) or "(top)"
@@ -162,7 +162,7 @@ def _compiled(
 
 
 def _ends(block: Block, nodes: Sequence[Node]) -> tuple[list[Value], list[Value]]:
-    """What a part of a block reads that it does not make, and what it makes for the rest."""
+    """The values that a part of a block reads from outside, and those that it makes for the rest."""
     outputs = {v.id: v for n in nodes for v in n.outputs}
     taken = {a.id: a for n in nodes for a in n.values if a.id not in outputs}
     inside = {n.id for n in nodes}
@@ -192,11 +192,11 @@ def _function(closed: Any) -> Callable[..., Any]:
 
 @dataclass(frozen=True, repr=False)
 class SiteShare(Shown):
-    """What one site is worth: the program with all others fused, beside all of them.
+    """The time that one site saves: the program with all others fused, against all of them fused.
 
     Attributes:
       site: id of the candidate.
-      without: samples with this site alone left as it is.
+      without: samples with only this site left as it is.
       saved_s: seconds by which fusing it shortens the program; negative where it lengthens it.
       interval: of the ratio without / with, 95 %.
     """
@@ -208,14 +208,14 @@ class SiteShare(Shown):
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval leaves 1 out."""
+        """Whether the interval excludes 1."""
         return not self.interval[0] <= 1 <= self.interval[1]
 
     def __str__(self) -> str:
         low, high = self.interval
         sign = "-" if self.saved_s < 0 else ""
         verdict = "" if self.is_clear else ", no clear difference"
-        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} a call, {low:.3f}x to {high:.3f}x{verdict}"
+        return f"{self.site}: {sign}{seconds(abs(self.saved_s))} per call, {low:.3f}x to {high:.3f}x{verdict}"
 
     def _row(self) -> dict[str, Any]:
         low, high = self.interval
@@ -230,9 +230,10 @@ class SiteShare(Shown):
 
 @dataclass(frozen=True, repr=False)
 class SiteShares(Shown):
-    """What each site is worth, and all of them together: `fused` has all, `unfused` none of them.
+    """The saving of each site, and of all together: `fused` has all, `unfused` none of them.
 
-    `same_code` names the sites that run what XLA runs anyway: they are fused throughout, and not toggled.
+    `same_code` names the sites that run what XLA runs anyway: they are always fused, and not timed by themselves. `hardware` is the machine
+    they were measured on.
     """
 
     _listed = "sites"
@@ -250,14 +251,18 @@ class SiteShares(Shown):
 
     @property
     def interaction_s(self) -> float:
-        """What all save together beyond the sum of what each saves beside the others."""
+        """The saving of all sites together beyond the sum of what each saves given the others."""
         return self.saved_s - sum(s.saved_s for s in self.sites)
 
     def __str__(self) -> str:
-        together = f"all together, a call: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
+        together = f"all together, per call: {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)}"
         sign = "-" if self.interaction_s < 0 else ""
-        rest = f"of that {sign}{seconds(abs(self.interaction_s))} is no single site's (sites that share reads, noise)"
-        same = [f"not toggled, as they are what XLA runs anyway: {', '.join(self.same_code)}"] if self.same_code else []
+        rest = f"of that {sign}{seconds(abs(self.interaction_s))} belongs to no single site (sites that share reads, noise)"
+        same = (
+            [f"not timed by themselves, as they are what XLA runs anyway: {', '.join(self.same_code)}"]
+            if self.same_code
+            else []
+        )
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
 
     def _sentence(self) -> str:
@@ -279,12 +284,12 @@ def sites_of(
 
     Args:
       found: what was found in it.
-      chosen: the sites, None for those that are fused by default; of them those are toggled that do not run what XLA runs anyway.
+      chosen: the sites, None for those that are fused by default; those that run what XLA runs anyway are not timed.
       *args, **kwargs: arrays, as it was traced with.
-      samples, budget_s, progress, cancel: as in `time_pair`; what is told after a cancel rests on the samples that were taken till then.
+      samples, budget_s, progress, cancel: as in `time_pair`; after a cancel, the result uses the samples taken until then.
 
     Raises:
-      Stopped: it was cancelled before there were any. ArgumentError: nothing is fused that XLA would not run anyway. SideEffectError: it
+      Stopped: it was cancelled before there were any. ArgumentError: every fused site is what XLA runs anyway. SideEffectError: it
         prints or calls back into Python.
     """
     chosen = found.select() if chosen is None else chosen

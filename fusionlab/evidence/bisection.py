@@ -1,8 +1,8 @@
-"""Which sites explain an error or a slowdown: the smallest sets of them that show it, found by halving.
+"""Finds the sites that explain an error or a slowdown: the smallest sets of sites that show it, found by halving.
 
 A set of sites is bad if the program with these alone fused shows the fault. As long as adding sites to a bad set leaves it bad, one
 cause of k sites among n costs about k log2(n) trials (Junker, QuickXplain, AAAI 2004, for one minimal conflict; here with the
-shortest bad prefix found by halving), and another search over what is left tells whether there is one more.
+shortest bad prefix found by halving), and another search over the remaining sites decides whether there is one more.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusionlab.showing import Shown, plural
 
 @dataclass(frozen=True, repr=False)
 class Trial(Shown):
-    """The program with these sites alone fused: whether it shows the fault, and what was seen, in words."""
+    """The program with only these sites fused: whether it shows the fault, and the observation in words."""
 
     sites: tuple[str, ...]
     bad: bool
@@ -30,11 +30,11 @@ class Trial(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Cause(Shown):
-    """The smallest set of sites found that shows the fault on its own; none of them can be left out.
+    """The smallest set of sites found that shows the fault on its own; no site of it can be left out.
 
     Attributes:
       sites: ids, in program order.
-      observed: what the program with these alone fused shows.
+      observed: the fault of the program with only these fused, in words.
     """
 
     sites: tuple[str, ...]
@@ -46,13 +46,13 @@ class Cause(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Bisection(Shown):
-    """What a bisection found.
+    """The result of a bisection.
 
     Attributes:
       name: the function.
       of: "error" or "time".
-      sites: those that were searched.
-      causes: each enough on its own; empty where all sites together do not show the fault.
+      sites: the sites searched.
+      causes: each enough on its own; empty if all sites together do not show the fault.
       trials: every program tried, in order.
       stopped: "", or why the search ended early ("cancelled", "most trials").
     """
@@ -72,11 +72,13 @@ class Bisection(Shown):
         if self.stopped:
             head += f", stopped: {self.stopped}"
         if self.stopped and not self.trials:
-            return f"{head}: whether it is {fault} is not known"
+            return f"{head}: not known whether it is {fault}"
         if not self.causes:
             seen = f" ({self.trials[0].observed})" if self.trials else ""
             return f"{head}: fused, it is not {fault}{seen}"
-        return "\n".join([f"{head}: fused, it is {fault}; alone that is so of", *(f"  {c}" for c in self.causes)])
+        return "\n".join(
+            [f"{head}: fused, it is {fault}; each of these alone makes it so", *(f"  {c}" for c in self.causes)]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
@@ -91,7 +93,7 @@ class Bisection(Shown):
 
 
 class _Stop(Exception):  # noqa: N818 - the way out of a search, not an error
-    """The search is to end here; the message says why."""
+    """The search must end here; the message is the reason."""
 
 
 class _Bisection:
@@ -114,7 +116,7 @@ class _Bisection:
         return self.tried[sites].bad
 
     def cause(self, sites: tuple[str, ...]) -> Cause:
-        """The smallest set in a bad one, by its last member first: where a prefix turns bad is one that cannot be left out."""
+        """The smallest bad subset of a bad set, last member first: the site with which a prefix turns bad cannot be left out."""
         needed: tuple[str, ...] = ()
         pool = sites
         while not (needed and self.bad(needed)):
@@ -142,9 +144,9 @@ def bisect_sites(
       name: of the function, for the record.
       of: "error" or "time".
       sites: ids, in program order.
-      attempt: sites -> (whether the program with these alone fused shows the fault, what was seen).
+      attempt: sites -> (whether the program with only these fused shows the fault, the observation in words).
       most: trials at most.
-      stages: told of each trial; cancelled, what was found so far is returned.
+      stages: called at each trial; if cancelled, the causes found so far are returned.
     """
     causes: list[Cause] = []
     stopped = ""

@@ -15,7 +15,7 @@ from .errors.numerics import compare_arrays
 
 
 def check_same(before: Any, after: Any, name: str) -> None:
-    """Raises RewriteError where a leaf of `after` differs from `before` beyond its dtype's tolerance.
+    """Raises RewriteError if a leaf of `after` differs from `before` beyond its dtype's tolerance.
 
     The tolerance is that of a long reduction (2**16 terms), relative to the leaf's largest entry: both versions round.
     """

@@ -1,4 +1,4 @@
-"""The whole of the evidence on one pair of functions: time, memory, errors, and what they were measured with."""
+"""All evidence on one pair of functions: time, memory, errors, and the environment of the measurement."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ _HEADS = ("quantity", "name", "version", "value", "unit", "dtype", "hardware")
 @errors_for_users
 @dataclass(frozen=True, repr=False)
 class Evidence(Shown):
-    """What was measured of "before" (the function under `jax.jit`) and "after" (the fused one).
+    """Measurements of "before" (the function under `jax.jit`) and "after" (the fused one).
 
     Attributes:
+      name: of the function.
       timing, timing_grad: of the call, and of its gradient with its value; None where not asked for or the same code.
-      numerics: errors against float64; None where not asked for or there is no reference (`notes` says why).
-      memory, memory_grad: compiled peak memory; None where not asked for or the backend does not say.
+      numerics: errors against float64; None where not asked for or there is no reference (`notes` gives the reason).
+      memory, memory_grad: compiled peak memory; None where not asked for or the backend does not report it.
       kernels: how many kernels each version's forward call was compiled to; None where nothing was compiled, or the backend shows no
         HLO.
-      differentiated: the program has a backward pass in it: it is measured as the step that it is, and no gradient unless asked for.
-      devices: mesh, collectives before and after, and the time of each device; None for what runs on one.
+      differentiated: whether the program contains a backward pass: it is then measured as a step, and its gradient only if asked for.
+      devices: mesh, collectives before and after, and the time of each device; None for a program on one device.
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
@@ -63,23 +64,23 @@ class Evidence(Shown):
 
     @property
     def timings(self) -> tuple[Timing, ...]:
-        """Of the call, then of its gradient, as far as they were timed."""
+        """Timings of the call, then of its gradient, as far as measured."""
         return tuple(t for t in (self.timing, self.timing_grad) if t is not None)
 
     @property
     def calls(self) -> tuple[str, str]:
-        """What the call and its gradient are called: "call" and "gradient of the call"; "step" of a train step."""
+        """The names of the call and its gradient: "call" and "gradient of the call"; "step" of a train step."""
         return names_of(self.differentiated)
 
     @property
     def memories(self) -> tuple[tuple[str, Memory], ...]:
-        """Compiled memory by what was compiled, as far as it is known."""
+        """Compiled memory of the call and of its gradient, as far as known."""
         named = zip(self.calls, (self.memory, self.memory_grad), strict=True)
         return tuple((call, memory) for call, memory in named if memory is not None)
 
     @property
     def verdict(self) -> Verdict:
-        """On the call; `timing_grad.verdict` has the other."""
+        """The verdict on the call; `timing_grad.verdict` has that on the gradient."""
         if self.same_code:
             return Verdict.SAME_CODE
         return self.timing.verdict if self.timing is not None else Verdict.NOT_TIMED
@@ -108,7 +109,7 @@ class Evidence(Shown):
                 f"  compile time: {seconds(b.compile_s)} -> {seconds(a.compile_s)} ({self.calls[0]}, once each)"
             )
             if b.dispatch_s is not None and a.dispatch_s is not None:
-                lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} a call, of the host")
+                lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} per call, on the host")
         lines += [f"  {call}: {m.text}" for call, m in self.memories]
         lines += [f"  {self.kernels}"] if self.kernels is not None else []
         lines += [f"  {line}" for line in self.devices.lines] if self.devices is not None else []
@@ -141,6 +142,7 @@ class Evidence(Shown):
         return json.loads(to_json({**data, "notes": self.notes}))
 
     def to_json(self) -> str:
+        """`to_dict` as JSON text."""
         return to_json(self.to_dict())
 
     @classmethod
@@ -175,17 +177,17 @@ class Evidence(Shown):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Reads a record that `save`, `fusionlab bench -o` or `fusionlab compare -o` wrote: plain data, of which nothing is run.
+        """Reads a record that `save`, `fusionlab bench -o` or `fusionlab compare -o` wrote: plain data; nothing in it is run.
 
         Raises:
-          ArgumentError: there is no such file, or it is no record of a comparison.
+          ArgumentError: there is no such file, or it is not a record of a comparison.
         """
         data = load_json(path)
         try:
             return cls.from_dict(data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArgumentError(
-                f"path: {path} is no record of a comparison ({type(error).__name__}: {error}); needed one that `fusionlab bench -o` wrote"
+                f"path: {path} is not a record of a comparison ({type(error).__name__}: {error}); needed one from `fusionlab bench -o`"
             ) from error
 
     def to_dataframe(self) -> Any:
@@ -203,7 +205,7 @@ class Evidence(Shown):
         return pd.DataFrame(list(self.rows()), columns=list(_HEADS))
 
     def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
-        """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype "" where there is none."""
+        """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype are "" for numbers without."""
         rows: list[tuple[str, str, str, float, str, str, str]] = []
         for timing in self.timings:
             for runs in (timing.before, timing.after):
@@ -305,7 +307,7 @@ def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
 
 
 def _donation_notes(before: Bound, after: Bound) -> list[str]:
-    """Where one of the two donates and the other does not."""
+    """Notes for the case that only one of the two donates."""
     first, second = (tuple(call.positions[i] for i in call.donated) for call in (before, after))
     if first == second:
         return []
@@ -342,26 +344,26 @@ def measure(
 
     Args:
       fn: the original; "before" is `jax.jit(fn)`, so write it as a user would.
-      fused: what it is compared with; same arguments, same outputs.
+      fused: the version to compare; same arguments, same outputs.
       *args, **kwargs: arrays, used as given (donated ones are copied).
       grad: also the gradient of a fixed random weighting of all float outputs; None: of a function that has one and is not
         differentiated already, as a train step is.
       argnums: the arguments to differentiate by; None is every float leaf.
       samples, budget_s: of each function, and seconds, per timing (of the call, and of its gradient).
       cold: flush caches before each call that is timed.
-      donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found unasked.
+      donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found automatically.
       static_argnums, static_argnames: as in `jax.jit`.
       same_code: the fused version may be what XLA runs anyway: where all that would be timed compiles to the same
-        instructions, nothing is timed and the verdict says so.
+        instructions, nothing is timed and the verdict is "same code".
       timing, numerics, memory: what to measure.
       progress: False, True (a line) or a function of (task, done, total).
-      cancel: asked between stages; when it says True, what is there so far is returned, with a note.
+      cancel: called between stages; once it returns True, the results so far are returned, with a note.
 
     Raises:
-      ArgumentError: shapes where arrays are needed, a position that is none, outputs that differ in structure.
+      ArgumentError: shapes where arrays are needed, a position of no argument, outputs that differ in structure.
       SideEffectError: a function prints or calls back into Python; named with its source line.
       TraceError: a function does not trace, or (with `grad=True`) cannot be differentiated.
-      OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, `notes` says so.
+      OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, a note is made.
     """
     check_effort(samples, budget_s)
     calls = [bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
@@ -371,7 +373,7 @@ def measure(
         measuring = Measuring(calls[0], calls[1], as_tuple(donate_argnums), argnums, grad, Stages(told, cancel))
         effort = {"samples": samples, "budget_s": budget_s, "cold": cold, "progress": told, "cancel": cancel}
         parts = _taken(measuring.steps(numerics, memory, timing, same_code, notes, effort), notes, cancel)
-        Stages(told)("reading what was compiled")
+        Stages(told)("reading the compiled programs")
         same = parts.pop("same_code", False)
         notes += measuring.notes()
         if same_code and not same and measuring.differs:
@@ -385,7 +387,7 @@ def measure(
 
 
 def _taken(steps: Iterable[tuple[str, Callable[[], Any]]], notes: list[str], cancel: Cancel | None) -> dict[str, Any]:
-    """The parts of the evidence, as far as it was not cancelled."""
+    """The parts of the evidence measured before a cancel."""
     parts: dict[str, Any] = {}
     key = ""
     try:

@@ -1,8 +1,8 @@
-"""What each kernel of a compiled program takes, from the trace of JAX's profiler: CUPTI's durations on a GPU, XLA's own marks on a CPU.
+"""Times of the kernels of a compiled program, from the trace of JAX's profiler: CUPTI's durations on a GPU, XLA's marks on a CPU.
 
-On a GPU the program is compiled once more without command buffers (CUDA graphs), inside of which the profiler sees no kernels: each kernel
-takes as long as it does inside one, and the gaps between kernels, which this does not tell, are longer. On a CPU a kernel is an instruction
-of the optimised HLO, and tracing takes time of its own, so that small ones look longer than they are.
+On a GPU the program is compiled once more without command buffers (CUDA graphs), inside of which the profiler sees no kernels: each
+kernel takes as long as it does inside one, but the gaps between kernels, which are not reported, are longer. On a CPU a kernel is
+an instruction of the optimised HLO, and tracing takes time of its own, so that small ones look longer than they are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class KernelTime(Shown):
 
     Attributes:
       name: of the kernel on a GPU, of the HLO instruction on a CPU.
-      hlo: the HLO instruction it belongs to ("fusion.3"); "" where the trace does not say.
+      hlo: the HLO instruction it belongs to ("fusion.3"); "" if the trace does not name it.
       samples_s: seconds of each run of the program, over all its launches there.
       launches: of one run of the program.
     """
@@ -50,26 +50,27 @@ class KernelTime(Shown):
 
     @property
     def median_s(self) -> float:
+        """The median of the samples, in seconds."""
         return float(np.median(self.samples_s))
 
     @property
     def label(self) -> str:
-        """Its name, cut short, and the instruction where that is called otherwise."""
+        """Its name, shortened, and the instruction if its name differs."""
         return self.name[:90] + (f" ({self.hlo})" if self.hlo not in ("", self.name) else "")
 
     def __str__(self) -> str:
-        return f"{self.label}: {seconds(self.median_s)} a run, {self.launches:g} launches"
+        return f"{self.label}: {seconds(self.median_s)} per run, {self.launches:g} launches"
 
 
 @dataclass(frozen=True, repr=False)
 class KernelTimes(Shown):
-    """The kernels of a program, the dearest first.
+    """The kernels of a program, the most expensive first.
 
     Attributes:
       name: of the function.
       kernels: one for each name and HLO instruction.
-      runs: of the program, traced.
-      source: what measured them.
+      runs: traced runs of the program.
+      source: the profiler.
       hardware: where.
     """
 
@@ -111,9 +112,9 @@ def kernel_times(
     """Times every kernel of `fn` under `jax.jit`.
 
     Args:
-      fn: the function; a fused one is as good.
+      fn: the function, fused or not.
       *args, **kwargs: arrays.
-      runs: of the program, traced after one that is not.
+      runs: traced runs of the program, after one that is not traced.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Raises:
@@ -129,7 +130,7 @@ def kernel_times(
 
 
 def traceable() -> dict[str, Any]:
-    """How a program is compiled so that the profiler sees its kernels."""
+    """Compiler options with which the profiler sees a program's kernels."""
     return {"compiler_options": WITHOUT_COMMAND_BUFFERS} if _on_gpu() else {}
 
 
@@ -138,7 +139,7 @@ def _on_gpu() -> bool:
 
 
 def traced(program: Program, runs: int) -> KernelTimes:
-    """Times every kernel of a compiled program (see `traceable`), in so many runs after one that is not traced."""
+    """Times every kernel of a compiled program (see `traceable`), in `runs` runs after one that is not traced."""
     program.run()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -146,7 +147,7 @@ def traced(program: Program, runs: int) -> KernelTimes:
                 program.run()
         (file,) = Path(folder).rglob("*.xplane.pb")
         found = _kernels(_trace(file), runs, _on_gpu())
-    source = "durations of CUPTI, command buffers off" if _on_gpu() else "XLA's own marks on the host"
+    source = "CUPTI durations, command buffers off" if _on_gpu() else "XLA's marks on the host"
     return KernelTimes(program.name, found, runs, source, hardware())
 
 

@@ -1,4 +1,4 @@
-"""The programs of one comparison and what is asked of them, step by step."""
+"""The programs of one comparison and their measurements, step by step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Measuring:
         notes: list[str],
         effort: dict[str, Any],
     ) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """What is to be done, in order: (part of the Evidence, how to get it)."""
+        """The steps, in order: (part of the Evidence, how to get it)."""
         if memory:  # first: a device's peak never falls again, and the float64 reference needs more than either
             yield "memory", lambda: self._memory_of(0, self.forward)
             if self.grad:
@@ -79,7 +79,7 @@ class Measuring:
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions, forward and (with `grad`) backward."""
         _ = self.forward, self.grad and self.backward
-        self.stages("comparing what was compiled")
+        self.stages("comparing the compiled programs")
         return not self.differs
 
     @property
@@ -89,7 +89,7 @@ class Measuring:
 
     @property
     def differing(self) -> str:
-        """ " (gradient of the call)": which differs, where another does not; "" where all do."""
+        """ " (gradient of the call)": the programs that differ, if others do not; "" if all do."""
         equal = self._equal()
         return f" ({', '.join(call for call, same in equal.items() if not same)})" if any(equal.values()) else ""
 
@@ -101,18 +101,18 @@ class Measuring:
         return self._compared
 
     def _pairs(self) -> dict[str, tuple[Program, Program]]:
-        """What was compiled so far, by what the call is called; what was not is not compiled for it."""
+        """The programs compiled so far, by name of the call; none is compiled for this."""
         if self._forward is None and self._backward is None:
             return {}
         named = zip(self.original.names, (self._forward, self._backward), strict=True)
         return {call: pair for call, pair in named if pair is not None}
 
     def devices(self, timed: bool) -> OverDevices | None:
-        """What several devices do together, of the programs compiled so far; None of one device."""
+        """The work of several devices in the programs compiled so far; None for one device."""
         return over_devices(self._pairs(), timed)
 
     def notes(self) -> list[str]:
-        """What was seen of the compiled programs, in sentences."""
+        """Observations on the compiled programs, in sentences."""
         equal = [call for call, same in self._equal().items() if same]
         notes = [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
         why = self.original.why_no_gradient
@@ -122,7 +122,7 @@ class Measuring:
         return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}
 
     def numerics(self, notes: list[str]) -> Numerics | None:
-        """Errors of outputs and gradients; None, with a note, where the program has no float64 form or that does not fit.
+        """Errors of outputs and gradients; None, with a note, if the program has no float64 form or that does not fit.
 
         Raises:
           OutOfMemoryError: a program does not fit by itself.

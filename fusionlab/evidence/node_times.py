@@ -1,4 +1,4 @@
-"""What each node of a program takes: the kernels that XLA makes of it, timed one by one, each shared out over its nodes."""
+"""Times of a program's nodes: the kernels that XLA makes, timed one by one, each divided among its nodes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NodeTimes(Shown):
     """Seconds of a program's nodes.
 
     Attributes:
-      seconds: node id -> its share of the kernels it is in: a kernel's time, over its nodes by the bytes they move node by node.
+      seconds: node id -> its share of the kernels it is in: a kernel's time is divided among its nodes by the bytes they move.
       kernels: the kernels, as timed.
       unplaced_s: seconds of kernels that come from no node.
     """
@@ -53,13 +53,13 @@ class NodeTimes(Shown):
 
 @own_lines_hidden
 def node_times(graph: Graph, *args: Any, runs: int = RUNS, stages: Stages = SILENT, **kwargs: Any) -> NodeTimes:
-    """Compiles a program, times its kernels and says which of its nodes the time is of.
+    """Compiles a program, times its kernels and assigns the times to its nodes.
 
     Args:
       graph: the program, `fl.trace(fn, *args)`.
       *args, **kwargs: arrays, as it was traced with.
       runs: of the program, traced after one that is not.
-      stages: told of what is done.
+      stages: called as each stage begins.
 
     Raises:
       ArgumentError: the arguments are not those of the graph, or no runs. SideEffectError: it prints or calls back into Python.
@@ -80,7 +80,7 @@ def node_times(graph: Graph, *args: Any, runs: int = RUNS, stages: Stages = SILE
 
 
 def placed(times: KernelTimes, module: CompiledModule, costs: Costs) -> NodeTimes:
-    """Times of the kernels of a module, shared out over its nodes."""
+    """Times of the kernels of a module, divided among its nodes."""
     nodes = {kernel.name: kernel.nodes for kernel in module.kernels}
     seconds: dict[int, float] = {}
     unplaced = 0.0

@@ -22,18 +22,23 @@ from .errors.gradients import random_cotangents, value_and_gradients
 from .errors.numerics import LeafNumerics, leaf_numerics
 from .errors.outputs import check_same_outputs, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
+from .instruments.memory import free_bytes
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 from .instruments.timing import names_of
 
 # Of a comparison, in this order.
 _COMPILED = (("before", 0), ("after", 0), ("before", 1), ("after", 1))
+_PIECES_THAT_FIT = (
+    6  # into what is free: a piece is planned as if it freed nothing, and backwards needs about twice that
+)
+_SMALLEST_PIECE = 2**26  # bytes: what makes no more in float64 is not cut
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """What the original gives in float64.
+    """The results of the original in float64.
 
     Attributes:
       promoted: the program.
@@ -46,15 +51,15 @@ class Reference:
 
 
 class Original:
-    """A function with its arguments, as programs and in float64.
+    """A function with its arguments: its compiled programs, and its float64 reference.
 
     Attributes:
       call: the function of its dynamic arguments.
-      donated: positions in its arguments that each run consumes; those that the jit around it donates, where none were named.
+      donated: positions in its arguments that each run consumes; if none are named, those that the jit around it donates.
       grad: whether gradients are compared as well; given as None, where the function is not differentiated already and has some.
-      why_no_gradient: why it has none where nobody said whether to compare any, in a sentence; else "".
-      stages: what is told as it happens, and may stop it.
-      numbered: whether a program that is compiled is told as one of those of a comparison: "before, call 1/4".
+      why_no_gradient: a sentence on why there is no gradient, if the caller left that open; else "".
+      stages: called as each stage begins, and may stop the work.
+      numbered: whether compiled programs are numbered as those of a comparison: "before, call 1/4".
       chosen: leaves of (args, kwargs) to differentiate by; left_out: names of the others.
     """
 
@@ -91,12 +96,12 @@ class Original:
 
     @functools.cached_property
     def differentiated(self) -> bool:
-        """Whether it has a backward pass in it: a train step, whose gradient nobody asks for."""
+        """Whether it contains a backward pass: a train step, whose gradient is not compared by default."""
         return jaxpr_in_backward(self.forward.jaxpr)
 
     @property
     def names(self) -> tuple[str, str]:
-        """What the call and its gradient are called."""
+        """The names of the call and its gradient."""
         return names_of(self.differentiated)
 
     @functools.cached_property
@@ -139,7 +144,7 @@ class Original:
         return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
 
     def _said(self, version: str, call: int) -> Callable[[str, Any], Any]:
-        """What tells of a program as it is made: "compiling before, call 1/4"; "tracing before" where it is not known what it is."""
+        """Reports the making of a program: "compiling before, call 1/4"; "tracing before" while its kind is unknown."""
 
         def said(verb: str, jaxpr: Any) -> None:
             first = self.forward.jaxpr if "forward" in self.__dict__ else jaxpr
@@ -157,7 +162,7 @@ class Original:
 
     @functools.cached_property
     def reference(self) -> Reference:
-        """It in float64.
+        """Its float64 reference.
 
         Raises:
           TraceError: it has no float64 form. OutOfMemoryError: the device has too little memory for it.
@@ -166,23 +171,35 @@ class Original:
             return self._reference()
 
     def forget_reference(self) -> None:
-        """Lets go of the reference, and the memory it takes; it is computed again when next asked for."""
+        """Frees the reference; it is computed again when next needed."""
         self.__dict__.pop("reference", None)
 
     def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
-        self.stages("float64 reference")
-        promoted = promote(self.call.fn, *args, inline=meaning_of, **kwargs)
+        most = max(_SMALLEST_PIECE, free_bytes() / _PIECES_THAT_FIT)
+        promoted = promote(self.call.fn, *args, inline=meaning_of, most_bytes=most, **kwargs)
+        self._tell(promoted, "float64 reference", promoted.runs)
         outputs = jax.tree.leaves(promoted.values(*args, **kwargs))
         return Reference(promoted, outputs, self._gradients(promoted) if self.grad else None)
 
     def _gradients(self, promoted: Promoted) -> list[Any]:
         cotangents, args, kwargs = self.backward.args
-        self.stages("float64 reference, gradient")
+        self._tell(promoted, "float64 reference, gradient", promoted.runs_of_gradients)
         wanted = promoted.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
         flat = jax.tree_util.tree_leaves(wanted, is_leaf=lambda x: x is None)
         return [flat[i] for i in self.chosen]
+
+    def _tell(self, promoted: Promoted, stage: str, runs: int) -> None:
+        """Each piece that runs is a step of the stage, before which it may be cancelled."""
+        stages = self.stages
+        reporter = stages(stage, runs if runs > 1 else 0)
+
+        def told() -> None:
+            stages.check(stage)
+            reporter.step()
+
+        promoted.told = told
 
     def errors(self, forward: Program, backward: Program | None = None) -> list[LeafNumerics]:
         """Errors of the original and of a version, both against float64: outputs, and with `backward` gradients.

@@ -1,4 +1,4 @@
-"""What runs on several devices: on which mesh, what they send each other before and after, and how long each of them takes."""
+"""Programs on several devices: their mesh, the bytes the devices send before and after, and the time of each device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Sent = Mapping[str, Traffic]
 
 @dataclass(frozen=True, repr=False)
 class Collectives(Shown):
-    """The collectives of one call: what ("call"), and by kind how many, and the bytes of one device, before and after."""
+    """The collectives of one call: its name ("call"), and for each kind the count and the bytes of one device, before and after."""
 
     what: str
     before: Sent
@@ -34,30 +34,30 @@ class Collectives(Shown):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Those of either version, in alphabetical order."""
+        """The kinds of either version, in alphabetical order."""
         return tuple(sorted({*self.before, *self.after}))
 
     def of(self, kind: str) -> tuple[Traffic, Traffic]:
-        """Before and after; zeros where there is none of a kind."""
+        """Before and after; zeros for a kind that does not occur."""
         none = Traffic(0, 0)
         return self.before.get(kind, none), self.after.get(kind, none)
 
     def __str__(self) -> str:
-        """ "collectives of a device, call: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
+        """ "collectives per device, call: all-reduce 4 (131 kB) -> 4 (131 kB)"."""
         pairs = ((kind, *self.of(kind)) for kind in self.kinds)
         counts = ", ".join(
             f"{kind} {b.count} ({bytes_text(b.bytes)}) -> {a.count} ({bytes_text(a.bytes)})" for kind, b, a in pairs
         )
-        return f"collectives of a device, {self.what}: {counts or 'none'}"
+        return f"collectives per device, {self.what}: {counts or 'none'}"
 
 
 @dataclass(frozen=True, repr=False)
 class OverDevices(Shown):
-    """Where a program that several devices run together was measured.
+    """The devices on which a program was measured, and their shares.
 
     Attributes:
       mesh: axis -> size; empty where neither arguments nor program name one.
-      devices, processes: how many run it.
+      devices, processes: how many of each run it.
       collectives: of each call that was compiled: the call, then its gradient.
       device_s: version -> device ("0") -> the median of the seconds from the start of a call until that device's results are there; of
         this process's devices, and empty where nothing was timed.
@@ -73,14 +73,14 @@ class OverDevices(Shown):
 
     @property
     def place(self) -> str:
-        """ "8 devices, mesh data=2 x tensor=4"; the number of processes where it is more than one."""
+        """ "8 devices, mesh data=2 x tensor=4"; the number of processes if there is more than one."""
         axes = " x ".join(f"{name}={size}" for name, size in self.mesh.items())
         many = f" of {self.processes} processes" if self.processes > 1 else ""
         return f"{self.devices} devices{many}{f', mesh {axes}' if axes else ''}"
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What a report says."""
+        """The lines of a report."""
         return (f"on {self.place}", *map(str, self.collectives), *filter(None, [self._times]))
 
     @property
@@ -94,7 +94,7 @@ class OverDevices(Shown):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> OverDevices:
-        """Reads what `dataclasses.asdict` gave back."""
+        """Reads back the dict of `dataclasses.asdict`."""
 
         def sent(kinds: Mapping[str, Any]) -> dict[str, Traffic]:
             return {kind: Traffic(**counts) for kind, counts in kinds.items()}
@@ -110,7 +110,7 @@ class OverDevices(Shown):
 
 
 def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> OverDevices | None:
-    """What may be said of programs (call -> before and after) that run on several devices; None of one.
+    """The record of programs (call -> before and after) that run on several devices; None for one device.
 
     Args:
       pairs: the call and its gradient, in this order, as far as they were compiled.
@@ -129,7 +129,7 @@ def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> O
 
 
 def mesh_sizes(program: Program) -> dict[str, int]:
-    """Axis -> size of the mesh that its arguments lie on, or else of its first shard_map; empty where there is none."""
+    """Axis -> size of the mesh that its arguments lie on, or else of its first shard_map; empty without a mesh."""
     placed = (
         getattr(a.sharding, "mesh", None) for a in jax.tree.leaves((program.args, program.kwargs)) if _is_array(a)
     )

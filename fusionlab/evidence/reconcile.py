@@ -1,4 +1,4 @@
-"""Parts beside the whole: what they sum to, and a name for what is left over."""
+"""Parts against the whole: their sum, and a name for the remainder."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ WITHIN = 0.10  # a remainder below this needs no explanation
 
 @dataclass(frozen=True, repr=False)
 class Reconciliation(Shown):
-    """Seconds of parts, and of the whole that they are parts of.
+    """Seconds of the parts, and of the whole.
 
     Attributes:
       parts: (name, seconds), in order.
       whole_s: of the whole, measured.
-      cause: what a positive remainder is made of (the whole takes longer than its parts).
-      excess: what a negative one is made of (the parts take longer than the whole).
+      cause: the name of a positive remainder (the whole takes longer than its parts).
+      excess: the name of a negative one (the parts take longer than the whole).
     """
 
     parts: tuple[tuple[str, float], ...]
     whole_s: float
-    cause: str = "what no part holds"
-    excess: str = "what the parts do twice"
+    cause: str = "work outside the parts"
+    excess: str = "work the parts do twice"
 
     @property
     def sum_s(self) -> float:
+        """Seconds of all parts together."""
         return sum(s for _, s in self.parts)
 
     @property
     def remainder_s(self) -> float:
-        """Whole less parts; negative where the parts take longer than the whole."""
+        """Whole minus parts; negative if the parts take longer than the whole."""
         return self.whole_s - self.sum_s
 
     @property
@@ -48,7 +49,7 @@ class Reconciliation(Shown):
 
     @property
     def remainder(self) -> str:
-        """ "remainder 12 %: dispatch and what the model does not know"."""
+        """ "remainder 12 %: dispatch, and effects outside the model"."""
         name = self.cause if self.remainder_s >= 0 else self.excess
         return f"remainder {self.share:+.0%} of the whole: {name}"
 

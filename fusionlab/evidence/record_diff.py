@@ -1,7 +1,7 @@
-"""Two records of one comparison, an older and a newer: what became worse beyond what measuring leaves open.
+"""Two records of one comparison, an older and a newer: changes for the worse beyond measurement uncertainty.
 
-Times of two runs are never compared with one another: clocks, neighbours and power differ. What is compared is how many times faster the
-fused version was than the original in its own run, by the intervals of the two ratios.
+Times of two runs are never compared with one another: clocks, neighbours and power differ. Instead the speed-up of the fused
+version in its own run is compared, by the intervals of the two ratios.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RecordChange(Shown):
 
     Attributes:
       what: "time, call", "compiled peak memory, call", "output out float32[8]".
-      old, new: what each says of it, in words; "" where it says nothing.
+      old, new: the value in each record, in words; "" if a record has no value.
       verdict: "worse", "better", "same" or "not compared".
-      why: of "not compared", the reason.
+      why: the reason of "not compared".
     """
 
     what: str
@@ -45,7 +45,13 @@ class RecordChange(Shown):
 
 @dataclass(frozen=True, repr=False)
 class RecordDiff(Shown):
-    """What changed from one record to a newer one."""
+    """The changes from one record to a newer one.
+
+    Attributes:
+      name: of the function measured.
+      changes: one of each quantity that both records have.
+      notes: what cannot be compared, in sentences.
+    """
 
     _listed = "changes"
 
@@ -55,6 +61,7 @@ class RecordDiff(Shown):
 
     @property
     def regressions(self) -> tuple[RecordChange, ...]:
+        """The changes whose verdict is "worse"."""
         return tuple(c for c in self.changes if c.verdict == "worse")
 
     def __str__(self) -> str:
@@ -69,7 +76,7 @@ class RecordDiff(Shown):
 
 
 def diff_records(old: Evidence, new: Evidence) -> RecordDiff:
-    """What became better or worse from `old` to `new`."""
+    """The quantities that got better or worse from `old` to `new`."""
     notes = []
     if old.name != new.name:
         notes.append(f"the records are of two functions, {old.name} and {new.name}")
@@ -111,7 +118,7 @@ def _time_text(timing: Timing | None, record: Evidence) -> str:
 
 
 def _faster(old: Timing, new: Timing) -> str:
-    """By intervals that do not meet, and an effect that a compilation of the same does not have."""
+    """By disjoint intervals, and an effect larger than that of recompiling the same program."""
     if abs(new.ratio / old.ratio - 1) < MIN_EFFECT:
         return "same"
     if new.interval[1] < old.interval[0]:

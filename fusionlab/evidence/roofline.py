@@ -1,10 +1,10 @@
-"""What a program could take at best on a device, kernel by kernel, and what each candidate is predicted to gain beyond XLA.
+"""The best possible time of a program on a device, kernel by kernel, and the predicted gain of each candidate beyond XLA.
 
 At best a kernel takes the longer of two times: its operations at the rate of a large product, its bytes at the rate of a large copy, both
 measured on the device (`peaks.measure_peaks`). It may take longer: transcendentals and elementwise code never run at the rate of a
-product, and starting a kernel takes time of its own. It may take less where what it reads still lies in a cache.
+product, and starting a kernel takes time of its own. It may take less if its operands are still in a cache.
 
-What a candidate gains is predicted beyond XLA: the kernels XLA is expected to make of the program as it is (`graph/clusters.py`), beside
+The gain of a candidate is predicted beyond XLA: the kernels XLA is expected to make of the program as it is (`graph/cost`), against
 those of the program with the candidate fused, where the fused op reads its operands once and writes its results once.
 
 Source: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model for multicore architectures", 2009.
@@ -30,7 +30,7 @@ from fusionlab.tracebacks import own_lines_hidden
 from .instruments.timing import Runs, seconds
 from .reconcile import Reconciliation
 
-UNMODELLED = "dispatch, and what the model does not know (caches, elementwise code below the peak rate)"
+UNMODELLED = "dispatch, and effects outside the model (caches, elementwise code below the peak rate)"
 FASTER = "bytes that came from a cache rather than from memory, or operations that were not done"
 
 
@@ -39,10 +39,10 @@ class Point(Shown):
     """One kernel, part or program under the roof.
 
     Attributes:
-      name: what it is ("dot_general attention %25").
+      name: its operation ("dot_general attention %25").
       operations, bytes_moved: of all its trips.
       attainable_s: seconds at best.
-      bound: "compute" or "memory": which of the two rates says so; "nothing" for what neither computes nor moves.
+      bound: "compute" or "memory": which of the two rates limits it; "nothing" if it neither computes nor moves anything.
       measured_s: seconds it took, where known.
     """
 
@@ -55,17 +55,17 @@ class Point(Shown):
 
     @property
     def intensity(self) -> float:
-        """Operations a byte."""
+        """Operations per byte."""
         return self.operations / self.bytes_moved if self.bytes_moved else float("inf")
 
     @property
     def attainable(self) -> float:
-        """Operations a second at best."""
+        """Operations per second at best."""
         return self.operations / self.attainable_s if self.attainable_s else 0.0
 
     @property
     def attained(self) -> float | None:
-        """Operations a second as measured."""
+        """Operations per second as measured."""
         return None if self.measured_s is None else self.operations / self.measured_s
 
     def __str__(self) -> str:
@@ -81,13 +81,13 @@ class Point(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Prediction(Shown):
-    """What fusing one candidate is expected to gain beyond XLA.
+    """The expected gain of fusing one candidate, beyond XLA.
 
     Attributes:
       site, pass_name: of the candidate.
       before, after: operations and bytes of the program as XLA is expected to run it, and with the candidate fused.
-      kernels: how many kernels that is, before and after.
-      saved_s: seconds of attainable time; 0 where the fused op is what XLA runs anyway.
+      kernels: the number of kernels before and after.
+      saved_s: seconds of attainable time; 0 if the fused op is what XLA runs anyway.
       why: in words.
       measured_saved_s: seconds it saved, where measured.
     """
@@ -119,8 +119,8 @@ class Roofline(Shown):
       unfused_s: at best, every node a kernel of its own.
       predictions: one for each candidate, in their order.
       measured_s: seconds of the whole, where given.
-      unknown: how many nodes compute what is not known.
-      notes: what the numbers take for granted.
+      unknown: how many nodes have an unknown number of operations.
+      notes: assumptions behind the numbers.
     """
 
     _listed = "points"
@@ -148,7 +148,7 @@ class Roofline(Shown):
         return Point(self.name, operations, moved, self.attainable_s, bound, self.measured_s)
 
     def reconcile(self, depth: int = 1) -> Reconciliation:
-        """The attainable times of the scopes beside the measured whole, and the remainder with its name.
+        """The attainable times of the scopes against the measured whole, and the remainder with its name.
 
         Raises:
           ArgumentError: the whole was not measured.
@@ -183,7 +183,7 @@ class Roofline(Shown):
 
 
 def attainable(cost: Cost, device: Device) -> tuple[float, str]:
-    """Seconds at best, and which rate says so: "compute", "memory" or "nothing".
+    """Seconds at best, and which rate limits it: "compute", "memory" or "nothing".
 
     Raises:
       ArgumentError: the device's rates were not measured.
@@ -214,13 +214,13 @@ def roofline(
     """A program under the roof of a device, and the predicted gain of each candidate.
 
     Args:
-      program: what was found in it, or its graph alone (then nothing is predicted).
+      program: its findings, or only its graph (then nothing is predicted).
       device: with measured rates: `measure_peaks()`.
-      measured: what the whole took: samples, or seconds.
+      measured: the time of the whole: samples, or seconds.
       trips: node id of a while loop -> how often its body runs.
 
     Raises:
-      ArgumentError: the device's rates were not measured, or `trips` names no while loop.
+      ArgumentError: the device's rates were not measured, or `trips` names a node that is not a while loop.
     """
     graph = program.graph if isinstance(program, Findings) else program
     costs = cost_of(graph, trips=trips)
@@ -230,12 +230,10 @@ def roofline(
     if isinstance(program, Findings):
         predictions = tuple(_predicted(program, c, kernels, device) for c in program.candidates)
     notes = (
-        [f"{len(costs.unknown)} nodes compute what is not known: they count with their bytes alone"]
-        if costs.unknown
-        else []
+        [f"{len(costs.unknown)} nodes compute an unknown amount: only their bytes are counted"] if costs.unknown else []
     )
     if any(k.cost.trips is None for k in kernels):
-        notes.append("what stands in a while loop counts for one trip: trips={node id: n} says how many there are")
+        notes.append("the body of a while loop counts for one trip: give the number of trips as trips={node id: n}")
     return Roofline(
         graph.name,
         device,

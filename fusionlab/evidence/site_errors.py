@@ -1,7 +1,7 @@
-"""A fused op against the nodes it replaces, on the values that reach them: one site at a time, the rest of the program left out.
+"""A fused op against the nodes it replaces, on the values that reach them: one site at a time, without the rest of the program.
 
 Where float64 of a whole program does not fit into memory, that of one region does. A site in the body of a loop, a branch or a
-`shard_map` is given standard normal values, as what reaches it there differs from one round to the next.
+`shard_map` gets standard normal values, as the values that reach it there differ from one iteration to the next.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def local_errors(
     """Errors of one site's outputs and gradients, of the nodes as they are ("before") and of the fused op, both against float64.
 
     Args:
-      found: what the site is one of.
+      found: the findings that contain the site.
       site: a candidate.
       arrays: the leaves of the arguments that the graph was traced with.
       grad: also the gradients by every float that the site reads.
-      stages: told of what is done.
+      stages: called as each stage begins.
 
     Raises:
       TraceError: the region has no float64 form, or (with `grad`) no gradient.
@@ -74,7 +74,7 @@ def _function(region: Region) -> Callable[..., Any]:
 
 
 def _values(block: Block, wanted: Sequence[Value], arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The values themselves, computed by the nodes they hang on and no others."""
+    """The values themselves, computed by the nodes they depend on and no others."""
     nodes = sorted(_behind(block, wanted), key=lambda n: n.id)
     closed = slice_jaxpr(block, nodes, block.inputs, wanted)
     return tuple(jax.jit(as_function(closed))(*arrays))
@@ -92,6 +92,6 @@ def _behind(block: Block, wanted: Sequence[Value]) -> list[Node]:
 
 
 def _drawn(i: int, value: Value) -> Any:
-    """Standard normal; zeros and ones where it is no float."""
+    """Standard normal; zeros and ones for other dtypes than floats."""
     drawn = np.random.default_rng(i).standard_normal(value.shape)
     return jnp.asarray(drawn if jnp.issubdtype(value.dtype, jnp.floating) else drawn > 0, value.dtype)

@@ -1,4 +1,4 @@
-"""The program with some of its sites fused, against the original: what single sites do to its errors and its time."""
+"""The program with some of its sites fused, against the original: the effect of single sites on its errors and its time."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Fuser = Callable[[tuple[str, ...]], Callable]  # site ids -> the function with t
 
 @dataclass(frozen=True, repr=False)
 class SiteErrors(Shown):
-    """Errors that one site makes, fused, and no other.
+    """Errors with only one site fused.
 
     Attributes:
       site: its id.
       leaves: every output and gradient, original ("before") and with that site fused ("after"), against float64: of the program, or of
         the site alone.
-      drawn: of the site alone, and on values drawn at random, as those that reach it differ from round to round.
+      drawn: whether the errors are of the site alone on random values, as the values that reach it differ between iterations.
     """
 
     _listed = "leaves"
@@ -39,10 +39,12 @@ class SiteErrors(Shown):
 
     @property
     def ok(self) -> bool:
+        """Whether every output and gradient passes, as `LeafNumerics.ok` has it."""
         return all(leaf.ok for leaf in self.leaves)
 
     @property
     def worst(self) -> LeafNumerics:
+        """The output or gradient that this site makes worst."""
         return worst_of(self.leaves)
 
     def __str__(self) -> str:
@@ -53,7 +55,7 @@ class SiteErrors(Shown):
 
 
 def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
-    """The leaf that got worst: regressions first, then by how far the error grew, against what is tolerated."""
+    """The leaf that got worst: regressions first, then by the growth of the error relative to the tolerance."""
 
     def grown(leaf: LeafNumerics) -> tuple[bool, bool, float]:
         growth = (leaf.after.max_abs - leaf.before.max_abs) / (leaf.atol or 1e-300)
@@ -63,7 +65,7 @@ def worst_of(leaves: Sequence[LeafNumerics]) -> LeafNumerics:
 
 
 class Trials:
-    """Versions of one original, each with some of its sites fused. `each` is what one is called where its stages are told, `total` how many
+    """Versions of one original, each with some of its sites fused. `each` is the name of one version in the stages, `total` how many
     there are, where that is known."""
 
     def __init__(
@@ -93,7 +95,7 @@ class Trials:
         return time_programs(call, original.forward, original.forward_of(version), **effort)
 
     def _begun(self, sites: tuple[str, ...]) -> Bound:
-        """The version with these sites fused; what is told from here on is told of it."""
+        """The version with these sites fused; the stages from here on carry its name."""
         self._done += 1
         self.original.stages = self.stages.inside(
             f"{self.each} {self._done}{f' of {self.total}' if self.total else ''}"

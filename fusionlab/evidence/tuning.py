@@ -1,4 +1,4 @@
-"""Measuring the rivals: which implementation each fused call of a program is fastest with, on this device.
+"""Measures the rivals: the fastest implementation of each fused call of a program on this device.
 
 Each call is measured alone, on random operands of its shapes. A call that keeps residuals and the backward call that reads them are decided
 together where they share a setting (a mask kept in bits pays forward and gains backward).
@@ -44,20 +44,20 @@ class TunedCall:
     shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
 
     def case(self, **changes: Any) -> str | None:
-        """The text it is looked up by, with these settings changed."""
+        """The text that identifies it in tables, with these settings changed."""
         attrs = dict(self.params) | changes
         return self.primitive.op.case(self.primitive.role, dict(self.shapes), **attrs)
 
 
 @dataclass(frozen=True, repr=False)
 class Tuned(Shown):
-    """What `fusionlab.tune` found; prints as a table.
+    """The result of `fusionlab.tune`; prints as a table.
 
     Attributes:
       measured: the cases with their choices, and cuBLASLt's algorithms.
-      path: the plan file it was written to; None where there was nothing to measure.
+      path: the plan file it was written to; None if there was nothing to measure.
       calls: how many calls of fused ops the program has.
-      device: what was measured on.
+      device: the measured device.
     """
 
     measured: Measured
@@ -76,7 +76,7 @@ class Tuned(Shown):
 
     def __str__(self) -> str:
         if self.path is None:
-            why = "none has more than one implementation there" if self.calls else "there is nothing to choose"
+            why = "each has only one implementation there" if self.calls else "there is nothing to choose"
             return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
         lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
         lines += [f"  {_case_text(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
@@ -86,7 +86,7 @@ class Tuned(Shown):
 
 
 def _case_text(text: str) -> str:
-    """A case for a reader: the op, its sizes, what it is asked for."""
+    """A case for a reader: the op, its sizes, its options."""
     c = json.loads(text)
     op, role = c.pop("op"), {"call": "forward", "cotangent": "backward"}[c.pop("role")]
     role += ", keeping residuals" if c.pop("residuals", False) else ""
@@ -105,7 +105,7 @@ def _value_text(value: Any) -> str:
 
 
 def _with_times(choice: Choice) -> str:
-    times = ", ".join(f"{n} {t:.4g} us" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
+    times = ", ".join(f"{n} {t:.4g} µs" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
     return f"{choice.implementation} ({times})"
 
 
@@ -193,7 +193,7 @@ def _rivals(call: TunedCall, device: Device, samples: int) -> Rivals | None:
 def _variants(
     call: TunedCall, device: Device
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]]:
-    """Each change of a call's settings: what is changed, the parameters, the operands' shapes, and the implementations that can run it."""
+    """Each change of a call's settings: the change, the parameters, the operands' shapes, and the implementations that can run it."""
     op, role = call.primitive.op, call.primitive.role
     for change in op.variants(role, **dict(call.params)):
         params = dict(call.params) | change
@@ -255,7 +255,7 @@ def _cublaslt_plan(eqn: Any) -> Any:
 
 
 def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
-    """For each call and variant its best implementation, and with it the variant that is best for all calls that share it."""
+    """The best implementation for each call and variant, and the variant that is best for all calls that share it."""
     groups: dict[str, list[Rivals]] = {}
     for rivals in measured:
         content = json.loads(rivals.call.case() or "{}")
@@ -272,7 +272,7 @@ def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
 
 
 def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:
-    """The settings for which the calls of a group together take least time."""
+    """The settings with the least total time of a group's calls."""
     variants = [change for change, _ in group[0].times_us]
     totals = [
         sum(times[_quickest(times)] for rivals in group for change, times in rivals.times_us if change == v)

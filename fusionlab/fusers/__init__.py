@@ -1,13 +1,13 @@
-"""What may be fused. A pass turns places in a graph into one fused op; each is a folder of `passes/`.
+"""The fusion passes. A pass replaces places in a graph with one fused op; each pass is a folder of `passes/`.
 
-    engine/      what every pass does: from an anchor to a candidate, or to a rejection that says why not.
+    engine/      the steps common to all passes: from an anchor to a candidate, or to a rejection with its reason.
     strategy.py  which passes run, with which options.
     passes/      linear (GEMM epilogues), norm, lerp, attention, matmul (routes, gated pairs), transformer (whole layers), custom.
     registry.py  the table of all passes, in the order in which they run.
-    report/      what a search found, as values to print and to assert on.
-    find.py      the search: every pass over every block, sites that overlap, backward passes.
+    report/      the findings of a search, as values to print and to assert on.
+    find.py      the search: every pass over every block, overlapping sites, backward passes.
 
-May import `graph` and `kernels`. How matching works is told in `graph/matching`.
+May import `graph` and `kernels`. For how matching works, see `graph/matching`.
 """
 
 from .engine.base import Pass as Pass

@@ -47,10 +47,10 @@ def find_in(
     Args:
       graph: the raw graph.
       passes: passes with their options, in order.
-      device: what backends are judged for.
+      device: the device for which backends are chosen.
       implementation: as in `fuse`.
-      certifier: remembers proofs; a new one by default.
-      stages: told which pass looks where, and how many sites there are.
+      certifier: caches proofs; a new one by default.
+      stages: called with the pass under way and the number of sites so far.
     """
     certifier, numbered = certifier or Certifier(plain_meaning_of), graph.numbered
     asked = list(passes), device, implementation, certifier, stages
@@ -60,20 +60,20 @@ def find_in(
         if numbered.graph is not None:
             return _declined_for(graph, _find_in(numbered.graph, *asked))
         names = ", ".join(numbered.symbols)
-        note = f"the sizes of this program are symbolic ({names}), and it traces at none of the numbers tried: nothing was searched"
+        note = f"the sizes of this program are symbolic ({names}), and it traces at none of the sizes tried: nothing was searched"
         return Findings(graph, tuple(p.name for p, _ in asked[0]), (), (), device=str(device), notes=(note,))
 
 
 def _declined_for(graph: Graph, found: Findings) -> Findings:
-    """What is found at numbers, every site of it declined: the kernels of an op are launched for numbers."""
+    """The findings at concrete sizes, with every site declined, because kernels are launched for concrete sizes."""
     names, nodes = ", ".join(graph.numbered.symbols), graph.numbered.nodes
 
     def here(ids: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted(nodes[i] for i in ids if i in nodes))
 
     def symbolic(site: Candidate) -> Rejection:
-        sentence = f"{site.formula} is a site at any numbers, and the sizes of this program are symbolic ({names})"
-        edit = "export the fused function at numbers, one for each size that is served"
+        sentence = f"{site.formula} is a site at concrete sizes, but the sizes of this program are symbolic ({names})"
+        edit = "export the fused function at concrete sizes, one export for each size that is served"
         ids = here(site.node_ids)
         return declined(site, "symbolic", sentence, node_ids=ids, site_ids=frozenset(ids), edit=edit)
 
@@ -90,7 +90,7 @@ def _declined_for(graph: Graph, found: Findings) -> Findings:
 def _no_full_collections() -> Iterator[None]:
     """A search keeps many small tuples; each full collection would walk all of them, which is quadratic.
 
-    Young objects are collected as ever: the derivatives that JAX traces are cycles, and as large as what the search keeps.
+    Young objects are still collected: the derivatives that JAX traces are cycles, and as large as the data that the search keeps.
     """
     before = gc.get_threshold()
     if before == _YOUNG_ONLY:  # a search in another thread has set them, and sets them back
@@ -157,7 +157,7 @@ def _sites_text(found: Sequence[Candidate | Rejection]) -> str:
 
 @contextlib.contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    """Keeps under a name how long what stands inside took."""
+    """Records the time of its body under a name."""
     started = time.perf_counter()
     yield
     seconds[name] = time.perf_counter() - started
@@ -173,15 +173,15 @@ def _router(
     found_views: Iterable[tuple[CanonicalView, Node | None]],
     search_of: Callable[..., Search],
 ) -> Callable[[Findings], Any]:
-    """What tells the route of every product: of the pass that has routes, which need not be asked for."""
+    """The function that finds the route of every product, from the pass that has routes, even if that pass is not requested."""
     asked = {p.name: options for p, options in passes}
     routes, options = next((p.routes, asked.get(p.name, {})) for p in BUILT_IN.values() if p.routes is not None)
     return functools.partial(routes, [(search_of(view, options=options), owner) for view, owner in found_views])
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
-    """What a pass finds in a block; where it fails on the block itself, what it found before that. `rule`: whose block it is, of the user's
-    own rules for derivatives."""
+    """The outcomes of a pass in a block, up to the point where it fails on the block itself. `rule`: the user's derivative rule that the
+    block belongs to."""
     found: list[Candidate | Rejection] = []
     nodes = search.block.nodes
     failed = guarded(
@@ -195,7 +195,7 @@ def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate 
 def _unread(
     passes: Iterable[tuple[Pass, Mapping[str, Any]]], unread: Sequence[tuple[Block, Fault]]
 ) -> Iterator[Rejection]:
-    """The rejections of blocks that no pass can look at: they have no canonical form."""
+    """The rejections of blocks that no pass can search because they have no canonical form."""
     for (pass_, _), (block, fault) in itertools.product(passes, unread):
         if not block.nodes:
             continue
@@ -224,11 +224,11 @@ def _settled(
 
 
 def _inside_rule(item: Candidate | Rejection, owner: Node) -> Rejection:
-    """A site inside a user's custom_jvp or custom_vjp: its gradient is the user's, so it is left alone."""
+    """A site inside a user's custom_jvp or custom_vjp: its gradient is the user's, so it is left as it is."""
     if isinstance(item, Rejection):
         return item
     where = f" ({owner.source})" if owner.source else ""
-    sentence = f"{item.formula} stands inside a {owner.primitive}{where}, whose derivative is the user's own"
+    sentence = f"{item.formula} lies inside a {owner.primitive}{where}, whose derivative is the user's own"
     return declined(item, "custom_rule", sentence, node_ids=(owner.id,))
 
 

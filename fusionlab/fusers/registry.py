@@ -1,6 +1,6 @@
-"""The passes there are: the built-in ones, then those users register.
+"""The registered passes: the built-in ones, then those that users register.
 
-A built-in one is here by standing in `PASSES` of a module in `passes/`: place in the order in which all of them run -> pass.
+A built-in pass is listed in `PASSES` of a module in `passes/`: its place in the order of execution -> the pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .engine.base import Pass
 
 
 def _built_in() -> Iterator[tuple[int, Pass]]:
-    """Place among all passes -> pass, of each module of the passes' folders that has some."""
+    """Place in the order of execution -> pass, from every module of the passes' folders."""
     for module in pkgutil.walk_packages(passes.__path__, f"{passes.__name__}."):
         yield from getattr(import_module(module.name), "PASSES", {}).items()
 
@@ -36,7 +36,7 @@ def registry() -> dict[str, Pass]:
 
 
 def add_pass(pass_: Any) -> None:
-    """Adds a pass: a `Pass`, or an object with the attributes that one needs.
+    """Adds a pass: a `Pass`, or an object with the attributes that a pass needs.
 
     Raises:
       ArgumentError: its name is taken, or it lacks an attribute of `fusionlab.fusers.Pass`.
@@ -52,27 +52,27 @@ def add_pass(pass_: Any) -> None:
 
 
 def _as_written(written: Any) -> Pass:
-    """A pass of an object that has the attributes of one without its class; what it lacks is as by default."""
+    """A `Pass` from an object that has a pass's attributes but not its class; missing ones get their defaults."""
     parts = {part: getattr(written, part) for part in (*_PARTS, *_MAY_LACK) if hasattr(written, part)}
     own = {part: staticmethod(value) if callable(value) else value for part, value in parts.items()}
     return type(type(written).__name__, (Pass,), own)()
 
 
 def remove_pass(name: str) -> None:
-    """Takes away a pass that `add_pass` added; what was fused with it stays as it is.
+    """Removes a pass that `add_pass` added; functions already fused with it keep working.
 
     Raises:
-      ArgumentError: it is built in. UnknownNameError: there is none of that name.
+      ArgumentError: it is built in. UnknownNameError: there is no pass of that name.
     """
     if name in _ADDED:
         del _ADDED[name]
     elif name in registry():
-        raise ArgumentError(f"unregister: {name!r} is built in; leave it out with passes=[...] or skip={name!r}")
+        raise ArgumentError(f"unregister: {name!r} is built in; exclude it with passes=[...] or skip={name!r}")
     else:
         raise unknown_name("pass", name, registry())
 
 
 def implementations() -> Mapping[str, tuple[str, ...]]:
-    """Op -> the names of its implementations: every op there is."""
+    """Op -> the names of its implementations, for every op."""
     ops = {**OPS, **{p.op: p.fused_op for p in registry().values()}}
     return {name: tuple(op.implementations) for name, op in ops.items()}

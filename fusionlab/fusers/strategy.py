@@ -1,4 +1,4 @@
-"""Which passes run, with which options: what `passes=` takes beside a list of names."""
+"""Which passes run, with which options: a value for `passes=` besides a list of names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _DETERMINISTIC = "deterministic"  # what a Strategy says of all passes at once
 class Strategy(Mapping[str, Any], Shown):
     """A frozen choice of passes: `Strategy(gemm_epilogue=True, dot_product_attention=False)`.
 
-    A value is True, False, or a dict of the pass's options. Passes not named are off. A pass brings its gradient, `<pass>_grad`,
-    with it: `Strategy(gemm_epilogue=True, gemm_epilogue_grad=False)` fuses forward alone, and differentiates as JAX does; a
-    `_grad` alone is refused. `Strategy(deterministic=True)` sets the option of that name of every pass that has it: forward and backward
-    give the same bits every time, and an implementation that does not is not taken; with no pass named it is of all by default. Gated pairs
-    were part of `matmul_schedule` once: a Strategy that has it on asks `gated_matmul` too, unless that is named.
+    A value is True, False, or a dict of the pass's options. Passes not named are off. Each pass includes its gradient, `<pass>_grad`:
+    `Strategy(gemm_epilogue=True, gemm_epilogue_grad=False)` fuses only the forward pass and differentiates as JAX does; a `_grad` without
+    its pass is refused. `Strategy(deterministic=True)` sets that option for every pass that has it: forward and backward passes
+    give the same bits every time, and implementations that do not are not used; if no pass is named, it applies to the default passes.
+    Gated pairs were once part of `matmul_schedule`: a Strategy that turns it on also turns on `gated_matmul`, unless that is named.
     Round-trips through JSON.
     """
 
@@ -62,26 +62,27 @@ class Strategy(Mapping[str, Any], Shown):
         return Table(("pass", "asked"), tuple(self.items()))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: what it was made of."""
+        """Plain data: the passes and their options."""
         return dict(self._passes)
 
     def to_json(self) -> str:
+        """A JSON object: pass name -> True, False or its options; `from_json` reads it back."""
         return json.dumps(self._passes, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """Raises ArgumentError when the text is no JSON object of passes."""
+        """The Strategy stored by `to_json`. Raises ArgumentError if the text is not a JSON object of passes."""
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # also a number of too many digits, and what is nested too deep
-            raise ArgumentError(f"Strategy.from_json: not JSON ({error}); needed what to_json gives") from error
+            raise ArgumentError(f"Strategy.from_json: not JSON ({error}); needed the output of to_json") from error
         if not isinstance(data, dict):
             raise ArgumentError(f"Strategy.from_json: got {type(data).__name__}, needed an object of pass names")
         return cls(**data)
 
 
 def _as_named_now(passes: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The passes, with gated pairs, which were an option of `matmul_schedule`, as the pass that they are."""
+    """The passes, with the former option of `matmul_schedule` for gated pairs as a pass of its own."""
     rest = passes.get("matmul_schedule")
     if not isinstance(rest, Mapping) or "gated" not in rest:
         return passes
@@ -92,7 +93,9 @@ def _as_named_now(passes: Mapping[str, Any]) -> Mapping[str, Any]:
     now["matmul_schedule"] = {key: value for key, value in rest.items() if key != "gated"}
     if "matmul_schedule_grad" in passes:
         now.setdefault("gated_matmul_grad", passes["matmul_schedule_grad"])
-    text = "matmul_schedule=dict(gated=...): gated pairs are a pass of their own, write gated_matmul=dict(prefer={!r})"
+    text = (
+        "matmul_schedule=dict(gated=...): gated pairs are now a pass of their own; write gated_matmul=dict(prefer={!r})"
+    )
     warnings.warn(text.format(rest["gated"]), FutureWarning, stacklevel=3)
     return now
 
@@ -100,7 +103,7 @@ def _as_named_now(passes: Mapping[str, Any]) -> Mapping[str, Any]:
 def select(
     registry: Mapping[str, Pass], passes: Strategy | Iterable[str] | str | None
 ) -> list[tuple[Pass, dict[str, Any]]]:
-    """The passes asked for, in the registry's order, with their options.
+    """The requested passes, in the registry's order, with their options.
 
     Raises:
       UnknownNameError: a name or option that does not exist; the message lists the valid ones.
@@ -138,7 +141,7 @@ def select(
 
 
 def _check_names(registry: Mapping[str, Pass], chosen: Mapping[str, Any]) -> None:
-    """Raises UnknownNameError for what is no pass and no `_grad` of one, ArgumentError for a `_grad` that cannot be had."""
+    """Raises UnknownNameError for a name of neither a pass nor its `_grad`, ArgumentError for an invalid `_grad`."""
     for name, value in chosen.items():
         if name in registry:
             continue
@@ -150,7 +153,7 @@ def _check_names(registry: Mapping[str, Pass], chosen: Mapping[str, Any]) -> Non
 
 
 def _check_gradient(name: str, value: Any, chosen: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for a `_grad` that cannot be had."""
+    """Raises ArgumentError for an invalid `_grad`."""
     forward = name.removesuffix("_grad")
     if isinstance(value, Mapping):
         raise ArgumentError(f"{name}: got options, needed True or False; it follows the options of {forward}")
@@ -165,10 +168,10 @@ _SITE_ID = re.compile(r"(\w+)@.*#\d+")
 
 
 def site_names(names: Iterable[str] | str, registry: Iterable[str], argument: str) -> tuple[str, ...]:
-    """What `skip=` and `only=` take, as a tuple: pass names and site ids ("gemm_epilogue@encoder/mlp#1"); one may stand alone.
+    """The argument of `skip=` or `only=` as a tuple: pass names and site ids ("gemm_epilogue@encoder/mlp#1"), or a single one.
 
     Raises:
-      UnknownNameError: neither a pass nor the id of a site of one. ArgumentError: no text.
+      UnknownNameError: neither a pass nor a site id. ArgumentError: not a string.
     """
     names = (names,) if isinstance(names, str) else tuple(names)
     passes = tuple(registry)

@@ -1,12 +1,12 @@
-"""The fused ops: what each means, and each way to run it on a device.
+"""The fused ops: the meaning of each, and every way to run it on a device.
 
     launch/   from a plan of launches to kernels on XLA's stream: every kernel of ours is launched in `launch/ffi_call.py`.
     choose/   which way a call takes: what was measured for it, or a rule.
     op/       the op protocol: one op is three primitives with a meaning in plain `jax.numpy` and any number of implementations.
     ops/      the ops, a folder each: `reference.py` is the meaning, `op.py` the call, a module for each implementation, and `card.py`
-              what lists of all ops say of it.
+              what lists of all ops show of it.
 
-May import `graph`; of the ops, one may use another's kernels where its module says so.
+May import `graph`; of the ops, one may use another's kernels where its module's docstring names it.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""Small real models in plain JAX, spelled as a user would spell them: for notebooks, tests and benchmarks alike.
+"""Small real models in plain JAX, written as a user would write them, for notebooks, tests and benchmarks.
 
 Each module has `init` (parameters from a key, always the same for the same key) and pure apply functions. Parameters
-are nested dicts of arrays; modules stand in `jax.named_scope`s, so their names show in graphs and reports.
+are nested dicts of arrays; modules use `jax.named_scope`, so their names show in graphs and reports.
 """

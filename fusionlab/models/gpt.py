@@ -5,7 +5,7 @@
     x = x + mlp(layer_norm(x))                mlp = gelu_tanh(x @ w1 + b1) @ w2 + b2
     logits = layer_norm(x) @ head             head = tokens^T where tied
 
-`Config` chooses how it is spelled: the projections of queries, keys and values are three products or one, the layers are
+`Config` chooses the spelling: the projections of queries, keys and values are three products or one, the layers are
 unrolled or scanned. One key gives the same model in every spelling, so results can be compared across them.
 
 Letters: B batch, S tokens of one call, T keys attended to, Smax cache size, H heads, D features per head, E = H * D,
@@ -46,17 +46,17 @@ POSITION_SCALE = 1.0
 
 @dataclass(frozen=True)
 class Config:
-    """What the model is: sizes, and how it is spelled.
+    """The model's sizes and spelling.
 
     `ffn` is F (4 * E when None), `longest` the number of positions, and so the largest cache.
     `projections`: "separate" is three products; the others are one of `[E, 3 E]`, whose columns are all queries', then
     all keys', then all values' ("concatenated"), or those three one head after another ("interleaved").
-    `tied`: the logits are a product with the token embedding; otherwise with a `head` of its own.
+    `tied`: the logits are a product with the token embedding; otherwise with a separate `head`.
     `scanned`: the parameters and caches of all layers are stacked, and one `lax.scan` runs over them.
 
     Raises:
-      ArgumentError: `embed` is no multiple of `heads`, or a size is not positive.
-      UnknownNameError: `projections` is none of the three.
+      ArgumentError: `embed` is not a multiple of `heads`, or a size is not positive.
+      UnknownNameError: `projections` is not one of the three.
     """
 
     layers: int = 2
@@ -72,9 +72,9 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("layers", "embed", "heads", "vocab", "longest"):
             if getattr(self, name) < 1:
-                raise ArgumentError(f"{name}: got {getattr(self, name)}; it has to be at least 1")
+                raise ArgumentError(f"{name}: got {getattr(self, name)}; needed at least 1")
         if self.embed % self.heads:
-            raise ArgumentError(f"heads: got {self.heads} for E = {self.embed}; E has to be a multiple of heads")
+            raise ArgumentError(f"heads: got {self.heads} for E = {self.embed}; needed E to be a multiple of heads")
         if self.projections not in get_args(Projections):
             raise unknown_name("projections", self.projections, get_args(Projections))
 
@@ -141,7 +141,7 @@ def init_cache(batch: int, config: Config = SMALL, size: int | None = None, dtyp
 
 
 def cache_size(cache: Cache) -> int:
-    """Smax of a cache, whichever of the two forms it has."""
+    """Smax of a cache, in either form."""
     return jax.tree.leaves(cache)[0].shape[-3]
 
 
@@ -170,15 +170,15 @@ def decode(
 ) -> tuple[jax.Array, Cache]:
     """One token at position `step`: `token` int `[B]` -> logits `[B, V]`, and the cache with its key and value.
 
-    `step` is an int or an int32 scalar, at least 0 and below Smax: as many positions of the cache are filled. A traced
-    one is not checked; one that is too large would overwrite the last position.
+    `step` is an int or an int32 scalar, at least 0 and below Smax: the number of filled positions of the cache. A traced
+    step is not checked; one that is too large would overwrite the last position.
 
     Raises:
       ArgumentError: `step` is known and not below Smax, or negative.
     """
     size = cache_size(cache)
     if not isinstance(step, Tracer) and not 0 <= int(step) < size:
-        raise ArgumentError(f"step: got {int(step)} for a cache of {size}; it has to be from 0 to {size - 1}")
+        raise ArgumentError(f"step: got {int(step)} for a cache of {size}; needed 0 to {size - 1}")
     seen = jnp.arange(size) <= step
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, cache: KeysAndValues) -> tuple[jax.Array, KeysAndValues]:
@@ -192,7 +192,7 @@ def decode(
 
 
 def generate(params: Params, prompt: jax.Array, steps: int, *, config: Config = SMALL) -> jax.Array:
-    """The `steps` tokens that follow `prompt` int `[B, S]`, the likeliest at each step: int32 `[B, steps]`.
+    """The `steps` tokens that follow `prompt` int `[B, S]`, the most likely one at each step: int32 `[B, steps]`.
 
     A prefill, then a `lax.while_loop` that decodes; the cache has `config.longest` positions.
 
@@ -202,7 +202,7 @@ def generate(params: Params, prompt: jax.Array, steps: int, *, config: Config = 
     batch, seq = prompt.shape
     if steps < 1 or seq + steps - 1 > config.longest:  # the last token is never read
         longest = config.longest
-        raise ArgumentError(f"steps: got {steps} after {seq} tokens; it has to be from 1 to {longest - seq + 1}")
+        raise ArgumentError(f"steps: got {steps} after {seq} tokens; needed 1 to {longest - seq + 1}")
     logits, cache = prefill(params, prompt, init_cache(batch, config, dtype=params["tokens"].dtype), config=config)
     out = jnp.zeros((batch, steps), jnp.int32)
 
@@ -221,10 +221,10 @@ def generate(params: Params, prompt: jax.Array, steps: int, *, config: Config = 
 
 
 def smallest_margin(params: Params, prompt: jax.Array, generated: jax.Array, *, config: Config = SMALL) -> jax.Array:
-    """How close two tokens ever came: the smallest difference of the best two logits over all steps, a float32 scalar.
+    """The smallest difference between the best two logits over all steps, a float32 scalar.
 
-    `prompt` int `[B, S]`, `generated` int `[B, steps]` as `generate` returns it. The logits are computed anew, in one
-    prefill. A program whose logits differ by less than half of it chooses the same tokens.
+    `prompt` int `[B, S]`, `generated` int `[B, steps]` as `generate` returns it. The logits are recomputed in one
+    prefill. A program whose logits differ by less than half of this margin chooses the same tokens.
     """
     tokens = jnp.concatenate([prompt, generated[:, :-1]], 1)
     cache = init_cache(len(tokens), config, dtype=params["tokens"].dtype)

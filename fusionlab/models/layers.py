@@ -1,4 +1,4 @@
-"""What the models share: a dense layer, layer normalisation, activations by name.
+"""The parts shared by the models: a dense layer, layer normalisation, activations by name.
 
 Letters: `*B` any leading axes, `K` features in, `N` features out.
 """

@@ -6,8 +6,8 @@
     h    = act(h @ w3 + b3)
     out  = act(h @ matmul_y + ele_y) + side
 
-`matmul_y` has shape [1, K, K]: by meaning a matrix, by rank not one. So four groups fuse and no activation is left;
-judged by rank alone (`strict_rank`), three fuse, one activation is left, and the last product is declined. Training
+`matmul_y` has shape [1, K, K]: a matrix in meaning but not in rank. So four groups fuse and no activation is left;
+by rank alone (`strict_rank`), three fuse, one activation is left, and the last product is declined. Training
 differentiates with respect to the six parameters w1, b1, w2, b2, w3, b3; `matmul_y` and `ele_y` are data.
 
 Source: PaddlePaddle/Paddle pull request 39437, the test of its pass (batch 64, sequence 128, hidden 768, data uniform).

@@ -1,8 +1,8 @@
-"""The encoder of `transformer.py` with heads and hidden features spread over the devices of a mesh axis, Megatron's way.
+"""The encoder of `transformer.py` with heads and hidden features sharded over the devices of a mesh axis, as in Megatron.
 
-Each device holds the columns of `q`, `k`, `v` and `fc1` for its heads and features, and the rows of `out` and `fc2` that go with them. What
-those two give is one device's part of a sum: it is summed over the axis, and the bias added once, behind the sum. Norms and residuals are
-the same on all devices. Where the mesh has another axis, the rows of the batch may be spread over that one.
+Each device holds the columns of `q`, `k`, `v` and `fc1` for its heads and features, and the corresponding rows of `out` and `fc2`. The
+results of those two are partial sums: they are summed over the axis, and the bias is added once, after the sum. Norms and residuals are
+the same on all devices. If the mesh has another axis, the batch may be sharded over it.
 
 Letters: B batch, T positions, H heads, D features per head, E = H * D, F feed-forward width.
 
@@ -27,7 +27,7 @@ _ROWS = frozenset({"out", "fc2"})
 
 
 def specs(params: list[Params], axis: str = "tensor") -> Any:
-    """How the parameters of `transformer.init` lie on a mesh: a tree of `PartitionSpec` like them."""
+    """The sharding of the parameters of `transformer.init` on a mesh: a tree of `PartitionSpec` like them."""
 
     def of(path: Any, _: Any) -> PartitionSpec:
         *_, layer, name = (key.key for key in path if hasattr(key, "key"))
@@ -71,14 +71,14 @@ def encoder(
 
     Args:
       mesh: a `jax.sharding.Mesh` with the axis.
-      params: of `transformer.init`; only its structure and shapes are looked at.
-      heads: H, of all devices together.
-      axis: the mesh axis that heads and features are spread over.
-      rows: the mesh axis that the batch is spread over; None for none.
+      params: from `transformer.init`; only the structure and the shapes are used.
+      heads: H, over all devices.
+      axis: the mesh axis over which heads and features are sharded.
+      rows: the mesh axis over which the batch is sharded; None for none.
       causal: a query sees no later key.
 
     Raises:
-      ArgumentError: the mesh has no such axis, or H or F is no multiple of its size.
+      ArgumentError: the mesh has no such axis, or H or F is not a multiple of its size.
     """
     if missing := [a for a in (axis, rows) if a is not None and a not in mesh.shape]:
         raise ArgumentError(f"axis: the mesh has no {missing[0]!r}; it has {', '.join(map(str, mesh.shape))}")

@@ -60,17 +60,17 @@ def attention(
 ) -> jax.Array:
     """Multi-head self-attention, `[B, T, E]` -> `[B, T, E]`.
 
-    `spelling` says how the two products are written: "einsum" keeps `[B, T, H, D]` and contracts with `jnp.einsum`,
+    `spelling` chooses how the two products are written: "einsum" keeps `[B, T, H, D]` and contracts with `jnp.einsum`,
     "matmul" transposes to `[B, H, T, D]` and uses `@`. Same values, different programs. With `causal`, a query sees no
     later key.
 
     Raises:
-      ArgumentError: E is no multiple of `heads`.
+      ArgumentError: E is not a multiple of `heads`.
       UnknownNameError: `spelling` is neither.
     """
     batch, seq, embed = x.shape
     if embed % heads:
-        raise ArgumentError(f"heads: got {heads} for E = {embed}; E has to be a multiple of heads")
+        raise ArgumentError(f"heads: got {heads} for E = {embed}; needed E to be a multiple of heads")
     if spelling not in SPELLINGS:
         raise unknown_name("spelling", spelling, SPELLINGS)
     q, k, v = (dense(params[n], x).reshape(batch, seq, heads, embed // heads) for n in ("q", "k", "v"))
@@ -87,7 +87,7 @@ def attend_einsum(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax
 
 
 def _attend_matmul(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
-    """The same by way of `[B, H, T, D]` and `@`."""
+    """The same through `[B, H, T, D]` and `@`."""
     q, k, v = (jnp.swapaxes(a, 1, 2) for a in (q, k, v))
     scores = (q @ jnp.swapaxes(k, -1, -2)) / math.sqrt(q.shape[-1])
     if causal:
@@ -122,7 +122,7 @@ def block(
 def encoder(
     params: list[Params], x: jax.Array, *, heads: int = 4, causal: bool = False, spelling: Spelling = "einsum"
 ) -> jax.Array:
-    """The blocks of `params` one after another, unrolled, each in its scope `layer_0`, `layer_1`, ..."""
+    """Applies the blocks of `params` in order, unrolled, each in its scope `layer_0`, `layer_1`, ..."""
     for i, layer in enumerate(params):
         with jax.named_scope(f"layer_{i}"):
             x = block(layer, x, heads=heads, causal=causal, spelling=spelling)

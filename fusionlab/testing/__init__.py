@@ -1,10 +1,10 @@
-"""What a library's own tests need: assertions on what is fused, as functions, and as the pytest fixture `fusionlab`.
+"""Helpers for a library's own tests: assertions on fusions, as functions and as the pytest fixture `fusionlab`.
 
     from fusionlab.testing import assert_fused
 
     assert_fused(model, (params, x), expect={"gemm_epilogue": 3}, survive={"relu": 0})
 
-The names are loaded when they are first asked for: the evidence reads the table of tolerances, which stands in this package too.
+The names are loaded on first use, because `fusionlab.evidence` imports the table of tolerances from this package.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The assertions. They are plain functions, for any test runner; the pytest fixture `fusionlab` has them as methods.
 
-Those on what is found trace the function and run nothing: example arguments may be `jax.ShapeDtypeStruct`s.
+Assertions on findings trace the function and run nothing, so example arguments may be `jax.ShapeDtypeStruct`s.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MARGIN = 0.05  # how much slower is still not slower: two compilations of one fu
 
 @dataclass(frozen=True)
 class Asserted:
-    """What an assertion is about: a function at its example arguments, searched by passes for a device.
+    """The subject of an assertion: a function at its example arguments, searched by passes for a device.
 
     Attributes:
-      fn: the function, as for `jax.jit`; not one that is fused already.
+      fn: the function, as for `jax.jit`; not one that is already fused.
       args, kwargs: example arguments.
       passes, device, implementation: as for `fusionlab.find`.
       static_argnums, static_argnames: as in `jax.jit`.
-      on_found: is given the findings of each search.
+      on_found: called with the findings of each search.
 
     Raises:
-      ArgumentError: `args` is no tuple or list, or `fn` is fused already.
+      ArgumentError: `args` is not a tuple or list, or `fn` is already fused.
     """
 
     fn: Callable
@@ -56,7 +56,7 @@ class Asserted:
             kind = type(self.args).__name__
             raise ArgumentError(f"args: got {kind}, needed a tuple of the function's arguments; (x,) for one")
         if isinstance(self.fn, lab.Fused):
-            raise ArgumentError(f"fn: got {self.fn!r}, which is fused already; give the function it was made of")
+            raise ArgumentError(f"fn: got {self.fn!r}, which is already fused; pass the original function")
         object.__setattr__(self, "kwargs", dict(self.kwargs or {}))
 
     @property
@@ -68,12 +68,12 @@ class Asserted:
 
     @property
     def static(self) -> dict[str, Any]:
-        """The static arguments that were named, for calls that tell them by themselves otherwise."""
+        """The static arguments that were named, for calls that otherwise detect them."""
         named = {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
         return {key: value for key, value in named.items() if value != ()}
 
     def find(self) -> lab.Findings:
-        """As `fusionlab.find`; keyword arguments of the function may have the names of options."""
+        """As `fusionlab.find`, but keyword arguments of the function may have the names of options."""
         graph = lab.trace(self.fn, *self.args, **self.static, **self.kwargs)
         found = lab.find(graph, passes=self.passes, device=self.device, implementation=self.implementation)
         if self.on_found is not None:
@@ -85,7 +85,7 @@ class Asserted:
 
 
 def fused_counts(found: Findings) -> dict[str, int | str]:
-    """`Findings.counts()` of what is fused: sites that are left as they are on this device do not count."""
+    """`Findings.counts()` of the fused sites: those left as they are on this device do not count."""
     chosen = found.select()
     counts: dict[str, int | str] = {}
     for name, count in found.counts().items():
@@ -110,14 +110,14 @@ def assert_fused(
     survive: Mapping[str, int] | None = None,
     **options: Any,
 ) -> lab.Findings:
-    """Asserts how many sites of a function each pass fuses, and what is left outside them.
+    """Asserts how many sites of a function each pass fuses, and what remains outside them.
 
     Args:
       fn, args: the function and its example arguments, arrays or `jax.ShapeDtypeStruct`s of any shape and dtype, in any pytrees.
-      expect: pass -> number of sites that `fusionlab.fuse` would replace, exactly; passes that are not named are not judged. In a
-        program that is differentiated already "<pass>_grad" counts those fused with their backward passes. An activation or a concept
-        ("relu", "attention_causal"; see `survive`) counts the sites of any pass that hold it.
-      survive: name -> how often it stays outside the fused ops, exactly: an activation ("relu", whatever its spelling), a concept
+      expect: pass -> exact number of sites that `fusionlab.fuse` would replace; passes not named are not checked. In an already
+        differentiated program, "<pass>_grad" counts the sites fused with their backward passes. An activation or a concept
+        ("relu", "attention_causal"; see `survive`) counts the sites of any pass that contain it.
+      survive: name -> exact number of occurrences outside the fused ops: of an activation ("relu", in any spelling), a concept
         ("linear", "attention", "layer_norm", "softmax", ...) or a primitive ("dot_general"); see `survivors.survivors`.
       **options: `kwargs` (the function's keyword arguments), `passes`, `device` (also a simulated one, "sm_90"), `implementation`,
         `static_argnums` and `static_argnames`, as for `fusionlab.find`.
@@ -126,9 +126,9 @@ def assert_fused(
       The findings.
 
     Raises:
-      FusionAssertionError: a count differs; the message has the nearest miss with its line and edit.
-      UnknownNameError: a name in `expect` is no pass that was asked and no concept, or one in `survive` nothing that could survive.
-      ArgumentError: neither `expect` nor `survive`, or `args` is no tuple. TraceError: the function does not trace.
+      FusionAssertionError: a count differs; the message shows the nearest miss with its line and edit.
+      UnknownNameError: a name in `expect` is neither a requested pass nor a concept, or a name in `survive` cannot survive.
+      ArgumentError: neither `expect` nor `survive` is given, or `args` is not a tuple. TraceError: the function does not trace.
     """
     __tracebackhide__ = True
     if not expect and not survive:
@@ -150,7 +150,7 @@ def assert_fused(
 
 
 def _counts(found: lab.Findings, names: Iterable[str]) -> dict[str, int | str]:
-    """How many sites are fused, by pass, and by those concepts that are named."""
+    """The number of fused sites, by pass and by the named concepts."""
     __tracebackhide__ = True
     counts = fused_counts(found)
     concepts = (ACTIVATION_KINDS | CONCEPTS | set(found.concepts())) - set(registry())
@@ -171,7 +171,7 @@ def _count_lines(
     counts: Mapping[str, int | str],
     odd: Mapping[str, tuple[int, list[Survivor]]],
 ) -> list[str]:
-    """Below the headline: what there is too much of, and why there is too little."""
+    """The lines below the headline: the surplus sites, and the reasons for missing ones."""
     extra = [name for name, n in wrong.items() if isinstance(n, int) and _as_int(counts[name]) > n]
     lines = [line for name in extra for line in (f"fused by {name}:", *site_lines(_sites_of(found, name)))]
     stay = [s for n, left in odd.values() if len(left) > n for s in left]
@@ -181,12 +181,12 @@ def _count_lines(
 
 
 def _sites_of(found: Findings, name: str) -> list[Candidate]:
-    """The sites that are fused, of a pass (also by the name of its gradient) or of a concept."""
+    """The fused sites of a pass (also by the name of its gradient) or of a concept."""
     return [c for c in found.select() if c.pass_name == name.removesuffix("_grad") or name in c.concepts]
 
 
 def _lacking_lines(found: lab.Findings, lacking: Sequence[str], stay: Sequence[Survivor]) -> list[str]:
-    """The nearest misses of passes and concepts that fuse too little, and the backward passes that stay as they are."""
+    """The nearest misses of passes and concepts that fuse too little, and the backward passes that are left as they are."""
     concepts = [name for name in lacking if name not in found.passes]
     stays = (p for p in found.pairs if p.stays and p.site.partition("@")[0] in lacking)
     backward = [f"  backward: {p.text}" for p in stays]
@@ -214,7 +214,7 @@ def assert_rejected(
       fn, args: as for `assert_fused`.
       code: the reason, a key of `fusionlab.errors.REJECTIONS`.
       pass_: the pass that declines it; None for any.
-      at: where: a site's id or scope ("encoder/mlp"), or a line ("model.py:12"), as the findings print them; None for anywhere.
+      at: the place: a site's id or scope ("encoder/mlp"), or a line ("model.py:12"), as the findings print them; None for anywhere.
       count: how many; None for one or more.
       **options: as for `assert_fused`.
 
@@ -222,7 +222,7 @@ def assert_rejected(
       The rejections.
 
     Raises:
-      FusionAssertionError: there is none, or another number of them; the message tells what was declined instead.
+      FusionAssertionError: there is none, or a different number; the message lists what was declined instead.
       UnknownNameError: a code or a pass that does not exist. ArgumentError, TraceError: as for `assert_fused`.
     """
     __tracebackhide__ = True
@@ -242,18 +242,18 @@ def assert_rejected(
 
 
 def _is_asked(found: lab.Findings, item: Candidate | Rejection, pass_: str | None, at: str | None) -> bool:
-    """Whether a site is of a pass, and stands somewhere; None for any, and for anywhere."""
+    """Whether a site belongs to a pass and is at a place; None for any pass, and for anywhere."""
     return pass_ in (None, item.pass_name) and at in (None, item.id, item.scope, *map(str, sources_of(found, item)))
 
 
 def _wanted(code: str, pass_: str | None, at: str | None, count: int | None) -> str:
-    """What `assert_rejected` is asked for, in words."""
+    """The expectation of `assert_rejected`, in words."""
     by, where = f" by {pass_}" if pass_ else "", f" at {at}" if at else ""
     return f"{'a site' if count is None else count} declined [{code}]{by}{where}"
 
 
 def _instead_lines(found: lab.Findings, fused: Sequence[Candidate], asked: Sequence[Rejection], code: str) -> list[str]:
-    """Where a site should be declined for a reason: what is fused there, and what is declined there, or for that, or at all."""
+    """The lines for a missing rejection: the sites fused or declined at the place, those declined for the code, or any declined."""
     lines = ["fused:", *site_lines(fused)] if fused else []
     others = asked or [r for r in found.rejections if r.code == code] or found.rejections
     return [*lines, *nearest_lines(found, others)] if others or not fused else lines
@@ -269,24 +269,24 @@ def assert_equivalent(
     argnums: int | Sequence[int] | None = None,
     **options: Any,
 ) -> comparison.Comparison:
-    """Asserts that the fused function computes what the function does: every output and gradient, judged by float64.
+    """Asserts that the fused function computes the same as the original: every output and gradient, compared with float64.
 
-    A result passes where it is in tolerance of the same program in float64 (by dtype and reduction size, see
-    `fusionlab.testing.tolerances`), or at most twice as far from it as the original's own, and where no NaN or infinity is new.
+    A result passes if it is within tolerance of the same program in float64 (by dtype and reduction size, see
+    `fusionlab.testing.tolerances`) or at most twice as far from it as the original, and if it has no new NaN or infinity.
 
     Args:
       fn: the original.
       args: arrays of any shape and dtype, in any pytrees; both are run on them.
-      fused: what to judge; None is `fusionlab.fuse(fn)`.
-      grad: the gradients of a random weighting of all float outputs, too.
+      fused: the function to check; None is `fusionlab.fuse(fn)`.
+      grad: also compare the gradients of a random weighting of all float outputs.
       argnums: the arguments to differentiate by; None is every float leaf.
-      **options: as for `assert_fused`; `device` is not used: it runs here.
+      **options: as for `assert_fused`; `device` is not used: the functions run here.
 
     Returns:
       The comparison: `.numerics` has every error.
 
     Raises:
-      FusionAssertionError: a result is worse than the original's, or there is no float64 reference to judge by.
+      FusionAssertionError: a result is worse than the original's, or there is no float64 reference.
       ArgumentError: shapes where arrays are needed. SideEffectError: the function prints or calls back. TraceError: it does not trace.
     """
     __tracebackhide__ = True
@@ -296,7 +296,7 @@ def assert_equivalent(
     given = call.static | ({} if argnums is None else {"argnums": argnums})
     evidence = comparison.compare(fn, other, *args, grad=grad, timing=False, memory=False, **given, **call.kwargs)
     if evidence.numerics is None:
-        raise FusionAssertionError(f"{call.name}: nothing to judge by: {'; '.join(evidence.notes)}", found, evidence)
+        raise FusionAssertionError(f"{call.name}: nothing to compare: {'; '.join(evidence.notes)}", found, evidence)
     bad = evidence.numerics.regressions
     if bad:
         n = len(evidence.numerics.leaves)
@@ -307,7 +307,7 @@ def assert_equivalent(
 
 
 def _fused_lines(found: lab.Findings | None) -> list[str]:
-    """The sites that are fused by default; none where there are no findings."""
+    """The sites that are fused by default; none if there are no findings."""
     fusing = found.select() if found is not None else ()
     return ["fused:", *site_lines(fusing)] if fusing else []
 
@@ -326,21 +326,21 @@ def assert_not_slower(
 ) -> comparison.Comparison:
     """Asserts that the fused function takes no longer than the function under `jax.jit`, in device time on a GPU.
 
-    It fails only where the whole 95 % interval of the ratio before/after lies below 1 - margin, so that noise fails no test. Where
-    there is no GPU, no device time, or too few samples, the test is skipped, and the reason says which.
+    It fails only if the whole 95 % interval of the ratio before/after lies below 1 - margin, so that noise fails no test. Without
+    a GPU, without device time, or with too few samples, the test is skipped with that reason.
 
     Args:
       fn, args, fused: as for `assert_equivalent`.
-      grad: judge value and gradient, too.
-      margin: in [0, 1): how much slower still passes; two compilations of one function differ by up to 0.03.
+      grad: also check value and gradient.
+      margin: in [0, 1): the slowdown that still passes; two compilations of one function differ by up to 0.03.
       samples, budget_s: of each, and seconds; at least 40 samples for a verdict.
-      **options: as for `assert_fused`; `device` is not used: it runs here.
+      **options: as for `assert_fused`; `device` is not used: the functions run here.
 
     Returns:
       The comparison.
 
     Raises:
-      FusionAssertionError: it is slower. unittest.SkipTest: it cannot be told here.
+      FusionAssertionError: it is slower. unittest.SkipTest: it cannot be measured here.
       ArgumentError: a margin outside [0, 1), shapes where arrays are needed. SideEffectError, TraceError: as for `assert_equivalent`.
     """
     __tracebackhide__ = True
@@ -358,7 +358,7 @@ def assert_not_slower(
         return evidence
     slow = [t for t in evidence.timings if judged(t).interval[1] < 1 - margin]
     if slow:
-        lines = [f"{call.name}: slower than jax.jit of it by more than {margin:.0%}", *(f"  {t}" for t in slow)]
+        lines = [f"{call.name}: slower than under jax.jit by more than {margin:.0%}", *(f"  {t}" for t in slow)]
         raise FusionAssertionError("\n".join([*lines, *_fused_lines(found)]), found, evidence)
     return evidence
 

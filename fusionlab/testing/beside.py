@@ -1,9 +1,9 @@
-"""One call with `fl.fuse` beside `jax.jit`: what differs beyond rounding, and what raises fused alone.
+"""One call under `fl.fuse` compared with `jax.jit`: differences beyond rounding, and errors raised only by the fused function.
 
-Both run on copies, so that neither what a call donates nor what it changes in place is touched twice. A function under a jit of its own
-(`jax.jit`, `nnx.jit`, `eqx.filter_jit`) has run already, and what it gave is what is wanted; `fl.fuse` is given it as it is. Any other
-is put under `jax.jit`, or `nnx.jit` where objects of nnx are among its arguments, as a function of the arrays of the call alone: once
-with numbers for arrays, as `jax.jit` has it, and where that is refused with numbers held fixed, as a static argument is.
+Both run on copies, so that donated arguments and in-place changes are not used twice. A function under a jit of its own
+(`jax.jit`, `nnx.jit`, `eqx.filter_jit`) has already run, and its result is the expected one; `fl.fuse` gets it unchanged. Any other
+function is put under `jax.jit`, or `nnx.jit` if nnx objects are among its arguments, as a function of the call's arrays only: first
+with Python numbers as arrays, as in `jax.jit`, and if that is refused, with numbers held fixed like static arguments.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from ..verbs import comparison, lab
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """What came of a call.
+    """The outcome of a call.
 
     Attributes:
       sites, declined: of its program.
-      skipped: why it was not compared; "" where it was.
-      fault: what is wrong with the fused function; "" where nothing is.
+      skipped: why it was not compared; "" if it was.
+      fault: the fault of the fused function; "" if there is none.
     """
 
     sites: int = 0
@@ -53,7 +53,7 @@ class CallArguments:
 
     @classmethod
     def of(cls, args: tuple, kwargs: dict, donated: bool = False) -> CallArguments:
-        """A copy of what a call may change: objects of nnx, arrays of numpy, and with `donated` arrays of JAX."""
+        """A copy of everything that a call may change: nnx objects, numpy arrays, and with `donated` also JAX arrays."""
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
         return cls(copied(leaves, donated), tree)
 
@@ -69,7 +69,7 @@ class CallArguments:
 
 
 def copied(leaves: Sequence[Any], donated: bool = False) -> tuple[Any, ...]:
-    """Leaves of which another call may do what it wants; Variables that objects share are shared by the copies."""
+    """Copies of leaves that another call may change; Variables shared by objects are shared by the copies."""
     where = [i for i, x in enumerate(leaves) if is_object(x)]
     new = dict(zip(where, _cloned([leaves[i] for i in where]), strict=True))
     return tuple(new[i] if i in new else _copied(x, donated) for i, x in enumerate(leaves))
@@ -95,14 +95,14 @@ def _type_text(x: Any) -> str:
 
 
 def _is_data(x: Any, numbers: bool) -> bool:
-    """An array; not a layer of linen that has a shape and a dtype among its options, which JAX would take for one."""
+    """Whether a value is an array, and not a linen layer with options `shape` and `dtype`, which JAX would take for one."""
     return isinstance(x, jax.Array | np.ndarray | np.generic) or (numbers and isinstance(x, int | float | complex))
 
 
 class Closed:
-    """A function of a list, the arrays and objects of a call; what else is in its arguments is held fixed.
+    """A function of a list, the arrays and objects of a call; the rest of its arguments is held fixed.
 
-    Its result is the list of arrays and objects in the function's own.
+    Its result is the list of arrays and objects in the function's own result.
     """
 
     def __init__(self, fn: Callable, given: CallArguments, numbers: bool) -> None:
@@ -115,7 +115,7 @@ class Closed:
 
     @property
     def function(self) -> Callable:
-        """As a function of its own, which has the name of the user's."""
+        """The same as a plain function with the name of the user's."""
 
         def called(arrays: list[Any]) -> list[Any]:
             rest = iter(arrays)
@@ -134,7 +134,7 @@ def moving(tree: Any) -> list[Any]:
 
 
 def arrays_of(out: Any, args: Any) -> list[Any]:
-    """The arrays in a result, and those in objects of it and of the arguments; keys of random numbers as their bits."""
+    """The arrays in a result, and those in objects of it and of the arguments; random keys as their bits."""
     leaves: list[Any] = []
     for x in [*moving(out), *filter(is_object, jax.tree.leaves(args, is_leaf=is_object))]:
         leaves += jax.tree.leaves(sys.modules["flax.nnx"].state(x)) if is_object(x) else [x]
@@ -149,8 +149,8 @@ def beside(fn: Callable, given: CallArguments, after: tuple[Any, Any], passes: A
     """Runs `fl.fuse(fn)` on the arguments of a call and compares.
 
     Args:
-      fn: what was called.
-      given: what with.
+      fn: the function that was called.
+      given: its arguments.
       after: (the result, the arguments as the call left them); read only where `fn` is under a jit.
       passes: as for `fusionlab.fuse`.
     """
@@ -181,12 +181,12 @@ def _beside_a_jit_of_ours(fn: Callable, given: CallArguments, passes: Any) -> Ca
 
 
 def _has_side_effects(function: Callable, arrays: list[Any], holds_objects: bool) -> bool:
-    """Told before anything runs, for a callback would be called once more; with objects by the search."""
+    """Whether a call has side effects, found before anything runs, because a callback would be called again; with objects by the search."""
     return not holds_objects and bool(jax.make_jaxpr(function)(arrays).effects)
 
 
 def _compared(fn: Callable, call: Callable[[], tuple[tuple, dict]], want: list[Any], passes: Any) -> CallOutcome:
-    """What `fl.fuse(fn)` gives on `call()`, against what `jax.jit` gave."""
+    """Compares the result of `fl.fuse(fn)` on `call()` with that of `jax.jit`."""
     args, kwargs = call()
     found: lab.Findings | None = None
     try:
@@ -210,12 +210,12 @@ def _counts(found: lab.Findings | None) -> tuple[int, int]:
 
 
 def _other_types(want: list[Any], got: list[Any]) -> str:
-    """How what came out differs from what was wanted in number or type; "" where it does not."""
+    """How results differ from the expected ones in number or type; "" if they do not."""
     if len(want) != len(got):
-        return f"gives {len(got)} arrays, under jax.jit {len(want)}"
+        return f"returns {len(got)} arrays, under jax.jit {len(want)}"
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
         if (old := _array_type(a)) != (new := _array_type(b)):
-            return f"array {i} of the result and of what is changed in place is {new}, under jax.jit {old}"
+            return f"array {i} of the result and of the in-place changes is {new}, under jax.jit {old}"
     return ""
 
 
@@ -228,10 +228,10 @@ def _other_values(want: list[Any], got: list[Any], numerics: Callable[[], Numeri
 
 
 def _is_rounding(want: list[Any], got: list[Any], numerics: Numerics | None) -> bool:
-    """Whether the fused version is as near to float64 as the original, however far they are from each other.
+    """Whether the fused version is as close to float64 as the original, however far apart the two are.
 
-    What is compared with float64 is traced anew, without donation and outside of the call: it excuses no difference that is larger than
-    the errors it found.
+    The programs compared with float64 are traced anew, without donation and outside the call, so this excuses no difference larger than
+    the errors found.
     """
     if numerics is None or numerics.regressions:
         return False
@@ -239,7 +239,7 @@ def _is_rounding(want: list[Any], got: list[Any], numerics: Numerics | None) -> 
 
 
 def _is_known(want: Any, got: Any, numerics: Numerics) -> bool:
-    """Whether an array of a call differs by no more than two versions with these errors do; twice that, for they compile again."""
+    """Whether an array of a call differs by at most twice as much as two versions with these errors may, as they are compiled again."""
     want, got = np.asarray(want), np.asarray(got)
     found = compare_arrays(got, want, want.dtype)
     same = [leaf for leaf in numerics.leaves if (leaf.dtype, leaf.shape) == (str(want.dtype), want.shape)]
@@ -257,7 +257,7 @@ def _array_type(x: Any) -> str:
 
 
 def _numerics(fn: Callable, fused: lab.Fused, call: Callable[[], tuple[tuple, dict]]) -> Numerics | None:
-    """The errors of both versions against float64; None where no program can be taken to it."""
+    """The errors of both versions against float64; None if the program has no float64 form."""
     args, kwargs = call()
     try:
         return comparison.compare(fn, fused, *args, grad=False, timing=False, memory=False, **kwargs).numerics

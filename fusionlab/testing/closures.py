@@ -1,4 +1,4 @@
-"""What a function closes over, put back after it has run once more than its test knows of."""
+"""Restores the values that a function closes over, after a run of which its test does not know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _VALUES = (int, float, complex, str, bytes, type(None))
 
 @contextlib.contextmanager
 def put_back(fn: Callable) -> Iterator[None]:
-    """Puts numbers, texts, lists, dictionaries and sets back that `fn` closes over, or functions that it does."""
+    """Restores the numbers, strings, lists, dictionaries and sets that `fn`, or a function in its closure, closes over."""
     cells = list(_cells(fn))
     kept = [(cell, cell.cell_contents, _content(cell.cell_contents)) for cell in cells]
     try:

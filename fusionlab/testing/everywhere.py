@@ -1,19 +1,19 @@
-"""A pytest plugin that puts `fl.fuse` beside `jax.jit` in every test of a library, as its tests stand.
+"""A pytest plugin that compares `fl.fuse` with `jax.jit` in every test of a library, without changes to the tests.
 
     pytest -p fusionlab.testing.everywhere
 
 While a test runs, each outermost call with concrete arguments of a function under `jax.jit`, `jax.grad`, `jax.value_and_grad`, `jax.vmap`,
 `nnx.jit` or a filtered transformation of equinox, of a module of nnx or equinox, and of `apply` or `init_with_output` of a linen module
-is run once more under `fl.fuse`, on copies of its arguments. A test fails where that raises and `jax.jit` does not, and where a result,
-or what is changed in place, has another type or is further from float64 than rounding is (`fusionlab.testing.tolerances`). What
-`jax.jit` refuses, too, and what has side effects is skipped, and counted as that. A test's own results are those of its own calls.
+is run once more under `fl.fuse`, on copies of its arguments. A test fails if that raises and `jax.jit` does not, or if a result or an
+in-place change has a different type or an error against float64 beyond rounding (`fusionlab.testing.tolerances`). Calls that `jax.jit`
+also refuses, and calls with side effects, are skipped and counted as such. A test's own results are those of its own calls.
 
-The terminal summary tells calls, distinct programs, sites fused and declined, and what was not compared and why; with pytest-xdist's
-workers, too. Options: `--fusionlab-everywhere-passes A,B`, and `--fusionlab-everywhere-seconds N`, after which further programs of a test
-are let alone. Functions are traced more often than without the plugin: what a test counts while its function is traced is put back where
+The terminal summary counts calls, distinct programs, sites fused and declined, and lists what was not compared and why, also with
+pytest-xdist's workers. Options: `--fusionlab-everywhere-passes A,B`, and `--fusionlab-everywhere-seconds N`, after which further programs
+of a test are skipped. Functions are traced more often than without the plugin: a count that a test keeps during tracing is restored if
 it is a number or a list that the function closes over, and not otherwise.
 
-JAX is imported before any conftest.py runs: what that sets in the environment (JAX_PLATFORMS, XLA_FLAGS) is set in the shell instead.
+JAX is imported before any conftest.py runs, so environment variables that it sets (JAX_PLATFORMS, XLA_FLAGS) must be set in the shell.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SKIPPED = "not compared: "
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("fusionlab-everywhere", "fl.fuse beside jax.jit (FusionLab)")
+    group = parser.getgroup("fusionlab-everywhere", "fl.fuse compared with jax.jit (FusionLab)")
     group.addoption(
         "--fusionlab-everywhere-passes", metavar="A,B", default=None, help="the passes to fuse by (default: all)"
     )
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         type=float,
         default=120.0,
-        help="how long a test's programs are compared; more are let alone (default: 120)",
+        help="seconds to spend comparing a test's programs; the rest are skipped (default: 120)",
     )
 
 
@@ -64,7 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Everywhere:
-    """What one run of pytest has under watch, and what came of it."""
+    """The state of one pytest run: the watched calls and their outcomes."""
 
     def __init__(self, config: pytest.Config) -> None:
         passes = config.option.fusionlab_everywhere_passes
@@ -94,14 +94,14 @@ class Everywhere:
                 item.user_properties.append((_KEY, json.dumps(self._counts)))
             text = "\n\n".join(self._faults)
             if text:
-                item.add_report_section("call", "fl.fuse beside jax.jit", text)
+                item.add_report_section("call", "fl.fuse compared with jax.jit", text)
             self._programs.clear()
         if text:
             pytest.fail(text, pytrace=False)
         return result
 
     def _on_call(self, fn: Callable, run: Callable, args: tuple, kwargs: dict) -> Any:
-        """The test's own call, then the same beside it."""
+        """The test's own call, then the same call fused."""
         start = time.perf_counter()
         self._counts["calls"] += 1
         given = self._mine(lambda: self._new(fn, args, kwargs))
@@ -119,7 +119,7 @@ class Everywhere:
         return out
 
     def _mine(self, step: Callable[[], Any]) -> Any:
-        """What a step of the plugin's own gives. One that fails is no fault of the test's, nor of the fused function's: it is counted."""
+        """The result of one of the plugin's own steps; a failure there is counted and blamed on neither the test nor the fused function."""
         try:
             return step()
         except Exception as error:
@@ -127,7 +127,7 @@ class Everywhere:
             return None
 
     def _new(self, fn: Callable, args: tuple, kwargs: dict) -> CallArguments | None:
-        """A copy of the arguments where this is a program that the test has not called before."""
+        """A copy of the arguments if the test has not called this program before."""
         donates = (jit := jit_of(fn)) is not None and bool(
             jit.donate_argnums or jit.donate_argnames or jit.donates_rest
         )
@@ -158,7 +158,7 @@ class Everywhere:
         for counted in _properties(terminalreporter.stats):
             tests += 1
             counts.update(counted)
-        terminalreporter.section("fl.fuse beside jax.jit")
+        terminalreporter.section("fl.fuse compared with jax.jit")
         n = {name: counts[name] for name in ("calls", "programs", "sites", "declined", "faults")}
         terminalreporter.line(
             f"{tests} tests, {n['calls']} calls, {n['programs']} programs: {n['sites']} sites fused, {n['declined']} declined, "
@@ -177,7 +177,7 @@ def _properties(stats: dict[str, list[Any]]) -> Iterator[dict[str, int]]:
 
 
 def _key(fn: Callable, given: CallArguments) -> Any:
-    """What tells a program of a test from its others: the function, the types of arrays, what is held fixed."""
+    """The key of a program within a test: the function, the types of arrays, and the fixed arguments."""
     return id(fn), str(given.tree), tuple(_kind(x) for x in given.leaves)
 
 
@@ -193,7 +193,7 @@ def _kind(x: Any) -> Any:
 
 @contextlib.contextmanager
 def _undisturbed(fn: Callable) -> Iterator[None]:
-    """Keeps from the test what running its function once more does: lines printed, warnings told, numbers drawn, values closed over."""
+    """Hides the effects of a further run from the test: printed lines, warnings, random numbers drawn, values closed over."""
     states = random.getstate(), np.random.get_state()
     try:
         with put_back(fn), warnings.catch_warnings(record=True), contextlib.redirect_stdout(io.StringIO()):
@@ -204,6 +204,6 @@ def _undisturbed(fn: Callable) -> Iterator[None]:
 
 
 def _user_line() -> str:
-    """Where the test made the call."""
+    """The line at which the test made the call."""
     frames = [f for f in traceback.extract_stack() if "/fusionlab/testing/" not in f.filename.replace("\\", "/")]
     return f"  at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""

@@ -20,14 +20,14 @@ from .snapshots import DEVICE, check_snapshot, file_name, snapshot_path, snapsho
 
 @dataclass
 class Context:
-    """What the plugin knows of the test that asks for the fixture.
+    """The plugin's knowledge of the test that requests the fixture.
 
     Attributes:
       file, name: the test's file; its name with its classes and parameters.
-      defaults: what the marker and the options say, keyword arguments of the assertions.
+      defaults: keyword arguments of the assertions from the marker and the options.
       update: rewrite snapshots.
-      folder: gives the folder for reports; asked for only where a report is written.
-      publish: is given the summary after each assertion.
+      folder: returns the folder for reports; called only if a report is written.
+      publish: called with the summary after each assertion.
     """
 
     file: Path
@@ -40,7 +40,7 @@ class Context:
 
 @dataclass
 class Summary:
-    """What the terminal summary tells of a test: assertions, the sites fused of each function by pass, those declined by code."""
+    """A test's part of the terminal summary: assertions, fused sites of each function by pass, declined ones by code."""
 
     assertions: int = 0
     fused: dict[str, int] = field(default_factory=dict)
@@ -50,10 +50,10 @@ class Summary:
 
 
 class FusionLabFixture:
-    """What a test gets as `fusionlab`. Arguments that a method is not given are the marker's, then the command line's.
+    """The fixture `fusionlab`. Missing arguments of a method are taken from the marker, then from the command line.
 
-    Each method does what the function of its name in `fusionlab.testing` does, and where it fails writes an HTML page of the program
-    before and after fusing, whose path ends the message.
+    Each method works like the function of its name in `fusionlab.testing`; if it fails, it writes an HTML page of the program
+    before and after fusing and ends the message with its path.
     """
 
     def __init__(self, test: Context) -> None:
@@ -87,13 +87,13 @@ class FusionLabFixture:
     ) -> lab.Findings:
         """Asserts that a program and its findings are those stored in `__fusionlab__/<test module>/<test>.txt` beside the test file.
 
-        With `--fusionlab-update` the file is written instead. It is judged for a plain CPU unless a device is named, so that it is the
-        same on every machine.
+        With `--fusionlab-update` the file is written instead. The findings are for a plain CPU unless a device is named, so that the file
+        is the same on every machine.
 
         Args:
           fn, args: the function and its example arguments, arrays or `jax.ShapeDtypeStruct`s, in any pytrees.
-          name: tells several snapshots of one test apart.
-          graph: with the program's text; False stores the findings alone, which change less with JAX's version.
+          name: distinguishes several snapshots of one test.
+          graph: include the program's text; False stores only the findings, which change less with JAX's version.
           **options: as for `assert_fused`.
 
         Returns:
@@ -106,7 +106,7 @@ class FusionLabFixture:
         __tracebackhide__ = True
         path = snapshot_path(self._test.file, self._test.name, name)
         if path in self._snapshots:
-            raise ArgumentError(f"name: got {name!r} twice in one test, needed a name of its own for each snapshot")
+            raise ArgumentError(f"name: got {name!r} twice in one test, needed a different name for each snapshot")
         self._snapshots.add(path)
         return self._run(
             functools.partial(self._snapshot, path, graph), fn, args, {"device": DEVICE} | self._with(options)
@@ -123,7 +123,7 @@ class FusionLabFixture:
         return {**self._test.defaults, **options}
 
     def _run(self, assertion: Callable[..., Any], fn: Callable, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """One assertion, told in the summary; its failure with a report."""
+        """Runs one assertion and counts it in the summary; a failure gets a report."""
         __tracebackhide__ = True
         self._summary.assertions += 1
         try:
@@ -135,7 +135,7 @@ class FusionLabFixture:
             self._test.publish(vars(self._summary))
 
     def _tell(self, found: lab.Findings) -> None:
-        """Counts the sites of a program, once however many assertions are on it."""
+        """Counts the sites of a program once, however many assertions are made on it."""
         sites = (found.graph.name, *(x.id for x in (*found.candidates, *found.rejections)))
         if sites in self._seen:
             return
@@ -147,7 +147,7 @@ class FusionLabFixture:
             declined[r.code] = declined.get(r.code, 0) + 1
 
     def _report(self, failure: FusionAssertionError) -> list[str]:
-        """The line that says where the HTML report is, or why there is none."""
+        """The line with the path of the HTML report, or with the reason why there is none."""
         if failure.found is None and failure.evidence is None:
             return []
         try:
@@ -155,7 +155,7 @@ class FusionLabFixture:
             path = self._test.folder() / f"{file_name(f'{self._test.file.stem}.{self._test.name}')}.html"
             if self._summary.reports:
                 path = path.with_suffix(f".{len(self._summary.reports) + 1}.html")
-            write_file(path, page, folders=True, advice="give a folder of your own: --fusionlab-report DIR")
+            write_file(path, page, folders=True, advice="choose another folder: --fusionlab-report DIR")
         except (FusionLabError, OSError) as error:
             return [f"no report: {error}"]
         self._summary.reports.append(str(path))
@@ -163,7 +163,7 @@ class FusionLabFixture:
 
 
 def _page(found: lab.Findings | None, evidence: comparison.Comparison | None) -> str:
-    """The program before and after fusing, with what was measured; of two functions that were given what was measured alone."""
+    """The page of the program before and after fusing, with the measurements; for two given functions, only the measurements."""
     if found is None:
         return evidence.to_html() if evidence is not None else ""
     after = found.apply() if found.select() else None

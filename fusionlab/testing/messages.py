@@ -1,4 +1,4 @@
-"""What a failed assertion says: what came, what was expected, and the sites that nearly made it, with the line and the edit of each."""
+"""The message of a failed assertion: the result, the expectation, and the near misses, each with its line and edit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LONGEST = 400  # characters of a sentence
 
 
 class FusionAssertionError(AssertionError):
-    """An assertion on a program's fusions that does not hold.
+    """An assertion on a program's fusions failed.
 
     Attributes:
-      found: the findings it was judged by; None where there are none.
-      evidence: what was measured; None where nothing was.
+      found: the findings; None if there are none.
+      evidence: the measurements; None if there are none.
     """
 
     def __init__(self, message: str, found: Any = None, evidence: Any = None) -> None:
@@ -30,13 +30,13 @@ class FusionAssertionError(AssertionError):
 def nearest(
     found: Findings, passes: Iterable[str], concepts: Iterable[str] = (), survivors: Sequence[Survivor] = ()
 ) -> list[Candidate | Rejection]:
-    """The sites that came nearest to what was expected, nearest first.
+    """The sites that came nearest to the expectation, nearest first.
 
     Args:
       found: the findings.
-      passes: those that fused too little.
-      concepts: what was fused too little, by name: sites of any pass where it was recognised go first.
-      survivors: what is left and should not be: a site that was declined for it, or on its line, goes first.
+      passes: the passes that fused too little.
+      concepts: the concepts fused too rarely: sites of any pass where one was recognised go first.
+      survivors: unwanted survivors: a site that was declined for one of them, or on its line, goes first.
     """
     passes = set(passes)
     ids = {s.site.id for s in survivors if s.site is not None}
@@ -59,9 +59,9 @@ def nearest(
 
 
 def nearest_lines(found: Findings, items: Sequence[Candidate | Rejection]) -> list[str]:
-    """The near misses told: code, sentence, the user's line, the edit. Alike ones are told together."""
+    """The lines for the near misses: code, sentence, the user's line, the edit, with similar ones grouped."""
     if not items:
-        return ["nearest miss: none; no site was declined, so nothing else in the program looks like one"]
+        return ["nearest miss: none; no site was declined, so nothing else in the program looks like a site"]
     groups = grouped_by(items, lambda i: (i.pass_name, _code(i), nameless(_why(i))))
     lines = ["nearest miss:"]
     for alike in groups[:_MOST]:
@@ -74,7 +74,7 @@ def nearest_lines(found: Findings, items: Sequence[Candidate | Rejection]) -> li
 
 
 def sources_of(found: Findings, item: Candidate | Rejection) -> list[Source]:
-    """The user's lines that a site was declined for, and then its own."""
+    """The user's lines for which a site was declined, then its own."""
     guilty = item.node_ids if isinstance(item, Rejection) else ()
     lines = [found.graph.node_by_id[i].source for i in guilty if i in found.graph.node_by_id]
     return [s for s in dict.fromkeys((*lines, item.source)) if s is not None]
@@ -86,13 +86,13 @@ def source_lines(sources: Sequence[Source]) -> list[str]:
 
 
 def survivor_lines(survivors: Sequence[Survivor]) -> list[str]:
-    """Where each of what is left stands."""
+    """The place of each survivor."""
     lines = [f"  {s.name} at {s.source}: {s.source.text}" if s.source else f"  {s.name}" for s in survivors[:_MOST]]
     return [*lines, f"  and {len(survivors) - _MOST} more"] if len(survivors) > _MOST else lines
 
 
 def site_lines(items: Sequence[Candidate]) -> list[str]:
-    """The sites that are fused, where there are too many."""
+    """The fused sites, where there are too many."""
     lines = [f"  {c.id}: {c.formula}{f' at {c.source}' if c.source else ''}" for c in items[:_MOST]]
     return [*lines, f"  and {len(items) - _MOST} more"] if len(items) > _MOST else lines
 

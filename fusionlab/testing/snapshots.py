@@ -1,9 +1,8 @@
-"""Snapshots: a program and its findings as text that changes only when what is computed or fused does.
+"""Snapshots: a program and its findings as text that changes only if the computation or its fusions change.
 
-No line numbers, no paths, no times and no sentences (which name values and lines) stand in it; sites are told by their ids, which are
-made of scopes, and reasons by their codes. It is judged for a named device, a plain CPU unless another is asked for, so that it is the
-same on every machine. The program's own text is JAX's, whose versions may write a function of theirs otherwise; findings alone
-(`graph=False`) do not depend on that.
+A snapshot has no line numbers, paths, times or sentences (which name values and lines); sites are listed by their ids, which are made of
+scopes, and reasons by their codes. It is made for a named device, by default a plain CPU, so that it is the same on every machine. The
+program's own text is JAX's, and versions of JAX may write a function differently; findings alone (`graph=False`) do not depend on that.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .messages import FusionAssertionError, nearest_lines
 
 FOLDER = "__fusionlab__"
 UPDATE = "--fusionlab-update"
-DEVICE = "cpu"  # what a snapshot is judged for where no device is named
+DEVICE = "cpu"  # the device of a snapshot if none is named
 _FORMAT = "# fusionlab snapshot, format 1"
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _LINES = 30  # of a diff
@@ -32,11 +31,11 @@ _LONGEST_NAME = 120  # characters; file systems take 255 bytes
 
 @own_lines_hidden
 def snapshot_text(found: Findings, graph: bool = True) -> str:
-    """What a snapshot file holds of findings: counts by pass, the sites with their formulas, the reasons of the rest, and the program.
+    """The text of a snapshot file: counts by pass, the sites with their formulas, the reasons for declining, and the program.
 
     Args:
-      found: the findings; their device is not written, since its name is the machine's.
-      graph: with the program, one line a node with its types and scopes.
+      found: the findings; their device is left out, because its name depends on the machine.
+      graph: include the program, one line per node with its types and scopes.
     """
     fused = {c.id for c in found.select()}
     left = [c.id for c in found.candidates if c.id not in fused]
@@ -52,38 +51,38 @@ def snapshot_text(found: Findings, graph: bool = True) -> str:
 
 
 def snapshot_path(test_file: Path, test: str, name: str = "") -> Path:
-    """Where a test's snapshot is: `__fusionlab__/<test module>/<test>.txt` beside the test file.
+    """The path of a test's snapshot: `__fusionlab__/<test module>/<test>.txt` next to the test file.
 
     Args:
       test_file: the test's file.
       test: its name, with its classes and parameters ("TestMlp.test_sites[relu-8]").
-      name: of one of several snapshots of a test; "" for the only one.
+      name: the name of one of several snapshots of a test; "" for the only one.
     """
     full = f"{test}.{name}" if name else test
     return test_file.parent / FOLDER / test_file.stem / f"{file_name(full)}.txt"
 
 
 def file_name(text: str) -> str:
-    """A text as a file name that every system takes; another text never has the same one."""
+    """A file name for a text that is valid on every system; different texts never share one."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "_", text.replace("[", "-").removesuffix("]")).strip("_.")[:_LONGEST_NAME]
     plain = re.fullmatch(r"[A-Za-z0-9._]+", text) is not None and safe == text
     return safe if plain else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def check_snapshot(path: Path, text: str, update: bool, found: Findings | None = None) -> str:
-    """Compares a text with what a file holds, or writes it.
+    """Compares a text with the content of a file, or writes it.
 
     Args:
       path: the file.
-      text: what a snapshot of today is.
+      text: the current snapshot.
       update: write the file where it is missing or differs.
-      found: what the text was made of, for a failure's report.
+      found: the findings behind the text, for a failure's report.
 
     Returns:
       "equal", "written" or "rewritten".
 
     Raises:
-      FusionAssertionError: it is missing, or differs; the message has the sites that were not declined before, and the difference.
+      FusionAssertionError: it is missing or differs; the message lists newly declined sites and the difference.
       OutputError: it cannot be read or written.
     """
     __tracebackhide__ = True
@@ -100,19 +99,19 @@ def check_snapshot(path: Path, text: str, update: bool, found: Findings | None =
     if stored is None:
         raise FusionAssertionError(f"no snapshot {where} yet: run pytest {UPDATE}, read the file, and commit it", found)
     reasons = _newly_declined(found, stored) if found is not None else []
-    advice = f"if that is meant, run pytest {UPDATE} and commit the file"
+    advice = f"if the change is intended, run pytest {UPDATE} and commit the file"
     lines = [f"snapshot {where} differs; {advice}", *reasons, *_difference(stored, text)]
     raise FusionAssertionError("\n".join(lines), found)
 
 
 def _newly_declined(found: Findings, stored: str) -> list[str]:
-    """The sites that were not declined when a text was stored, as a failure tells them."""
+    """The sites that were not declined when the text was stored, as lines of a failure."""
     new = [r for r in found.rejections if _declined(r) not in stored]
     return nearest_lines(found, new) if new else []
 
 
 def _difference(stored: str, text: str) -> list[str]:
-    """What differs, cut short."""
+    """The difference, truncated."""
     lines = list(difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now", lineterm="", n=1))
     more = len(lines) - _LINES
     return [*lines[:_LINES], f"... and {more} more lines"] if more > 0 else lines

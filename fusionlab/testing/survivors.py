@@ -1,4 +1,4 @@
-"""What is left outside the fused ops once a program has been rewritten: activations by value, concepts by name, primitives."""
+"""Survivors: what remains outside the fused ops of a rewritten program, as activations by value, concepts by name, primitives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONCEPTS = frozenset({"softmax", *(concept for card in CARDS for concept in card
 
 @dataclass(frozen=True, repr=False)
 class Survivor(Shown):
-    """Something that stays outside the fused ops: its name, the user's line, and the site that was declined for it, if one was."""
+    """Something that remains outside the fused ops: its name, the user's line, and the site declined for it, if any."""
 
     name: str
     source: Source | None
@@ -40,15 +40,15 @@ class Survivor(Shown):
 
 
 def survivors(found: Findings, after: Graph, name: str) -> list[Survivor]:
-    """What stays unfused under a name, in program order.
+    """The survivors of a name, in program order.
 
     Args:
       found: the findings.
-      after: the graph with what is fused applied, `found.apply()`.
-      name: an activation ("relu", "gelu_tanh", ...), told by value whatever its spelling, in the forward pass; a concept ("linear",
-        "attention", "layer_norm", "rms_norm", "lerp", a "softmax" of no attention, or another key of `found.concepts()`), as far as the
-        pass that declined the site recognised it; or a primitive ("dot_general"), wherever it stands, in backward passes and loop bodies
-        too. Activations go before primitives of the same name.
+      after: the graph with the fusions applied, `found.apply()`.
+      name: an activation ("relu", "gelu_tanh", ...) in the forward pass, recognised by value in any spelling; a concept ("linear",
+        "attention", "layer_norm", "rms_norm", "lerp", a "softmax" outside attention, or another key of `found.concepts()`), as far as the
+        pass that declined the site recognised it; or a primitive ("dot_general") anywhere, including backward passes and loop bodies.
+        Activations take precedence over primitives of the same name.
 
     Raises:
       UnknownNameError: none of these.
@@ -66,14 +66,14 @@ def survivors(found: Findings, after: Graph, name: str) -> list[Survivor]:
 
 
 def _left(found: Findings) -> Iterator[Candidate | Rejection]:
-    """The sites that stay as they are; not those whose nodes another fusion took."""
+    """The sites that are left as they are, except those whose nodes another fusion took."""
     fused = {c.id for c in found.select()}
     yield from (c for c in found.candidates if c.id not in fused)
     yield from (r for r in found.rejections if r.code != "overlap")
 
 
 def activations(graph: Graph) -> list[tuple[str, Node]]:
-    """The known activations of a program's forward pass, each with the node that ends it; of nested ones the largest."""
+    """The known activations of a program's forward pass, each with its last node; of nested ones the largest."""
     certifier = Certifier(plain_meaning_of)
     ends: dict[int, tuple[str, Node]] = {}
     for view, _ in views(graph):
@@ -100,7 +100,7 @@ def _add_activations(view: CanonicalView, certifier: Certifier, ends: dict[int, 
 
 
 def _ends_alike(view: CanonicalView, start: Value) -> Iterator[Node]:
-    """The nodes that may end an activation of a value in the forward pass: they make values like it. The last first."""
+    """The nodes that may end an activation of a value in the forward pass, because their results have its type, last first."""
     nodes = [n for n in cone(view, start) if not in_backward(n)]
     if any(n.primitive in NONLINEAR for n in nodes):
         like = start.shape, start.dtype
@@ -114,7 +114,7 @@ def _is_float(value: Value) -> bool:
 
 @functools.cache
 def primitives() -> frozenset[str]:
-    """The names of JAX's public primitives, so that a misspelt one is told from one that a program has not."""
+    """The names of JAX's public primitives, to distinguish a misspelt name from one that a program does not contain."""
     modules: tuple[Any, ...] = (jax.lax, jex_core.primitives)
     found = (value for module in modules for value in vars(module).values())
     return frozenset(value.name for value in found if isinstance(value, jex_core.Primitive))

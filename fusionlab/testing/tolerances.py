@@ -1,8 +1,8 @@
 """The one table of tolerances, by dtype and reduction size.
 
 A result of dtype d whose largest sum has n terms is compared with its float64 reference by
-`|got - want| <= rtol * |want| + atol * max|want|`, the maximum over the array: cancellation leaves errors relative to
-what was added, not to what is left. Sums accumulate in float32 at least, as XLA does for 16-bit operands.
+`|got - want| <= rtol * |want| + atol * max|want|`, the maximum over the array: after cancellation, errors are relative
+to the terms, not to their sum. Sums accumulate in float32 at least, as XLA does for 16-bit operands.
 
 Source: rounding of a sum of n terms grows about as sqrt(n) (Higham, Accuracy and Stability of Numerical Algorithms, 2nd
 edition, section 4.2); a row leaves room for the dozen roundings of a layer around its largest sum.
@@ -25,7 +25,15 @@ from ..tracebacks import own_lines_hidden
 
 @dataclass(frozen=True, repr=False)
 class Tolerance(Shown):
-    """A row: up to `reduction_size` terms, `rtol` and `atol` (relative to the array's largest magnitude), and why."""
+    """What an array of a dtype may differ by.
+
+    Attributes:
+      dtype: its name; "tf32" for float32 whose products round their operands.
+      reduction_size: holds for sums of up to so many terms.
+      rtol: relative to each element.
+      atol: relative to the array's largest magnitude.
+      reason: why it is as large.
+    """
 
     _says = "{0.dtype}: rtol {0.rtol:.3g}, atol {0.atol:.3g}; {0.reason}"
 
@@ -37,7 +45,7 @@ class Tolerance(Shown):
 
 
 TOLERANCES: tuple[Tolerance, ...] = (
-    Tolerance("float64", 1024, 1e-12, 1e-12, "unit roundoff 1.1e-16, exp and erf right to a few ulp"),
+    Tolerance("float64", 1024, 1e-12, 1e-12, "unit roundoff 1.1e-16, exp and erf accurate to a few ulp"),
     Tolerance("float64", math.inf, 1e-11, 1e-11, "sqrt(n) growth of long sums"),
     Tolerance("float32", 128, 4e-6, 4e-6, "unit roundoff 6.0e-8, short sums, a few ulp of exp, tanh, erf"),
     Tolerance("float32", 4096, 2e-5, 2e-5, "sqrt(n) growth: a matrix product of an ordinary layer"),
@@ -81,7 +89,7 @@ def tolerance(dtype: Any, reduction_size: int = 1, *, tf32: bool = False) -> Tol
 
 
 def _row_name(dtype: str, tf32: bool) -> str:
-    """What the table calls a dtype."""
+    """The name of a dtype in the table."""
     if dtype.startswith("float8"):
         return "float8"
     # Each part of a complex number is a float of half its bits.

@@ -1,8 +1,8 @@
-"""Where calls are seen while a test runs: functions under `jax.jit` and the like, and modules of flax and equinox.
+"""Watches calls while a test runs: functions under `jax.jit` and similar, and modules of flax and equinox.
 
-JAX's functions are exchanged for ones whose results tell of their calls; classes of modules get a `__call__` that does. What JAX, flax
-and equinox make of them inside stays as it is. Only the outermost call is told, with concrete arguments, outside of any trace: what is
-called inside of it is part of its program.
+JAX's functions are replaced by ones whose results report their calls; classes of modules get a `__call__` that does. The internal use of
+them by JAX, flax and equinox is unchanged. Only outermost calls with concrete arguments, outside any trace, are reported: a call inside
+one is part of its program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _JITS_OF_NNX = ("JitWrapped", "SimpleJitWrapped")
 
 
 class Jitted:
-    """A function under `jax.jit` that tells of its calls; otherwise as it is."""
+    """A function under `jax.jit` that reports its calls and is otherwise unchanged."""
 
     def __init__(self, jitted: Any, watch: Watch) -> None:
         functools.update_wrapper(self, jitted)
@@ -60,7 +60,7 @@ class Watch:
         self._seen: set[type] = set()
 
     def install(self) -> None:
-        """Puts JAX's functions under watch; a module that is imported after has them watched, too."""
+        """Watches JAX's functions, also in modules imported later."""
         for name in _TRANSFORMATIONS:
             self._replace(jax, name, self._of_jax(getattr(jax, name)))
 
@@ -81,7 +81,7 @@ class Watch:
             self._thread = None
 
     def call(self, fn: Callable, run: Callable, args: tuple, kwargs: dict) -> Any:
-        """Runs a call, and tells of it where it is an outermost one with arrays."""
+        """Runs a call, and reports it if it is an outermost one with arrays."""
         if self._thread != threading.get_ident() or _is_traced((args, kwargs)):
             return run(*args, **kwargs)
         self._thread, thread = None, self._thread
@@ -95,7 +95,7 @@ class Watch:
         setattr(owner, name, new)
 
     def _of_jax(self, real: Callable) -> Callable:
-        """`jax.jit` or another of JAX's whose results are watched where the user's code asks for them."""
+        """`jax.jit` or a similar function of JAX, with results that are watched if the user's code requests them."""
 
         @functools.wraps(real)
         def transformation(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class Watch:
         return watched
 
     def _add_libraries(self) -> None:
-        """Puts what has been imported of flax and equinox under watch, too."""
+        """Also watches the imported modules of flax and equinox."""
         if (nnx := sys.modules.get("flax.nnx")) is not None and nnx.Module not in self._seen:
             self._add_family(nnx.Module)
             compilation = sys.modules["flax.nnx.transforms.compilation"]
@@ -132,7 +132,7 @@ class Watch:
             self._add_family(equinox.Module)
 
     def _add_family(self, base: type) -> None:
-        """All classes of modules, and those that are made later, when they have their first object."""
+        """Watches all classes of modules, and those defined later as soon as they have an instance."""
         self._add_class(base)
         for cls in base.__subclasses__():
             self._add_tree(cls)
@@ -156,7 +156,7 @@ class Watch:
             self._add_tree(sub)
 
     def _add_class(self, cls: type | None, whole: bool = False) -> None:
-        """The `__call__` that a class has of its own; with `whole` what is fused is the object, as it is."""
+        """Watches a class's own `__call__`; with `whole`, the object itself is what is fused."""
         if cls is None or cls in self._seen:
             return
         self._seen.add(cls)
@@ -175,7 +175,7 @@ class Watch:
 
 
 def _is_traced(tree: Any) -> bool:
-    """Whether a trace is under way, or a value of one is in the arguments."""
+    """Whether a trace is under way, or the arguments contain a traced value."""
     if isinstance(jax.lax.iota("int32", 1), Tracer):
         return True
     leaves = jax.tree.leaves(tree, is_leaf=is_object)

@@ -43,27 +43,27 @@ def bisect(
 ) -> Bisection:
     """Finds the smallest sets of sites that explain why the fused function is wrong, or slower than the original.
 
-    Each trial compiles the function with some sites fused; n sites of which one is to blame take about log2(n) + 3 trials.
+    Each trial compiles the function with some sites fused; n sites, one of them to blame, take about log2(n) + 3 trials.
 
     Args:
-      fn: the function; or one that `fuse` returned, which then says what is fused, whatever stands below.
+      fn: the function; or one that `fuse` returned, whose own choice of sites then counts instead of the options below.
       *args, **kwargs: arrays to run on.
-      of: "error": an output or gradient is further from its float64 reference than before and than is tolerated; "time": slower,
+      of: "error": an output or gradient is further from its float64 reference than before and beyond the tolerance; "time": slower,
         by the verdict of a timing.
       passes, implementation: as for `fuse`.
       grad: also gradients of all float arguments; None: unless `fn` is differentiated already, as a train step is, or has
         none. With `of="time"`, time of value and gradient instead of the call.
       samples, budget_s: of each timing.
       progress: False, True (a line) or a function of (task, done, total).
-      cancel: asked between stages; when it says True, what was found so far is returned.
+      cancel: called between stages; once it returns True, the causes found so far are returned.
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
-      What was found; it prints as sentences, `.causes` has the sites, `.trials` every program tried.
+      The result; it prints as sentences, `.causes` has the sites, `.trials` every program tried.
 
     Raises:
-      ArgumentError: `of` is neither, or shapes where arrays are needed. TraceError: `fn` does not trace, has no float64 form, or (with
-        `grad`) cannot be differentiated. SideEffectError: it prints or calls back into Python.
+      ArgumentError: `of` is neither "error" nor "time", or shapes where arrays are needed. TraceError: `fn` does not trace, has no
+        float64 form, or (with `grad`) cannot be differentiated. SideEffectError: it prints or calls back into Python.
     """
     if of not in _FAULTS:
         raise ArgumentError(f"of: got {of!r}, needed one of {', '.join(map(repr, _FAULTS))}")
@@ -92,15 +92,15 @@ def errors_by_site(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Records[trials.SiteErrors]:
-    """What each site does to the errors of outputs and gradients, fused alone and the rest of the program left as it is.
+    """Measures how each site, fused alone, changes the errors of outputs and gradients; the rest of the program is left as it is.
 
-    With `local`, of the site's own output and of the gradients by what it reads, on the values that reach it: nothing else of the
-    program is run in float64, so that this is for programs whose float64 does not fit into memory, too.
+    With `local`, the errors are those of the site's own output and of the gradients with respect to its inputs, on the values that
+    reach it: only the site runs in float64, so this also works for programs whose float64 version does not fit into memory.
 
-    Args, and what is raised: as for `bisect`.
+    Arguments and errors are those of `bisect`.
 
     Returns:
-      One record a site, in program order: a tuple that prints a line for each, the output or gradient that it makes worst.
+      One record per site, in program order: a tuple that prints one line for each, with the output or gradient that got worst.
     """
     asked = {"passes": passes, "implementation": implementation}
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
@@ -135,15 +135,17 @@ def time_by_site(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> SiteShares:
-    """What each site is worth in time: the forward call with every site fused, with none, and with each left out in turn.
+    """Measures how much time each site saves: times the forward call with every site fused, with none, and with each left out in
+    turn.
 
     Args: as for `bisect`; `budget_s` is for all of them together.
 
     Returns:
-      A share for each site that does not run what XLA runs anyway, and what no single site explains; it prints as a table.
+      A share for each site that runs other code than XLA does anyway, and the remainder that no single site explains; prints as a
+      table.
 
     Raises:
-      ArgumentError: no site runs anything but what XLA runs anyway, or shapes where arrays are needed. TraceError: `fn` does not
+      ArgumentError: every site runs what XLA runs anyway, or shapes where arrays are needed. TraceError: `fn` does not
         trace. SideEffectError: it prints or calls back into Python.
     """
     check_effort(samples, budget_s)

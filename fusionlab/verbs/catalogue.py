@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Catalogue(Shown):
-    """All passes. `str()` lists formula, needs and options; a notebook adds a before/after picture of each."""
+    """All passes. `str()` lists what each replaces, its formula, needs and options; a notebook adds a before/after picture of each."""
 
     passes: tuple[Pass, ...]
     _listed = "passes"
@@ -40,6 +40,7 @@ class Catalogue(Shown):
 
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
+        """The name of each pass, in the order in which they run."""
         return tuple(p.name for p in self.passes)
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ class Catalogue(Shown):
 
         def outputs() -> Iterator[Output]:
             for p in self.passes:
-                yield words(_html(p) + "<p><small>A site of it as written, and fused:</small></p>", _text(p))
+                yield words(_html(p) + "<p><small>An example site, as written and fused:</small></p>", _text(p))
                 yield picture(beside(*_pictures(p)), f"<picture of {p.name}>")
 
         show(outputs())
@@ -72,12 +73,17 @@ class Catalogue(Shown):
 def _html(p: Pass) -> str:
     import html
 
-    name, formula, needs = map(html.escape, (p.name, p.formula, p.needs))
-    return f"<h3>{name}</h3><p><code>{formula}</code><br>needs: {needs}</p>"
+    name, formula, needs, summary, default = map(html.escape, (p.name, p.formula, p.needs, p.summary, p.default))
+    spellings = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in p.spellings)
+    above = f"<p>{summary}</p>" * bool(summary)
+    below = f"<ul>{spellings}</ul>" * bool(spellings) + f"<p>by default: {default}</p>" * bool(default)
+    return f"<h3>{name}</h3>{above}<p><code>{formula}</code><br>needs: {needs}</p>{below}"
 
 
 def _text(p: Pass) -> str:
-    lines = [p.name, f"  fuses  {p.formula}", f"  needs  {p.needs}"]
+    lines = [p.name, *[f"  {p.summary}"] * bool(p.summary), f"  fuses  {p.formula}", f"  needs  {p.needs}"]
+    lines += [f"  - {sentence}" for sentence in p.spellings]
+    lines += [f"  by default  {p.default}"] * bool(p.default)
     lines += [f"  option {key}={o.default!r}: {o.meaning}" for key, o in p.declared.items()]
     return "\n".join(lines)
 

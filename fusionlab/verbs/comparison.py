@@ -1,4 +1,4 @@
-"""The verb compare, and the measured comparison that it gives back."""
+"""The verb `compare`, and the measured comparison that it returns."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Comparison(Evidence):
         return plot_errors(self, ax=ax, **kwargs)
 
     def plot_ulps(self, ax: Any = None, **kwargs: Any) -> Any:
-        """How many elements are how many units in the last place from float64; returns matplotlib Axes."""
+        """Histogram of the distances of elements from float64, in units in the last place; returns matplotlib Axes."""
         from ..viz.plots import plot_ulps
 
         return plot_ulps(self, ax=ax, **kwargs)
@@ -75,10 +75,10 @@ class Comparison(Evidence):
 
 @own_lines_hidden
 def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, **options: Any) -> Comparison:
-    """Timing, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
+    """Measures time, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
-    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` says which.
+    On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` names the clock.
 
     Args:
       fn, fused: the original and the version to judge.
@@ -89,8 +89,8 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
         that are not named here are those that `fused` was made with.
 
     Raises:
-      ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is no array
-        and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
+      ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is not an
+        array and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
     """
     own = signature(measure).parameters
     kwargs = {k: v for k, v in options.items() if k not in own}

@@ -23,7 +23,7 @@ def write_dump(
 ) -> None:
     """Writes `NN_<pass>.before.txt/.dot/.svg`, `NN_<pass>.after.*` and `report.json`, passes applied in order.
 
-    Those of wholes (`Pass.whole`) are applied first.
+    Passes for whole structures (`Pass.whole`) are applied first.
 
     Raises:
       OutputError: the folder cannot be written; nothing is left half-written.

@@ -1,4 +1,4 @@
-"""The verb `explore`, which puts the explorer together: the search, the rewriter and the evidence behind it."""
+"""The verb `explore`, which assembles the explorer from the search, the rewriter and the evidence."""
 
 from __future__ import annotations
 
@@ -114,11 +114,12 @@ def explore(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Explorer:
-    """The widget: tick passes, options and sites, see graph, time and error. Measures nothing until asked.
+    """Opens the explorer: a widget to switch passes, options and sites, and to see the graph, times and errors. It measures only on
+    request.
 
     Args:
       fn: the function, as for `find`.
-      *args, **kwargs: its arguments; arrays where anything is to be measured.
+      *args, **kwargs: its arguments; arrays if anything is to be measured.
       passes, device, implementation: as for `find`.
       measure: start measuring at once, in the background, as a press of Measure does.
       budget_s: seconds of timing in one measurement; compiling, and errors against float64, come on top.
@@ -130,7 +131,7 @@ def explore(
       `lab.select("%143")`, `lab.measure()`, `lab.undo()`, `lab.code()`, `lab.save("x.html")`.
 
     Raises:
-      As `find`; ArgumentError also for a budget that is no number of seconds above 0.
+      As `find`; ArgumentError also for a budget that is not a number of seconds above 0.
     """
     options = {"passes": passes, "device": device, "implementation": implementation}
     not_swallowed("explore", fn, options | {"measure": measure or None, "progress": progress})
@@ -174,7 +175,7 @@ def _explorer(
 
 
 def _strategy(passes: Passes) -> Strategy | None:
-    """What `passes=` means, as a Strategy; None for all by default."""
+    """The argument `passes=` as a Strategy; None for all passes with their defaults."""
     if passes is None or isinstance(passes, Strategy):
         return passes
     return Strategy(**dict.fromkeys([passes] if isinstance(passes, str) else passes, True))

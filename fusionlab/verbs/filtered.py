@@ -1,4 +1,4 @@
-"""A function under a jit that holds fixed what is no array in its arguments, as `equinox.filter_jit` does."""
+"""A function under a jit that holds non-array leaves of its arguments fixed, as `equinox.filter_jit` does."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..graph.calls.state import is_object
 
 
 class MayChange(ArgumentError):  # noqa: N818 - an argument does
-    """A fixed leaf that may be another at the next call and be equal to itself all the same."""
+    """A fixed leaf that may be a different object at the next call although it compares equal to itself."""
 
 
 class Filtered:
-    """`fn` under `under`, which is `jax.jit` or `nnx.jit`, with what is no array held fixed.
+    """`fn` under `under`, which is `jax.jit` or `nnx.jit`, with non-array leaves held fixed.
 
     Args:
       static: arguments that are fixed as a whole, as keyword arguments of `jax.jit`.
-      objects: whether `under` takes objects of nnx, which then are no pytrees.
+      objects: whether `under` takes nnx objects, which are then not pytrees.
       numbers: whether Python numbers are fixed where nothing else is.
     """
 
@@ -103,17 +103,17 @@ class Filtered:
         )
         return MayChange(
             f"{path}: got a {type(x).__name__}, which is neither an array nor a pytree and whose attributes may change from call to "
-            f"call; needed a pytree (jax.tree_util.register_dataclass), a value that is compared by what is in it (a frozen dataclass), "
-            f"or static_argnames, which holds it fixed as it is"
+            f"call; needed a pytree (jax.tree_util.register_dataclass), a value compared by its contents (a frozen dataclass), "
+            f"or static_argnames, which holds it fixed"
         )
 
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What is no array in the arguments of a call.
+    """The non-array leaves in the arguments of a call.
 
     Attributes:
-      tree: their structure; keys: of each leaf, `_ARRAY` or what its value is told by; values: of each leaf that is fixed.
+      tree: their structure; keys: of each leaf, `_ARRAY` or the key of its value; values: of each leaf that is fixed.
     """
 
     tree: Any

@@ -1,4 +1,4 @@
-"""A function with its sites fused, called as the original is: under the jit that it had, with its state, its donation, its fixed leaves."""
+"""A function with its sites fused, called like the original: under the same jit, with the same state, donation and fixed leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DISABLE = "FUSIONLAB_DISABLE"
 
 
 def is_disabled() -> bool:
-    """Whether the environment says that fused functions run as the originals."""
+    """Whether the environment asks for fused functions to run as the originals."""
     return os.environ.get(DISABLE, "") not in ("", "0")
 
 
@@ -84,14 +84,14 @@ def _joined(asked: Mapping[str, Any], own: Mapping[str, Any], before: int) -> di
 class Fused:
     """A function with its sites fused: same signature as the original, used like `jax.jit` of it.
 
-    Composes with jit, grad, vmap, scan, remat and the rest. What the function is under already (`jax.jit`, `nnx.jit`, `eqx.filter_jit`) it
-    is under again, with the same options; of a plain function, objects of nnx are updated as `nnx.jit` does, and leaves that are no arrays
-    are fixed, as `eqx.filter_jit` has it. `findings(*args)` says what is fused for those arguments.
+    Composes with jit, grad, vmap, scan, remat and the rest. A function that was under `jax.jit`, `nnx.jit` or `eqx.filter_jit` is
+    put under the same transformation again, with the same options; in a plain function nnx objects are updated as by `nnx.jit`, and
+    leaves that are not arrays are fixed as by `eqx.filter_jit`. `findings(*args)` lists what is fused for those arguments.
 
     Attributes:
-      original: the function as it was given.
-      static: what is held fixed of its arguments, and of those it was given already, as keyword arguments of `jax.jit`.
-      asked: what of that `fuse` was asked to, as its user counts arguments.
+      original: the function that was fused.
+      static: which of its arguments are held fixed, including those bound already, as keyword arguments of `jax.jit`.
+      asked: those of them that were passed to `fuse`, as its user counts arguments.
     """
 
     def __init__(self, fn: Callable, options: dict[str, Any]) -> None:
@@ -169,7 +169,7 @@ class Fused:
             write_dump(o["dump"], graph, o["passes"], device, o["implementation"])
 
     def _check_implementation(self, found: PlainFindings) -> None:
-        """Raises BackendError where the implementation that was named cannot run a site that is to be fused."""
+        """Raises BackendError if the named implementation cannot run a site that is to be fused."""
         o = self._options
         for r in found.rejections if o["implementation"] is not None else ():
             skipped = {r.id, r.pass_name} & set(o["skip"])
@@ -268,7 +268,7 @@ class Fused:
 
     @own_lines_hidden
     def findings(self, *args: Any, **kwargs: Any) -> Findings:
-        """What is found for these arguments, with the ids of what is fused in `applied`."""
+        """The findings for these arguments, with the ids of the fused sites in `applied`."""
         found, chosen = self.selected(*args, **kwargs)
         return dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
 
@@ -279,7 +279,7 @@ class Fused:
 
     @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
-        """What is found for these arguments, and which of it is fused: all but what `skip` and `only` leave out."""
+        """The findings for these arguments, and which sites are fused: all except those that `skip` and `only` leave out."""
         found = self._found(*args, **kwargs)
         return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 

@@ -29,7 +29,7 @@ Passes = Strategy | Iterable[str] | str | None
 
 
 def not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
-    """Raises ArgumentError where an option given by keyword may have been meant for the user's function."""
+    """Raises ArgumentError if an option given by keyword may have been meant for the user's function."""
     try:
         parameters = signature(fn).parameters if callable(fn) else {}
     except (TypeError, ValueError):
@@ -42,7 +42,7 @@ def not_swallowed(verb: str, fn: Any, options: Mapping[str, Any]) -> None:
 
 
 def check_names(verb: str, fn: Any, named: Iterable[str], options: Iterable[str]) -> None:
-    """Raises UnknownNameError for a keyword that is no parameter of the user's function, and nearly an option of the verb."""
+    """Raises UnknownNameError for a keyword that is not a parameter of the user's function but close to an option of the verb."""
     try:
         parameters = signature(fn).parameters if callable(fn) else {}
     except (TypeError, ValueError):
@@ -64,8 +64,16 @@ def trace(
 ) -> Graph:
     """Traces `fn` at these arguments (arrays or `jax.ShapeDtypeStruct`s, in any pytrees) without running it.
 
+    Args:
+      fn: the function, as for `jax.jit`.
+      *args, **kwargs: example arguments; only their shapes and dtypes are read.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      The graph, for `find`; it shows, prints and saves itself.
+
     Raises:
-      TraceError: the function does not trace. ArgumentError: it is no function, or a static argument does not exist.
+      TraceError: the function does not trace. ArgumentError: `fn` is not a function, or a static argument does not exist.
     """
     graph = _trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
     return Graph(**fields_of(graph))
@@ -84,18 +92,21 @@ def find(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Findings:
-    """Finds what could run fused, and says why the rest cannot.
+    """Finds what could run fused, and explains why the rest cannot.
 
     Args:
       fn: the function, or a Graph traced before (then no arguments).
       *args, **kwargs: example arguments, as for `trace`.
       passes: names, a Strategy, or None for all.
-      device: what backends are judged for: None (this one), "cpu", "sm_90", a card ("a100", "l4", "h100", "h200", "b200", "rtx4090",
-        "t4"; in any case), or a Device. None of it has to be here.
-      implementation: as in `fuse`, judged for that device; a site that it cannot run there is declined (`implementation`).
+      device: the device to decide for: None (this one), "cpu", "sm_90", a card ("a100", "l4", "h100", "h200", "b200", "rtx4090",
+        "t4"; in any case), or a Device. The device need not be present.
+      implementation: as in `fuse`, decided for that device; a site that it cannot run there is declined (`implementation`).
       dump: a folder for the graph before and after each pass (see `fuse`).
       progress: False, True (a line, where it takes more than a second) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      The candidates and the rejections with their reasons; it prints as a line for each pass and each rejection.
 
     Raises:
       UnknownNameError: a pass, option or implementation that does not exist. TraceError, ArgumentError: as for `trace`, and where
@@ -108,7 +119,7 @@ def find(
     check_implementation(implementation)
     where = Device.of(device)
     if isinstance(fn, PlainGraph) and (args or kwargs):
-        raise ArgumentError("find: got a Graph and arguments; a Graph is traced already, give it alone")
+        raise ArgumentError("find: got a Graph and arguments; a Graph is already traced, so pass it alone")
     with watched(progress) as told:
         stages = Stages(told)
         if isinstance(fn, PlainGraph):
@@ -143,7 +154,7 @@ def fuse(
 ) -> Any:
     """`fn` with every found site replaced by its fused op; also a decorator.
 
-    Settings of JAX's hold for `fn` as under `jax.jit`; what stands for a site is traced and lowered at JAX's defaults. Under
+    JAX's settings apply to `fn` as under `jax.jit`; the replacement of a site is traced and lowered at JAX's defaults. Under
     `jax.disable_jit()` `fn` itself runs.
 
     Args:
@@ -152,9 +163,12 @@ def fuse(
       skip: a site id or pass name, or several, to leave as they are; ids that do not occur for some arguments are ignored there.
       only: a site id or pass name, or several, to fuse, and nothing else.
       implementation: None lets each op choose; a name ("xla", "xla_blockwise") runs that one or raises.
-      check: on concrete calls, run the original too and raise RewriteError where results differ beyond tolerance.
+      check: on concrete calls, run the original too and raise RewriteError if results differ beyond tolerance.
       dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.
       static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      A `Fused` function with the signature of `fn`; without `fn`, a decorator.
 
     Raises:
       UnknownNameError: a pass, option or implementation that does not exist, or a name in `skip` or `only` that is neither a pass
@@ -189,7 +203,7 @@ def check_implementation(name: str | None) -> None:
 
 @own_lines_hidden
 def passes() -> Catalogue:
-    """Every pass: formula, needs, options; in a notebook with a before/after picture each."""
+    """Lists every pass with its formula, needs and options; in a notebook, with a before/after picture of each."""
     from .catalogue import Catalogue
 
     return Catalogue(tuple(_registry().values()))
@@ -197,10 +211,10 @@ def passes() -> Catalogue:
 
 @own_lines_hidden
 def register(pass_: Pass) -> None:
-    """Adds a pass of your own (as `pattern_pass` makes one) to those `passes=None` asks.
+    """Adds a pass of your own (made by `pattern_pass`) to the passes that `passes=None` runs.
 
     Raises:
-      ArgumentError: a pass of that name exists, or it lacks what a pass needs.
+      ArgumentError: a pass of that name exists, or an attribute of a pass is missing.
     """
     from ..fusers import add_pass
 
@@ -209,10 +223,10 @@ def register(pass_: Pass) -> None:
 
 @own_lines_hidden
 def unregister(pass_: Pass | str) -> None:
-    """Takes a pass of your own away again, by itself or by its name. Functions that were fused with it stay as they are.
+    """Removes a pass of your own, given itself or its name. Functions that were fused with it stay as they are.
 
     Raises:
-      ArgumentError: it is built in. UnknownNameError: no pass has that name.
+      ArgumentError: the pass is built in. UnknownNameError: no pass has that name.
     """
     from ..fusers import remove_pass
 

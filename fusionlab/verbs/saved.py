@@ -1,4 +1,4 @@
-"""What an explorer or a comparison was saved as, read back. Plain data, of which nothing is run."""
+"""Saved explorers and comparisons, read back. They are plain data: opening one runs no code from the file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SavedLab(Saved):
     """An explorer's state, read from a file: `explore` opens it again over the function, `fuse` makes the fused function."""
 
     def explore(self, fn: Callable, *args: Any, **kwargs: Any) -> Any:
-        """An explorer over `fn`, with what was on, the ledger and the measurements.
+        """Opens an explorer over `fn` with the saved sites switched on, the ledger and the measurements.
 
-        Where the program has changed, what is no longer in it is left out, and the explorer says so.
+        If the program has changed, saved choices for removed parts are dropped, and the explorer reports that.
 
-        Args: as for `fusionlab.explore`; `passes` is what was saved.
+        Args: as for `fusionlab.explore`; `passes` is the saved one.
         """
         if "passes" in kwargs:
             raise ArgumentError("explore: got passes, and the saved state has its own; set options in the explorer")

@@ -1,4 +1,4 @@
-"""What the verbs give back: graphs and findings that can draw, show and save themselves."""
+"""The results of the verbs: graphs and findings that can draw, show and save themselves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Graph(PlainGraph):
         """The picture as SVG text; `show=["%143", "model.py:41"]` opens the cards around these, `show="all"` all of them.
 
         Raises:
-          ArgumentError: nothing of that name is in the graph.
+          ArgumentError: the graph contains nothing of that name.
         """
         from ..viz.export import to_svg
 
@@ -61,7 +61,7 @@ class Graph(PlainGraph):
 
 @errors_for_users
 class Findings(PlainFindings):
-    """What a search found (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
+    """The result of a search (see `fusionlab.fusers.Findings`), with a picture for notebooks."""
 
     def _repr_html_(self) -> str:
         from ..viz.html.report import graph_html
@@ -79,7 +79,7 @@ class Findings(PlainFindings):
         return super()._makers() | {".html": self.to_html} | picture_makers(self.graph, self)
 
     def save(self, path: Any) -> Path:
-        """Writes .html (the page of `to_html`), .txt (the report), .json, .csv (a row a site), or the picture: .svg .png .pdf .dot.
+        """Writes .html (the page of `to_html`), .txt (the report), .json, .csv (a row per site), or the picture: .svg .png .pdf .dot.
 
         Raises:
           ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PNG or PDF without the extra.
@@ -87,7 +87,7 @@ class Findings(PlainFindings):
         return super().save(path)
 
     def to_html(self, path: Any = None) -> str:
-        """A self-contained page: the graph, every pass asked, candidates, rejections; written to `path` when given.
+        """A self-contained page: the graph, every pass that ran, candidates, rejections; written to `path` when given.
 
         Raises:
           OutputError: the file cannot be written.
@@ -103,5 +103,5 @@ class Findings(PlainFindings):
 
 
 def fields_of(record: Any, **changed: Any) -> dict[str, Any]:
-    """The fields of a record, some of them changed: what a class derived from its own is made of."""
+    """The fields of a record, some of them changed, as arguments for a class derived from the record's."""
     return {f.name: getattr(record, f.name) for f in dataclasses.fields(record)} | changed

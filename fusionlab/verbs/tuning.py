@@ -1,4 +1,4 @@
-"""The verb `tune`: measures which implementation each fused call is fastest with, and writes it to the plan file that `fuse` reads."""
+"""The verb `tune`: measures the fastest implementation of each fused call, and writes it to the plan file that `fuse` reads."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ def tune(
     """Measures the rivals of every fused op in `fn` on this process's CUDA device, and adds the result to a plan file.
 
     Nothing else measures: `fuse` looks calls up in the plan file, then in the table shipped for the architecture. Programs that are
-    compiled already keep what they were compiled with. In a program of several processes all have to call it: process 0 measures, and all
+    already compiled keep their implementations. In a program of several processes, all must call it: process 0 measures, and all
     use its plan file from then on, as after `share_plan`.
 
     Args:
       fn: the function, or one that `fuse` returned.
       *args, **kwargs: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes matter, as each call is timed on random data.
       passes: as for `fuse`.
-      grad: also the backward calls of `fn`'s gradient; a train step that is differentiated already has its own.
+      grad: also the backward calls of `fn`'s gradient; a train step, already differentiated, contains its own.
       path: the plan file; None takes `$FUSIONLAB_PLAN_FILE` or `~/.cache/fusionlab/plans.json`, where `fuse` looks.
       progress: False, True (a line) or a function of (task, done, total).
       static_argnums, static_argnames: as in `jax.jit`.
 
     Returns:
-      What was measured; it prints as a table. On a machine without a CUDA device nothing is measured and nothing written.
+      The measurements; they print as a table. Without a CUDA device nothing is measured and nothing written.
 
     Raises:
-      TraceError: `fn` does not trace. ArgumentError: `path` is there and is no plan file (where it is None, such a file is moved aside with
-        a warning). OutputError: it cannot be written. OutOfMemoryError: the device has too little memory for a call.
+      TraceError: `fn` does not trace. ArgumentError: `path` exists and is not a plan file (if it is None, such a file is moved
+        aside with a warning). OutputError: it cannot be written. OutOfMemoryError: the device has too little memory for a call.
     """
     fused = (
         fn
@@ -107,14 +107,14 @@ def _tuned(
 
 @own_lines_hidden
 def share_plan() -> None:
-    """In a program of several processes: all use process 0's plan file, as it is now, from here on; with one process it does nothing.
+    """Makes all processes of a program use process 0's plan file, as it is now, from here on; with one process it does nothing.
 
-    All of them have to compile the same code, so that without this, or `tune`, no plan file decides there, only the shipped tables. Call it
-    in every process, before the first fused function is compiled and outside of `jax.jit`.
+    All of them must compile the same code, so without this call, or `tune`, only the shipped tables decide there, and no plan file
+    does. Call it in every process, before the first fused function is compiled and outside of `jax.jit`.
 
     Raises:
-      ArgumentError: process 0's file is there and is no plan file; in all processes. ProcessError: another process has ended, or makes
-        other calls.
+      ArgumentError: process 0's file exists and is not a plan file; raised in all processes. ProcessError: another process has
+        ended, or makes different calls.
     """
     CHOICES.share()
 

@@ -1,4 +1,4 @@
-"""What people look at: pictures, plots, the explorer and the report. Nothing below imports it.
+"""Everything visual: pictures, plots, the explorer and the report. No lower layer imports it.
 
 palette.py, markup.py   colours; pieces of escaped HTML.
 model/                  all that a picture shows, as plain data: no drawing.

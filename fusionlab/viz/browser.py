@@ -1,4 +1,4 @@
-"""What runs in the browser, in one piece: the explorer's module is written in several files, and is handed out as one text."""
+"""The code for the browser, in one piece: the explorer's module is written in several files and served as one text."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _COLOURS = 256  # of a palette: flat colours and the steps between them at the e
 
 
 def to_png(svg: str, *, most: float = 64e6) -> bytes:
-    """PNG bytes of an SVG text of ours: two pixels to a px, fewer where there would be more than `most`.
+    """PNG bytes of one of FusionLab's SVG texts: two pixels to a px, fewer where there would be more than `most`.
 
     Its font is matplotlib's own, the same on every machine.
     """

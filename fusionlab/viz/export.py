@@ -1,4 +1,4 @@
-"""A graph and what was found in it as SVG, DOT and plain data: the picture that explorer, page and notebook show."""
+"""A graph and its findings as SVG, DOT and plain data: the picture that explorer, page and notebook show."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Show = Collection[object] | str
 
 
 def album(graph: Graph, findings: Findings | None, enabled: Collection[str] | None, show: Show = ()) -> Album:
-    """The pictures of a graph, with what is asked for in sight.
+    """The pictures of a graph, with the requested names visible.
 
     Args:
       graph, findings: the program, and candidates and rejections over it, or None.
       enabled: ids of the candidates that are applied; None means all of them that are not idle.
-      show: names of what is to be in sight: nodes ("%143", "n12"), sites, structures, source lines ("model.py:41"); "all" opens every card.
+      show: names of things to make visible: nodes ("%143", "n12"), sites, structures, source lines ("model.py:41"); "all" opens
+        every card.
 
     Raises:
-      ArgumentError: nothing of that name is in the graph.
+      ArgumentError: the graph contains nothing of that name.
     """
     pictures = Album(graph, findings)
     if isinstance(show, str) and show == "all":
@@ -48,7 +49,7 @@ def to_svg(
     show: Show = (),
     id_prefix: str = "fl-",
 ) -> str:
-    """The picture as the text of an SVG file; args and errors as of `album`. `id_prefix` tells the ids of pictures on one page apart."""
+    """The picture as the text of an SVG file; args and errors as of `album`. `id_prefix` keeps the ids of pictures on one page distinct."""
     return album(graph, findings, enabled, show).still(enabled, id_prefix, CAPTION)
 
 

@@ -29,7 +29,13 @@ _LOOKS = {
 
 @dataclass(frozen=True)
 class Ratio:
-    """One program beside jax.jit: device seconds (median), jax.jit's median over it, and the 95 % interval of that ratio."""
+    """One program against jax.jit: device seconds (median), jax.jit's median divided by it, and the 95 % interval of that ratio.
+
+    Attributes:
+      median_s: device seconds.
+      ratio: jax.jit's median over this one.
+      interval: the 95 % interval of that ratio.
+    """
 
     median_s: float
     ratio: float
@@ -69,7 +75,7 @@ def plot_record(record: Mapping[str, Any], ax: Any = None) -> Any:
     """Each perceptron's ratios with their intervals, jax.jit at 1.
 
     Args:
-      record: what `python -m benchmarks gemm_epilogue` wrote.
+      record: the record of `python -m benchmarks gemm_epilogue`.
       ax: matplotlib Axes to draw into; None makes a new figure.
 
     Returns:
@@ -89,7 +95,7 @@ def plot_record(record: Mapping[str, Any], ax: Any = None) -> Any:
     ax.axvline(1, color=BEFORE, linewidth=1)
     ax.set_yticks(range(len(found)), list(found), **AS_IT_IS)
     ax.set_ylim(len(found) - 0.5, -0.5)
-    ax.set_xlabel("speed beside jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
+    ax.set_xlabel("speed relative to jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
     ax.set_title(f"{record['environment']['hardware']}\n", fontsize=9, loc="left")  # the empty line is the legend's
     ax.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.2)
     ax.grid(axis="x", color="#e4e9ee")
@@ -109,7 +115,7 @@ def record_html(record: Mapping[str, Any]) -> str:
     return (
         f"<h2>On a GPU: {escape(record['environment']['hardware'])}</h2>"
         f"<p>Not this machine: the newest record of <code>{escape(record['command'])}</code>, measured on {escape(where(record))}. "
-        "Two-layer perceptrons in bfloat16, forward and backward; medians of device time, and jax.jit's over each with its 95 % "
+        "Two-layer perceptrons in bfloat16, forward and backward; medians of device time, and jax.jit's divided by each, with its 95 % "
         "interval. torch ran after the others, not in turns with them.</p>"
         f'<figure aria-label="Ratios on a GPU">{figure}</figure>' + table(heads, rows, range(1, len(heads)))
     )

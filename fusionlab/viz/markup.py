@@ -1,4 +1,4 @@
-"""Small pieces of HTML that the inspector and the tabs are made of. Every text is escaped here; what is named `inner` is HTML already."""
+"""Small pieces of HTML for the inspector and the tabs. Every text is escaped here; arguments named `inner` are HTML already."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def mono(value: Any) -> str:
 
 
 def source_line(source: Source | None) -> str:
-    """A button that selects the line, and the line; "" where there is none."""
+    """A button that selects the line, and the line; "" if there is no line."""
     if source is None:
         return ""
     return f"{pick(source.short)} {mono(short(source.text, 200))}" + (
@@ -82,18 +82,18 @@ def source_line(source: Source | None) -> str:
 
 
 def facts(rows: Iterable[Fact]) -> str:
-    """Names with what there is to say of each; rows that say nothing are left out."""
+    """Names with their facts; empty rows are left out."""
     inner = "".join(f"<dt>{text(name)}</dt><dd>{inner}</dd>" for name, inner in rows if inner)
     return f'<dl class="fl-facts">{inner}</dl>' if inner else ""
 
 
 def section(title: str, inner: str) -> str:
-    """A heading with what stands below it; "" where nothing does."""
+    """A heading with its content below; "" if there is no content."""
     return f"<h4>{text(title)}</h4>{inner}" if inner else ""
 
 
 def folded(title: str, inner: str) -> str:
-    """What is shown when asked for."""
+    """Content that unfolds on a click."""
     return f"<details><summary>{text(title)}</summary>{inner}</details>" if inner else ""
 
 

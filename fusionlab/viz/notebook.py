@@ -1,9 +1,9 @@
-"""What a cell shows: several outputs, so that a picture is one wherever the notebook is read.
+"""Outputs of a cell: several, so that a picture is visible wherever the notebook is read.
 
 Readers differ in what they leave out of an output. JupyterLab and Notebook 7 strip an untrusted notebook's HTML of its SVG, whose
-texts then stand there as a wall of words, draw no SVG output and start no widget; a trusted notebook without a kernel says "model not
+texts then appear as a wall of words, draw no SVG output and start no widget; a trusted notebook without a kernel shows "model not
 found" where a widget was; GitHub cleans HTML too. All of them draw an output that is a PNG, and text whose HTML is plain. So a
-picture is an output of its own, what is said about it another one; and beside the live explorer stands a still picture, which its
+picture is an output of its own, and its description another one; the live explorer comes with a still picture, which its
 style sheet hides while the explorer is there.
 """
 
@@ -76,12 +76,12 @@ def words(html: str, plain: str) -> Output:
 
 
 def png_of(svg: str) -> tuple[bytes, dict[str, int]]:
-    """A picture of ours as PNG, sharp where it is small and no larger than a screen, and the width that it is shown at."""
+    """A picture as PNG, sharp if small and no larger than a screen, and its display width."""
     return to_png(svg, most=_MOST_PIXELS), {"width": round(size_of(svg)[0])}
 
 
 def picture(svg: str, plain: str) -> Output:
-    """A picture as an output of its own; `plain` stands for it where nothing is drawn."""
+    """A picture as an output of its own; `plain` replaces it where nothing is drawn."""
     png, shown = png_of(svg)
     return Output({"image/png": base64.b64encode(png).decode(), "text/plain": plain}, {"image/png": shown})
 
@@ -116,7 +116,7 @@ def _reasons(view: Mapping[str, Any], findings: Findings) -> str:
 
 
 def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: str) -> list[Output]:
-    """The live explorer, and a still picture of it that is in sight where the explorer is not.
+    """The live explorer, and a still picture of it that is visible where the explorer is not.
 
     Args:
       widget: the widget's bundle of MIME types.
@@ -126,7 +126,7 @@ def explorer_outputs(widget: Mapping[str, Any], title: str, sentence: str, svg: 
     """
     said = (
         f'<div class="fl-still"><style>{asset("still.css")}</style><p><b>{escape(title)} · {escape(sentence)}</b><br>'
-        "<small>A still picture of the explorer as the cell gave it. Run the cell for the live one.</small></p></div>"
+        "<small>A still picture of the explorer, saved with the notebook. Run the cell for the live explorer.</small></p></div>"
     )
     return [Output(widget), words(said, f"{title} · {sentence}"), picture(svg, f"<picture of {title}>")]
 

@@ -1,7 +1,7 @@
 """One colour per pass, everywhere: graph, toggles, plots, HTML.
 
-The hues are Okabe and Ito's, told apart under the common colour-vision deficiencies (Okabe, Ito: "Color Universal
-Design", 2008). A pass and its gradient, or the members of one family, share a hue in two strengths; state is never told
+The hues are Okabe and Ito's, distinct under the common colour-vision deficiencies (Okabe, Ito: "Color Universal
+Design", 2008). A pass and its gradient, or the members of one family, share a hue in two strengths; state is never shown
 by colour alone.
 """
 

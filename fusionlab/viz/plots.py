@@ -1,4 +1,4 @@
-"""Plots of what was measured: matplotlib Axes, never a window.
+"""Plots of measurements: matplotlib Axes, never a window.
 
 matplotlib is imported inside, and only its object interface is used: no backend is chosen, no global state touched.
 """
@@ -94,7 +94,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
       **kwargs: go to the markers (`Axes.plot`).
 
     Returns:
-      The Axes. At most 24 leaves, the worst ones; the title says how many were left out.
+      The Axes. At most 24 leaves, the worst ones; the title gives the number of leaves left out.
 
     Raises:
       ArgumentError: no errors were measured, or `measure` is another word.
@@ -103,7 +103,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
         raise ArgumentError(f"measure: got {measure!r}, needed 'max_abs' or 'rel_l2'")
     numerics = numerics_of(evidence)
     if numerics is None or not numerics.leaves:
-        raise ArgumentError("evidence: no errors were measured, so there are none to plot")
+        raise ArgumentError("evidence: no errors were measured, so there is nothing to plot")
     leaves = _worst(numerics, measure)
     ax = axes_or_new(ax, 7.2, 1.4 + 0.3 * len(leaves))
     rows = range(len(leaves))
@@ -143,7 +143,7 @@ def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kw
 
 
 def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: Any) -> Any:
-    """How many elements are how many units in the last place from float64, original and fused version side by side.
+    """Histogram of the distances of elements from float64 in units in the last place, original and fused version side by side.
 
     Args:
       evidence: an Evidence, or its Numerics.
@@ -161,7 +161,7 @@ def plot_ulps(evidence: Any, ax: Any = None, *, kind: str = "output", **kwargs: 
         raise ArgumentError(f"kind: got {kind!r}, needed 'output' or 'gradient'")
     leaves = _counted_in_ulp(evidence, kind)
     if not leaves:
-        raise ArgumentError(f"evidence: no errors of {kind}s were counted in ulp, so there are none to plot")
+        raise ArgumentError(f"evidence: no errors of {kind}s were counted in ulp, so there is nothing to plot")
     ax = axes_or_new(ax, 7.2, 3.2)
     places = np.arange(len(ULP_EDGES) + 1)
     for name, colour, aside in (("before", BEFORE, -0.2), ("after", AFTER, 0.2)):
@@ -270,7 +270,7 @@ def figure_png(figure: Any) -> tuple[bytes, dict[str, int]]:
 
 
 def axes_or_new(ax: Any, width: float, height: float) -> Any:
-    """The Axes given; where there are none, those of a figure of their own, sizes in inches."""
+    """The given Axes; without any, the Axes of a new figure, sizes in inches."""
     return ax if ax is not None else new_axes(width, height)
 
 

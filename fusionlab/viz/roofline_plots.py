@@ -1,4 +1,4 @@
-"""Rooflines as pictures: kernels under the roof of a device, and predicted gains beside measured ones."""
+"""Rooflines as pictures: kernels under the roof of a device, and predicted gains next to measured ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _PREDICTED = 24
 
 
 def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
-    """Operations a second against operations a byte: the roof of the device, a dot on it for each kernel, and what was measured below.
+    """Operations per second against operations per byte: the roof of the device, a dot on it for each kernel, and measurements
+    below it.
 
     Args:
       roofline: of a program.
@@ -28,7 +29,8 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
       **kwargs: go to the dots (`Axes.plot`).
 
     Returns:
-      The Axes. The longer a kernel takes at best, the larger its dot; kernels that compute nothing are left out, and counted in the title.
+      The Axes. The longer a kernel takes at best, the larger its dot; kernels without arithmetic are left out, and counted in the
+      title.
 
     Raises:
       ArgumentError: no kernel computes anything.
@@ -48,7 +50,7 @@ def plot_roofline(roofline: Roofline, ax: Any = None, **kwargs: Any) -> Any:
     _draw_measured(ax, (*points, roofline.whole))
     _name_longest(ax, points)
     ax.set(xscale="log", yscale="log", xlim=(low, high))
-    ax.set_xlabel("operations a byte of memory traffic (flop/byte)")
+    ax.set_xlabel("operations per byte of memory traffic (flop/byte)")
     ax.set_ylabel("Gflop/s")
     left_out = len(roofline.points) - len(points)
     ax.set_title(_title(roofline, left_out), fontsize=9, loc="left", **AS_IT_IS)
@@ -106,10 +108,10 @@ def _title(roofline: Roofline, left_out: int) -> str:
 
 
 def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
-    """What each candidate is predicted to save beyond XLA, beside what it saved where that was measured.
+    """The predicted saving of each candidate beyond XLA, next to the measured one if there is one.
 
     Args:
-      roofline: of what was found in a program; `with_measured` gives it the measured savings.
+      roofline: of a program's findings; `with_measured` adds the measured savings.
       ax: matplotlib Axes to draw into; None makes a new figure.
 
     Returns:
@@ -134,7 +136,7 @@ def plot_predicted(roofline: Roofline, ax: Any = None) -> Any:
     ax.axvline(0, color=INK, linewidth=1)
     ax.set_yticks(rows, [short(p.site, 44) for p in kept], fontsize=8, **AS_IT_IS)
     ax.set_ylim(len(kept) - 0.5, -0.5)
-    ax.set_xlabel("saved beyond what XLA is expected to make of it (ms)")
+    ax.set_xlabel("time saved beyond XLA's expected fusion (ms)")
     left_out = len(roofline.predictions) - len(kept)
     more = f"; {left_out} smaller ones not shown" if left_out else ""
     ax.set_title(f"{roofline.name}{more}\n{roofline.device}", fontsize=9, loc="left", **AS_IT_IS)

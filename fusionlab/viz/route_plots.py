@@ -1,4 +1,4 @@
-"""Routes of matrix products as pictures: which route each takes, and what the choice was worth where it was measured."""
+"""Routes of matrix products as pictures: the route of each product, and the measured gain of the choice."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def _route_cells(row: ProductRoute) -> list[tuple[str, str]]:
 
 
 def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequence[str] = ()) -> Any:
-    """How many times faster than jax.jit each case of a record is, as FusionLab chose its routes, with 95 % intervals.
+    """The speed-up over jax.jit of each case of a record, with FusionLab's chosen routes and 95 % intervals.
 
     Args:
-      record: what `python -m benchmarks matmul_schedule` wrote.
+      record: the record of `python -m benchmarks matmul_schedule`.
       ax: matplotlib Axes to draw into; None makes a new figure.
       only: names of the cases to draw; none draws all.
 
@@ -125,7 +125,7 @@ def plot_route_record(record: Mapping[str, Any], ax: Any = None, *, only: Sequen
     ax.set_ylim(len(cases) - 0.5, -0.5)
     ends = [end for found in cases.values() for end in (found["fusionlab"]["ratio"], *found["fusionlab"]["interval"])]
     ax.set_xlim(min(0.85, 0.95 * min(ends, default=1.0)), 1.08 * max(ends, default=1.0))
-    ax.set_xlabel("speed beside jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
+    ax.set_xlabel("speed relative to jax.jit (device time; right of 1 is faster; bars: 95 % intervals)")
     ax.set_title(record["environment"]["hardware"], fontsize=9, loc="left", **AS_IT_IS)
     ax.legend(fontsize=8, frameon=False, loc="lower right")
     ax.grid(axis="x", color="#e4e9ee")

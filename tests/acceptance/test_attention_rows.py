@@ -387,9 +387,9 @@ GUARDS = {
     "float32": ("float32", 128, 64, "sm_90", None, "query has dtype float32, cuDNN's fused attention takes"),
     "sm_75": ("bfloat16", 128, 64, "sm_75", None, "sm_75 is older than sm_80"),
     "old cuDNN": ("bfloat16", 128, 64, OLD_CUDNN, "cuda", "cuDNN 8.9.5 is older than 9.0"),
-    "sequence 100": ("bfloat16", 100, 64, "sm_90", None, "100 x 100 scores a head"),
-    "20 features": ("bfloat16", 128, 20, "sm_90", None, "20 features a head: cuDNN's fused attention takes multiples of 8"),
-    "nothing": ("bfloat16", 128, 64, "sm_90", "cudnn", "128 x 128 scores a head"),
+    "sequence 100": ("bfloat16", 100, 64, "sm_90", None, "100 x 100 scores per head"),
+    "20 features": ("bfloat16", 128, 20, "sm_90", None, "20 features per head: cuDNN's fused attention takes multiples of 8"),
+    "nothing": ("bfloat16", 128, 64, "sm_90", "cudnn", "128 x 128 scores per head"),
 }  # fmt: skip
 
 

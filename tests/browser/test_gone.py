@@ -112,7 +112,7 @@ def test_a_kernel_that_is_gone_is_told_and_the_picture_stays_explorable(
         book.saved()
         server.stop_kernels()
         open_in_lab(page, server, book.path)
-        expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
+        expect(shown.hook("gone")).to_contain_text("This saved explorer has no kernel")
         shown.boxes.first.click()
         expect(shown.boxes.first).to_have_attribute("aria-current", "true")
         expect(shown.toggle("gemm_epilogue")).to_be_disabled()
@@ -142,12 +142,12 @@ def test_a_saved_explorer_without_a_kernel_says_so_at_once_and_is_a_readable_pic
     reopened = "first => { flJupyter.layout.comm_live = false; }"  # as a notebook that holds its widgets' state
     stand(page, lab, before=reopened)
     shown = Explorer(page)
-    expect(shown.hook("gone")).to_contain_text("No kernel stands behind this saved explorer")
+    expect(shown.hook("gone")).to_contain_text("This saved explorer has no kernel")
     expect(shown.hook("gone")).to_contain_text("Run the cell again")
     box = shown.boxes.first
     box.click()
     expect(box).to_have_attribute("aria-current", "true")
-    expect(shown.hook("inspector")).to_contain_text("No more was kept of it")
+    expect(shown.hook("inspector")).to_contain_text("This record holds no more about it")
     expect(shown.hook("undo")).to_be_disabled()
 
 

@@ -407,7 +407,7 @@ def test_the_exported_page_works_without_a_server(lab, tab, tmp_path, artifacts)
 def test_the_saved_notebook_has_the_picture_which_the_live_explorer_hides(lab, book):
     live, note, still = (o["data"] for o in book.saved().cells[1].outputs)
     assert "application/vnd.jupyter.widget-view+json" in live
-    assert "A still picture of the explorer as the cell gave it" in note["text/html"]
+    assert "A still picture of the explorer, saved with the notebook" in note["text/html"]
     assert still["image/png"]
     outputs = book.cells.nth(1).locator(".jp-OutputArea-child")
     expect(outputs).to_have_count(3)

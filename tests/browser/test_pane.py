@@ -253,13 +253,13 @@ def test_keys_frame_step_through_hits_and_go_back(shown):
 
 def test_what_cannot_act_says_why(shown):
     titles = {
-        "after": "only findings are known",
-        "undo": "no change to take back",
-        "reset": "as it was opened",
+        "after": "there are only findings",
+        "undo": "no change to undo",
+        "reset": "nothing has changed since it was opened",
         "all-on": "every site is on",
         "fold": "select a group",
-        "back": "nothing was selected before",
-        "frame": "nothing that is selected",
+        "back": "there is no previous selection",
+        "frame": "the selection is not in the picture",
     }
     for hook, words in titles.items():
         expect(shown.hook(hook)).to_be_disabled()

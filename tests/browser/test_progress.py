@@ -109,7 +109,7 @@ def test_a_stage_has_a_clock_that_ticks_by_itself_and_can_be_cancelled(lab, page
         if "compiling" in stage:
             expect(shown.hook("status")).to_contain_text("a compilation cannot be interrupted")
             shown.hook("measure").click()
-            expect(shown.hook("status")).to_have_text("waiting for what was abandoned to end")
+            expect(shown.hook("status")).to_have_text("waiting for the abandoned job to end")
             shown.hook("cancel").click()
             lab.steps.go.set()
         _ended(lab)
@@ -158,7 +158,7 @@ def test_a_click_during_a_long_compilation_is_answered_at_once(lab, page, proble
     shown.redrawn(drawn)
     expect(shown.hook("sentence")).to_contain_text("2 can be fused")
     assert time.perf_counter() - asked < 5
-    expect(shown.hook("status")).to_have_text("waiting for what was abandoned to end")
+    expect(shown.hook("status")).to_have_text("waiting for the abandoned job to end")
     assert lab.enabled == frozenset()
     assert problems == []
 

@@ -285,7 +285,7 @@ def test_symbolic_sizes_are_tried_at_numbers_that_the_program_takes():
     assert [r.code for r in found.rejections if r.pass_name == "gemm_epilogue"] == ["symbolic"]
     export.export(jax.jit(at_most))(rows)
     export.export(jax.jit(fl.fuse(never_at_numbers)))(rows)
-    assert "traces at none of the numbers tried" in fl.find(never_at_numbers, rows).notes[0]
+    assert "traces at none of the sizes tried" in fl.find(never_at_numbers, rows).notes[0]
 
 
 @pytest.fixture

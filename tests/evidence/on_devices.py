@@ -72,7 +72,7 @@ def a_comparison_names_mesh_devices_and_collectives_before_and_after() -> None:
         (forward,) = found.collectives
         assert (forward.what, forward.before, forward.after) == ("call", SENT, SENT), forward
         assert "on 4 devices, mesh data=2 x tensor=2" in str(result)
-        assert "collectives of a device, call: all-reduce 1 (256 B) -> 1 (256 B)" in str(result)
+        assert "collectives per device, call: all-reduce 1 (256 B) -> 1 (256 B)" in str(result)
         rows = {(r[0], r[1], r[2]): r[3] for r in result.rows()}
         assert rows["collectives", "call: all-reduce", "after"] == 1
         assert rows["bytes of collectives", "call: all-reduce", "before"] == 256

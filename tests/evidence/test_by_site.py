@@ -70,7 +70,7 @@ def test_it_ends_when_it_is_told_to():
 
 def test_a_bisection_is_told_as_sentences_and_as_data():
     found = blamed(NAMES, lambda chosen: "site 5" in chosen)
-    assert str(found).endswith("alone that is so of\n  site 5: seen")
+    assert str(found).endswith("each of these alone makes it so\n  site 5: seen")
     data = json.loads(json.dumps(found.to_dict()))
     assert data["causes"] == [{"sites": ["site 5"], "told": "seen"}]
     assert len(data["trials"]) == len(found.trials)

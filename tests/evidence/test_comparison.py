@@ -321,7 +321,7 @@ COMPARED = [
     "errors of outputs and gradients",
     "timing call",
     "timing gradient of the call",
-    "reading what was compiled",
+    "reading the compiled programs",
 ]
 
 
@@ -343,7 +343,7 @@ def test_a_comparison_is_cancelled_at_each_stage(stage):
         cancel=lambda: stage in told,
     )
     stages = list(dict.fromkeys(told))
-    assert stages == [*COMPARED[: COMPARED.index(stage) + 1], "reading what was compiled"]
+    assert stages == [*COMPARED[: COMPARED.index(stage) + 1], "reading the compiled programs"]
     assert any(n.startswith("cancelled before") for n in e.notes) or "cancelled" in (t.stopped for t in e.timings)
 
 
@@ -396,7 +396,7 @@ def test_an_unwritable_path_is_one_error_and_leaves_nothing(tmp_path):
     with pytest.raises(OutputError, match="cannot write"):
         save_json(tmp_path / "file" / "e.json", {})
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(ArgumentError, match="no readable JSON"):
+    with pytest.raises(ArgumentError, match="not a readable JSON"):
         load_json(tmp_path / "file")
 
 

@@ -184,5 +184,7 @@ def test_what_is_copied_is_a_small_part_of_the_memory(small, gpu, monkeypatch):
 
 
 def test_only_what_is_here_is_measured():
-    with pytest.raises(fl.errors.ArgumentError, match=r"got a CUDA sm_90 device \(simulated\).*only what is here"):
+    with pytest.raises(
+        fl.errors.ArgumentError, match=r"got a CUDA sm_90 device \(simulated\).*only this process's device"
+    ):
         peaks.measure_peaks(Device.of("sm_90"))

@@ -29,7 +29,7 @@ def test_the_kernels_of_a_program_on_this_machine():
     assert len(sine.samples_s) == 4
     assert found.kernels[0].median_s == max(k.median_s for k in found.kernels)
     assert found.sum_s == pytest.approx(sum(k.median_s for k in found.kernels))
-    assert found.source == "XLA's own marks on the host"
+    assert found.source == "XLA's marks on the host"
     assert "median of 4 runs" in str(found)
     assert json.loads(json.dumps(found.to_dict()))["runs"] == 4
 

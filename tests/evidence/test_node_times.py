@@ -76,7 +76,7 @@ def test_times_take_the_place_of_bytes_and_move_nothing():
     assert f"{len(first.nodes)} ms · 100 %" in text
     assert "and time" in text or ", time" in text
     assert dearest_title(album.overview(None)) == "Where the time goes"
-    assert "takes 100 % of it" in dearest_html(album.overview(None))
+    assert "takes 100 % of that" in dearest_html(album.overview(None))
     assert album.overview(None).counted() == Album(graph).overview(None)
 
 

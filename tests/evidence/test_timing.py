@@ -101,7 +101,7 @@ def test_median_and_quartiles_are_those_of_the_samples():
 
 
 def test_seconds_read_well():
-    assert [seconds(x) for x in (2.5, 1.234e-3, 5e-6, 3e-9)] == ["2.5 s", "1.23 ms", "5 us", "3 ns"]
+    assert [seconds(x) for x in (2.5, 1.234e-3, 5e-6, 3e-9)] == ["2.5 s", "1.23 ms", "5 µs", "3 ns"]
 
 
 def product(x):

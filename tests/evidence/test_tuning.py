@@ -75,7 +75,7 @@ def test_what_was_measured_is_written_and_decides_from_then_on(bench):
     assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
     (after,) = choices_of(fl.find(layer, *LAYER))
     assert after["cublaslt"].verdict == "chosen"
-    assert after["cublaslt"].reason == f"measured: cublaslt 10 us, cuda 20 us, xla 30 us (plan file {bench.file})"
+    assert after["cublaslt"].reason == f"measured: cublaslt 10 µs, cuda 20 µs, xla 30 µs (plan file {bench.file})"
     assert after["xla"].verdict == after["cuda"].verdict == "possible"
 
 
@@ -84,7 +84,7 @@ def test_the_result_prints_a_line_for_each_case_with_all_times(bench):
     assert f"cases on a CUDA sm_90 device (simulated), written to {bench.file}" in text
     lines = text.splitlines()[1:]
     assert all("gemm_epilogue relu 64x" in line for line in lines)
-    assert "64x32x128 bfloat16 forward: cublaslt (cublaslt 10 us, cuda 20 us, xla 30 us)" in lines[0]
+    assert "64x32x128 bfloat16 forward: cublaslt (cublaslt 10 µs, cuda 20 µs, xla 30 µs)" in lines[0]
     for role in ("forward, keeping residuals:", "forward, keeping residuals, mask in bits:", "backward, mask in bits:"):
         assert any(role in line for line in lines), role
 
@@ -95,7 +95,7 @@ def test_cases_of_every_op_are_printed(bench):
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4, 1, 8), (4, 6, 8), (1,))]
     lines = repr(fl.tune(blend, *shapes)).splitlines()[1:]
-    case = "  lerp axes xy y xy, axis 0 4, axis 1 6, axis 2 8, dtype float32, {}: cuda (cuda 20 us, xla 30 us)"
+    case = "  lerp axes xy y xy, axis 0 4, axis 1 6, axis 2 8, dtype float32, {}: cuda (cuda 20 µs, xla 30 µs)"
     assert lines == [case.format("forward"), case.format("wanted x y w, backward")]
 
 
@@ -115,7 +115,7 @@ def test_less_than_a_hundredth_is_no_reason_to_leave_xla_s_code(bench):
     fl.tune(layer, *LAYER, grad=False)
     (found,) = choices_of(fl.find(layer, *LAYER))
     assert found["xla"].verdict == "same code"
-    assert "measured: cublaslt 10 us, cuda 10 us, xla 10.05 us" in found["xla"].reason
+    assert "measured: cublaslt 10 µs, cuda 10 µs, xla 10.05 µs" in found["xla"].reason
 
 
 def test_forward_and_backward_agree_on_how_a_mask_is_kept(bench):
@@ -197,7 +197,7 @@ def test_a_plan_file_that_cannot_be_written_is_told_before_anything_is_measured(
 def test_a_file_that_is_no_plan_file_is_told_before_anything_is_measured_and_left(bench):
     bench.file.parent.mkdir()
     bench.file.write_text("{}")
-    with pytest.raises(ArgumentError, match="no plan file that FusionLab can read"):
+    with pytest.raises(ArgumentError, match="not a plan file that FusionLab can read"):
         fl.tune(layer, *LAYER, path=bench.file)
     assert bench.timed == []
     assert bench.file.read_text() == "{}"
@@ -206,7 +206,7 @@ def test_a_file_that_is_no_plan_file_is_told_before_anything_is_measured_and_lef
 def test_a_plan_file_of_its_own_that_is_damaged_is_built_again(bench):
     bench.file.parent.mkdir()
     bench.file.write_text("{}")
-    with pytest.warns(CacheWarning, match="was no plan file"):
+    with pytest.warns(CacheWarning, match="was not a plan file"):
         tuned = fl.tune(layer, *LAYER)
     assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
     assert bench.file.with_name("plans.json.damaged").read_text() == "{}"

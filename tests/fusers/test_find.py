@@ -113,7 +113,7 @@ def test_a_report_says_which_backend_each_candidate_would_run_on_and_why():
 
 
 def test_no_passes_asked_is_said():
-    assert str(fl.find(model, X, passes=[])) == "no passes asked"
+    assert str(fl.find(model, X, passes=[])) == "no passes requested"
 
 
 def test_a_reason_met_twice_is_counted():
@@ -229,7 +229,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
     (rejection,) = found.rejections
     text = found.explain(rejection.id)
     assert "declined [activation]" in text
-    assert "no known activation" in text
+    assert "not a known activation" in text
     assert f"({rejection.matched} of {rejection.total} matched)" in text
     assert "Edit: use relu, gelu" in text
     assert found.explain(rejection.node_ids[0]).count("declined [activation]") == 1
@@ -238,7 +238,7 @@ def test_a_declined_site_is_explained_with_reason_distance_and_edit(found):
 def test_a_node_in_no_site_says_which_passes_were_asked():
     found = fl.find(lambda x: jnp.sin(x), X)
     assert found.explain("%1").splitlines()[1] == (
-        f"  in no site: no pass asked ({', '.join(PASSES)}) has its anchor here"
+        f"  in no site: none of the requested passes ({', '.join(PASSES)}) has its anchor here"
     )
 
 

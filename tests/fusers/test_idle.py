@@ -143,9 +143,9 @@ def test_no_gradient_of_it_is_said_to_be_fused():
     (norm,) = [c for c in f.candidates if c.idle]
     assert f.counts()["layer_norm_grad"] == 0
     assert "layer_norm_grad: 0 subgraphs can be fused" in f.report().splitlines()
-    assert norm.backward.text.endswith("fused with it if that is asked for")
+    assert norm.backward.text.endswith("fused with the site if requested")
     assert not norm.backward.to_dict()["fused"]
-    assert f"  {norm.id}: dx, dscale, dbias; fused with it if that is asked for" in f.report().splitlines()
+    assert f"  {norm.id}: dx, dscale, dbias; fused with the site if requested" in f.report().splitlines()
     told = report_html(f.graph, f)
     assert "Can be fused with its backward pass" in told
     assert "rstd" not in told.partition("<h2>Residuals")[2].partition("<h2>")[0]
@@ -172,7 +172,7 @@ def test_a_larger_site_that_is_left_as_it_is_says_so_where_a_smaller_one_has_its
         norm, pass_name="mine", formula="mine", left_to_xla=None, nodes_before=norm.nodes_before - 1
     )
     _, (lost,) = settle([norm, small])
-    assert f"mine of mine, which is fused by default while this is left as it is: {norm.idle}" in lost.sentence
+    assert f"mine of mine, which is fused by default, while this one is left as it is: {norm.idle}" in lost.sentence
     assert lost.edit == "name the pass: passes=['layer_norm']"
     smaller = dataclasses.replace(small, left_to_xla=norm.left_to_xla)  # both are left as they are
     _, (lost,) = settle([norm, smaller])

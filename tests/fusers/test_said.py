@@ -52,14 +52,14 @@ def factor_for_keys_of_masked(q, k, v, g):
 
 # name -> program, arguments, code, what its sentence says, and its edit (None: there is none).
 SAID = {
-    "keepdims forgotten": (lambda x: normed(x, keep=False), (X,), "axes", "along another axis than that of the rows", "keepdims=True"),
+    "keepdims forgotten": (lambda x: normed(x, keep=False), (X,), "axes", "a different axis from the one whose rows", "keepdims=True"),
     "keepdims forgotten, rms": (lambda x: x / jnp.sqrt((x * x).mean(-1) + 1e-6), (X,), "axes", "sums over axis 1", "keepdims=True"),
     "ddof": (lambda x: normed(x, ddof=1), (X,), "scalar", "times 0.142857, where 1/N = 0.125 is needed", "ddof=0"),
     "epsilon outside": (lambda x: normed(x, outside=True), (X,), "structure", "epsilon added outside the root", "divide by"),
     "epsilon traced": (rms, (X, G[0]), "structure", "epsilon is an argument of the program", "close over epsilon"),
     "root of others": (
         lambda x: (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6),
-        *((X,), "structure", "are two values, read where one is needed in both places", None),
+        *((X,), "structure", "are two different values where the same value is needed twice", None),
     ),
     "another numerator": (
         lambda x: (x - 0.5 * x.mean(-1, keepdims=True)) * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * x,
@@ -68,9 +68,9 @@ SAID = {
     "one key": (lambda q, k, v: softmax(dot(q, k)) @ v, (Q, K[:, :, :1], V[:, :, :1]), "axes", "a softmax of one entry is 1", "leave"),
     "factor for keys": (
         lambda q, k, v, g: softmax(dot(q, k) * g) @ v,
-        *((Q, K, V, G), "axes", "the scores have a factor for each key, %", "scale k"),
+        *((Q, K, V, G), "axes", "the scores have a factor per key, %", "scale k"),
     ),
-    "factor for keys, masked before": (factor_for_keys_of_masked, (Q, K, V, G), "axes", "a factor for each key, %", None),
+    "factor for keys, masked before": (factor_for_keys_of_masked, (Q, K, V, G), "axes", "a factor per key, %", None),
     "fill is an array": (
         lambda q, k, v, fill: softmax(jnp.where(LOW, dot(q, k), fill)) @ v,
         *((Q, K, V, FILL), "mask", "the score of masked keys is an argument of the program", "close over fill"),
@@ -90,7 +90,7 @@ SAID = {
     "bias subtracted": (lambda x, w, b: b - x @ w, (X, W, G), "bias", "subtracts the product from %", "negated"),
     "quick gelu": (
         behind(lambda h: h * jax.nn.sigmoid(1.6 * h)),
-        *((X, W), "activation", "the nearest known function is quick_gelu: at -1.48 it is -0.11, and this is -0.126", "use relu, gelu"),
+        *((X, W), "activation", "the nearest known function is quick_gelu: at -1.48 that is -0.11 and this is -0.126", "use relu, gelu"),
     ),
     "another gradient": (
         behind(lambda h: jnp.where(h < 0, 0, h)),
@@ -153,10 +153,10 @@ def test_a_reason_behind_another_is_said_with_it_and_no_edit_that_leads_to_it():
 
     (told,) = fl.find(jax.grad(lambda x: (over_two_axes(x) ** 3).sum()), Q[0]).rejections
     assert told.code == "escapes"
-    assert "and behind that, [axes] %" in told.sentence
+    assert "; once that is fixed: [axes] %" in told.sentence
     assert "jnp.moveaxis" in told.edit
     first, last = (Rejection("a", "a", "escapes", s, (), frozenset(), 1, 1, None, FUSE_FIRST) for s in ("one", "two"))
-    assert reason_to_tell(first, last).sentence == "one; and behind that, [escapes] two"
+    assert reason_to_tell(first, last).sentence == "one; once that is fixed: [escapes] two"
     assert reason_to_tell(first, first) is first
 
 

@@ -102,17 +102,17 @@ def test_it_is_replaced_inside_regions(fn):
 @pytest.mark.parametrize(
     ("finish", "code", "told"),
     [
-        (lambda out: (out[0], out[1] * 1.01), "value", "of its 2 results number 2: value differs"),
-        (lambda out: (out[0] * 1.01, out[1]), "value", "of its 2 results number 1: value differs"),
+        (lambda out: (out[0], out[1] * 1.01), "value", "result 2 of 2: value differs"),
+        (lambda out: (out[0] * 1.01, out[1]), "value", "result 1 of 2: value differs"),
         (
             lambda out: (out[0], lax.stop_gradient(out[1])),
             "gradient",
-            "of its 2 results number 2: gradient of x differs",
+            "result 2 of 2: gradient of x differs",
         ),
         (
             lambda out: (lax.stop_gradient(out[0]), out[1]),
             "gradient",
-            "of its 2 results number 1: gradient of x differs",
+            "result 1 of 2: gradient of x differs",
         ),
         (lambda out: out[::-1], "value", "number 1"),
     ],
@@ -136,7 +136,7 @@ def test_results_that_are_alike_are_each_certified():
     wrong = search(fn, *ARGS, pass_=GatePass(lambda out: (*out, out[0] * 1.01), also="mul"))
     assert not wrong.candidates
     assert {r.code for r in wrong.rejections} == {"value"}
-    assert all("of its 3 results number 3" in r.sentence for r in wrong.rejections)
+    assert all("result 3 of 3" in r.sentence for r in wrong.rejections)
 
 
 def test_proofs_are_remembered_for_sites_that_are_alike():
@@ -159,7 +159,9 @@ def test_a_result_that_is_no_float_is_declined():
         return h, z, h > 0.5
 
     found = search(fn, *ARGS, pass_=GatePass(lambda out: (*out, out[1] > 0.5), also="gt"))
-    assert [(r.code, "a result of the site, is no float" in r.sentence) for r in found.rejections] == [("dtype", True)]
+    assert [(r.code, "a result of the site, is not a float" in r.sentence) for r in found.rejections] == [
+        ("dtype", True)
+    ]
     assert not found.candidates
 
 
@@ -190,7 +192,7 @@ def test_of_sites_that_wait_for_each_other_one_is_declined():
     assert len(found.candidates) == 1
     (declined,) = found.rejections
     assert declined.code == "order"
-    assert "which in turn waits for a result of this one" in declined.sentence
+    assert "which in turn depends on a result of this site" in declined.sentence
     assert declined.id != found.candidates[0].id
     assert primitives(found).count("logistic") == 1
     agree(crossed, found, *ARGS)

@@ -99,7 +99,7 @@ def test_operands_that_are_only_widened_give_the_same_product():
 
     fused = fl.fuse(fn, passes="matmul_schedule")
     (site,) = fused.findings(x, w).candidates
-    assert "not widened" in site.notes[0]
+    assert "without widening" in site.notes[0]
     want = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
     for f in (fused, jax.jit(fn)):
         np.testing.assert_allclose(f(x, w), want, rtol=0, atol=2e-6 * np.abs(want).max())

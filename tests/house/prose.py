@@ -2,6 +2,7 @@
 
     python -m tests.house.prose           the counts by word and by part
     python -m tests.house.prose told      where one word occurs
+    python -m tests.house.prose --lower   writes the counts as the limits of test_prose.py, where they are lower
 
 The list holds words that make English read translated: the thing should be named, and the sentence have a subject and a verb.
 """
@@ -17,30 +18,46 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+LIMITS = Path(__file__).with_name("prose_limits.json")
 STOP = (
     *("told", "tells", "stands", "stood", "beside", "hangs? on", "is none", "are none", "is said", "are said", "says"),
     *("all the same", "as it comes", "as they come", "unasked", "what it is of", "who looks", "would do"),
 )
 # "is None" is Python, "is none" is not.
 WORDS = {word: re.compile(rf"\b{word}\b", 0 if "none" in word else re.IGNORECASE) for word in STOP}
+ANY = re.compile("|".join(STOP), re.IGNORECASE)  # a file without any of them need not be parsed
+
+
+WITHOUT_TEXT = {ast.Name, ast.Load, ast.Store}
 
 
 def strings(source: str) -> Iterator[str]:
     """Docstrings and messages: string constants of more than one word, the fixed parts of f-strings included."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.value
+    # As `ast.walk`, but names, which hold no text, are passed over: that is faster.
+    nodes: list[ast.AST] = [ast.parse(source)]
+    for node in nodes:
+        if type(node) is ast.Constant:
+            if isinstance(node.value, str) and " " in node.value:
+                yield node.value
+            continue
+        for value in vars(node).values():
+            if type(value) is list:
+                nodes += [v for v in value if isinstance(v, ast.AST) and type(v) is not ast.Name]
+            elif isinstance(value, ast.AST) and type(value) not in WITHOUT_TEXT:
+                nodes.append(value)
 
 
 def without_code(markdown: str) -> str:
     return re.sub(r"```.*?```|`[^`]*`", "", markdown, flags=re.DOTALL)
 
 
-def read_by_people(root: Path = ROOT) -> Iterator[tuple[str, str]]:
-    """Each text with the part it belongs to."""
+def read_by_people(root: Path = ROOT, holding: re.Pattern[str] | None = None) -> Iterator[tuple[str, str]]:
+    """Each text with the part it belongs to; of modules, those of files that hold the pattern."""
     for path in sorted((root / "fusionlab").rglob("*.py")):
-        for text in strings(path.read_text()):
-            yield str(path.relative_to(root)), text
+        source = path.read_text()
+        if holding is None or holding.search(source):
+            for text in strings(source):
+                yield str(path.relative_to(root)), text
     for path in (*sorted(root.glob("*.md")), *sorted((root / "docs").rglob("*.md"))):
         if "generated" not in path.parts and "_build" not in path.parts:
             yield str(path.relative_to(root)), without_code(path.read_text())
@@ -53,14 +70,32 @@ def read_by_people(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 def counts(root: Path = ROOT) -> Counter[tuple[str, str]]:
     """How often each word of the list occurs in each part: the package, documents, notebooks."""
     found: Counter[tuple[str, str]] = Counter()
-    for path, text in read_by_people(root):
+    for path, text in read_by_people(root, ANY):
         part = path.split("/")[0] if "/" in path else "README"
         for word, pattern in WORDS.items():
             found[part, word] += len(pattern.findall(text))
     return found
 
 
+def by_part() -> dict[str, int]:
+    """Part -> words of the list in it."""
+    found: Counter[str] = Counter()
+    for (part, _), n in counts().items():
+        found[part] += n
+    return dict(sorted(found.items()))
+
+
+def limits() -> dict[str, int]:
+    """Part -> words of the list that it may have; a part that is not among them may have none."""
+    return json.loads(LIMITS.read_text(encoding="utf-8"))
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--lower"]:
+        held = limits()
+        lower = {part: min(n, held.get(part, 0)) for part, n in by_part().items()}
+        LIMITS.write_text(json.dumps(lower, indent=1) + "\n", encoding="utf-8")
+        return
     if len(sys.argv) > 1:
         pattern = re.compile(rf"\b{sys.argv[1]}\b", re.IGNORECASE)
         for path, text in read_by_people():

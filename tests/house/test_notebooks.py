@@ -122,7 +122,7 @@ def the_table_of_gemm_epilogues_is_that_of_its_record(gemm_epilogues):
     path = max((NOTEBOOKS.parent / "benchmarks/results/h200").glob("gemm_epilogue_*.json"))
     record = json.loads(path.read_text(encoding="utf-8"))
     (table,) = [text_of(c) for c in code_cells(gemm_epilogues) if "plot_record(record)" in c.source]
-    rows = re.findall(r"^(\w+ \d+x\d+x\d+) +(\d+) us +(\d+) us +([\d.]+)x", table, re.M)
+    rows = re.findall(r"^(\w+ \d+x\d+x\d+) +(\d+) [uµ]s +(\d+) [uµ]s +([\d.]+)x", table, re.M)
     assert [name for name, *_ in rows] == list(record["mlp"])
     for name, before, after, ratio in rows:
         medians = [record["mlp"][name][key]["median_s"] for key in ("jax.jit", "fusionlab")]
@@ -200,7 +200,7 @@ def gpt_layers_runs_and_shows_its_story(gpt_layers):
         "mlp gelu_tanh, causal (gpt.py:",
         "98 nodes -> 1",
         "multi_transformer_decoder: 3 subgraphs can be fused, 0 declined, nodes 364 -> ",
-        "weights are read as they lie",
+        "weights are read in place",
         "[escapes] multi_transformer_encoder@#1",
         "= add (In[7]:3) is also returned",
         "multi_transformer_encoder: 1 subgraph can be fused, 0 declined, nodes 105 -> 1",
@@ -282,7 +282,7 @@ def matmul_routes_runs_and_shows_its_story(matmul_routes):
     ):
         assert said in everything, said
     assert len(pictures_of(cells)) == 3  # routes, devices, what they were worth
-    faster = re.findall(r"([\d.]+) us -> +([\d.]+) us", text_of(cells[-1]))
+    faster = re.findall(r"([\d.]+) [uµ]s -> +([\d.]+) [uµ]s", text_of(cells[-1]))
     assert len(faster) >= 10
     assert sum(float(before) > 1.03 * float(after) for before, after in faster) >= 3
 
@@ -301,7 +301,9 @@ def tensor_parallel_runs_and_shows_its_story(tensor_parallel):
         "of its tolerance: ",
     ):
         assert said in everything, said
-    sent = re.findall(r"collectives of a device, call: all-reduce (\d+) \((.+?)\) -> (\d+) \((.+?)\)", everything)
+    sent = re.findall(
+        r"collectives (?:of a|per) device, call: all-reduce (\d+) \((.+?)\) -> (\d+) \((.+?)\)", everything
+    )
     assert sent == [("4", "65.5 kB", "4", "65.5 kB")] * 2
     assert len(pictures_of(cells)) == 1
     (header,) = headers_of(cells)

@@ -247,7 +247,7 @@ def by_hand() -> Iterator[Any]:
     cause = bisection.Cause(("lerp@#1",), "output out is WORSE")
     trial = bisection.Trial(("lerp@#1",), True, "output out is WORSE")
     yield bisection.Bisection("step", "error", ("lerp@#1",), (cause,), (trial,))
-    yield ImplementationChoice("xla", ChoiceKind.SLOWER, "measured: xla 10 us, cuda 12 us")
+    yield ImplementationChoice("xla", ChoiceKind.SLOWER, "measured: xla 10 µs, cuda 12 µs")
     yield Reason("dtype", "operands are f64")
     yield Measured({"{}": Choice("cuda", {"cuda": 10.0, "xla": 12.0})}, {}, "NVIDIA H100", {})
     yield fusionlab.CudaKernel('extern "C" __global__ void twice(...) {}', "twice")

@@ -139,10 +139,10 @@ def test_what_no_pass_was_asked_for_is_silent():
     [
         (tanh_of_two, "adds up"),
         (relu_of_part, "takes a part of"),
-        (packed, "a gated pair whose weights are packed"),
-        (unit_length, "x over its length"),
-        (lambda x, w, b: jax.nn.elu((x @ w + b).reshape(4, 2, 4)), "no known activation"),
-        (lambda x, w, b: jnp.tanh((x @ w) * b + 1), "stands between"),
+        (packed, "a gated pair with its weights packed"),
+        (unit_length, "divides x by its length"),
+        (lambda x, w, b: jax.nn.elu((x @ w + b).reshape(4, 2, 4)), "not a known activation"),
+        (lambda x, w, b: jnp.tanh((x @ w) * b + 1), "comes between"),
     ],
 )
 def test_what_stands_between_is_said_once(f, said):
@@ -162,7 +162,7 @@ def test_a_convolution_of_one_point_is_said_where_something_stands_behind_it():
     assert [c.formula for c in found.candidates] == ["relu(x @ w + b)"]
     found = fl.find(lambda x, w, b: jax.nn.relu(layer(x, w, b)), x, w, jnp.ones(16))
     assert [r.code for r in found.rejections] == ["structure"]
-    assert "a convolution whose window is one point" in found.rejections[0].sentence
+    assert "a convolution with a window of one point" in found.rejections[0].sentence
     assert silent(found) == []
     assert fl.find(lambda x, w: layer(x, w, 0.0), x, w).rejections == ()
 

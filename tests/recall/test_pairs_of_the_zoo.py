@@ -28,7 +28,7 @@ WHOLE = (
 )
 # Models with sites that are not, or with products without a bias, which the truths do not count: fates, and how the reason begins of each
 # that stays.
-NAMED, NOT_FOUND, OTHER_COND = "[named_residual]", "no backward pass of it was found", "it stands in another cond"
+NAMED, NOT_FOUND, OTHER_COND = "[named_residual]", "its backward pass was not found", "it is in a different cond"
 OTHERS = {
     "handwritten/swiglu": ({"paired": 2}, {}),
     "jaxnn/llama": ({"paired": 9}, {}),

@@ -81,7 +81,7 @@ def test_a_plan_file_that_is_none_is_passed_over_with_one_warning_that_names_it(
                 assert known.lookup("sm_90", CASE) is None
                 assert known.algorithm("sm_90", "p") is None
     (said,) = told(warned)
-    assert said.startswith(f"{plans} is passed over")
+    assert said.startswith(f"{plans} is ignored")
     assert plans.read_bytes() == content
 
 
@@ -91,7 +91,7 @@ def test_tuning_builds_it_again_and_keeps_what_was_there_aside(plans, content):
     with recording() as warned:
         write(plans, "sm_90", Measured({CASE: FAST}), rebuild=True)
     (said,) = told(warned)
-    assert said.startswith(f"{plans} was no plan file")
+    assert said.startswith(f"{plans} was not a plan file")
     assert read_plan_file(plans, "")["sm_90"].cases.keys() == {CASE}
     assert (plans.parent / "plans.json.damaged").read_bytes() == content
     assert sorted(p.name for p in plans.parent.iterdir()) == ["plans.json", "plans.json.damaged"]
@@ -100,7 +100,7 @@ def test_tuning_builds_it_again_and_keeps_what_was_there_aside(plans, content):
 def test_a_file_that_the_user_named_is_never_replaced_by_a_plan(plans):
     content = GARBAGE["of another program"]
     plans.write_bytes(content)
-    with pytest.raises(ArgumentError, match=r"plans\.json is no plan file"):
+    with pytest.raises(ArgumentError, match=r"plans\.json is not a plan file"):
         write(plans, "sm_90", Measured({CASE: FAST}))
     assert plans.read_bytes() == content
     assert [p.name for p in plans.parent.iterdir()] == ["plans.json"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import json
 import sys
 from collections.abc import Iterator
@@ -146,7 +147,7 @@ def test_the_command_that_compares_two_records(file, capsys):
 
 
 def test_a_plan_file(file):
-    with pytest.raises(ArgumentError, match=r"artefact\.json is no plan file"):
+    with pytest.raises(ArgumentError, match=r"artefact\.json is not a plan file"):
         choices.read_plan_file(file, "")
 
 
@@ -183,3 +184,33 @@ def test_a_record_of_a_benchmark(file):
         load_json(file)
     with pytest.raises(ArgumentError, match=r"artefact\.json"):
         newest_record(file.parent, "gemm_epilogue")
+
+
+def test_the_state_of_an_explorer(file):
+    with pytest.raises(ArgumentError, match=r"artefact\.json"):
+        fl.load(file)
+
+
+CODE = "__import__('builtins').__dict__.update(ran=True)"
+STATE = Path(__file__).parents[1] / "recorded" / "explorer.json"
+
+
+def with_code(data: object, key: str = "") -> object:
+    """The same data with code for every text but its format."""
+    if isinstance(data, dict):
+        return {k: with_code(v, k) for k, v in data.items()}
+    if isinstance(data, list):
+        return [with_code(v, key) for v in data]
+    return f"{CODE}  # {data}" if isinstance(data, str) and key != "format" else data
+
+
+@pytest.mark.parametrize("part", ["function", "program", "device", "setting", "decisions", "measured"])
+def test_the_state_of_an_explorer_whose_texts_are_code(part, tmp_path):
+    state = json.loads(STATE.read_text(encoding="utf-8"))
+    path = tmp_path / "lab.json"
+    path.write_text(json.dumps(state | {part: with_code(state[part])}), encoding="utf-8")
+    with contextlib.suppress(FusionLabError):  # a part that has to be one of few words
+        saved = fl.load(path)
+        assert repr(saved)
+        assert saved.to_dict()[part] == with_code(state[part])
+    assert not hasattr(builtins, "ran")

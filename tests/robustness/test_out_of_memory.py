@@ -185,7 +185,7 @@ def test_a_program_that_fits_only_without_the_reference_is_measured_without_erro
     found = fl.compare(layer, same, X, W, B, memory=False, **EFFORT)
     assert found.numerics is None
     assert found.timing is not None
-    assert any("no errors were measured: after: a run of it ran out of memory" in n for n in found.notes)
+    assert any("no errors were measured: after: running it ran out of memory" in n for n in found.notes)
 
 
 # Where it is shown.
@@ -207,13 +207,13 @@ def test_the_explorer_shows_it_with_its_code_and_measures_again():
 
     def measure(setting, progress, cancel):
         if failing:
-            with out_of_memory("after: a run of it"):
+            with out_of_memory("after: running it"):
                 exhausted()
         return fl.compare(layer, layer, X, W, B, **EFFORT)
 
     lab = Explorer(found.graph, found, measure=measure)
     lab.start().join()
-    assert lab.status.startswith("measurement failed: [out_of_memory] after: a run of it ran out of memory")
+    assert lab.status.startswith("measurement failed: [out_of_memory] after: running it ran out of memory")
     assert lab.problem["code"] == "out_of_memory"
     assert lab.evidence is None
     assert not lab.busy["running"]

@@ -57,12 +57,12 @@ _GROWTH = 2.0
 _LOST, _GROWTH_LOST = 0.1, 10.0
 _FLAT = 1e-9  # a slope of the outputs, of size 1, that finite differences in float64 cannot tell from 0
 _NOTED = (
-    "overflow in the original and not in the fused op"  # in the note of a site whose softmax is exp(s) / sum(exp(s))
+    "overflow in the program but not in the fused op"  # in the note of a site whose softmax is exp(s) / sum(exp(s))
 )
-_BLIND = "sees no key is 0 in the fused op"
+_BLIND = "a fully masked query row gives 0 in the fused op"
 _ATTENDS = ("dot_product_attention", "multi_transformer")
 _SOONER = "overflows sooner"  # and cancels where a row's mean is far above its deviation: the original does, the fused op does not
-_DIGITS = "taken to 12 digits"
+_DIGITS = "read to 12 digits"
 _AT_THE_EDGE = "near the edge of"  # in the note of a site that overflows there where the program does not
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
@@ -108,7 +108,7 @@ class Pair:
     noted: bool  # a note says that the original overflows where the fused op does not
     blind: bool = False  # a note says that a query that sees no key is 0, where the original has NaN
     digits: bool = (
-        False  # a note says that numbers of a float64 site are taken to 12 digits; of scores of 1e8 that is seen
+        False  # a note says that numbers of a float64 site are read to 12 digits; of scores of 1e8 that is seen
     )
     cancels: bool = False  # a note says that the original's variance cancels
     overflowing: bool = False  # a note says that the fused op overflows where the original does not

@@ -38,7 +38,7 @@ def everywhere(pytester, monkeypatch):
 
 
 def told(*lines):
-    return ["*= fl.fuse beside jax.jit =*", *lines]
+    return ["*= fl.fuse compared with jax.jit =*", *lines]
 
 
 def test_calls_programs_and_sites_are_counted_and_tests_are_left_as_they_are(everywhere):

@@ -331,7 +331,7 @@ def test_a_snapshot_is_missing_written_equal_changed_and_rewritten(pytest_run, p
     changed.assert_outcomes(failed=1)
     changed.stdout.fnmatch_lines(
         [
-            f"E *snapshot {path} differs; if that is meant, run pytest --fusionlab-update and commit the file",
+            f"E *snapshot {path} differs; if the change is intended, run pytest --fusionlab-update and commit the file",
             "E *--- stored",
             "E *+++ now",
             "E *-  gemm_epilogue@#1: relu(x @ w + b)",

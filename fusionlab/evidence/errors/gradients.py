@@ -1,4 +1,4 @@
-"""The gradient that is compared: of a fixed random weighting of all float outputs."""
+"""The compared gradient: that of a fixed random weighting of all float outputs."""
 
 from __future__ import annotations
 

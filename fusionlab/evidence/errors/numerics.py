@@ -1,4 +1,4 @@
-"""How far each version is from the float64 reference, leaf by leaf, outputs and gradients alike."""
+"""The distance of each version from the float64 reference, leaf by leaf, for outputs and gradients."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _ACCEPTED_GROWTH = 2.0  # over tolerance is accepted while the error is at most 
 
 @dataclass(frozen=True, repr=False)
 class Error(Shown):
-    """How far an array is from its reference; non-finite elements are counted, not measured.
+    """The distance of an array from its reference; non-finite elements are counted, not measured.
 
     Attributes:
       max_abs, max_rel: largest |got - want|, and of |got - want| / |want| where want is not 0.
       rel_l2: norm of the difference over the norm of the reference.
       ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
-      ulp_histogram: finite elements by their distance in ulp: how many are within each of `ULP_EDGES` and beyond the one before, then those
-        beyond the last; () in older records and for integers.
+      ulp_histogram: finite elements by their distance in ulp: the counts between consecutive `ULP_EDGES`, then the count beyond the
+        last; () in older records and for integers.
       share: the largest |got - want| / (atol + rtol * |want|) of finite elements: above 1 it is over tolerance; infinite where nothing is
         tolerated, as of integers that differ; None in older records.
       over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
@@ -69,10 +69,10 @@ class LeafNumerics(Shown):
       rtol, atol: what "over tolerance" means; `atol` is absolute here.
       before, after: errors of the original and of the fused version against float64.
       between: "after" against "before": for information, never a verdict.
-      zero_in_theory: it would be 0, or next to it, in exact arithmetic: what is there is rounding, relative errors mean nothing. A gradient
-        far below the largest; an output (what a train step makes of such a gradient) of which the original has no digit right.
+      zero_in_theory: in exact arithmetic it would be 0 or nearly 0: its value is rounding noise, and relative errors mean nothing.
+        A gradient far below the largest one; an output (an update from such a gradient) of which the original has no correct digit.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
-        the fused version: attention gives 0 to a query that sees no key. No regression, and told in the notes.
+        the fused version: attention gives 0 to a query that sees no key. Not a regression, and mentioned in the notes.
     """
 
     name: str
@@ -96,7 +96,7 @@ class LeafNumerics(Shown):
 
     @property
     def ok(self) -> bool:
-        """No new NaN or infinity; and in tolerance, or at most twice as far off as the original."""
+        """Whether there is no new NaN or infinity, and the error is in tolerance or at most twice that of the original."""
         before, after = self.before, self.after
         # Were all of after's mismatches also before's, the two would differ in exactly the rest of before's.
         rest = before.nonfinite_mismatch - (after.nonfinite_mismatch - self.filled)
@@ -108,14 +108,14 @@ class LeafNumerics(Shown):
 
     @property
     def is_rounding(self) -> bool:
-        """An output of which the original has no digit right: of interest only where it got worse."""
+        """An output of which the original has no correct digit: of interest only if it got worse."""
         return self.zero_in_theory and self.kind == "output"
 
     @property
     def shares(self) -> tuple[float, float]:
-        """How much of what is tolerated the original's and the fused version's error are: 1 is all of it.
+        """The errors of the original and of the fused version as shares of the tolerance: 1 is all of it.
 
-        Of older records, by `atol` alone, which is the larger part.
+        For older records they are relative to `atol` only, the larger part of it.
         """
         before, after = (
             e.share if e.share is not None else _quotient(e.max_abs, self.atol) for e in (self.before, self.after)
@@ -147,9 +147,9 @@ class Numerics(Shown):
     Attributes:
       leaves: outputs, then gradients.
       left_out: arguments without a gradient (integers, keys, or not asked for).
-      reduction_size: terms of the largest sum in the program; with the dtype it picks the tolerance.
+      reduction_size: terms of the largest sum in the program; together with the dtype it sets the tolerance.
       tf32: whether float32 products may have run in TF32, which widens the tolerance.
-      notes: what the reference could not promote.
+      notes: the parts that the reference could not promote.
     """
 
     _listed = "leaves"
@@ -162,6 +162,7 @@ class Numerics(Shown):
 
     @property
     def ok(self) -> bool:
+        """Whether every output and gradient passes, as `LeafNumerics.ok` has it."""
         return all(leaf.ok for leaf in self.leaves)
 
     @property
@@ -170,10 +171,10 @@ class Numerics(Shown):
         return tuple(leaf for leaf in self.leaves if not leaf.ok)
 
     def worst(self, kind: str | None = None) -> LeafNumerics | None:
-        """The leaf (of this kind) whose fused version is furthest off: regressions first, then by its share of the tolerance.
+        """The leaf (of this kind) with the worst error of the fused version: regressions first, then by share of the tolerance.
 
-        Not by relative error: a gradient that is zero in theory has an arbitrarily large one. An output that is rounding alone comes after
-        all that are not, unless it is a regression.
+        Not by relative error: a gradient that is zero in theory has an arbitrarily large one. An output that is only rounding noise
+        comes last, unless it is a regression.
         """
         return next((leaf for leaf in self.ranked if kind is None or leaf.kind == kind), None)
 
@@ -236,7 +237,7 @@ def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: flo
     """
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
-        raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed one and the same")
+        raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed the same shape")
     dtype = jnp.dtype(dtype)
     if jnp.issubdtype(dtype, np.complexfloating):
         got, want = (np.stack([x.real, x.imag], -1) for x in (got, want))
@@ -315,7 +316,7 @@ def _worst_index(x: np.ndarray) -> tuple[int, ...]:
 def leaf_numerics(
     kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, sums: ReductionSizes
 ) -> list[LeafNumerics]:
-    """Compares lists of arrays, name by name; `sums` of the program picks the tolerance with each dtype."""
+    """Compares lists of arrays, name by name; `sums` of the program, with each dtype, sets the tolerance."""
     wants = [np.asarray(r) for r in reference]
     largest = max((_scale(w) for w in wants), default=0.0)
     leaves = []
@@ -348,7 +349,7 @@ def leaf_numerics(
 
 
 def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
-    """The original's largest error where it is, over the whole array, as large as what was wanted: it has no digit right; 0 elsewhere."""
+    """The original's largest error if it is as large as the reference over the whole array, so that no digit is correct; else 0."""
     if not jnp.issubdtype(before.dtype, np.inexact):
         return 0.0
     error = compare_arrays(before, want, before.dtype)
@@ -373,13 +374,13 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
 
 
 def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
-    """How many outputs are rounding alone, and what they are judged by, in a sentence; () for none."""
+    """A sentence on how many outputs are only rounding noise, and their tolerance; () for none."""
     n = sum(leaf.is_rounding for leaf in leaves)
     if not n:
         return ()
     which = "1 output holds" if n == 1 else f"{n} outputs hold"
     return (
-        f"{which} rounding alone, in the original too (zero in theory): tolerated is twice the original's own error",
+        f"{which} rounding alone, in the original too (zero in theory): up to twice the original's own error is tolerated",
     )
 
 
@@ -394,13 +395,13 @@ def _tolerance_of(dtype: Any, sums: ReductionSizes) -> Tolerance:
 
 
 def _judged_as(dtype: Any, sums: ReductionSizes) -> str:
-    """The dtype whose tolerance holds: a float32 result of bfloat16 products is as coarse as these."""
+    """The dtype whose tolerance applies: a float32 result of bfloat16 products is as coarse as those."""
     coarser = sums.coarsest and mantissa_bits(sums.coarsest) < mantissa_bits(dtype)
     return sums.coarsest if coarser else str(dtype)
 
 
 def tolerance_notes(leaves: Iterable[LeafNumerics], sums: ReductionSizes) -> tuple[str, ...]:
-    """Which results are judged by the tolerance of a coarser dtype than their own, in a sentence; () for none."""
+    """A sentence on the results judged by the tolerance of a coarser dtype than their own; () for none."""
     inexact = [leaf.dtype for leaf in leaves if jnp.issubdtype(jnp.dtype(leaf.dtype), np.inexact)]
     wider = sorted({d for d in inexact if _judged_as(d, sums) != d})
     if not wider:

@@ -1,4 +1,4 @@
-"""The outputs of two versions of a function: what each is called, and whether they can be compared at all."""
+"""The outputs of two versions of a function: their names, and whether they can be compared at all."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fusionlab.graph.calls.parts import CallResult, fixed_difference
 
 
 def named_outputs(outputs: Any) -> list[str]:
-    """A name for each output leaf: "out['loss']"; of what is changed in place "model.layers[0].kernel"."""
+    """A name for each output leaf: "out['loss']"; for a value changed in place "model.layers[0].kernel"."""
     if isinstance(outputs, CallResult):
         return list(outputs.leaf_names)
     return ["out" + jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(outputs)[0]]
 
 
 def check_same_outputs(before: Any, after: Any) -> None:
-    """Raises ArgumentError where two trees of arrays (or shapes) differ in structure, shape or dtype."""
+    """Raises ArgumentError if two trees of arrays (or shapes) differ in structure, shape or dtype."""
     difference = fixed_difference(before, after)
     if difference is not None:
         raise ArgumentError(f"fused: {difference}")

@@ -1,4 +1,4 @@
-"""What a program adds up, and how its products multiply: what a tolerance has to know beside the dtype."""
+"""The sizes of a program's sums and the precision of its products: what a tolerance depends on besides the dtype."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _PRODUCTS = ("dot_general", "conv_general_dilated")
 
 @dataclass(frozen=True)
 class ReductionSizes:
-    """Of one program on one device.
+    """The sums and products of one program on one device.
 
     Attributes:
       reduction_size: the terms of its largest sum.
       tf32: whether a float32 product of it may run in TF32 (10 bits of mantissa): XLA's default on an NVIDIA GPU since
-        Ampere, wherever the product asks for no precision. Source: jax.default_matmul_precision's documentation.
+        Ampere, where the product sets no precision. Source: jax.default_matmul_precision's documentation.
       coarsest: the float dtype with the fewest bits of mantissa among the operands of its products; "" without any.
     """
 
@@ -44,7 +44,7 @@ def mantissa_bits(dtype: Any) -> int:
 
 
 def _operand_dtypes(jaxpr: Any) -> Iterator[Any]:
-    """The dtypes of what a program multiplies, in every region."""
+    """The dtypes of the operands of a program's products, in every region."""
     for eqn in split_closed(jaxpr)[0].eqns:
         if eqn.primitive.name in _PRODUCTS:
             yield from (v.aval.dtype for v in eqn.invars)
@@ -53,7 +53,7 @@ def _operand_dtypes(jaxpr: Any) -> Iterator[Any]:
 
 
 def reduction_size(jaxpr: Any) -> int:
-    """The terms of the largest sum in a program: contracted axes of a product, reduced axes of a sum."""
+    """The number of terms of the largest sum in a program: contracted axes of a product, reduced axes of a sum."""
     largest = 1
     for eqn in split_closed(jaxpr)[0].eqns:
         name = eqn.primitive.name

@@ -1,4 +1,4 @@
-"""What the hardware's clocks were while something was timed, where they can be read, and whether it was throttled."""
+"""Readings of the hardware's clocks during a measurement, where possible, and whether it was throttled."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CPU_CLOCK = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq")
 
 @dataclass(frozen=True, repr=False)
 class Clocks(Shown):
-    """One reading; None is what could not be read.
+    """One reading; None for values that could not be read.
 
     Attributes:
       processor_mhz, memory_mhz: clocks of the GPU's multiprocessors and memory, or of the CPU's first core.
       temperature_c, power_w: of the GPU.
-      throttled: why the GPU's clocks are lowered, in words; () where they are not.
+      throttled: why the GPU's clocks are lowered, in words; () if they are not.
       load: processes that run or want to, over the last minute (the system's load average).
     """
 
@@ -59,7 +59,7 @@ class Clocks(Shown):
 
 
 def read_clocks(platform: str, device: int = 0) -> Clocks:
-    """The clocks now: of a CUDA device by `nvidia-smi` (some 50 ms), else of the CPU; what cannot be read is None."""
+    """The clocks now: of a CUDA device by `nvidia-smi` (some 50 ms), else of the CPU; values that cannot be read are None."""
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if platform in ("gpu", "cuda"):
         return _gpu(device, load)

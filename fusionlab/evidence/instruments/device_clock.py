@@ -1,9 +1,9 @@
 """Device time of jitted programs: CUDA events on XLA's own stream around several calls queued behind one another.
 
-Before each sample the stream is kept busy while the host queues the sample's calls, so that what is timed is the device alone: the host's
-dispatch, some 45 us a call and more where a call is not captured, hides behind the wait. Calls follow each other on the device as the
-steps of a training loop do. A GPU under load lowers its clocks to keep within its power limit, so a program's time hangs on what ran
-before: programs are timed in turns, and two are only ever compared within one such run.
+Before each sample the stream is kept busy while the host queues the sample's calls, so that only the device is timed: the host's
+dispatch, some 45 µs per call and more if the call is not captured, hides behind the wait. Calls follow each other on the device as
+the steps of a training loop do. A GPU under load lowers its clocks to keep within its power limit, so a program's time depends on
+what ran before: programs are timed in turns, and two are only ever compared within one such run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass(frozen=True, repr=False)
 class DeviceTimes(Shown):
-    """Device seconds a call, one a sample, in the order taken; `calls` is how many a sample averages over."""
+    """Device seconds per call, one value per sample, in the order taken; a sample averages over `calls` calls."""
 
     _told = ("name", "median_s", "calls")
 
@@ -70,7 +70,7 @@ def time_on_device(
 
 
 def can_time(devices: Collection[Any]) -> bool:
-    """Whether device time can be had of programs that run on these JAX devices: on the first CUDA device alone, with CuPy, whose events
+    """Whether device time can be measured for programs on these JAX devices: only on the first CUDA device, with CuPy, whose events
     are the clock."""
     here = Device.current()
     return here.platform == "cuda" and "cupy" not in here.missing and set(devices) <= {clock.device()}
@@ -79,11 +79,11 @@ def can_time(devices: Collection[Any]) -> bool:
 def sampler(
     ready: Callable[[int], Sequence[Callable[[], Any]]], calls: int = CALLS, flush: bool = False
 ) -> Callable[[], float]:
-    """What takes one sample of a program, warmed up: device seconds a call, over `calls` of them.
+    """A function that takes one sample of a warmed-up program: device seconds per call, averaged over `calls` calls.
 
     Args:
       ready: n -> n runs made ready, each a function that dispatches the program and returns its arrays.
-      flush: write more than the L2 cache holds before each call, outside of what is timed.
+      flush: write more than the L2 cache holds before each call, outside the timed region.
     """
     wait_ns = _wait_for(ready, calls)
     if flush:  # four programs are queued for each call

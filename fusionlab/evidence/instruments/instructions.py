@@ -1,4 +1,4 @@
-"""What a compiled program does, apart from what its parts are called: whether two programs are the same code."""
+"""The instructions of a compiled program without names: whether two programs are the same code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _PARAMETER = re.compile(r"[\w.\-]+: ")
 
 
 def instructions(hlo: str) -> str:
-    """Optimised HLO text without where it came from, and with names in order of appearance: equal for the same code.
+    """Optimised HLO text without source locations, and with names in order of appearance: equal for the same code.
 
-    XLA numbers instructions over a whole compilation, so the same code has other names when it was written otherwise.
+    XLA numbers instructions over a whole compilation, so the same code has different names if it was written differently.
     """
     body = hlo[hlo.find("\n%") if "\n%" in hlo else hlo.find("\nENTRY") :]
     names: dict[str, str] = {}

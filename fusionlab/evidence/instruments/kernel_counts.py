@@ -1,4 +1,4 @@
-"""How many kernels a program was compiled to, before and after: counted in XLA's optimised HLO."""
+"""The number of kernels a program was compiled to, before and after, counted in XLA's optimised HLO."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fusionlab.showing import Shown
 
 @dataclass(frozen=True, repr=False)
 class KernelCounts(Shown):
-    """Kind of kernel -> how many, in each version's forward call.
+    """Kind of kernel -> how many, in each version's forward call: `before` and `after`.
 
-    Kinds are those of `fusionlab.graph.xla.modules.ModuleKernel`: "fusion", "library", "custom", "copy", "collective", "unfused". The
-    body of a loop is counted once however often it runs; what a fused op's own custom call launches counts as one.
+    Kinds are those of `fusionlab.graph.xla.modules.ModuleKernel`: "fusion", "library", "custom", "copy", "collective", "unfused".
+    The body of a loop is counted once however often it runs; a fused op's custom call counts as one, whatever it launches.
     """
 
     before: Mapping[str, int] = field(default_factory=dict)
@@ -22,6 +22,7 @@ class KernelCounts(Shown):
 
     @property
     def versions(self) -> tuple[tuple[str, Mapping[str, int]], ...]:
+        """(name, kind -> count) of "before", then of "after"."""
         return ("before", self.before), ("after", self.after)
 
     @property
@@ -38,7 +39,7 @@ class KernelCounts(Shown):
 
 
 def kernels_of(hlo: Mapping[str, str]) -> KernelCounts | None:
-    """The counts of a comparison's HLO texts; None where there are none."""
+    """The counts of a comparison's HLO texts; None without texts."""
     if not all(hlo.get(name) for name in ("before", "after")):
         return None
     return KernelCounts(kernel_counts(hlo["before"]), kernel_counts(hlo["after"]))

@@ -1,13 +1,15 @@
-"""Peak memory: what the compiler planned, and what a fresh process really grew by."""
+"""Peak memory: the compiler's plan, and the measured growth of a fresh process."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,10 +28,11 @@ from .record import hardware
 class CompiledMemory(Shown):
     """The compiler's plan for one program, in bytes.
 
-    `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
+    `name` is the version, "before" or "after"; `argument`, `output`, `temp`, `alias` (arguments that outputs share) and `code` (the
+    machine code) are XLA's. `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
     `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
     XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
-    `resident_growth` sees both.
+    `resident_growth` measures both.
     """
 
     name: str
@@ -46,10 +49,10 @@ class CompiledMemory(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Memory(Shown):
-    """Compiled memory of both versions; `hardware` is where they were compiled for.
+    """Compiled memory of both versions, `before` and `after`; `hardware` is the device they were compiled for.
 
-    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`); None
-    where the device keeps no such count, as a CPU does not, and in records from before it was measured.
+    `device_peak` has the bytes in use at most, beyond those in use before, around one run of each on a GPU (see `device_peak`);
+    None if the device keeps no such count (a CPU), and in older records.
     """
 
     before: CompiledMemory
@@ -62,7 +65,7 @@ class Memory(Shown):
 
     @property
     def text(self) -> str:
-        """The line without the hardware, for where that is said once for all."""
+        """The line without the hardware, for reports that name it once for all."""
         b, a = self.before, self.after
         ratio = b.peak / a.peak if a.peak else 1.0
         change = f", {ratio:.2f}x less" if ratio > 1.01 else f", {1 / ratio:.2f}x more" if ratio < 0.99 else ""
@@ -84,7 +87,7 @@ class Memory(Shown):
 
 
 def compiled_memory(program: Program) -> CompiledMemory | None:
-    """What the compiler planned for it; None where the backend does not say."""
+    """The compiler's plan for it; None if the backend does not report it."""
     stats = program.compiled.memory_analysis()
     if stats is None:
         return None
@@ -94,7 +97,7 @@ def compiled_memory(program: Program) -> CompiledMemory | None:
 
 
 def memory_of(before: Program, after: Program) -> Memory | None:
-    """Compiled memory of both, or None where the backend does not say; on a GPU the device's peak around a run of each as well."""
+    """Compiled memory of both, or None if the backend does not report it; on a GPU the device's peak around a run of each as well."""
     first, second = compiled_memory(before), compiled_memory(after)
     if first is None or second is None:
         return None
@@ -115,7 +118,7 @@ def device_peak(program: Program) -> int | None:
     devices = tuple(program.devices)
     if len(devices) != 1 or (stats := devices[0].memory_stats()) is None or "peak_bytes_in_use" not in stats:
         return None
-    with out_of_memory(f"{program.name}: its peak of memory"):
+    with out_of_memory(f"{program.name}: measuring its peak memory"):
         return _peak_of_a_run(program, devices[0])
 
 
@@ -135,8 +138,8 @@ class ResidentGrowth(Shown):
       target: what was run.
       before: resident set with the arguments made and the function compiled.
       peak: highest resident set during the run; `growth` is the difference.
-      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process, so that
-        `growth` is at most what it says when compiling took more).
+      method: how the peak was read: "VmHWM" (reset just before the run) or "ru_maxrss" (of the whole process:
+        `before` then includes the peak of compiling, and `growth` is a lower bound).
     """
 
     target: str
@@ -146,6 +149,7 @@ class ResidentGrowth(Shown):
 
     @property
     def growth(self) -> int:
+        """Bytes by which resident memory grew at its peak, 0 or more."""
         return max(0, self.peak - self.before)
 
     def __str__(self) -> str:
@@ -182,12 +186,12 @@ print("fusionlab-resident", json.dumps([before, peak, method]))
 
 @own_lines_hidden
 def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: float = 600.0) -> ResidentGrowth:
-    """Runs a function once in a fresh Python process and says by how much its resident set grew at most.
+    """Runs a function once in a fresh Python process and reports by how much its resident set grew at most.
 
     Args:
       target: "module:function"; the function takes `arguments` and returns (fn, args): what to compile and run.
       arguments: JSON-able values.
-      timeout_s: seconds until the process is given up.
+      timeout_s: seconds after which the process is ended.
 
     Raises:
       ArgumentError: `target` is not "module:function".
@@ -202,10 +206,22 @@ def resident_growth(target: str, arguments: Sequence[Any] = (), *, timeout_s: fl
             command, capture_output=True, text=True, timeout=timeout_s, env={**os.environ, "PYTHONPATH": path}
         )
     except subprocess.TimeoutExpired as error:
-        raise BackendError(f"{target} did not finish in {timeout_s} s in a process of its own") from error
+        raise BackendError(f"{target} did not finish in {timeout_s} s in its own process") from error
     lines = [line for line in done.stdout.splitlines() if line.startswith("fusionlab-resident ")]
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise BackendError(f"{target} failed in a process of its own (exit {done.returncode}): {last}")
+        raise BackendError(f"{target} failed in its own process (exit {done.returncode}): {last}")
     before, peak, method = json.loads(lines[-1].partition(" ")[2])
     return ResidentGrowth(target, before, peak, method)
+
+
+def free_bytes() -> float:
+    """What is free on the default device, or of the host's memory where that counts nothing; infinite where nobody says."""
+    counts = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in counts:
+        return float(counts["bytes_limit"] - counts.get("bytes_in_use", 0))
+    try:
+        counts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return float(counts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return math.inf

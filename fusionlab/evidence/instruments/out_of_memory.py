@@ -1,4 +1,4 @@
-"""A device that runs out of memory during a measurement: one clear error, and nothing kept alive by it."""
+"""Devices that run out of memory during a measurement: one clear error, which keeps no arrays alive."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADVICE = (
 
 @contextlib.contextmanager
 def out_of_memory(task: str) -> Iterator[None]:
-    """Turns XLA's error of exhausted memory into one that names the `task` that was run; every other error comes through as it is.
+    """Turns XLA's out-of-memory error into one that names the running `task`; all other errors pass through unchanged.
 
     Raises:
       OutOfMemoryError: the device had too little memory.

@@ -1,4 +1,4 @@
-"""What a device can do at best, measured: bytes a second of a large copy, operations a second of a large product."""
+"""Measured peak rates of a device: bytes per second of a large copy, operations per second of a large product."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ SIDE = {"cuda": 8192, "cpu": 2048}  # of the square matrices; a multiple of ever
 
 
 def measure_peaks(device: Device | None = None, progress: Progress = False) -> Device:
-    """This process's device with `copy_bytes_per_s` and `gemm_flop_per_s` measured, each the best of some samples; takes seconds.
+    """This process's device with `copy_bytes_per_s` and `gemm_flop_per_s` measured, each the best of some samples; takes a few
+    seconds.
 
     The copy counts bytes read and written. The product is bfloat16 on CUDA, with sums in float32, and float32 elsewhere. Data are random:
     a GPU lowers its clocks to keep within its power limit, and zeros draw less power. Device time on CUDA, wall time elsewhere (timing.py).
@@ -36,7 +37,7 @@ def measure_peaks(device: Device | None = None, progress: Progress = False) -> D
     here = Device.current()
     if device is not None and device != here:
         raise ArgumentError(
-            f"device: got {device}, needed None or this process's own, {here}: only what is here can be measured"
+            f"device: got {device}, needed None or this process's own, {here}: only this process's device can be measured"
         )
     kind = "cuda" if here.platform == "cuda" else "cpu"
     with watched(progress) as told:

@@ -1,4 +1,4 @@
-"""A function made ready to run many times: compiled once, arguments on the device, side effects ruled out."""
+"""A function prepared for many runs: compiled once, arguments on the device, side effects ruled out."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Program:
       compiled: `jax.stages.Compiled`.
       args, kwargs: its dynamic arguments, NumPy arrays moved to the device.
       donated: positions in `args` whose buffers each run consumes.
-      jaxpr, outputs: what was compiled, and shape and dtype of each output in its structure.
-      trace_s, lower_s, compile_s: seconds spent getting here, apart.
+      jaxpr, outputs: the compiled program, and the tree of its outputs' shapes and dtypes.
+      trace_s, lower_s, compile_s: seconds of each step.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Program:
 
     @property
     def devices(self) -> frozenset[Any]:
-        """The JAX devices that it runs on."""
+        """The JAX devices it runs on."""
         shardings = jax.tree.leaves((self.compiled.input_shardings, self.compiled.output_shardings))
         return frozenset(device for s in shardings for device in s.device_set)
 
@@ -71,7 +71,7 @@ class Program:
         Raises:
           OutOfMemoryError: the device has too little memory for it.
         """
-        with out_of_memory(f"{self.name}: a run of it"):
+        with out_of_memory(f"{self.name}: running it"):
             return jax.block_until_ready(self.compiled(*self.fresh_args(), **self.kwargs))
 
 
@@ -88,7 +88,7 @@ def compile_program(
 ) -> Program:
     """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
 
-    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`. `said` is told of what is done as it begins: "tracing"
+    `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`. `said` is called as each step begins: with "tracing"
     and None, "compiling" and the jaxpr; what it raises ends it.
 
     Raises:
@@ -139,7 +139,7 @@ def _compiled(
 
 
 def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> TraceError:
-    """The one error for a function of the user's that raised under `jax.jit`; `advice` ends it."""
+    """The error for a user's function that raised under `jax.jit`; `advice` ends it."""
     return TraceError(f"{name} does not run under jax.jit with these arguments: {error_text(error)} Needed: {advice}")
 
 
@@ -181,5 +181,5 @@ def _first_with_effects(jaxpr: Any) -> Any:
 
 
 def compiling(call: Bound) -> Mapping[str, Any]:
-    """What the jit around a function tells the compiler, for `compile_program`."""
+    """The options that the jit around a function gives the compiler, for `compile_program`."""
     return call.jit.compiling if call.jit is not None else {}

@@ -1,4 +1,4 @@
-"""What a number was measured with: hardware, versions, settings; and results as JSON files, whole or not at all."""
+"""The environment of a measurement: hardware, versions, settings; and results as JSON files, complete or absent."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ _SETTINGS = (
 
 @dataclass(frozen=True, repr=False)
 class Environment(Shown):
-    """Where and with what a measurement was made.
+    """The environment in which a measurement was made.
 
     Attributes:
-      hardware: the device, as printed beside every number.
+      hardware: the device, as printed with every number.
       platform, device_kind, device_count: JAX's words for it.
       host_cpu, host_cores: the host's processor; cores this process may use.
-      driver: platform version as XLA reports it (CUDA driver and runtime), "" where there is none.
+      driver: platform version as XLA reports it (CUDA driver and runtime), "" without one.
       versions: package -> version, python included.
       xla_flags: the variable XLA_FLAGS.
-      settings: JAX settings that change what is compiled.
+      settings: JAX settings that change the compiled code.
       commit: git commit of the repository that the current folder belongs to, "-dirty" appended when it has changes; ""
-        outside git. The variable FUSIONLAB_COMMIT goes before: for a copy of the files without their history.
+        outside git. The variable FUSIONLAB_COMMIT overrides it, for a copy of the files without their history.
       time: UTC, ISO 8601.
     """
 
@@ -70,6 +70,11 @@ class Environment(Shown):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Environment:
+        """Reads a record back.
+
+        Raises:
+          KeyError: a field is missing.
+        """
         return cls(**{f.name: data[f.name] for f in fields(cls)})
 
     def __str__(self) -> str:
@@ -103,7 +108,7 @@ def environment() -> Environment:
 
 
 def hardware() -> str:
-    """What stands beside every number: "NVIDIA H200", or the CPU's name and the cores this process may use."""
+    """The hardware printed with every number: "NVIDIA H200", or the CPU's name and the cores this process may use."""
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
@@ -186,9 +191,9 @@ def load_json(path: str | os.PathLike[str]) -> Any:
     """Reads what `save_json` wrote.
 
     Raises:
-      ArgumentError: no such file, or it is not JSON.
+      ArgumentError: there is no such file, or it is not JSON.
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, a number of too many digits
-        raise ArgumentError(f"path: {path} is no readable JSON file ({error})") from error
+        raise ArgumentError(f"path: {path} is not a readable JSON file ({error})") from error

@@ -1,9 +1,9 @@
-"""Interleaved timing of two functions, and what may be said of it.
+"""Interleaved timing of two functions, and its verdict.
 
 On a CUDA device, device time (device_clock.py): the host's dispatch is the same for both and hides behind other work in a real program.
-Elsewhere, and for what runs on several devices, wall time of a call, blocked on all its outputs; a sample repeats a short function until
-it lasts a millisecond. The two run in turns (A B B A, then B A A B), so that drift of clocks and neighbours falls on both; compile time is
-apart.
+Elsewhere, and for programs on several devices, wall time of a call, blocked on all its outputs; a sample repeats a short function
+until it lasts a millisecond. The two run in turns (A B B A, then B A A B), so that drift of clocks and neighbours falls on both;
+compile time is separate.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ DISPATCHING_S = 0.02  # spent on seeing what a dispatch takes, in at most five c
 
 
 class Verdict(enum.StrEnum):
-    """What a timing allows to say of "after" against "before"."""
+    """The verdict of a timing on "after" against "before"."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -64,13 +64,13 @@ class Runs(Shown):
 
     Attributes:
       name: "before" or "after".
-      samples_s: seconds per call, one a sample, in the order taken.
-      repeats: calls a sample averages over.
+      samples_s: seconds per call, one value per sample, in the order taken.
+      repeats: calls per sample.
       trace_s, lower_s, compile_s: seconds, once each.
       clock: "wall time" or "device time".
-      cold: whether caches were flushed before each call; else a call finds what the one before it left there.
-      dispatch_s: seconds until a call gives the host back, its results still to come; None in older records. Where the host computes
-        (a CPU), small programs are done by then.
+      cold: whether caches were flushed before each call; else a call finds the caches as the previous call left them.
+      dispatch_s: seconds until a call returns to the host, before its results are ready; None in older records. On a CPU small
+        programs are done by then.
     """
 
     _told = ("name", "median_s", "min_s", "repeats", "compile_s", "clock")
@@ -87,15 +87,18 @@ class Runs(Shown):
 
     @property
     def median_s(self) -> float:
+        """The median of the samples, in seconds."""
         return float(np.median(self.samples_s))
 
     @property
     def quartiles_s(self) -> tuple[float, float]:
+        """The lower and the upper quartile of the samples, in seconds."""
         low, high = np.percentile(self.samples_s, (25, 75))
         return float(low), float(high)
 
     @property
     def min_s(self) -> float:
+        """The shortest sample, in seconds."""
         return min(self.samples_s)
 
     def __str__(self) -> str:
@@ -111,10 +114,10 @@ class Timing(Shown):
       before, after: all samples of each.
       ratio: median of before / median of after; above 1 "after" is faster.
       interval: 95 % bootstrap interval of the ratio.
-      verdict: what may be said of it.
+      verdict: its verdict.
       hardware: where it was measured.
       stopped: "", "time budget" or "cancelled".
-      clocks: readings before and after, as far as they can be had.
+      clocks: readings before and after, as far as available.
     """
 
     what: str
@@ -132,12 +135,12 @@ class Timing(Shown):
 
     @property
     def clock(self) -> str:
-        """What was timed: "wall time" or "device time"."""
+        """The clock: "wall time" or "device time"."""
         return self.before.clock
 
     @property
     def text(self) -> str:
-        """The line without the hardware, for where that is said once for all."""
+        """The line without the hardware, for reports that name it once for all."""
         low, high = self.interval
         n = min(len(self.before.samples_s), len(self.after.samples_s))
         cold = ", cold caches" if self.before.cold else ""
@@ -159,14 +162,14 @@ OLDER_NAMES = {"forward": "call", "forward + backward": "gradient of the call"}
 
 
 def names_of(differentiated: bool) -> tuple[str, str]:
-    """What measurements call a program and its gradient: one that is differentiated already is the step of a training."""
+    """The names of a program and its gradient in measurements: a program that is already differentiated is a training "step"."""
     call = "step" if differentiated else "call"
     return call, f"gradient of the {call}"
 
 
 def seconds(value: float) -> str:
     """Three digits with a unit that reads well: "1.23 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-9:.3g} ns"
@@ -192,7 +195,7 @@ def ratio_interval(
 def judge(ratio: float, interval: tuple[float, float], samples: int, agreeing: bool = False) -> Verdict:
     """The verdict on a ratio of medians, its interval, and the number of samples of each function.
 
-    `agreeing` says that every two samples taken next to each other differ in the same direction: with fewer samples than a verdict
+    `agreeing`: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
     takes, that and an interval far from 1 are one, too.
     """
     far = interval[0] > 1 + FAR or interval[1] < 1 / (1 + FAR)
@@ -236,11 +239,11 @@ def time_pair(
       samples: of each; at least 40 for a verdict, and then up to ten times as many, for some seconds, where these
         leave the ratio open by more than 6 %.
       budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
-      donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found unasked.
+      donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found automatically.
       static_argnums, static_argnames: as in `jax.jit`.
-      cold: flush caches before each call, outside of what is timed; else calls follow each other as in a loop.
+      cold: flush caches before each call, outside the timed region; else calls follow each other as in a loop.
       progress: False, True (a line) or a function of (task, done, total).
-      cancel: asked before each round; when it says True, what was taken so far is returned.
+      cancel: called before each round; once it returns True, the samples so far are returned.
 
     Raises:
       ArgumentError: a shape instead of an array, `samples` < 2 or no time.
@@ -265,7 +268,7 @@ def _said(stages: Stages, which: str, verb: str, _jaxpr: object) -> None:
 
 
 def check_effort(samples: int, budget_s: float) -> None:
-    """Raises ArgumentError for fewer than two samples, or no time."""
+    """Raises ArgumentError for fewer than two samples, or a budget of no time."""
     if samples < 2:
         raise ArgumentError(f"samples: got {samples}, needed at least 2, and {VERDICT_SAMPLES} for a verdict")
     if not budget_s > 0:
@@ -283,10 +286,10 @@ def time_programs(
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
 ) -> Timing:
-    """`time_pair` for programs compiled already; each runs at least twice, whatever the budget.
+    """`time_pair` for compiled programs; each runs at least twice, whatever the budget.
 
     Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, for `PATIENCE_S` and within the
-    budget. That hangs on the interval's width alone and not on where it lies, so it makes no verdict likelier than another.
+    budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than another.
     """
     patient_until = time.perf_counter() + min(budget_s, PATIENCE_S)
 
@@ -341,7 +344,7 @@ def runs_of(
 
 
 def _dispatch_s(program: Program) -> float:
-    """The least of some calls, as what else the host did is no part of it; one call is enough of a program that takes long."""
+    """The minimum over some calls, which excludes other work of the host; one call is enough for a long program."""
     least, spent = math.inf, 0.8 * DISPATCHING_S if several(program.devices) else 0.0  # as many calls in every process
     while spent < DISPATCHING_S:
         args = program.fresh_args()
@@ -354,7 +357,7 @@ def _dispatch_s(program: Program) -> float:
 
 
 def _sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
-    """What takes one sample of a program, warmed up, and how many calls that is.
+    """A function that takes one sample of a warmed-up program, and its number of calls.
 
     Raises:
       OutOfMemoryError: the device has too little memory for a run, or for as many as are queued; so does a sample.
@@ -382,7 +385,7 @@ def _warm_sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[]
 
 
 def _cold_sample(program: Program) -> float:
-    """Wall seconds of one call after more has been written than caches hold."""
+    """Wall seconds of one call after the caches were flushed."""
     args = program.fresh_args()
     np.add(_flushed(), 1, out=_flushed())
     start = time.perf_counter()
@@ -396,7 +399,7 @@ def _flushed() -> np.ndarray:
 
 
 def _warm_up(program: Program) -> int:
-    """Runs it, discards the times, and says how many calls make a sample."""
+    """Runs it, discards the times, and returns how many calls make a sample."""
     program.run()
     quickest = min(_sample(program, 1) for _ in range(3))
     repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))

@@ -26,11 +26,11 @@ def take_turns(
       samplers: name -> what takes one sample, in seconds.
       samples: of each.
       budget_s: seconds; when they are over, what was taken is returned. At least two samples of each are taken (if so many are asked for).
-      step: told after each two rounds how many samples of each they added.
-      cancel: asked after each two rounds; when it says True, what was taken is returned.
-      enough: told what was taken when `samples` are; where it says False, as many are taken again, and once more until `MOST` times as
-        many are.
-      agreed: what is to happen, of what this process would do: the same in all that run the programs.
+      step: called after each two rounds with the number of samples that each gained.
+      cancel: called after each two rounds; once it returns True, the samples so far are returned.
+      enough: called with the samples once there are `samples` of each; while it returns False, as many are taken again, up to `MOST` times
+        `samples`.
+      agreed: maps this process's decision to the common one: the same in all processes that run the programs.
 
     Returns:
       The samples in the order taken, by name, and why fewer came than were asked for: "", "time budget" or "cancelled".

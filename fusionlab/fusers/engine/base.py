@@ -1,4 +1,4 @@
-"""What a pass is, and what it needs to search a block."""
+"""The base class of a pass, and the search of one block."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ from .declining import examined
 from .outcomes import Candidate, Rejection
 
 BY_DEFAULT = "_default"  # likewise, that nobody named the pass
-LEFT = "left as it is unless asked for: "  # how the note of a site begins that a device gains nothing by
-WIDER_EDIT = "compute in {} there if that is precise enough, or give the whole site wider operands"
+LEFT = "left as it is unless asked for: "  # prefix of the note of a site from which a device gains nothing
+WIDER_EDIT = "compute in {} there if that is precise enough, or widen all operands of the site"
 # What to do where explicit axes stand in the way.
-AUTO_AXES = "give the mesh axes the type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
+AUTO_AXES = (
+    "use mesh axes of type Auto there (jax.sharding.auto_axes, or axis_types= of jax.make_mesh), or use jax.shard_map"
+)
+# The rejection codes that a site of any pass can get.
+COMMON_CODES = (
+    "escapes", "dtype", "stop_gradient", "custom_rule", "named_residual", "gradient", "value", "region", "overlap", "order", "sharding",
+    "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
+)  # fmt: skip
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
 
@@ -37,8 +44,8 @@ class Search:
     """One pass over one block.
 
     Attributes: `graph`, `view` (of the block), `device`, `options` of this pass, `certifier`, `implementation` (as given to fuse),
-    `derivatives` (of regions, where there is a backward pass in the program), `shared` (for passes to keep what they found: one for all
-    passes and blocks of a search).
+    `derivatives` (of regions, where there is a backward pass in the program), `shared` (a cache for the
+    passes, one for all passes and blocks of a search).
     """
 
     graph: Graph
@@ -61,7 +68,7 @@ class Search:
 
     @property
     def gradient(self) -> bool:
-        """Whether the pass's `_grad` is on: else the gradient is JAX's own of the reference."""
+        """Whether the pass's `_grad` is on; otherwise the gradient is JAX's own gradient of the reference."""
         return self.options.get(GRADIENT, True)
 
     @property
@@ -72,7 +79,13 @@ class Search:
 
 @dataclass(frozen=True, repr=False)
 class Option(Shown):
-    """An option of a pass: its default, what it means, and the values it can have where these are told."""
+    """An option of a pass: its default, its meaning, and its valid values if they are listed.
+
+    Attributes:
+      default: its value where none is given.
+      meaning: what it does, in a sentence.
+      choices: the values it can have; None where they are not listed.
+    """
 
     _says = "{0.default!r} by default: {0.meaning}"
 
@@ -82,16 +95,16 @@ class Option(Shown):
 
     @property
     def values(self) -> list[Any] | None:
-        """The values it can have; None where they are not told."""
+        """The valid values; None if they are not listed."""
         if self.choices is not None:
             return list(self.choices)
         return [False, True] if isinstance(self.default, bool) else None
 
 
 class Pass(abc.ABC, Shown):
-    """One fusion pass: a name, words for people, and a search over one block.
+    """One fusion pass: a name, its documentation, and a search over one block.
 
-    A pass says which nodes are its anchors, and what is made of one; an error that is raised there is told as a rejection `uncertified`.
+    A pass defines which nodes are its anchors and examines each of them; an error raised there becomes a rejection `uncertified`.
 
     Attributes:
       name: as in `passes=[...]` and `Strategy`.
@@ -99,13 +112,17 @@ class Pass(abc.ABC, Shown):
       formula: what it fuses, in one line.
       needs: its conditions, in one line.
       options: by name; a tuple (default, meaning) or (default, meaning, choices) is an option too.
-      primitives: of its anchors.
-      whole: its sites are made of what other passes find: it is searched after them, whatever the order they were asked in.
-      named_only: it is asked only by name.
+      summary: the replacement in one sentence.
+      spellings: the forms of a site that it recognises, and the limits of each; a sentence each.
+      default: where it is on without being asked for, and why it is off elsewhere.
+      codes: the rejection codes that it gives, besides `COMMON_CODES`.
+      primitives: the primitives of its anchors.
+      whole: its sites consist of the sites of other passes, so it is searched after them, whatever the order of the request.
+      named_only: it runs only if it is named.
       forward_only: its op dissolves under `jax.grad`: it has no `_grad`.
       sample_for: the device and the options at which its sample has a site.
-      routes: of the one pass that has a route for every product: from its searches of all blocks, each with the user's rule for
-        derivatives that the block is of, and from the findings, to a table.
+      routes: for the one pass that has a route for every product: makes the table of routes from the findings and from its searches of
+        all blocks, each with the user's derivative rule that the block belongs to.
     """
 
     _told = ("name", "formula", "needs", "op")
@@ -115,6 +132,10 @@ class Pass(abc.ABC, Shown):
     formula: str
     needs: str
     options: Mapping[str, Option | tuple[Any, ...]] = MappingProxyType({})
+    summary: str = ""
+    spellings: Sequence[str] = ()
+    default: str = ""
+    codes: Collection[str] = ()
     primitives: Collection[str] = ()
     whole: bool = False
     named_only: bool = False
@@ -131,11 +152,11 @@ class Pass(abc.ABC, Shown):
 
     @functools.cached_property
     def declared(self) -> dict[str, Option]:
-        """The options, none of them a tuple."""
+        """The options by name, tuples converted to `Option`."""
         return {key: o if isinstance(o, Option) else Option(*o) for key, o in self.options.items()}
 
     def option(self, search: Search, key: str) -> Any:
-        """An option's value: as given, or the default."""
+        """An option's value: the given one, or the default."""
         return search.options.get(key, self.declared[key].default)
 
     def check_names(self, options: Iterable[str]) -> None:
@@ -145,7 +166,7 @@ class Pass(abc.ABC, Shown):
                 raise unknown_name(f"option of pass {self.name}", key, self.options)
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raises ArgumentError or UnknownNameError for the value of an option that it does not take."""
+        """Raises ArgumentError or UnknownNameError for an invalid value of an option."""
         for key, value in options.items():
             choices = self.declared[key].choices if key in self.declared else None
             # 0 is no False, and 1 no True, though they are equal
@@ -159,7 +180,7 @@ class Pass(abc.ABC, Shown):
     routes: Callable[[Sequence[tuple[Search, Node | None]], Any], Any] | None = None
 
     def together(self, found: list[Candidate | Rejection], options: Mapping[str, Any]) -> list[Candidate | Rejection]:
-        """The sites of all passes, in a program with its backward pass in it, with what this one makes of several of its own."""
+        """The sites of all passes in an already differentiated program, after this pass has combined several of its own."""
         return found
 
     @abc.abstractmethod
@@ -167,19 +188,19 @@ class Pass(abc.ABC, Shown):
         """A small function and arguments with one site (for the before/after picture)."""
 
     def is_anchor(self, node: Node) -> bool:
-        """Whether a node may be where a site is matched from."""
+        """Whether a node may be the anchor of a site."""
         return node.primitive in self.primitives and not is_backward(node.eqn)
 
     def anchors(self, search: Search) -> Iterable[tuple[Any, ...]]:
-        """The anchors of a block, each with what `examine` is to know of it."""
+        """The anchors of a block, each with the further arguments of `examine`."""
         return ((node,) for node in search.block.nodes if self.is_anchor(node))
 
     def examine(self, search: Search, anchor: Node, *known: Any) -> Any:
-        """What is found at an anchor: a candidate, a rejection that says why not, several of them, or None where there is no site."""
+        """The outcome at an anchor: a candidate, a rejection with its reason, several of these, or None if there is no site."""
         raise NotImplementedError
 
     def search(self, search: Search) -> Iterator[Candidate | Rejection]:
-        """Every site of the block: a candidate, or a rejection that says why not."""
+        """Every site of the block: a candidate, or a rejection with its reason."""
         for anchor in self.anchors(search):
             yield from examined(self.name, anchor[0], functools.partial(self.examine, search, *anchor))
 
@@ -193,7 +214,7 @@ class Substitution:
       operands: region inputs -> the op's operands (None for an absent one).
       finish: the op's result -> the region's root; a tuple of its roots, where it has several.
       formula: what it computes at this site.
-      arithmetic: as of a Candidate.
+      arithmetic: as in Candidate.
       device: what the op is bound for; None: the device at hand.
     """
 
@@ -214,12 +235,12 @@ class Substitution:
         return self.calling(*inputs)[1]
 
     def calling(self, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
-        """The op's operands, and what it gives of them."""
+        """The op's operands, and its result for them."""
         operands = self.operands(*inputs)
         with contextlib.nullcontext() if self.device is None else asked_about(self.device):
             return operands, self.finish(self.op.call(*operands, **self.attrs))
 
 
 def found_at(pass_name: str, view: CanonicalView) -> tuple[str, str, str]:
-    """Where `Search.shared` has what a pass found in a block."""
+    """The key in `Search.shared` of a pass's outcomes in a block."""
     return "found", pass_name, view.block.path

@@ -1,4 +1,4 @@
-"""How a pass declines a place: the rejection, the words in it, and what stands for a place that the search failed on."""
+"""How a pass declines a place: the rejection and its wording, also for a place on which the search failed."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def reject(
 
 
 def faulty(name: str, fault: Fault, anchor: Node, nodes: Sequence[Node]) -> Rejection:
-    """The rejection of a place that FusionLab failed at."""
+    """The rejection of a place on which FusionLab itself failed."""
     rejection = reject(name, "uncertified", f"{anchor_text(anchor)}: {fault}", anchor, nodes, nodes)
     return replace(rejection, origin=fault.origin, failed=True)
 
 
 def listed(outcome: Any) -> list[Candidate | Rejection]:
-    """One outcome, several (a generator runs here) or None."""
+    """Outcomes as a list: from one outcome, several (a generator runs here) or None."""
     if outcome is None:
         return []
     return [outcome] if isinstance(outcome, Candidate | Rejection) else list(outcome)
 
 
 def examined(name: str, anchor: Node, examine: Callable[[], Any]) -> list[Candidate | Rejection]:
-    """What a pass finds at one place: what `examine` gives, one or several or None, or the rejection of a place that it failed at."""
+    """The outcomes of `examine` at one place, or the rejection of a place on which it failed."""
     return guarded(lambda: listed(examine()), lambda fault: [faulty(name, fault, anchor, [anchor])])
 
 
 def attempted(make: Callable[[], T], instead: Callable[[Declined], U]) -> T | U:
-    """What `make` gives, or what `instead` makes of the reason for which it declined. Nothing else catches `Declined`."""
+    """The result of `make`, or that of `instead` for the reason if `make` declined. Nothing else catches `Declined`."""
     try:
         return make()
     except Declined as reason:
@@ -66,10 +66,10 @@ def attempted(make: Callable[[], T], instead: Callable[[Declined], U]) -> T | U:
 
 
 def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
-    """Why a site is none whose inner values are read outside (`problem`), where it would be none if the backward pass were what reads them
-    (`outcome`): that stands before the other where an implementation was named that cannot run it, its dtypes stand in the way of
-    any fusion, XLA's code is what runs on the device, or the search failed on it. Else it is said behind the other, which an edit
-    may remove, and in place of the edit that leads to it.
+    """The rejection to report for a site whose inner values are read outside (`problem`) and which would be declined for `outcome` even if
+    only the backward pass read them. `outcome` alone is reported if the requested implementation cannot run the site, its dtypes rule out
+    any fusion, XLA's code is what runs on the device, or the search failed on it. Otherwise its sentence follows that of `problem`, which
+    an edit may remove, and its edit replaces an edit that would only lead to it.
     """
     if problem is None or outcome.code in _BEFORE or outcome.failed:
         return outcome
@@ -77,5 +77,5 @@ def reason_to_tell(problem: Rejection | None, outcome: Rejection) -> Rejection:
         return problem
     edit = outcome.edit if problem.edit == FUSE_FIRST else problem.edit
     return replace(
-        problem, sentence=f"{problem.sentence}; and behind that, [{outcome.code}] {outcome.sentence}", edit=edit
+        problem, sentence=f"{problem.sentence}; once that is fixed: [{outcome.code}] {outcome.sentence}", edit=edit
     )

@@ -1,5 +1,5 @@
-"""Query rows that see no key. A program whose mask is -inf has NaN there, the fused op has 0 (see `kernels/dot_product_attention`):
-no site is rewritten whose program goes on to ask where the NaN are, since the answer would be another.
+"""Query rows that see no key. A program whose mask is -inf has NaN there, and the fused op has 0 (see `kernels/dot_product_attention`):
+a site is not rewritten if its program goes on to test for NaN, since the test would have a different result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...graph.matching.region import VIEWS, constant_array
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.signature import Memo
 
-NOTE = "a query row that sees no key is 0 in the fused op, where the program has NaN"
+NOTE = "a fully masked query row gives 0 in the fused op and NaN in the program"
 _MAKERS = 8  # steps from a bias back to what it is made of
 _ADD_UP = 32  # numbers above this share of the largest may be -inf together, or in float16 with a score
 _CHOOSES = frozenset({"select", "sum", "cast"})
@@ -28,8 +28,8 @@ _LOOPS = frozenset({"scan", "while"})
 def may_be_infinite(
     view: CanonicalView, leaves: Mapping[str, Value], names: Sequence[str], alone: bool, memo: Memo
 ) -> bool:
-    """Whether the sum of these biases may be -inf at an entry. Only a constant that is not, and a choice between finite numbers, are
-    known not to be; where they are not `alone` in hiding keys, numbers that may add up to -inf count as that.
+    """Whether the sum of these biases may be -inf at an entry. Only finite constants and choices between finite numbers are known not to
+    be; unless the biases are `alone` in hiding keys, numbers that may add up to -inf count as -inf.
     """
     several = not alone or len(names) > 1
     return any(_may_be_infinite(view, leaves[n], several, memo) for n in names)
@@ -61,7 +61,7 @@ def _most_finite(dtype: Any, several: bool) -> float:
 
 
 def _chosen_from(view: CanonicalView, level: list[int]) -> list[int]:
-    """What some canonical nodes choose between, add up or cast, each once."""
+    """The operands of canonical nodes that choose, add or cast, each once."""
     below = (o.nid for nid in level if view.nodes[nid].op in _CHOOSES for o in view.nodes[nid].operands)
     return list(dict.fromkeys(below))
 
@@ -73,10 +73,10 @@ def _is_any_number(view: CanonicalView, nid: int) -> bool:
 
 
 def nan_test(view: CanonicalView, root: Value) -> Node | None:
-    """The first node that asks whether a number is NaN of what is made of `root` entry by entry, or by products; None if none does.
+    """The first node that tests for NaN a value computed from `root` elementwise or by products; None if there is no such test.
 
-    Followed also out of the block, from all results of the node that holds it; into a loop's body or a branch one that asks anywhere in
-    it counts. Not followed through reductions: a maximum that is asked whether it is finite is how a logarithm of a sum starts.
+    Values are also followed out of the block, to all results of the node that contains it; a test anywhere in a loop's body or a branch
+    counts. Values are not followed through reductions, because a logsumexp starts by testing whether a maximum is finite.
     """
     starts = [view.ref[root.id].nid]
     here: CanonicalView | None = view
@@ -96,7 +96,7 @@ def nan_test(view: CanonicalView, root: Value) -> Node | None:
 
 
 def nan_test_between(view: CanonicalView, start: int, end: Node) -> Node | None:
-    """The first node that asks which numbers made of a canonical node are NaN, if it stands before `end`."""
+    """The first node before `end` that tests for NaN values computed from a canonical node."""
     return _among_users(view, [start], end.id)
 
 
@@ -123,12 +123,12 @@ def _among_users(view: CanonicalView, starts: list[int], before: float = math.in
 
 
 def _asks_of_itself(node: CNode) -> bool:
-    """Whether a canonical node asks whether a number is NaN: NaN alone is not equal to itself."""
+    """Whether a canonical node tests for NaN: only NaN is not equal to itself."""
     return node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1)
 
 
 def _questions(holder: Node) -> Iterator[Node]:
-    """The nodes of a node's blocks that ask whether a number is NaN, but those that ask it of a maximum."""
+    """The nodes of a node's blocks that test for NaN, except those that test a maximum."""
     for block in holder.blocks:
         for node in block.nodes:
             yield from _questions(node)

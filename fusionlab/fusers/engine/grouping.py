@@ -1,4 +1,4 @@
-"""How findings are told: alike sites together, and everything about one site in sentences."""
+"""How findings are printed: similar sites grouped, and everything about one site in sentences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Form:
-    """A structure's example, or one way to write a thing, and what it is called in a report."""
+    """An example of a structure or of one spelling, with its name in a report."""
 
     kind: str
     text: str
@@ -24,7 +24,7 @@ class Form:
 
 
 def grouped_by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any]]:
-    """Items with the same key together, in order of first appearance."""
+    """Items grouped by key, in order of first appearance."""
     groups: dict[Any, list[Any]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -32,13 +32,13 @@ def grouped_by(items: Iterable[Any], key: Callable[[Any], Any]) -> list[list[Any
 
 
 def common_scope(scopes: Iterable[str]) -> str:
-    """The scope that all of some scopes stand in."""
+    """The innermost scope common to all of them."""
     parts = zip(*(scope.split("/") for scope in scopes), strict=False)
     return "/".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts))
 
 
 def nameless(sentence: str) -> str:
-    """A sentence without the names of values and the lines of nodes, in which alike sites differ."""
+    """A sentence without value names and line numbers, by which otherwise similar sites differ."""
     return re.sub(r"%\d+|\([^\s()]+:\d+\)", "", sentence)
 
 
@@ -54,7 +54,7 @@ STATE_WORDS = {"applied": "fused", "candidate": "can be fused", "declined": "dec
 
 
 def states_said(applied: int, candidates: int, declined: int) -> list[str]:
-    """["9 fused", "3 can be fused", "2 declined"]; without a number of what there is none of, but of the declined."""
+    """["9 fused", "3 can be fused", "2 declined"]; zero counts are omitted, except that of the declined."""
     counted = zip((applied, candidates), ("applied", "candidate"), strict=True)
     said = [f"{n} {STATE_WORDS[state]}" for n, state in counted if n] or ["nothing can be fused"]
     return [*said, f"{declined} {STATE_WORDS['declined']}"]
@@ -66,6 +66,6 @@ def code_counts(codes: list[str]) -> list[str]:
 
 
 def columns_of(c: Candidate) -> dict[str, str]:
-    """A candidate's backends and notes, a text each."""
+    """A candidate's backends and notes, one text each."""
     backends = "; ".join(f"{b.name}: {b.verdict}, {b.reason}" for b in c.backends)
     return {"backend": c.backend.name if c.backend else "", "backends": backends, "notes": "; ".join(c.notes)}

@@ -26,7 +26,7 @@ BROADCAST = -1  # in place of a class: the value repeats itself along this axis
 
 
 def input_positions(region: Region) -> dict[str, int]:
-    """Leaf -> which of the site's inputs it is."""
+    """Leaf -> its position among the site's inputs."""
     position = {v.id: i for i, v in enumerate(region.inputs)}
     return {name: position[v.id] for name, v in region.leaves.items()}
 
@@ -54,10 +54,10 @@ def axes_of(match: Match, view: CanonicalView, pattern_node: int, value: Value, 
 
 
 def axes_beside(match: Match, view: CanonicalView, region: Region, leaf: str) -> AxisClasses:
-    """The axes of a leaf's raw value, where it repeats itself those of what it meets in the site.
+    """The axes of a leaf's raw value; where it is broadcast, the axes of the operand that it meets in the site.
 
-    A mask `a & b` of an `a` that repeats over the batch and a `b` that repeats over the rows has an array of its own, all of which the
-    site reads; a value that is broadcast where the site reads it has not, and keeps `BROADCAST` there.
+    A mask `a & b`, with `a` broadcast over the batch and `b` broadcast over the rows, is an array of its own that the site reads in full;
+    a value that is broadcast where the site reads it is not, and keeps `BROADCAST` there.
     """
     value = region.leaves[leaf]
     if regrouped_as(match, view, leaf, value) is not None:
@@ -69,18 +69,18 @@ def axes_beside(match: Match, view: CanonicalView, region: Region, leaf: str) ->
 
 
 def regrouped_as(match: Match, view: CanonicalView, leaf: str, value: Value) -> Callable[[Any], Any] | None:
-    """How a leaf is made of `value`, of which the program shows no such reshape (see `graph.regroup`); None where it shows the leaf.
+    """How to make a leaf from `value` where the program has no such reshape (see `graph.regroup`); None where it has the leaf.
 
-    What is made so has the axes of the leaf's node, in their order (`axes_of_leaf`).
+    The result has the axes of the leaf's node, in their order (`axes_of_leaf`).
 
     Raises:
-      Declined: the value repeats itself along an axis.
+      Declined: the value is broadcast along an axis.
     """
     node, ref = view.nodes[match.leaves[leaf]], view.ref[value.id]
     if ref.nid == node.id or node.op != "reshape":
         return None
     if min(ref.dims, default=0) < 0:
-        raise Declined(f"{value!r} repeats itself along an axis, and is reshaped in the site")
+        raise Declined(f"{value!r} is broadcast along an axis and reshaped in the site")
     (edge,) = node.operands
     present = [a for a in edge.axes if a >= 0]
 
@@ -105,7 +105,7 @@ def axes_of_leaf(match: Match, view: CanonicalView, leaf: str) -> AxisClasses:
 def constant_with_axes(
     match: Match, view: CanonicalView, leaf: str, value: Value, array: np.ndarray
 ) -> tuple[np.ndarray, AxisClasses]:
-    """A constant that a leaf is, bound to `value`, as an array with its axes."""
+    """The constant of a leaf bound to `value`, as an array with its axes."""
     regroup = regrouped_as(match, view, leaf, value)
     if regroup is not None:
         return regroup(array), axes_of_leaf(match, view, leaf)
@@ -133,7 +133,7 @@ def _met(
 
 
 def moved(node: Node, axis: int) -> int | None:
-    """Where a view puts an axis of its operand; None for a reshape that makes other axes."""
+    """The position to which a view moves an axis of its operand; None for a reshape that makes other axes."""
     if node.primitive == "broadcast_in_dim":
         return int(node.params["broadcast_dimensions"][axis])
     if node.primitive == "transpose":
@@ -145,7 +145,7 @@ def moved(node: Node, axis: int) -> int | None:
 
 
 def real_axes(shape: Sequence[int]) -> list[int]:
-    """The axes of more or fewer entries than one."""
+    """The axes whose size is not 1."""
     return [d for d, n in enumerate(shape) if n != 1]
 
 
@@ -155,7 +155,7 @@ def _flat(groups: Groups) -> list[int]:
 
 
 def present(axes: AxisClasses) -> list[int]:
-    """The classes of axes that are no unit axes, in order."""
+    """The classes of the axes that are not unit axes, in order."""
     return [c for c in axes if c is not None]
 
 
@@ -166,7 +166,7 @@ def ordered_classes(axes: AxisClasses, classes: Sequence[int | None]) -> tuple[i
 
 
 def permutes(have: AxisClasses, groups: Groups) -> bool:
-    """Whether `arrange` and `restore` transpose an array with axes `have`; classes it lacks are broadcast where they stand."""
+    """Whether `arrange` and `restore` transpose an array with axes `have`; missing classes are broadcast in place."""
     kept = present(have)
     return kept != [c for c in _flat(groups) if c in kept]
 
@@ -183,7 +183,7 @@ def arrange(x: Any, have: AxisClasses, groups: Groups, sizes: Mapping[int, int])
 
 
 def _broadcast(x: Any, kept: Sequence[int], order: Sequence[int], sizes: Mapping[int, int]) -> Any:
-    """`x`, which has those of the classes `order` that are `kept`, with all of them."""
+    """`x`, which has only the classes `kept` of `order`, broadcast to all of them."""
     if all(c in kept for c in order):
         return x
     x = jnp.reshape(x, [sizes[c] if c in kept else 1 for c in order])
@@ -191,7 +191,7 @@ def _broadcast(x: Any, kept: Sequence[int], order: Sequence[int], sizes: Mapping
 
 
 def arrange_thin(x: Any, have: AxisClasses, groups: Groups, sizes: Mapping[int, int]) -> Any:
-    """As `arrange`, with an axis of 1 for each group of which `x` has no class: it broadcasts where it is used."""
+    """As `arrange`, with an axis of 1 for each group of which `x` has no class, to be broadcast where it is used."""
     x = x[tuple(0 if c is None or c == BROADCAST else slice(None) for c in have)]
     kept = tuple(c for c in have if c is not None and c != BROADCAST)
     return arrange(x, kept, [group if any(c in kept for c in group) else () for group in groups], sizes)

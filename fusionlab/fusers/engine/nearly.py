@@ -1,4 +1,4 @@
-"""What a near miss says: what stands in the program, what was needed in its place, and where. Not a word of the matcher's own."""
+"""The sentence of a near miss: what the program has, what was needed instead, and where, without the matcher's own terms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .wording import anchor_text
 _WORDS = {
     "dot": "a product of matrices",
     "sum": "a sum or difference",
-    "prod": "a product or quotient of entries",
+    "prod": "an elementwise product or quotient",
     "select": "a selection by a mask (jnp.where)",
     "reduce_max": "a maximum over an axis",
     "reduce_sum": "a sum over an axis",
@@ -23,7 +23,7 @@ _WORDS = {
 
 
 def sentence_of(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
-    """The sentence for the nearest miss of a site at `anchor`; `words`: what the pass calls nodes and leaves of its patterns."""
+    """The sentence for the nearest miss of a site at `anchor`; `words`: the pass's names for nodes and leaves of its patterns."""
     words = {**_WORDS, **words}
     if miss.leaves is not None:
         return _axis(view, miss, anchor, words)
@@ -34,21 +34,21 @@ def sentence_of(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[st
     target, bound = canonical_text(view, miss.target, anchor), miss.known.get(miss.wanted)
     if bound is not None:
         both = f"{target} and {canonical_text(view, bound, anchor)}"
-        return f"{both} are two values, read where one is needed in both places{_at(view, miss, anchor)}"
+        return f"{both} are two different values where the same value is needed twice{_at(view, miss, anchor)}"
     reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
     if reader is None:
-        return f"{target} stands where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
+        return f"{target} is found where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
     return f"{canonical_text(view, reader, anchor)} reads {target}, where {_needed(miss, words)} is needed{_at(view, miss, anchor)}"
 
 
 def _at(view: CanonicalView, miss: Miss, anchor: Node) -> str:
-    """The anchor, for a sentence that would have no line of the program else."""
+    """The anchor, for a sentence that would otherwise name no line of the program."""
     reader = miss.bound.get(miss.at[0]) if miss.at is not None else None
     return "" if maker_of(view, miss.target) or (reader and maker_of(view, reader)) else f", for {anchor_text(anchor)}"
 
 
 def _needed(miss: Miss, words: Mapping[str, str]) -> str:
-    """What the pattern has there: the number that it captures, or what kind of node it is."""
+    """What the pattern needs there: the number that it captures, or the kind of node."""
     wanted = miss.pattern.nodes[miss.wanted or ONE]
     edge = miss.pattern.edges.get(miss.at) if miss.at is not None else None
     if wanted.id == ONE and edge is not None:
@@ -59,7 +59,7 @@ def _needed(miss: Miss, words: Mapping[str, str]) -> str:
 
 
 def _factor(view: CanonicalView, miss: Miss, anchor: Node) -> str:
-    """For what is read with another factor than the pattern's."""
+    """For an operand that is read with a factor different from the pattern's."""
     assert miss.factor is not None
     coef, operand, wanted = miss.factor
     reads = "has the number" if operand == ONE else f"reads {canonical_text(view, operand, anchor)} times"
@@ -67,7 +67,7 @@ def _factor(view: CanonicalView, miss: Miss, anchor: Node) -> str:
 
 
 def _axis(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str]) -> str:
-    """For an axis that some operands have together and others lack."""
+    """For an axis that some operands share and others lack."""
     assert miss.leaves is not None
     names, size = miss.leaves
     of = {name: miss.known[pid] for pid, name in miss.pattern.leaf_of.items() if pid in miss.known}
@@ -78,19 +78,19 @@ def _axis(view: CanonicalView, miss: Miss, anchor: Node, words: Mapping[str, str
     having, lacking = listed(names), listed(n for n in of if n not in names)
     if not having:
         return f"{anchor_text(anchor)} has an axis of {size} entries that none of its operands has"
-    return f"{anchor_text(anchor)}: an axis of {size} entries is one of {having}" + (
-        f", and not of {lacking}" if lacking else ""
+    return f"{anchor_text(anchor)}: an axis of {size} entries belongs to {having}" + (
+        f", but not to {lacking}" if lacking else ""
     )
 
 
 def value_of(view: CanonicalView, nid: int) -> str:
-    """A value that a canonical node shows, by its name and type."""
+    """A value of a canonical node, by its name and type."""
     values = view.values_of.get(nid)
     return repr(values[0]) if values else "of no name"
 
 
 def canonical_text(view: CanonicalView, nid: int, anchor: Node) -> str:
-    """A canonical node as the program has it: the operation that makes it, with its line, or the value that is given."""
+    """A canonical node as the program has it: the operation that computes it, with its line, or the given value."""
     if nid == ONE:
         return "a number"
     maker = maker_of(view, nid)
@@ -101,5 +101,5 @@ def canonical_text(view: CanonicalView, nid: int, anchor: Node) -> str:
 
 
 def maker_of(view: CanonicalView, nid: int) -> Node | None:
-    """The operation of the program that makes a canonical node's value; none of an array that is given, nor of a number."""
+    """The operation of the program that computes a canonical node's value; None for a given array or a number."""
     return None if nid == ONE else view.maker(nid)

@@ -1,4 +1,4 @@
-"""Where in FusionLab a place was declined: the line that came to the decision, whoever wrote the rejection down for it."""
+"""The line of FusionLab that decided to decline a place, even if another function wrote the rejection."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _HERE = Path(__file__).parents[2].as_posix() + "/"
 def declined_at(sentence: str) -> str:
     """ "fusers/engine/site.py:203 in near_miss": the line of FusionLab that decided on the rejection that is made just now.
 
-    Where an exception is handled whose words are in the sentence, that is the line that raised it; else it is the innermost line on the
-    stack whose function does not write rejections for others; "" where a rejection is made outside FusionLab.
+    While an exception is handled whose text is in the sentence, this is the line that raised it; otherwise it is the innermost line on
+    the stack whose function does not write rejections for others; "" if a rejection is made outside FusionLab.
     """
     raised = sys.exc_info()[1]
     if isinstance(raised, Exception) and str(raised) and str(raised) in sentence:

@@ -1,4 +1,4 @@
-"""What a search says of one site: a candidate, or a rejection that says why not. Declining is data."""
+"""The outcome of a search at one site: a candidate, or a rejection with its reason. Declining is data."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ class Candidate(Shown):
       root: the raw value it produces, or the first of several.
       others: the further ones.
       leaves: the raw values it reads, by argument name.
-      block_path: the block it stands in ("" = top).
-      nodes_before, nodes_after: node count of the site and of what replaces it.
+      block_path: the block that contains it ("" = top).
+      nodes_before, nodes_after: node count of the site and of its replacement.
       source: the user's line of its anchor.
-      formula: what it computes, in words of this site ("gelu_tanh(x @ w + b)").
-      arithmetic: what its products are computed in on the device asked about ("bfloat16, summed in float32"); "" where that is its dtype.
-      residuals: what the fused forward saves for backward when differentiated.
+      formula: what this site computes ("gelu_tanh(x @ w + b)").
+      arithmetic: the arithmetic of its products on the given device ("bfloat16, summed in float32"); "" if it is the site's dtype.
+      residuals: the values that the fused forward pass saves for the backward pass when differentiated.
       backends: every implementation with its verdict.
-      left_to_xla: why it stays as it is written unless it or its pass is asked for; None where it is fused.
+      left_to_xla: why it is left as written unless it or its pass is requested; None if it is fused.
       notes: sentences worth reading (fallbacks taken, ...).
-      concepts: what was recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
-      program: what replaces the site, as a function of its leaves' values in the order the site reads them.
+      concepts: the concepts recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
+      program: the replacement, as a function of the leaves' values in the order in which the site reads them.
       site: the rewriter's own record (opaque to readers).
       region: the site's nodes and values (opaque to readers).
       plan: how the region becomes a call of the op (opaque to readers).
       backward: its backward pass, in a program that is differentiated already.
-      plain: the site without what the op does beside it (the sum a norm is taken of), where there is such a part.
+      plain: the site without the extra work that the op can include (such as the sum a norm reads), if there is any.
       alone: whether its gradients, where the program has them, are sites of their own.
-      takes_the_rest: whether any other that it overlaps wins, unless that would run XLA's own code.
-      alternatives: what else may stand here, from best to least, if it cannot be fused with its backward pass, which reads its inner values
-        (during a search only). The first site among them that can stand does, the last one in any case; what is declined before it is told.
+      takes_the_rest: whether it yields to every overlapping site, except one that would run XLA's own code.
+      alternatives: during a search, the outcomes to fall back on, best first, if it cannot be fused with the backward pass that reads its
+        inner values. The first feasible one is taken, and the last one in any case; rejections before it are reported.
     """
 
     id: str
@@ -88,7 +88,7 @@ class Candidate(Shown):
 
     @property
     def seen(self) -> Candidate:
-        """As who looks for larger structures sees it."""
+        """The form that the search for larger structures folds: without the extra work of the op."""
         return self.plain or self
 
     @property
@@ -98,6 +98,7 @@ class Candidate(Shown):
 
     @property
     def scope(self) -> str:
+        """The module scope it stands in ("encoder/layer_3/mlp"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
     @property
@@ -107,24 +108,24 @@ class Candidate(Shown):
 
     @property
     def backend(self) -> Backend | None:
-        """The backend it would run on, with the reason; None where no backend was judged."""
+        """The backend it would run on, with the reason; None if no backend was considered."""
         return next((b for b in self.backends if b.verdict in (ChoiceKind.CHOSEN, ChoiceKind.SAME_CODE)), None)
 
     @property
     def idle(self) -> str:
-        """Why it stays as it is written unless it or its pass is asked for; "" where it is fused."""
+        """Why it is left as written unless it or its pass is requested; "" if it is fused."""
         return self.left_to_xla.reason if self.left_to_xla else ""
 
     @property
     def choice(self) -> ChoiceKind:
-        """What runs here by default."""
+        """The implementation that runs here by default."""
         if self.left_to_xla is not None:
             return self.left_to_xla.kind
         return ChoiceKind.SAME_CODE if self.same_code else ChoiceKind.CHOSEN
 
     @property
     def same_code(self) -> bool:
-        """True when the chosen backend is what XLA runs anyway."""
+        """True if the chosen backend runs the code that XLA runs anyway."""
         return self.backend is not None and self.backend.verdict == ChoiceKind.SAME_CODE
 
     def __str__(self) -> str:
@@ -155,7 +156,7 @@ class Rejection(Shown):
     """A site with a pass's anchor that was declined, and why.
 
     Attributes:
-      id, pass_name, source: as for a candidate.
+      id, pass_name, source: as in Candidate.
       code: a key of `fusionlab.errors.REJECTIONS`.
       sentence: the particulars; names node, value and source line.
       node_ids: the guilty nodes.
@@ -163,12 +164,12 @@ class Rejection(Shown):
       matched, total: how far the match got ("17 of 19").
       edit: the source edit that would make it match, or None.
       winner: for `overlap`, the id of the candidate that took the nodes.
-      concepts: what was recognised here all the same, as for a candidate; empty where the site is not what it looked like.
-      region: of a site that is whole but for what reads its inner values: its nodes and values (opaque to readers).
+      concepts: the concepts recognised here nevertheless, as in Candidate; empty if the site is not what it looked like.
+      region: the nodes and values of a site that is complete except that its inner values are read outside (opaque to readers).
       backward: its backward pass, which is not fused either.
-      origin: the line of FusionLab that declined it ("fusers/engine/site.py:203 in near_miss"); of one that failed, the line of FusionLab's
-        or of the user's that the error came from.
-      failed: of `uncertified`: an error was raised here, after which the search went on.
+      origin: the line of FusionLab that declined it ("fusers/engine/site.py:203 in near_miss"); if the search failed here, the line of
+        FusionLab or of the user's code that raised the error.
+      failed: for `uncertified`: an error was raised here, and the search went on.
     """
 
     id: str
@@ -194,6 +195,7 @@ class Rejection(Shown):
 
     @property
     def scope(self) -> str:
+        """The module scope it stands in ("encoder/layer_3/mlp"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
     def __str__(self) -> str:
@@ -219,7 +221,7 @@ class Rejection(Shown):
 
 
 def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Rejection:
-    """The rejection of a site that was a candidate: of all its nodes, unless `fields`, of the rejection, say otherwise."""
+    """The rejection of a former candidate, with all its nodes unless `fields` (of the rejection) override them."""
     kept = {key: getattr(site, key) for key in ("id", "pass_name", "source", "concepts")}
     nodes, size = site.node_ids, site.nodes_before
     whole = {"node_ids": tuple(nodes), "site_ids": nodes, "matched": size, "total": size}
@@ -227,8 +229,8 @@ def declined(site: Candidate, code: str, sentence: str, **fields: Any) -> Reject
 
 
 def folded(site: Candidate) -> FoldedNodes | None:
-    """A site folded into the op that it becomes, which has one root; None of one whose inner values are read outside, as by a backward
-    pass that is fused with it: they would not be in the view.
+    """A site of one root, folded into the op that it becomes; None if its inner values are read outside, for example by a backward pass
+    that is fused with it, because the view would not have them.
     """
     seen = site.seen
     if seen.program is None or seen.region is None or seen.others or escapes(seen.region):
@@ -240,7 +242,7 @@ OutcomeT = TypeVar("OutcomeT", Candidate, Rejection, Candidate | Rejection)
 
 
 def with_concepts(outcome: OutcomeT, concepts: tuple[str, ...]) -> OutcomeT:
-    """A candidate or rejection with what was recognised there, and so what may stand in its place."""
+    """A candidate or rejection with the concepts recognised there, and its alternatives likewise."""
     if isinstance(outcome, Rejection):
         return dataclasses.replace(outcome, concepts=concepts)
     plain = outcome.plain and with_concepts(outcome.plain, concepts)
@@ -249,12 +251,12 @@ def with_concepts(outcome: OutcomeT, concepts: tuple[str, ...]) -> OutcomeT:
 
 
 def in_turn(outcomes: Iterable[Candidate | Rejection]) -> tuple[Candidate | Rejection, ...]:
-    """Outcomes as the alternatives of a site: each candidate with its own behind it."""
+    """Outcomes as the alternatives of a site: each candidate followed by its own alternatives."""
     return tuple(o for one in outcomes for o in (one, *(one.alternatives if isinstance(one, Candidate) else ())))
 
 
 def or_else(site: Candidate, last: Candidate | Rejection) -> Candidate:
-    """A site with another in place of what it would be declined with in the end; as it is where it stands in any case."""
+    """A site whose final rejection is replaced by another outcome; unchanged if none of its alternatives is a rejection."""
     kept = [other for other in site.alternatives if isinstance(other, Candidate)]
     if len(kept) == len(site.alternatives):
         return site

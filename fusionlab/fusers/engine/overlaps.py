@@ -1,4 +1,4 @@
-"""Sites that overlap: which one stands, and what the others become."""
+"""Overlapping sites: which one is kept, and what becomes of the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .outcomes import Candidate, Rejection, declined
 
 
 def with_shares_left(found: Sequence[Candidate | Rejection]) -> list[Candidate | Rejection]:
-    """The sites, those that would take nodes of others beside what their op is for (`Candidate.plain`) without them.
+    """The sites; one whose extra work (see `Candidate.plain`) would take nodes of other sites is replaced by its plain form.
 
-    A sum that two norms are taken of is the first one's. An idle site, or one that takes the rest, takes nothing from any.
+    A sum that two norms read belongs to the first one. An idle site, or one that takes the rest, takes nothing from others.
     """
     firm = _Claims()
     for c in found:
@@ -32,14 +32,14 @@ def with_shares_left(found: Sequence[Candidate | Rejection]) -> list[Candidate |
 
 
 class _Claims:
-    """What sites take and read, several maybe the same."""
+    """The nodes and values that sites take and read."""
 
     def __init__(self) -> None:
         # a node, a value that only exists inside a site, a value that one reads -> those sites, by their ids
         self.sites: dict[tuple[str, int], dict[int, Candidate]] = defaultdict(dict)
 
     def add(self, c: Candidate, form: Candidate) -> None:
-        """A site, in a form it may have."""
+        """Adds a site, in one of its forms."""
         for key in _keys(form, "inner", "read"):
             self.sites[key][id(c)] = c
 
@@ -48,7 +48,7 @@ class _Claims:
             self.sites[key].pop(id(c), None)
 
     def beside(self, c: Candidate, form: Candidate) -> dict[int, Candidate]:
-        """The other sites that one, in this form, cannot stand beside, by their ids: first those it shares nodes with."""
+        """Ids of the other sites that a site in this form excludes, those that share nodes with it first."""
         hits: dict[int, Candidate] = {}
         for key in _keys(form, "read", "inner"):
             hits |= self.sites.get(key, {})
@@ -60,7 +60,7 @@ class _Claims:
 
 
 def _keys(c: Candidate, inside: str, given: str) -> Iterator[tuple[str, int]]:
-    """The nodes of a site, the values that only exist inside it, and those that it reads, the last two under these names."""
+    """The nodes of a site, then the values that exist only inside it and those that it reads, under these names."""
     yield from (("node", n) for n in c.node_ids)
     yield from ((given, v.id) for v in c.site.leaves)
     own = {v.id for v in c.roots}
@@ -68,14 +68,14 @@ def _keys(c: Candidate, inside: str, given: str) -> Iterator[tuple[str, int]]:
 
 
 def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Rejection]]:
-    """Where candidates overlap the one with more nodes wins, over one that is idle any; the loser becomes a rejection naming the winner.
+    """Settles overlaps: the candidate with more nodes wins, and any wins over an idle one; the loser becomes a rejection naming the winner.
 
-    They overlap where they share nodes, and where one reads a value that only exists inside the other. What was declined inside a winner
-    is part of it, and no site of its own. One that takes the rest (`Candidate.takes_the_rest`) takes what the others leave, and
-    what they would only leave to XLA.
+    Candidates overlap if they share nodes, or if one reads a value that exists only inside the other. A rejection inside a winner is
+    dropped. A candidate that takes the rest (`Candidate.takes_the_rest`) takes the nodes that the others leave, or would only leave to
+    XLA.
 
-    Of sites with several results that wait for each other's the one with fewer nodes is declined; one that is idle before any other. One
-    that can do with one result (`Candidate.plain`) does.
+    Of sites with several results that depend on each other, the one with fewer nodes is declined, an idle one first. A site that can
+    manage with one result (`Candidate.plain`) does so.
     """
     candidates = [c for c in found if isinstance(c, Candidate)]
     declined_before = [r for r in found if isinstance(r, Rejection)]
@@ -95,7 +95,7 @@ def settle(found: list[Candidate | Rejection]) -> tuple[list[Candidate], list[Re
 
 
 def _claimed(candidates: Sequence[Candidate]) -> tuple[_Claims, list[Candidate], list[Rejection]]:
-    """What candidates claim, those that stand, and the others, each declined for the one that it lost to."""
+    """The claims of candidates, the candidates kept, and the others, each declined for the one that it lost to."""
     taken = _Claims()
     lost: dict[int, Candidate] = {}
     for c in sorted(candidates, key=lambda c: (bool(c.idle), c.takes_the_rest, -c.nodes_before)):
@@ -112,9 +112,9 @@ def _claimed(candidates: Sequence[Candidate]) -> tuple[_Claims, list[Candidate],
 
 
 def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:
-    """Whether a site is declined for those it overlaps, which stand so far.
+    """Whether a site yields to the overlapping sites kept so far.
 
-    One that takes the rest stands all the same where it has code of its own, and each of the others is what XLA runs anyway.
+    A site that takes the rest is kept if it has code of its own while each of the others runs the same code as XLA.
     """
     if not others:
         return False
@@ -122,7 +122,7 @@ def _gives_way(c: Candidate, others: Sequence[Candidate]) -> bool:
 
 
 def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] | None:
-    """A candidate of several results that cannot be replaced with the others, and those of several results that it and they wait for."""
+    """A candidate of several results that cannot be replaced with the others, and those of several results involved in the cycle."""
     for block in {c.region.block.path: c.region.block for c in candidates if c.others and c.region}.values():
         here = [c for c in candidates if c.block_path == block.path]
         pairs = parts_in(block, enumerate(candidates))
@@ -135,28 +135,26 @@ def _waiting(candidates: list[Candidate]) -> tuple[Candidate, list[Candidate]] |
 
 
 def part_in(block: Block, item: Candidate | Rejection) -> BackwardPart | None:
-    """The backward pass that is replaced with a site, if it stands in a block."""
+    """The backward pass that is replaced with a site, if it is in this block."""
     part = item.site.backward if isinstance(item, Candidate) else None
     return part if part is not None and part.block_path == block.path else None
 
 
 def parts_in(block: Block, items: Iterable[tuple[int, Candidate | Rejection]]) -> list[tuple[int, BackwardPart]]:
-    """The backward passes that are replaced with sites and stand in a block, each with the number of its site."""
+    """The backward passes in a block that are replaced with sites, each with the number of its site."""
     return [(i, part) for i, item in items if (part := part_in(block, item)) is not None]
 
 
 def _stuck(c: Candidate, others: Sequence[Candidate]) -> Rejection:
     whose = f"results of {', '.join(o.formula for o in others)}" if others else "the gradients of another site"
-    return declined(
-        c, "order", f"{c.formula} reads what is made of {whose}, which in turn waits for a result of this one"
-    )
+    return declined(c, "order", f"{c.formula} depends on {whose}, which in turn depends on a result of this site")
 
 
 def _lost(c: Candidate, winner: Candidate) -> Rejection:
     why = "which is larger" if winner.nodes_before > c.nodes_before else "which comes first"
     edit = None
     if c.idle and not winner.idle:
-        why = f"which is fused by default while this is left as it is: {c.idle}"
+        why = f"which is fused by default, while this one is left as it is: {c.idle}"
         edit = f"name the pass: passes=[{c.pass_name!r}]"
     sentence = f"{c.formula} shares nodes with {winner.formula} of {winner.pass_name}, {why}"
     shared = tuple(c.node_ids & winner.node_ids)

@@ -28,7 +28,7 @@ from .pairs import Pair
 
 
 def has_backward_pass(graph: Graph) -> bool:
-    """Whether a program has a backward pass in it."""
+    """Whether a program contains a backward pass."""
     return any(map(in_backward, graph.nodes()))
 
 
@@ -39,7 +39,7 @@ def with_backward(
     certifier: Certifier,
     derivatives: Derivatives,
 ) -> list[Candidate | Rejection]:
-    """The sites of a differentiated program, each with its backward pass; what needs one and has none is declined."""
+    """The sites of a differentiated program, each with its backward pass; a site that needs one and has none is declined."""
     search = _BackwardSearch(graph, views, certifier, derivatives)
     result: dict[int, list[Candidate | Rejection]] = {}
     # From the last site to the first, as the backward pass runs; of two that share nodes the larger one first.
@@ -54,11 +54,11 @@ def with_backward(
 
 
 def failed_on(item: Candidate | Rejection, fault: Fault) -> Rejection:
-    """What stands for a site that FusionLab failed on after it was found."""
+    """The rejection of a site on which FusionLab failed after finding it."""
     if isinstance(item, Rejection):
         return item
     where = f" ({item.source})" if item.source else ""
-    sentence, nodes = f"{item.formula}{where} is a site: {fault}", tuple(sorted(item.node_ids))
+    sentence, nodes = f"{item.formula}{where} is a site, but {fault}", tuple(sorted(item.node_ids))
     return declined(item, "uncertified", sentence, node_ids=nodes, origin=fault.origin, failed=True)
 
 
@@ -73,7 +73,7 @@ def _is_alone(item: Candidate | Rejection) -> bool:
 
 
 class _BackwardSearch:
-    """Where the backward pass of a region may stand: in its own block, else in those that read what the block returns."""
+    """The search for the backward pass of a region: in its own block, then in the blocks that read its results."""
 
     def __init__(
         self, graph: Graph, found_views: Iterable[CanonicalView], certifier: Certifier, derivatives: Derivatives
@@ -90,14 +90,14 @@ class _BackwardSearch:
         self.expected: dict[tuple[int, int], int] = {}
 
     def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
-        """A site with its backward pass; what stands in its place where it needs one and there is none."""
+        """A site with its backward pass, or the outcome that replaces it if it needs one and there is none."""
         region = item.region
         if region is not None and region.others:
             yield from self.without(item, "it has several results")
             return
         found = None if region is None or _is_alone(item) else self.backward(region)
         if region is None or found is None:
-            yield from self.without(item, "no backward pass of it was found")
+            yield from self.without(item, "its backward pass was not found")
             return
         given = {name: share.value for name, share in found.gradients.items()}
         pair = Pair("", found.cotangent, given, found.absent)
@@ -116,7 +116,7 @@ class _BackwardSearch:
         pairing = self.pairer.plan(region, item.site.fn, key, found)
         own = [i for _, share in pairing.part.gradients for i in share.own]
         if not self.taken.isdisjoint(own):
-            raise Declined("another site's gradient is the same value")
+            raise Declined("its gradient is also the gradient of another site")
         self.taken.update(own)
         view = found.view
         for i, share in pairing.part.gradients:
@@ -126,7 +126,7 @@ class _BackwardSearch:
     def without(
         self, item: Candidate | Rejection, why: str, pair: Pair | None = None
     ) -> Iterator[Candidate | Rejection]:
-        """A site whose backward pass stays as it is: alone where it has no alternatives, else the first of them that can stand."""
+        """A site whose backward pass is left as it is: the site alone if it has no alternatives, else the first feasible alternative."""
         kept = None if pair is None else replace(pair, stays=why)
         if isinstance(item, Rejection) or not item.alternatives:
             yield replace(item, backward=kept) if kept else item
@@ -137,7 +137,7 @@ class _BackwardSearch:
                 return
             if other.code == "escapes":
                 # Where the reader is the user's own code, the backward pass is not what stands in the way.
-                more = f"; it cannot be fused with that either: {why}" if other.edit == FUSE_FIRST else ""
+                more = f"; it cannot be fused with its backward pass either: {why}" if other.edit == FUSE_FIRST else ""
                 yield replace(other, sentence=other.sentence + more, backward=kept)
             else:
                 yield from self.resolved(other)
@@ -151,7 +151,7 @@ class _BackwardSearch:
         return find_backward(view, region, self.derivatives, self.sums_of(view), expected, self.taken)
 
     def untangle(self, block: Block, result: dict[int, list[Candidate | Rejection]]) -> None:
-        """Gives up pairs of a block that wait for each other, until none do. They exist where cotangents do not hang on results."""
+        """Gives up pairs of a block that depend on each other, until none do. This happens if cotangents do not depend on results."""
         while True:
             pairs = parts_in(block, ((i, item) for i, items in result.items() for item in items))
             try:
@@ -164,7 +164,7 @@ class _BackwardSearch:
                 result[error.number] = [item for some in undone for item in some]
 
     def undone(self, item: Candidate | Rejection, why: str) -> Iterator[Candidate | Rejection]:
-        """A site that was to be fused with its backward pass, after all without it."""
+        """A site that was to be fused with its backward pass, without it."""
         assert isinstance(item, Candidate)
         alone = replace(item, site=replace(item.site, backward=None), backward=None)
         yield from self.without(alone, why, item.backward)

@@ -1,4 +1,4 @@
-"""A forward site and its backward pass, as told to the reader."""
+"""A forward site and its backward pass, as reported."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Pair(Shown):
     Attributes:
       site: id of the candidate or rejection.
       cotangent: the value that is the cotangent of the site's result.
-      gradients: operand -> the value that is its gradient, or in whose sum it is a part.
+      gradients: operand -> the value that is its gradient, or a sum that contains it.
       absent: float operands whose gradient is not computed from that cotangent here (data, mostly).
-      node_ids: nodes of the backward pass that are fused with the site; none where it stays as it is.
-      stays: why it stays as it is; None where it is fused with the site.
-      idle: it is fused where the site is, and that is left as it is unless it is asked for.
-      grouping: of a fused linear layer, what of it is one op: "per_layer" or "chained" (see the pass's option).
-      joins: the operand behind whose gradient the activation's derivative of the layer before goes; None where none does.
+      node_ids: nodes of the backward pass that are fused with the site; empty if it is left as it is.
+      stays: why it is left as it is; None if it is fused with the site.
+      idle: it is fused only with the site, which is left as it is unless requested.
+      grouping: for a fused linear layer, which parts form one op: "per_layer" or "chained" (see the pass's option).
+      joins: the operand after whose gradient act' of the layer before is computed; None if there is none.
     """
 
     site: str
@@ -44,22 +44,22 @@ class Pair(Shown):
 
     @property
     def is_fused(self) -> bool:
-        """Whether it is fused with the site where nobody asks for more."""
+        """Whether it is fused with the site by default."""
         return self.stays is None and not self.idle
 
     @property
     def text(self) -> str:
-        """What is known of it, without the site's name."""
+        """Its description, without the site's name."""
         found = ", ".join(f"d{name} = {v!r}" for name, v in self.gradients.items())
         rest = f"; no gradient of {', '.join(self.absent)}" if self.absent else ""
-        how = f"which stays as it is: {self.stays}" if self.stays is not None else f"{self._when()}{self._grouped()}"
+        how = f"left as it is: {self.stays}" if self.stays is not None else f"{self._when()}{self._grouped()}"
         return f"its backward pass is here: from {self.cotangent!r}, {found}{rest}; {how}"
 
     def _when(self) -> str:
-        return "fused with it if that is asked for" if self.idle else "fused with it"
+        return "fused with the site if requested" if self.idle else "fused with the site"
 
     def _grouped(self) -> str:
-        joined = f", with the layer before's act' behind d{self.joins}" if self.joins else ""
+        joined = f", with act' of the layer before after d{self.joins}" if self.joins else ""
         return f" ({self.grouping}{joined})" if self.grouping else ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,5 +74,5 @@ def pairs_line(alike: Sequence[Pair]) -> str:
     which = first.site if n == 1 else f"{n} sites, {first.site} and more"
     rest = f"; no gradient of {', '.join(first.absent)}" if first.absent else ""
     when = f"; {first._when()}" if first.idle else ""
-    how = f"; which stays as it is: {first.stays}" if first.stays is not None else f"{when}{first._grouped()}"
+    how = f"; left as it is: {first.stays}" if first.stays is not None else f"{when}{first._grouped()}"
     return f"{which}: {names}{rest}{how}"

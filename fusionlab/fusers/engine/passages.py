@@ -1,7 +1,7 @@
-"""What stands between two parts of a site and computes nothing: another shape, a cast of 16 bits to float32, and the cast that undoes it.
+"""Nodes between two parts of a site that compute nothing: reshapes, a cast from 16 bits to float32, and the cast that undoes it.
 
-A reshape or a transpose commutes with whatever acts on each entry, so the op gives its result as its product lies and the views follow.
-A bias behind them is one where, seen back through them, it varies along the features and along nothing else.
+A reshape or a transpose commutes with elementwise functions, so the op returns its result in the product's layout and the views follow.
+An added value after the views is a bias if, traced back through them, it varies along the features only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Passage:
 
 
 def passage(site: Site, value: Value) -> Passage:
-    """From a value through views that keep all its entries, and one cast of 16 bits to float32."""
+    """The passage from a value through views that keep all its entries, and one cast from 16 bits to float32."""
     views: list[Node] = []
     while (user := _only_reader(site, value)) is not None:
         if _keeps_entries(user):
@@ -47,7 +47,7 @@ def passage(site: Site, value: Value) -> Passage:
 
 
 def rounding(site: Site, value: Value, dtype: Any) -> Passage | None:
-    """From a value through views to the cast that alone reads it and rounds it to `dtype`."""
+    """The passage from a value through views to its only reader, a cast that rounds it to `dtype`."""
     views: list[Node] = []
     while (user := _only_reader(site, value)) is not None:
         value = user.outputs[0]
@@ -60,12 +60,12 @@ def rounding(site: Site, value: Value, dtype: Any) -> Passage | None:
 
 
 def is_half(dtype: Any) -> bool:
-    """Whether a dtype is one of the floats of 16 bits."""
+    """Whether a dtype is a 16-bit float."""
     return np.dtype(dtype).name in _HALVES
 
 
 def narrow(site: Site, value: Any) -> Any:
-    """The dtype of 16 bits that a value has, or that it is widened to float32 from; None for any other."""
+    """The 16-bit dtype of a value, or from which it is widened to float32; None for any other value."""
     if not isinstance(value, Value):
         return None
     maker = site.search.block.producer.get(value.id)
@@ -97,7 +97,7 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def replayed(views: Sequence[Node], x: Any) -> Any:
-    """What the views make of an array."""
+    """The views applied to an array."""
     for node in views:
         x = node.eqn.primitive.bind(x, **node.eqn.params)
     return x
@@ -107,7 +107,7 @@ def replayed(views: Sequence[Node], x: Any) -> Any:
 
 
 def thin_shape(site: Site, value: Any, rank: int) -> tuple[int, ...] | None:
-    """The shape of an operand of something of that rank, with 1 for each axis that it is broadcast along; None for a number."""
+    """The shape of an operand at that rank, with 1 for each axis along which it is broadcast; None for a number."""
     ref = site.view.read(value)
     if site.view.is_literal(ref):
         return None
@@ -148,7 +148,7 @@ def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], arra
     """A bias as it is bound, in the shape in which it broadcasts to what the first of the views reads.
 
     Raises:
-      Declined: it is bound with axes that it repeats itself along.
+      Declined: it is bound with axes along which it is broadcast.
     """
     dims, wanted = site.view.ref[bound.id].dims, [d for d in site.view.ref[other.id].dims if d >= 0]
     if any(d < 0 for d in dims):

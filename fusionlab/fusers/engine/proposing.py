@@ -1,4 +1,4 @@
-"""From a region and the call of a fused op that may stand for it to a candidate that is certified, or to why it is none."""
+"""From a region and a fused op's call that may replace it, to a certified candidate or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from .wording import anchor_text
 
 @dataclass(frozen=True)
 class _Facts:
-    """What certification of a site yields, shared by all sites of the same signature. `refused`: why the implementation that was named
-    cannot run it on the device asked about; then nothing else is known."""
+    """The results of certifying a site, shared by all sites of the same signature. `refused`: why the requested implementation cannot
+    run it on the given device; then nothing else is known."""
 
     verdict: ProofOutcome
     program: Block | None = None  # of a site that is none, nothing but why
@@ -56,10 +56,10 @@ def propose(
     proof: ProofOutcome | None = None,
     sums: bool = False,
 ) -> Any:
-    """A certified Candidate, or the Rejection certification gives. Its id is completed by `number`.
+    """A certified Candidate, or the Rejection from certification. Its id is completed by `number`.
 
-    `proof` is the outcome of certification where the region is put together of others that were certified; with `sums` the plan sums over
-    devices where the region does.
+    `proof` is the outcome of certification for a region composed of certified regions; with `sums` the plan sums over devices where the
+    region does.
     """
     plan = replace(plan, device=search.device)
     if not search.gradient:
@@ -83,11 +83,11 @@ def propose(
             code, sentence, edit = _unproved(region, plan, facts.verdict, anchor)
             return reject(name, code, sentence, anchor, nodes, nodes, edit=edit)
         where, left = anchor_text(anchor), facts.left
-        would = f"{where}: {plan.formula} would replace it"
+        would = f"{where} could become {plan.formula}"
         noted = notes_of(search.view, region, plan.op.name, facts.verdict, notes, would)
         if left is not None and plan.op.declines:
-            edit = f"name one to have it all the same: {_named(facts.backends)}"
-            raise Declined(f"{where}: {plan.formula} would do, but {left.reason}", left.kind.value, edit=edit)
+            edit = f"to fuse it anyway, pass {_named(facts.backends)}"
+            raise Declined(f"{would}, but {left.reason}", left.kind.value, edit=edit)
         left = left if search.by_default else None
         return _candidate(name, region, plan, anchor, facts, left, noted, concepts)
 
@@ -99,7 +99,7 @@ def propose(
 
 
 def _check_width(region: Region) -> None:
-    """Declines what is computed wider inside: results of 16 bits are computed in float32, all others in their own dtype."""
+    """Declines wider arithmetic inside the region: 16-bit results are computed in float32, all others in their own dtype."""
     arithmetic = arithmetic_dtype(region.root.dtype)
     wide = wider_in(region, arithmetic)
     if wide is not None:
@@ -117,7 +117,7 @@ def _candidate(
     notes: tuple[str, ...],
     concepts: Sequence[str],
 ) -> Candidate:
-    """The candidate of a site that is certified."""
+    """The candidate of a certified site."""
     assert facts.program is not None
     place = region.block.path, region.nodes, region.root, region.inputs
     replacement = Replacement(*place, plan.call, others=region.others, weak=weak_gradients(region))
@@ -151,36 +151,36 @@ def _candidate(
 def _unproved(region: Region, plan: Substitution, verdict: ProofOutcome, anchor: Node) -> tuple[str, str, str | None]:
     """Code, sentence and edit for a site that was not certified."""
     where, code = anchor_text(anchor), verdict.code or "value"
-    replaced = f"{where}: {plan.formula} would replace it, but {verdict.detail}"
+    replaced = f"{where} could become {plan.formula}, but {verdict.detail}"
     if code == "sharding":
         return code, f"{replaced}{_asked(region)}", AUTO_AXES
     if code == "uncertified":
         return code, replaced, None
-    return code, f"{where} ends what looks like {plan.formula} and is another function: {verdict.detail}", None
+    return code, f"{where} looks like the end of {plan.formula} but computes another function: {verdict.detail}", None
 
 
 def _refused(search: Search, plan: Substitution, facts: _Facts, anchor: Node) -> Declined:
-    """The reason where the implementation that was named cannot run a site on the device asked about."""
+    """The reason why the requested implementation cannot run a site on the given device."""
     asked = f"implementation {search.implementation!r} cannot run this call on {search.device}: {facts.refused}"
-    sentence = f"{anchor_text(anchor)}: {plan.formula} would do, but {plan.op.name}'s {asked}"
-    return Declined(sentence, "implementation", edit=f"name one that can: {_named(facts.backends)}")
+    sentence = f"{anchor_text(anchor)} could become {plan.formula}, but {plan.op.name}'s {asked}"
+    return Declined(sentence, "implementation", edit=f"pass one that can run it: {_named(facts.backends)}")
 
 
 def _named(backends: Sequence[Backend]) -> str:
-    """The implementations that can run, as a user names them."""
+    """The implementations that can run, as arguments of `fuse`."""
     able = reversed([b.name for b in backends if b.verdict != "unavailable"])
     return ", ".join(f"implementation={name!r}" for name in able)
 
 
 def _asked(region: Region) -> str:
-    """Which products of a region say where their results lie: a fused op has no word for it but the type of its own result."""
+    """The products of a region that request an output sharding, which a fused op can express only by the type of its own result."""
     asking = [n for n in region.nodes if n.params.get("out_sharding") is not None]
     requests = (f"{anchor_text(n)} asks for {spec_text(n.params['out_sharding'])}" for n in asking)
-    return f" ({'; '.join(requests)}, which the fused op's own product cannot be asked for)" if asking else ""
+    return f" ({'; '.join(requests)}, which cannot be requested of the fused op's own product)" if asking else ""
 
 
 def wider_text(node: Node, dtype: Any) -> str:
-    """The sentence for a node that computes wider than the fused op would, in `dtype`."""
+    """The sentence for a node that computes in a wider dtype than the fused op's `dtype`."""
     widest = max((v.dtype for v in node.outputs if is_float(v.dtype)), key=lambda d: d.itemsize)
     return f"{anchor_text(node)} computes in {widest} inside the site; the fused op computes in {jnp.dtype(dtype).name}"
 
@@ -213,12 +213,12 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
 
 
 def _refusal(backends: Sequence[Backend], name: str) -> str | None:
-    """Why the implementation of this name cannot run; None where it can."""
+    """Why the implementation of this name cannot run; None if it can."""
     return next((b.reason for b in backends if b.name == name and b.verdict == "unavailable"), None)
 
 
 def _program(plan: Substitution, avals: Sequence[Any], sums: DeviceSums) -> tuple[Block, list[Any]]:
-    """What would stand for a site, and the types of the op's operands in it."""
+    """The program that would replace a site, and the types of the op's operands in it."""
     types: list[Any] = []
 
     def call(*inputs: Any) -> Any:
@@ -233,7 +233,7 @@ def _program(plan: Substitution, avals: Sequence[Any], sums: DeviceSums) -> tupl
 def _proved(
     search: Search, region: Region, plan: Substitution, plan_key: Any, program: Callable[[], Block]
 ) -> ProofOutcome:
-    """Whether a plan, which is traced to `program`, gives every root of a region, in values and in gradients."""
+    """Whether a plan, traced to `program`, computes every root of a region, in values and in gradients."""
     derivative = search.derivatives.jaxpr if search.derivatives is not None else None
     ours = OPS.get(plan.op.name) is plan.op  # or registered by a user
     if not region.others:
@@ -247,7 +247,7 @@ def _proved(
 
         verdict = search.certifier.region(region.of(root), result, (*plan_key, i, len(region.roots)))
         if not verdict.ok:
-            return replace(verdict, detail=f"of its {len(region.roots)} results number {i + 1}: {verdict.detail}")
+            return replace(verdict, detail=f"result {i + 1} of {len(region.roots)}: {verdict.detail}")
         lost.update(dict.fromkeys(verdict.lost))
         edge, regained = edge or verdict.edge, regained or verdict.regained
     return ProofOutcome(None, lost=tuple(lost), edge=edge, regained=regained)

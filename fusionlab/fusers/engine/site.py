@@ -1,4 +1,4 @@
-"""One place in a block that a pass looks at, from its anchor to a candidate or a rejection."""
+"""One place in a block that a pass examines, from its anchor to a candidate or a rejection."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ CODES_OF_OPS = {
 
 
 def input_index(block: Block, value: Value) -> int | None:
-    """Which of a block's inputs a value is; None where it is none."""
+    """The position of a value among a block's inputs; None if it is not an input."""
     return next((i for i, v in enumerate(block.inputs) if v.id == value.id), None)
 
 
 class Site:
-    """What every pass needs at its anchor. A pass derives its own and says what makes a candidate.
+    """The tools that every pass needs at its anchor. A pass derives its own class, which decides what becomes a candidate.
 
     Attributes:
-      words: what the pass calls the operations, operands and numbers of its examples, where these are called otherwise.
-      nodes: those it is known to have from the start, where there are more than the anchor.
-      progress: how much of it is understood where it declines, unless the reason has that.
+      words: the pass's names for the operations, operands and numbers of its examples, where they differ from the defaults.
+      nodes: the nodes known from the start, if more than the anchor.
+      progress: how much of the site is understood when it declines, unless the reason tells.
     """
 
     words: Mapping[str, str] = {}
@@ -58,29 +58,29 @@ class Site:
         self.view: CanonicalView = search.view
 
     def examine(self, *given: Any) -> Any:
-        """What becomes of the place: a candidate or a rejection, several of them, or None. May decline."""
+        """The outcome at the place: a candidate or a rejection, several of them, or None. May decline."""
         raise NotImplementedError
 
     def examined(self, *given: Any) -> list[Candidate | Rejection]:
-        """What `examine` gives; the rejection of the place where it declines."""
+        """The result of `examine`, or the rejection of the place if it declines."""
         return listed(self.attempt(lambda: listed(self.examine(*given))))
 
     def attempt(self, make: Callable[..., T], *given: Any) -> T | Rejection:
-        """What `make` gives; the rejection of the place where it declines."""
+        """The result of `make`, or the rejection of the place if it declines."""
         return attempted(lambda: make(*given), self.declined)
 
     def declined(self, reason: Declined) -> Rejection:
-        """The rejection that a reason comes to here."""
+        """The rejection for a reason at this place."""
         sentence, progress = f"{anchor_text(self.anchor)}: {reason.sentence}", reason.progress or self.progress
         return reason.rejection or self.rejection(reason.code, sentence, reason.nodes, progress, reason.edit)
 
     def decline(self, *sentence: Any, **more: Any) -> NoReturn:
-        """Declines with a rejection of its own, of what `rejection` takes."""
+        """Declines with a rejection made from the arguments of `rejection`."""
         rejection = self.rejection(*sentence, **more)
         raise Declined(rejection.sentence, rejection=rejection)
 
     def nid(self, value: Value) -> int:
-        """The canonical node that a raw value shows."""
+        """The canonical node of a raw value."""
         return self.view.ref[value.id].nid
 
     def users(self, value: Value) -> Sequence[Node]:
@@ -88,7 +88,7 @@ class Site:
         return self.search.block.users.get(value.id, ())
 
     def only_reader(self, value: Value) -> Node | None:
-        """The node that alone reads a value which the block does not return; None where there is none."""
+        """The only reader of a value that the block does not return; None if there is none."""
         users = self.users(value)
         return users[0] if len(users) == 1 and value.id not in self.search.block.returned else None
 
@@ -117,7 +117,7 @@ class Site:
         return target in level
 
     def is_random(self, nid: int) -> bool:
-        """Whether a canonical node is made of random bits within a few steps, as a dropout mask is."""
+        """Whether a canonical node is computed from random bits within a few steps, as a dropout mask is."""
         level = {nid}
         for _ in range(12):
             if any(self.view.nodes[n].op.startswith(("random_", "threefry")) for n in level):
@@ -126,11 +126,11 @@ class Site:
         return False
 
     def given(self, atom: Any) -> bool:
-        """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
+        """Whether an operand is, through views and casts, an input or captured array of the block, as a parameter such as a bias is."""
         return given(self.search.block, atom)
 
     def argument(self, nid: int) -> str | None:
-        """The name of the program's argument, one number, that a canonical node shows, also where a loop around is given it."""
+        """The name of the scalar program argument that a canonical node is, even if it reaches the node through an enclosing loop."""
         view, value = self.search.view, next(iter(self.view.values_of.get(nid, ())), None)
         while isinstance(value, Value) and math.prod(value.shape) == 1:
             maker = view.block.producer.get(value.id)
@@ -147,24 +147,24 @@ class Site:
         return None
 
     def root_value(self, found: Match) -> Value:
-        """The raw value of the match's root that stands after the anchor; a cast of it is left outside."""
+        """The raw value of the match's root after the anchor; a cast of it is left outside."""
         nid = found.nodes[found.pattern.root]
         for value in self.view.values_of.get(nid, ()):
             maker = self.search.block.producer.get(value.id)
             if maker is not None and maker.id >= self.anchor.id:
                 return self.after_views(value)
-        raise Declined("its result is made before the product")
+        raise Declined("its result is computed before the product")
 
     def after_views(self, value: Value) -> Value:
-        """Past the transposes and unit reshapes that alone read `value`, so that they disappear with the site.
+        """The value after the transposes and unit reshapes that are the only readers of `value`, so that they disappear with the site.
 
-        Not where another site looks through them itself: the two would overlap.
+        Views that another site looks through itself are left alone, as the two sites would overlap.
         """
         end = self.behind_views(value)
         return value if self.looked_through(end) else end
 
     def behind_views(self, value: Value) -> Value:
-        """The last of the transposes and unit reshapes that alone read a value, one behind the other."""
+        """The last in the chain of transposes and unit reshapes that are the only readers of a value."""
         while (user := self.only_reader(value)) is not None and user.primitive in VIEWS:
             ref = self.view.ref[user.outputs[0].id]
             if ref.nid != self.nid(value) or min(ref.dims, default=0) < 0:
@@ -173,13 +173,13 @@ class Site:
         return value
 
     def looked_through(self, value: Value) -> bool:
-        """Whether a site further on may bind a value that `value` is only a view, a cast or a multiple of."""
+        """Whether a later site may bind a value of which `value` is only a view, a cast or a multiple."""
         copies = VIEWS | SCALINGS | {"convert_element_type"}
         readers = downstream(self.search.block, [value], lambda n: n.primitive in copies)
         return any(n.primitive in ("dot_general", "add", "add_any") for n in readers)
 
     def carried(self, region: Region, names: Iterable[str]) -> float:
-        """The product of the scalar factors that the region's leaves of these names carry themselves.
+        """The product of the scalar factors carried by the region's leaves of these names.
 
         Raises:
           Declined: one of them is 0.
@@ -188,7 +188,7 @@ class Site:
         for name in names:
             product *= float(self.view.ref[region.leaves[name].id].coef)
         if product == 0:
-            raise Declined("an operand carries a factor of 0")
+            raise Declined("an operand is multiplied by 0")
         return product
 
     def escaping(
@@ -217,7 +217,7 @@ class Site:
     def offered(
         self, region: Region, plan: Substitution, edit: str, notes: Sequence[str] = (), concepts: Sequence[str] = ()
     ) -> Candidate | Rejection:
-        """The site as the plan has it, where nothing outside reads its inner values, or the backward pass may; `edit` where others do."""
+        """The site as planned, if only the backward pass may read its inner values from outside; `edit` is for other readers."""
 
         def proposed() -> Candidate | Rejection:
             return propose(self.search, self.pass_.name, region, plan, self.anchor, notes, concepts)
@@ -227,8 +227,8 @@ class Site:
     def unless_read(
         self, region: Region, edit: str, propose: Callable[[], Candidate | Rejection], concepts: Sequence[str] = ()
     ) -> Candidate | Rejection:
-        """The site that `propose` gives, where nothing outside reads its inner values; or where the backward pass may be who does, to be
-        fused with that. `edit` where others do.
+        """The site from `propose` if nothing outside reads its inner values, or if only the backward pass may, to be fused with it. `edit`
+        is for other readers.
         """
         leaks = escapes(region)
         if not leaks:
@@ -249,7 +249,7 @@ class Site:
         site: Sequence[Node] = (),
         concepts: Sequence[str] = (),
     ) -> Rejection:
-        """A rejection here; the guilty default to the anchor, the site to `nodes`, else to the anchor and the guilty."""
+        """A rejection here; the guilty nodes default to the anchor, the site to `nodes` or else to the anchor and the guilty nodes."""
         guilty = guilty or [self.anchor]
         where: Any = site or self.nodes or [self.anchor, *guilty]
         return reject(self.pass_.name, code, sentence, self.anchor, guilty, where, progress, edit, concepts)

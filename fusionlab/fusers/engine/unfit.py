@@ -1,4 +1,4 @@
-"""What no fused op can stand for, whatever it computes."""
+"""Regions that no fused op can replace, whatever they compute."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .wording import anchor_text
 
 
 def check_fit(region: Region, sums: bool = False) -> None:
-    """Declines a region that no fused op could stand for, whatever it computes."""
+    """Declines a region that no fused op could replace, whatever it computes."""
     values = *region.inputs, *region.roots
     if any(0 in v.shape for v in values):
         raise Declined(f"{region.root!r} or one of its operands is empty", "axes")
     odd = _odd_result(region)
     if odd is not None:
-        raise Declined(f"{odd!r}, a result of the site, is no float", "dtype")
+        raise Declined(f"{odd!r}, a result of the site, is not a float", "dtype")
     summed = None if sums else _sum_over_devices(region)
     if summed is not None:
         raise Declined(f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one", "region")
     if not all(has_mesh(v.aval) for v in values):
-        along = "varies along an axis of no mesh around it, or is still to be summed along one"
+        along = "varies, or has yet to be summed, along an axis of a mesh that does not surround it"
         raise Declined(f"{region.root!r} or one of its operands {along}", "region")
     rounding = _rounding(region)
     if rounding is not None:
@@ -36,7 +36,7 @@ def check_fit(region: Region, sums: bool = False) -> None:
 
 
 def _odd_result(region: Region) -> Value | None:
-    """Of several results the first that is no float."""
+    """The first of several results that is not a float."""
     return next((v for v in region.roots if not is_float(v.dtype)), None) if region.others else None
 
 
@@ -45,7 +45,7 @@ def _sum_over_devices(region: Region) -> Node | None:
 
 
 def _rounding(region: Region) -> Node | None:
-    """The first node that rounds to fewer bits than what the fused op would keep there."""
+    """The first node that rounds to fewer bits than the fused op would keep there."""
     floats = _floats((*region.inputs, *region.roots))
     for node in all_nodes(region.nodes):
         rounded = node.outputs[0].dtype
@@ -58,5 +58,5 @@ def _rounding(region: Region) -> Node | None:
 
 
 def _floats(atoms: Iterable[Atom]) -> list[Any]:
-    """The dtypes that are floats of some values."""
+    """The floating dtypes among those of some values."""
     return [a.dtype for a in atoms if is_float(a.dtype)]

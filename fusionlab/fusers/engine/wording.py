@@ -1,4 +1,4 @@
-"""How what was found is written down: nodes in sentences, by their results, their primitive and the user's line; sites as plain data."""
+"""How findings are written: nodes in sentences by their results, primitive and source line; sites as plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = {"pass_name": "pass", "node_ids": "nodes", "site_ids": "site", "is_fused
 
 
 def anchor_text(node: Node) -> str:
-    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node; of many results the first ones."""
+    """ "%7:f32[8,4] = add (model.py:41)": how a sentence names a node, with only the first of many results."""
     more = len(node.outputs) - _RESULTS
     outs = ", ".join(map(repr, node.outputs[:_RESULTS])) + (f" and {more} more" if more > 0 else "")
     return f"{outs} = {node.primitive}" + (f" ({node.source})" if node.source else "")
@@ -44,7 +44,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """A number, or a text, as it is; else the name of a value, or the text of anything else."""
+    """A number or a text unchanged, a value by its name, anything else as text."""
     if isinstance(value, int | float | str | bool):
         return value
     return value.name if isinstance(value, Value) else str(value)

@@ -1,4 +1,4 @@
-"""All that is known of one site or structure, in lines."""
+"""Everything known about one site or structure, in lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search found: candidates, rejections, and the report over both. Declining is data."""
+"""The findings of a search: candidates, rejections, and the report on both. Declining is data."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _LINES = 20  # of reasons that a printed report holds before it is cut short
 class Findings(Shown):
     """All candidates and rejections of a search over one graph.
 
-    Attributes: `graph`, `passes` (names asked, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (what backends
-    are judged for), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
-    program has a backward pass in it), `applied` (ids of what is fused, where a fused function was asked what it found), `router`
-    (tells the routes of the products; opaque to readers).
+    Attributes: `graph`, `passes` (requested names, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (for which
+    backends are chosen), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
+    program contains a backward pass), `applied` (ids of the fused sites, for the findings of a fused function), `router`
+    (finds the routes of the products; opaque to readers).
     """
 
     graph: Graph
@@ -70,14 +70,14 @@ class Findings(Shown):
         return (*self.candidates, *self.rejections)
 
     def routes(self) -> Routes:
-        """The route of every matrix product of the program, with what each route said of it: a table to print."""
+        """The route of every matrix product of the program, with the answer of each route: a table to print."""
         return self.router(self) if self.router is not None else Routes(self.device, ())
 
     def counts(self) -> dict[str, int | str]:
-        """Pass name -> number of candidates; every pass asked is a key, zeros too.
+        """Pass name -> number of candidates; every requested pass is a key, zeros included.
 
-        "<pass>_grad" is a key where the gradient is fused too: the number of candidates that are fused with their backward passes, in
-        a program that is differentiated already; in any other the words "runs under jax.grad", for it is fused then.
+        "<pass>_grad" is a key if the gradient is fused too: the number of candidates fused with their backward passes in an already
+        differentiated program; in any other program the words "runs under jax.grad", because it is fused there.
         """
         found = Facts()
         for p in self.passes:
@@ -89,14 +89,14 @@ class Findings(Shown):
         return found
 
     def concepts(self) -> dict[str, int]:
-        """What was recognised -> how often, fused or declined alike ("linear": 12, "gelu_tanh": 2, ...)."""
+        """Concept -> number of sites where it was recognised, fused or declined ("linear": 12, "gelu_tanh": 2, ...)."""
         return Facts(Counter(c for item in (*self.candidates, *self.rejections) for c in item.concepts))
 
     def cost(self, trips: Mapping[int, int] | None = None) -> Costs:
-        """Operations and bytes of every node of the program as it is; `trips` says how often while loops run, by node id.
+        """Operations and bytes of every node of the program as it is; `trips` gives the trip counts of while loops, by node id.
 
         Raises:
-          ArgumentError: `trips` names what is no while loop.
+          ArgumentError: `trips` names a node that is not a while loop.
         """
         return self._costs if trips is None else cost_of(self.graph, trips=trips)
 
@@ -106,19 +106,19 @@ class Findings(Shown):
 
     @functools.cached_property
     def structures(self) -> tuple[Structure, ...]:
-        """What the sites found are parts of (transformer layers, QKV siblings, ...), and what no pass fused of softmax and lerp."""
+        """The larger structures of the sites (transformer layers, QKV siblings, ...), and the softmaxes and lerps that no pass fused."""
         return Records(self._structures_or_why[0])
 
     @functools.cached_property
     def _structures_or_why(self) -> tuple[tuple[Structure, ...], str]:
-        """The structures; none, and why, where FusionLab failed on them."""
+        """The structures, or none and the reason if FusionLab failed on them."""
         if self.graph.numbered is not None:
             return (), ""
-        return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none can be told: {fault}"))
+        return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none could be found: {fault}"))
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
-        """The forward sites, fused or declined, whose gradient this program computes as well: it was differentiated already."""
+        """The forward sites, fused or declined, whose gradient this already differentiated program computes as well."""
         items = sorted((*self.candidates, *self.rejections), key=lambda x: x.region.nodes[0].id if x.region else -1)
         return Records(item.backward for item in items if item.backward is not None)
 
@@ -138,10 +138,10 @@ class Findings(Shown):
     def select(
         self, enabled: Iterable[str] | str | None = None, skip: Iterable[str] | str = ()
     ) -> tuple[Candidate, ...]:
-        """Candidates by site id or pass name: those `enabled` (None: all that are not idle) and not in `skip`; one name may stand alone.
+        """Candidates by site id or pass name: those `enabled` (None: all that are not idle) and not in `skip`; either may be a single name.
 
         Raises:
-          UnknownNameError: a name that is neither a site of this graph nor a pass that was asked.
+          UnknownNameError: a name that is neither a site of this graph nor a requested pass.
         """
         wanted, left = _names(enabled or ()), _names(skip)
         known = {*(item.id for item in (*self.candidates, *self.rejections)), *self.passes}
@@ -163,9 +163,9 @@ class Findings(Shown):
         return type(g)(**{f.name: getattr(new, f.name) for f in dataclasses.fields(new)})
 
     def xla(self, fused: bool = False) -> CompiledModule:
-        """What XLA makes of the program as it was written, or `fused`: its kernels, and the nodes they came from.
+        """The program as compiled by XLA, as written or `fused`: its kernels, and the nodes from which they come.
 
-        Compiled when first asked for, for this process's own device, whatever device the backends were judged for; nothing is run.
+        It is compiled on first use, for this process's own device, whatever device the backends were chosen for; nothing is run.
         """
         return self._xla_fused if fused else self._xla
 
@@ -182,9 +182,9 @@ class Findings(Shown):
         return Records(site_kernels(self.candidates, self.select(), self.xla(), self.xla(fused=True)))
 
     def line(self, pass_name: str) -> str:
-        """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" of what `applied` names.
+        """ "gemm_epilogue: 3 subgraphs can be fused, 1 declined (rank), nodes 31 -> 24"; "fused" for the sites in `applied`.
 
-        "3 subgraphs can be fused, of which 1 is left as it is": not fused unless asked for; the node count leaves it out.
+        "3 subgraphs can be fused, of which 1 is left as it is": not fused unless requested; the node count excludes it.
         """
         found = [c.id for c in self.candidates if c.pass_name == pass_name]
         mine = [c.id for c in self.candidates if c.pass_name == pass_name and not c.idle]
@@ -207,12 +207,12 @@ class Findings(Shown):
         )
 
     def lines(self) -> list[str]:
-        """The line of every pass asked, in order; that of its gradient, where there is something to say, after it."""
+        """The line of every requested pass, in order, followed by the line of its gradient if there is one."""
         per_pass = ((self.line(p), *self._gradient_line(p)) for p in self.passes)
-        return [line for lines in per_pass for line in lines] or ["no passes asked"]
+        return [line for lines in per_pass for line in lines] or ["no passes requested"]
 
     def _gradient_line(self, pass_name: str) -> list[str]:
-        """ "gemm_epilogue_grad: 3 subgraphs can be fused", in a differentiated program; none where nothing is fused forward."""
+        """ "gemm_epilogue_grad: 3 subgraphs can be fused", in a differentiated program; none if no forward site is fused."""
         counts = self.counts()
         has_fused = self.differentiated and f"{pass_name}_grad" in counts and counts[pass_name]
         with_backward = [
@@ -221,18 +221,18 @@ class Findings(Shown):
         return [f"{pass_name}_grad: {self._subgraphs(with_backward)}"] if has_fused else []
 
     def _under_grad(self) -> list[str]:
-        """What is said of the gradients of a program that is not differentiated."""
+        """The words for the gradients of a program that is not differentiated."""
         names = [g for g in self.gradients if any(f"{c.pass_name}_grad" == g for c in self.select())]
         return [f"{', '.join(names)}: {RUNS_UNDER_GRAD}"] if names and not self.differentiated else []
 
     def __str__(self) -> str:
-        """The lines of the passes, then why sites were declined, alike ones together; long lists are cut short."""
+        """The lines of the passes, then the reasons for declining, similar ones grouped; long lists are truncated."""
         return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
 
     def report(self, xla: bool = False) -> Text:
-        """Everything a reader may ask: `str()` with no reason left out, and where the sites found would run, and why.
+        """The full report: `str()` with every reason, and the backend of each site, with its reason.
 
-        With `xla` also how many kernels XLA makes of each site, as it was written and fused: both are compiled for it (see `xla`).
+        With `xla`, also the number of kernels that XLA makes of each site, as written and fused; both are compiled for it (see `xla`).
         """
         kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
         sections = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
@@ -240,7 +240,7 @@ class Findings(Shown):
         return Text("\n".join(line for part in parts for line in part))
 
     def reasons(self, most: int | None = None) -> list[str]:
-        """Why sites were declined, in at most so many lines (None: in all); sites that differ only in names are said together."""
+        """The reasons for declining, in at most so many lines (None: all); sites that differ only in names are grouped."""
         lines: list[str] = []
         listed = 0
         for alike in grouped_by(self.rejections, lambda r: (r.pass_name, r.code, r.edit, nameless(r.sentence))):
@@ -253,17 +253,17 @@ class Findings(Shown):
         return _section("declined:", lines)
 
     def _chosen(self) -> list[str]:
-        """The backend of each candidate, with the reason, sites alike together."""
+        """The backend of each candidate, with the reason, similar sites grouped."""
         groups = grouped_by(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(nameless, c.notes)))
         lines = []
         for alike in groups:
             first, b = alike[0], alike[0].backend
-            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was judged"
+            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was considered"
             lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
         return _section(f"backends on {self.device}:", lines)
 
     def _paired(self) -> list[str]:
-        """The pairs, alike ones together."""
+        """The pairs, similar ones grouped."""
         groups = grouped_by(
             self.pairs,
             lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.idle, p.grouping, p.joins),
@@ -271,7 +271,7 @@ class Findings(Shown):
         return _section("backward passes in this program:", [f"  {pairs_line(alike)}" for alike in groups])
 
     def _structured(self) -> list[str]:
-        """The structures, alike ones together."""
+        """The structures, similar ones grouped."""
         structures, why = self._structures_or_why
         groups = grouped_by(structures, lambda s: (s.kind, s.text))
         lines = [f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups]
@@ -283,9 +283,9 @@ class Findings(Shown):
         return f"<{type(self).__name__} {self.graph.name}: {', '.join(said)}>"
 
     def explain(self, node: Node | int | str, origin: bool = False) -> Text:
-        """What was found about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences.
+        """The findings about a node ("%143", a node id, a Node), or about a site or a structure by its id, in sentences.
 
-        With `origin`, a rejection says which line of FusionLab declined it.
+        With `origin`, a rejection also names the line of FusionLab that declined it.
         """
         if isinstance(node, str) and "@" in node:
             return Text(self._explained_site(node, origin))
@@ -294,13 +294,13 @@ class Findings(Shown):
             return Text(given)
         found = self._node(node)
         texts = [explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
-        texts = texts or [f"in no site: no pass asked ({', '.join(self.passes)}) has its anchor here"]
+        texts = texts or [f"in no site: none of the requested passes ({', '.join(self.passes)}) has its anchor here"]
         texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
         texts.append(f"costs {self.cost().summary(found)}")
         return Text("\n".join([node_text(found), *("  " + text for text in texts)]))
 
     def _explained_site(self, site: str, origin: bool) -> str:
-        """A site or a structure, what a candidate's nodes cost as they are and as one kernel, and its backward pass."""
+        """A site or a structure, the cost of a candidate's nodes as they are and as one kernel, and its backward pass."""
         item = self[site]
         lines = [explained(item, origin)]
         if isinstance(item, Candidate):
@@ -309,7 +309,7 @@ class Findings(Shown):
         return "\n".join([*lines, *(f"  {p.text}" for p in self.pairs if p.site == site)])
 
     def _given(self, name: Any) -> str | None:
-        """What there is to say of a value that no node makes: an argument, what a body is given, a captured array."""
+        """The explanation of a value that no node computes: an argument, an input of a body, a captured array."""
         for block in self.graph.blocks() if isinstance(name, str) else ():
             for i, value in enumerate((*block.inputs, *(v for v, _ in block.consts))):
                 if value.name == name:
@@ -353,14 +353,15 @@ class Findings(Shown):
         }
 
     def to_json(self, indent: int | None = 2) -> str:
+        """`to_dict` as JSON text; `indent` as for `json.dumps`."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_dataframe(self, xla: bool = False) -> Any:
         """One row per candidate and rejection, as a pandas DataFrame.
 
         `backend` is the one chosen, `backends` every one with its verdict and reason, `notes` the sentences on the site. With `xla`, which
-        compiles the program as it was written and fused (see `xla`), `xla_fused_into` is what XLA makes of a candidate's nodes, and
-        `xla_kernels` how many kernels that is, before and after ("3 -> 1").
+        compiles the program as written and fused (see `xla`), `xla_fused_into` lists the kernels that XLA makes of a candidate's nodes,
+        and `xla_kernels` is their number before and after ("3 -> 1").
 
         Raises:
           MissingDependencyError: pandas is not installed.
@@ -381,12 +382,12 @@ class Findings(Shown):
 
 
 def _section(head: str, lines: list[str]) -> list[str]:
-    """Lines of a report under their head; nothing where there are none."""
+    """Lines of a report under their heading; nothing if there are none."""
     return [head, *lines] if lines else []
 
 
 def _names(given: Iterable[str] | str) -> set[str]:
-    """Names of which one may stand alone."""
+    """Names, given as several or as a single one."""
     return {given} if isinstance(given, str) else set(given)
 
 

@@ -1,4 +1,4 @@
-"""Structures that a gate is part of, read off the canonical view: an attention whose result is gated, and the product of two gated
+"""Structures with a gate, read off the canonical view: an attention whose result is gated, and the product of two gated
 projections of pairs (Jumper et al., "Highly accurate protein structure prediction with AlphaFold", 2021, supplement, algorithms 7 and 11).
 """
 
@@ -20,7 +20,7 @@ _STEPS = 8
 
 @dataclass(frozen=True)
 class GatedStructure:
-    """A kind of structure, what it is in words, and its canonical nodes."""
+    """A kind of structure, its description, and its canonical nodes."""
 
     kind: str
     text: str
@@ -77,7 +77,7 @@ def is_attention(view: CanonicalView, nid: int) -> bool:
 
 
 def _biased(view: CanonicalView, attention: int) -> str:
-    """What is told of an attention's scores: a bias that a product makes, as of pairs, and numbers that they are cut off at."""
+    """The words for an attention's scores: a bias computed by a product, as from pairs, and clipping."""
     node = view.nodes[attention]
     words = ""
     if isinstance(node.params, Labelled):
@@ -95,14 +95,14 @@ def _is_sigmoid(node: CNode) -> bool:
 
 
 def _source(view: CanonicalView, nid: int) -> int:
-    """What a value is a view, a part or a cast of."""
+    """The value of which another is a view, a part or a cast."""
     while view.nodes[nid].op in _PASSED and view.nodes[nid].operands:
         nid = view.nodes[nid].operands[0].nid
     return nid
 
 
 def products_below(view: CanonicalView, start: int, ops: Collection[str] = PRODUCTS) -> set[int]:
-    """The products, or other nodes of some `ops`, that a value is made of, as far as the first on each way."""
+    """The products, or other nodes of some `ops`, from which a value is computed, up to the first on each path."""
     found, seen, stack = set[int](), {start}, [start]
     while stack:
         node = view.nodes[stack.pop()]
@@ -116,7 +116,7 @@ def products_below(view: CanonicalView, start: int, ops: Collection[str] = PRODU
 
 
 def _gated(view: CanonicalView, nid: int) -> tuple[set[int], int] | None:
-    """The nodes of a gated projection, and what it is one of: a multiple of a sigmoid whose products all read one value."""
+    """The nodes of a gated projection, and the value it projects: a multiple of a sigmoid whose products all read one value."""
     factors = _factors(view, nid)
     gates = any(_is_sigmoid(view.nodes[n]) for n in factors - {nid})
     products = products_below(view, nid)
@@ -128,7 +128,7 @@ def _gated(view: CanonicalView, nid: int) -> tuple[set[int], int] | None:
 
 
 def _factors(view: CanonicalView, nid: int) -> set[int]:
-    """A node, and what it is a multiple of within a few steps, through views, parts and casts."""
+    """A node and its factors within a few steps, through views, parts and casts."""
     seen, level = {nid}, [nid]
     for _ in range(_STEPS):
         below = [o.nid for n in level for o in view.nodes[n].operands if view.nodes[n].op in (*_PASSED, "prod")]
@@ -138,8 +138,8 @@ def _factors(view: CanonicalView, nid: int) -> set[int]:
 
 
 def _are_pairs(view: CanonicalView, edge: Operand, labels: Iterable[int], x: int) -> bool:
-    """Whether axes of a projection, which its reader has under these labels, are axes of what it is one of, and none that a weight gives
-    it, as far as that is told.
+    """Whether the axes of a projection, which its reader has under these labels, are axes of the projected value rather than of a weight,
+    as far as is known.
     """
     node, axes = view.nodes[edge.nid], list(map(edge.axes.index, labels))
     if node.op in PRODUCTS:

@@ -1,4 +1,4 @@
-"""Equal layers each of which reads the one before: told by what they compute and where it goes, not by names."""
+"""Equal layers in a row, each reading the one before: recognised by their computation and data flow, not by names."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def rows_of(view: CanonicalView, layers: Sequence[tuple[Match, LayerT]]) -> Iter
 
 
 def _reads(view: CanonicalView, found: Match) -> tuple[int, tuple[str, ...]]:
-    """What a layer reads, and the letter of each of its axes."""
+    """The input of a layer, and the letter of each of its axes."""
     return found.leaves["x"], _letters_of(view, found, found.leaf_id("x"))
 
 
 def _gives(view: CanonicalView, found: Match) -> tuple[int, tuple[str, ...]]:
-    """What a layer makes, and the letter of each of its axes: the next one may read it turned."""
+    """The result of a layer, and the letter of each of its axes: the next one may read it transposed."""
     return found.nodes[found.pattern.root], _letters_of(view, found, found.pattern.root)
 
 
@@ -53,7 +53,7 @@ def _letters_of(view: CanonicalView, found: Match, pid: int) -> tuple[str, ...]:
 
 
 def _kind_of(view: CanonicalView, found: Match) -> Any:
-    """What a match computes, whatever its weights: equal for equal layers."""
+    """A key for the computation of a match, whatever its weights: equal for equal layers."""
     inner = [p for p in sorted(found.nodes) if p not in found.pattern.leaf_of]
     nodes = [view.nodes[found.nodes[p]] for p in inner]
     op_traits = tuple(
@@ -65,6 +65,6 @@ def _kind_of(view: CanonicalView, found: Match) -> Any:
 
 
 def _numbers(node: CNode) -> tuple[tuple[str, Any], ...]:
-    """The numbers among a fused op's operands, and its mask: layers that see other keys are no equal ones."""
+    """The numbers among a fused op's operands, and its mask: layers that see different keys are not equal."""
     slots = zip(node.params.slots, node.operands, strict=True)
     return tuple((slot, o.nid if slot == "mask" else o.coef) for slot, o in slots if o.nid == ONE or slot == "mask")

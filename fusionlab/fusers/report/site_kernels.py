@@ -1,4 +1,4 @@
-"""How many kernels XLA makes of each site: in the program as it was written, and fused. Both are compiled for it, and nothing is run."""
+"""The number of kernels that XLA makes of each site, as written and fused. Both programs are compiled, and nothing is run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SiteKernels(Shown):
 
     Attributes:
       site: the candidate's id.
-      before: those that its nodes (and those of its backward pass fused with it) went into; other nodes may be in them too.
-      after: those that what replaces it went into; None where it is not fused (it is idle, or was left out).
+      before: the kernels of its nodes (and of its backward pass if fused with it); they may contain other nodes too.
+      after: the kernels of its replacement; None if it is not fused (it is idle, or was skipped).
     """
 
     _name = "site"
@@ -43,7 +43,7 @@ class SiteKernels(Shown):
 
     @property
     def into(self) -> str:
-        """ "2 fusion (kLoop), 1 library (dot)": what its nodes went into, alike ones together."""
+        """ "2 fusion (kLoop), 1 library (dot)": the kernels of its nodes, similar ones grouped."""
         return kinds(self.before)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def kinds(kernels: Iterable[ModuleKernel]) -> str:
 
 
 def fused_view(graph: Graph, replacements: Sequence[Replacement]) -> CompiledModule:
-    """What XLA makes of the graph with its sites replaced; a replacement's kernels are those of its site's nodes."""
+    """The compiled graph with its sites replaced; a replacement's kernels are attributed to its site's nodes."""
     return read_hlo(compiled_text(to_jaxpr(tagged_graph(graph), replacements), graph), graph)
 
 
@@ -79,11 +79,11 @@ def site_kernels(
 def kernel_lines(
     candidates: Sequence[Candidate], found: Sequence[SiteKernels], before: CompiledModule, after: CompiledModule
 ) -> list[str]:
-    """The kernels of the whole program, then of the sites, alike ones together."""
+    """The kernels of the whole program, then of the sites, similar ones grouped."""
     of = {k.site: k for k in found}
     groups = grouped_by(candidates, lambda c: (c.pass_name, of[c.id].change, of[c.id].into, _after(of[c.id])))
     lines = [f"  {which(alike)}: {(k := of[alike[0].id]).change}: {k.into}{_after(k)}" for alike in groups]
-    head = f"XLA kernels, loop bodies counted once: {before.launches} -> {after.launches}; of each site, with what XLA fused to it:"
+    head = f"XLA kernels, loop bodies counted once: {before.launches} -> {after.launches}; per site, with the nodes that XLA fused to it:"
     return [head, *lines]
 
 

@@ -1,7 +1,7 @@
-"""Larger structures by example, written in the fused ops: they are matched where small sites are folded.
+"""Larger structures by example, written in the fused ops and matched in a view in which small sites are folded.
 
-Of a fused op an example names what it needs; a bias or a mask that the program has beside it does not disturb. An activation of
-relu stands for any activation, a layer norm for any norm, an attention for a causal one as well.
+An example names only the operands of a fused op that it needs; a further bias or mask in the program does not prevent a match. An
+activation of relu stands for any activation, a layer norm for any norm, an attention for a causal one as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANY_OF = {
     ("is_causal", False): frozenset({False, True}),
 }
 GATED = "act(x @ w) * (x @ v): two products of one value, multiplied"
-PACKED = "act(h1) * h2 of h = x @ w: two parts of one product, multiplied; their weights are packed in one"
+PACKED = "act(h1) * h2 of h = x @ w: two parts of one product, multiplied; their weights are packed into one"
 _HEADS = 2  # of an example; a pattern knows no sizes
 
 

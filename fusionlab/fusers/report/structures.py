@@ -1,7 +1,7 @@
-"""Larger structures: what the sites found are parts of, and what no pass fuses yet.
+"""Larger structures composed of sites, including those that no pass fuses yet.
 
-Where small sites are folded into the ops they become, a transformer layer is a dozen nodes. Nothing here is rewritten: a structure
-says how sites hang together. It is made of accepted sites, and of what the program has between them.
+With small sites folded into the ops they become, a transformer layer is a dozen nodes. Nothing here is rewritten: a structure
+shows how sites belong together. It consists of accepted sites and the nodes between them.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 _MAKERS = (*PRODUCTS, "dot_product_attention")  # what makes queries, keys and values of a value
 STRUCTURE_KINDS = {
     "transformer_layer": "attention and feed-forward, each with its norm and its residual connection",
-    "repeated_layers": "equal layers in a row, each of which reads the one before",
+    "repeated_layers": "equal layers in a row, each reading the one before",
     "qkv_siblings": "three products of one value that are the queries, keys and values of an attention",
-    "glu_pair": "two products of one value, one of them activated, multiplied with each other",
-    "packed_gate": "two parts of one product, one of them activated, multiplied with each other",
+    "glu_pair": "two products of one value, one of them activated, multiplied together",
+    "packed_gate": "two parts of one product, one of them activated, multiplied together",
     "gated_attention": "an attention whose result is multiplied by a sigmoid",
     "triangle_multiplication": "a product, channel by channel, of two gated projections of pairs",
     "residual_norm": "a norm of the sum of two values, as a residual connection is",
     "row_parallel": "a product that is summed over devices before its bias is added",
-    "softmax": "a softmax that stands in no site",
+    "softmax": "a softmax outside of any site",
     "lerp": "a blend of two values, x + w * (y - x), in any spelling",
 }
 
@@ -60,10 +60,10 @@ class Structure(Shown):
     Attributes:
       id: stable name, "qkv_siblings@encoder/layer_3#1" (kind, scope, ordinal within the scope).
       kind: a key of `STRUCTURE_KINDS`.
-      text: what it is, in words.
+      text: its description.
       node_ids: the raw nodes of its sites, and those between them.
-      sites: ids of the candidates it is made of, in program order.
-      block_path: the block it stands in ("" = top).
+      sites: ids of its candidates, in program order.
+      block_path: the block that contains it ("" = top).
       source: the user's line of its last node.
     """
 
@@ -79,6 +79,7 @@ class Structure(Shown):
 
     @property
     def scope(self) -> str:
+        """The module scope it stands in ("encoder/layer_3/mlp"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
     def __str__(self) -> str:
@@ -113,8 +114,8 @@ def folded_views(found: Findings) -> Iterator[tuple[CanonicalView, Node | None]]
 
 
 def _claimed_nodes(found: Findings) -> frozenset[int]:
-    """The nodes of sites, folded or fused with their backward pass, and of attentions that were declined: a softmax or a blend in them
-    is no structure of its own."""
+    """The nodes of sites, folded or fused with their backward pass, and of declined attentions: a softmax or a blend in them
+    is not a structure of its own."""
     declined = (r.site_ids for r in found.rejections if "attention" in r.concepts)
     return frozenset().union(*(c.node_ids for c in found.candidates), *declined)
 
@@ -153,7 +154,7 @@ class _Searcher:
                 yield self.of_nodes("lerp", blend.form.text, {n.id: n for n in blend.nodes})
 
     def folded(self) -> Iterator[Structure]:
-        """What is made of folded sites: matched, then gated pairs of another kind, then equal layers in a row."""
+        """The structures of folded sites: matched ones, then gated pairs of another kind, then equal layers in a row."""
         layers: list[tuple[Match, Structure]] = []
         pairs: set[int] = set()  # the last nodes of gated pairs
         for form, found in self.matches(FOLDED, self.has_op):
@@ -169,7 +170,7 @@ class _Searcher:
         yield from map(_row, rows_of(self.view, layers))
 
     def matches(self, forms: Sequence[Form], wanted: Callable[[CNode], bool]) -> Iterator[tuple[Form, Match]]:
-        """At every node that is `wanted` the first of the forms of each kind."""
+        """At every `wanted` node, the first matching form of each kind."""
         roots: dict[str, list[Form]] = {}
         for form in forms:
             pattern = pattern_of(form.example)
@@ -186,13 +187,13 @@ class _Searcher:
                         yield form, found
 
     def has_op(self, node: CNode) -> bool:
-        """Whether a node is a fused op or reads one, or a product of one: a folded structure ends so."""
+        """Whether a node is a fused op, or reads one or a product of one, as the last node of a folded structure does."""
         below = [self.view.nodes[o.nid] for o in node.operands]
         further = [self.view.nodes[o.nid] for n in below if n.op == "dot" for o in n.operands]
         return any(isinstance(n.params, Labelled) or n.op == "prod" for n in (node, *below, *further))
 
     def forward(self, nid: int) -> bool:
-        """Whether a canonical node is a value of this block's, and not of a backward pass alone."""
+        """Whether a canonical node is a value of this block, and not only of a backward pass."""
         node = self.view.maker(nid)
         return nid in self.view.tiles_at or (node is not None and not is_backward(node.eqn))
 
@@ -216,7 +217,7 @@ class _Searcher:
         return self.of_nodes(kind, text, nodes, tuple(sorted(sites, key=sites.__getitem__)))
 
     def of_nodes(self, kind: str, text: str, nodes: Mapping[int, Node], sites: tuple[str, ...] = ()) -> Structure:
-        """The structure over some raw nodes, of which the last says where it stands."""
+        """The structure over some raw nodes, located at the last of them."""
         scope = common_scope(n.scope for n in nodes.values())
         source = nodes[max(nodes)].source
         return Structure(f"{kind}@{scope}", kind, text, frozenset(nodes), sites, self.view.block.path, source)
@@ -224,7 +225,7 @@ class _Searcher:
     # -- what is read off rather than matched ---------------------------------------------------------------------
 
     def siblings(self, attention: int) -> Iterator[Structure]:
-        """Queries, keys and values made by a product each, of one value, with weights that could stand side by side."""
+        """Queries, keys and values computed by one product each from one value, with weights that could be concatenated."""
         if not isinstance(self.view.nodes[attention].params, Labelled):
             return  # a residual of the op's, in a program that is fused and differentiated
         sources = [products_below(self.view, o.nid, _MAKERS) for o in self.view.nodes[attention].operands[:3]]
@@ -234,11 +235,11 @@ class _Searcher:
         if any(self.view.nodes[p].op == "dot_product_attention" for p in products):
             return
         if self.share_factor(products):
-            text = "queries, keys and values by three products of one value: one product by their weights side by side reads it once"
+            text = "queries, keys and values by three products of one value: one product with concatenated weights reads it once"
             yield self.record("qkv_siblings", text, [*products, attention])
 
     def share_factor(self, products: Sequence[int]) -> bool:
-        """Whether products share one factor, along the same axes, and have another each, of no higher rank."""
+        """Whether products share one factor, along the same axes, and the other factors do not have a higher rank."""
         read = [self.factors(p) for p in products]
         shared = set.intersection(*map(set, read))
         if len(shared) != 1:
@@ -249,13 +250,13 @@ class _Searcher:
         return len(weights) == len(products) and all(rank >= len(self.view.nodes[w].shape) for w in weights)
 
     def factors(self, product: int) -> list[tuple[int, frozenset[int]]]:
-        """The operands of a product, of a fused one x and w, each with its axes that are summed over."""
+        """The operands of a product (x and w of a fused one), each with its contracted axes."""
         node = self.view.nodes[product]
         own = node_labels(node) or ()
         return [(o.nid, frozenset(i for i, x in enumerate(o.axes) if x not in own)) for o in node.operands[:2]]
 
     def gated(self, known: Set[int]) -> Iterator[Structure]:
-        """Gated pairs whose activation is not folded: a backward pass reads what is inside, or the pass declined it."""
+        """Gated pairs whose activation is not folded, because a backward pass reads its inner values or the pass declined it."""
         for node in self.view.block.nodes:
             if node.primitive != "mul" or node.id in {*known, *self.claimed} or in_backward(node):
                 continue
@@ -271,7 +272,7 @@ class _Searcher:
             yield self.of_nodes(kind, text, nodes, sites)
 
     def row_parallel(self, summed: int) -> Iterator[Structure]:
-        """A product, the sum over devices of it alone, and a vector along its features that is added as its bias."""
+        """A product, its sum over devices, and a vector along its features that is added as its bias."""
         node, added = self.view.nodes[summed], self.added_to(summed)
         if len(node.operands) != 1 or added is None:
             return
@@ -283,12 +284,12 @@ class _Searcher:
         if not self.are_last(summed, along):
             return
         if frozenset(product.axes[axis] for axis in along) in self.free_axes(product.nid):
-            text = "x @ w summed over devices, and its bias added after: a row-parallel product"
+            text = "x @ w summed over devices, then its bias added: a row-parallel product"
             yield self.record("row_parallel", text, [product.nid, summed, total])
 
     def added_to(self, nid: int) -> tuple[int, Operand, Operand] | None:
-        """The only sum that reads a canonical node, the node as a term of it, and its other term; None for any other than of two, as
-        they are."""
+        """The only sum that reads a canonical node, the node as a term of it, and its other term; None unless it is a sum of two unscaled
+        terms."""
         sums = [u for u in self.view.users.get(nid, ()) if self.view.nodes[u].op == "sum"]
         terms = self.view.nodes[sums[0]].operands if len(sums) == 1 else ()
         if len(terms) != 2 or any(o.coef != 1 for o in terms):
@@ -297,12 +298,12 @@ class _Searcher:
         return sums[0], mine, other
 
     def are_last(self, nid: int, axes: Sequence[int]) -> bool:
-        """Whether some axes of a canonical node, at least one, are the last of the value that shows it; -1 is none of them."""
+        """Whether axes of a canonical node, at least one, are the last axes of its value; -1 stands for an axis of no operand."""
         order = self.view.ref[self.view.values_of[nid][0].id].dims
         return bool(axes) and -1 not in axes and sorted(axes) == sorted(order[-len(axes) :])
 
     def free_axes(self, product: int) -> list[frozenset[int]]:
-        """For each factor of a product, the product's own axes that it alone has; none where the factors share an axis."""
+        """For each factor of a product, the product's axes that only it has; none if the factors share an axis."""
         node, (left, right) = self.view.nodes[product], self.view.nodes[product].operands[:2]
         own = node_labels(node) or ()
         if any(x in left.axes and x in right.axes for x in own):
@@ -310,7 +311,7 @@ class _Searcher:
         return [frozenset(i for i, x in enumerate(own) if x in o.axes) for o in (left, right)]
 
     def is_bare(self, nid: int) -> bool:
-        """Whether a node is a product that nothing follows yet."""
+        """Whether a node is a product without an epilogue."""
         node = self.view.nodes[nid]
         folded = isinstance(node.params, Labelled) and dict(node.params.traits).get("activation") == "none"
         return node.op == "dot" or (folded and "bias" not in node.params.slots)

@@ -1,14 +1,14 @@
-"""The backward pass of a region, in a program that is differentiated already.
+"""The backward pass of a region in an already differentiated program.
 
-There is no backward pattern: the region itself is differentiated, by the JAX that is installed, and the result is looked up in the
-program's canonical view, node by node, with a candidate for the cotangent in its place. What is found is exact by construction, and
-written as this JAX writes it.
+There is no backward pattern: the region itself is differentiated by the installed JAX, and the result is looked up in the
+program's canonical view, node by node, with a candidate in place of the cotangent. A gradient found in this way is exact by construction,
+and written as this JAX writes it.
 
-A cotangent's candidates stand at the frontier: nodes that read values of the region, or what is made of those alone, and one value
-else, of the shape of the region's root.
+The candidates for the cotangent are at the frontier: nodes that read values of the region, or values computed only from them, and one
+other value, of the shape of the region's root.
 
-A value that is read in several places has a gradient of several terms. In which order JAX adds them up hangs on what stands around
-the region, and terms from elsewhere may come in between: gradients are compared as sets of terms.
+A value that is read in several places has a gradient of several terms. The order in which JAX adds them depends on the code around
+the region, and terms from elsewhere may come in between, so gradients are compared as sets of terms.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Backward:
-    """Where the gradient of a region is computed.
+    """The places where the gradients of a region are computed.
 
     Attributes:
       view: of the block, or of the two read as one, that it stands in.
@@ -74,7 +74,7 @@ class Backward:
 
 @dataclass
 class Derivatives(Memo):
-    """The programs of regions' derivatives, remembered by what the regions compute: layers share theirs."""
+    """The programs of regions' derivatives, cached by the regions' computation, so that equal layers share them."""
 
     def jaxpr(self, region: Region) -> Any:
         """(inputs, cotangent) -> (value, gradients of the inputs of floats)."""
@@ -99,10 +99,10 @@ def find_backward(
     expected: int | None = None,
     taken: frozenset[int] | set[int] = frozenset(),
 ) -> Backward | None:
-    """The backward pass of a region of `view`, by the cotangent that explains most gradients; None where there is none.
+    """The backward pass of a region of `view`, by the cotangent that explains most gradients; None if there is none.
 
-    Where nothing is asked of an operand that several regions read (data), the cotangent of one explains the others' gradients as
-    well. Then that is taken which shows the canonical node `expected`, else the first that gives no value in `taken`.
+    If the program needs no gradient of an operand that several regions read (data), the cotangent of one region also explains the
+    gradients of the others. Then the cotangent at the canonical node `expected` is chosen, else the first without values in `taken`.
     """
     program = None
     best: Backward | None = None
@@ -142,7 +142,7 @@ def _explained(
 
 
 def _is_backward(found: Backward) -> bool:
-    """Whether a node of a backward pass makes one of the gradients."""
+    """Whether a node of a backward pass computes one of the gradients."""
     makers = (found.view.block.producer.get(share.value.id) for share in found.gradients.values())
     return any(maker is not None and in_backward(maker) for maker in makers)
 
@@ -191,11 +191,11 @@ class SumTerms:
                 yield n, v
 
     def terms(self, value: Value) -> Counter[Term]:
-        """What a value is the sum of."""
+        """The terms of a value."""
         return self.terms_of.get(value.id) or Counter(_terms(self.view, self.view.ref[value.id]))
 
     def _viewed(self, value: Value) -> Value:
-        """The last that shows the same, past views that alone read it: the gradient of `x.T @ w` is turned there and back."""
+        """The last value of the same entries after views that are the only readers: the gradient of `x.T @ w` is transposed twice."""
         block, last, ref = self.view.block, value, self.view.ref
         at = value
         while at.id not in block.returned:
@@ -218,7 +218,7 @@ class SumTerms:
         return value
 
     def _share(self, value: Value, wanted: Counter[Term]) -> Share:
-        """Which values, added up into `value`, are the terms wanted."""
+        """The values whose sum in `value` is the wanted gradient."""
         own, others, through = set[int](), set[int](), set[int]()
         left, stack = Counter(wanted), [value]
         while stack:
@@ -239,7 +239,7 @@ class SumTerms:
 
 
 def _terms(view: CanonicalView, ref: Ref) -> list[Term]:
-    """What a value is the sum of, down through sums of sums, and through a reshape of one: it is the sum of its terms' reshapes."""
+    """The terms of a value, down through sums of sums and through a reshape of a sum, which is the sum of its terms' reshapes."""
     found: list[Term] = []
     stack: list[Term] = [(ref.coef, ref.nid, node_axes(ref), ())]
     while stack and len(stack) + len(found) < _TERMS:
@@ -268,7 +268,7 @@ def _cotangents(view: CanonicalView, region: Region) -> Iterator[Value]:
 
 
 def _shown_by(view: CanonicalView, value: Value) -> Iterator[Value]:
-    """A value, and those that it is only another view of, or the same entries in another shape."""
+    """A value and those with the same entries in another view or shape."""
     found: Value | None = value
     while found is not None:
         yield found
@@ -279,7 +279,7 @@ def _shown_by(view: CanonicalView, value: Value) -> Iterator[Value]:
 
 
 def _frontier(view: CanonicalView, region: Region) -> Iterator[Value]:
-    """What nodes read beside the region's values, or what is made of those alone, where it is one value."""
+    """The single other operand of nodes that read the region's values, or values computed only from them."""
     around = _Surroundings(view, region)
     level = around.own
     while level:
@@ -295,7 +295,7 @@ def _frontier(view: CanonicalView, region: Region) -> Iterator[Value]:
 
 
 class _Surroundings:
-    """What is made of a region's `own` values alone: `known`, by their ids, and the nodes `seen` that make them."""
+    """The values computed only from a region's `own` values: `known`, by id, and the nodes `seen` that compute them."""
 
     def __init__(self, view: CanonicalView, region: Region) -> None:
         self.view, self.root = view, region.root
@@ -307,12 +307,12 @@ class _Surroundings:
         self.seen: set[int] = set()
 
     def others(self, node: Node) -> dict[int, Value]:
-        """What a node reads beside what is known, literals left out."""
+        """The operands of a node that are not known, without literals."""
         read = (v for v in values_in(node.inputs) if v.id not in self.known)
         return {v.id: v for v in read if not self.view.is_literal(self.view.ref[v.id])}
 
     def candidates(self, node: Node, others: Mapping[int, Value]) -> Iterator[Value]:
-        """What a node reads that may be a cotangent; `others` are its own."""
+        """The operands of a node that may be a cotangent; `others` are its own."""
         read = values_in(node.inputs)
         beside = (v for v in read if v.id not in self.known and v.id not in others)
         yield from (v for v in beside if v.shape)  # the cotangent of a sum: ones
@@ -321,7 +321,7 @@ class _Surroundings:
             yield from others.values()
 
     def take(self, node: Node) -> Sequence[Value]:
-        """The results of a node made of what is known, which are known now; none where enough nodes have been looked at."""
+        """The results of a node with known operands, which become known; none once enough nodes have been examined."""
         if any(v.id in self.of_root for v in values_in(node.inputs)):
             self.of_root.update(v.id for v in node.outputs)
         if len(self.seen) >= _CLOSURE:
@@ -332,7 +332,7 @@ class _Surroundings:
 
 
 class _Nodes:
-    """The nodes of a view, and further ones that it does not get."""
+    """The nodes of a view, and further ones that are not added to it."""
 
     def __init__(self, base: list[CNode]) -> None:
         self.base, self.count, self.own = base, len(base), list[CNode]()
@@ -348,7 +348,7 @@ class _Nodes:
 
 
 class _Table:
-    """A view's hash-consing table, read, and one of its own, written."""
+    """A view's hash-consing table, read-only, and a separate one for new entries."""
 
     def __init__(self, base: dict[Any, int]) -> None:
         self.base, self.own = base, dict[Any, int]()
@@ -362,7 +362,7 @@ class _Table:
 
 
 class _Probe(CanonicalView):
-    """A view that looks nodes up in another, which stays as it is."""
+    """A view that looks nodes up in another view without changing it."""
 
     def __init__(self, base: CanonicalView) -> None:
         self._start(base.block)

@@ -1,4 +1,4 @@
-"""Where the backward passes that are replaced take what they read, and where the gradients they give go."""
+"""The operands of replaced backward passes, and the destinations of their gradients."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TravelKey = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """A backward pass in a row of layers, each of which ends in a function whose derivative may be taken by the one behind.
+    """A backward pass in a row of layers, each ending in a function whose derivative the next layer may take over.
 
     Attributes:
       slope: jaxpr of (residual, cotangent) -> the cotangent before that function; None where the layer has none.
       own: the derivative without it.
       linked: the same, and beyond the function that the layer before ends in: its last input is that one's residual.
-      before: the result of that layer; `linked` and this are None where there is none.
+      before: the result of that layer; `linked` and this are None if there is none.
     """
 
     slope: Any
@@ -39,7 +39,7 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class BackwardPart:
-    """The backward pass of a site, in a program that is differentiated already: it is replaced with the site, or neither is.
+    """The backward pass of a site in an already differentiated program: either both are replaced, or neither is.
 
     Attributes:
       site_path, block_path: the block of the site, and that of its backward pass.
@@ -48,8 +48,8 @@ class BackwardPart:
       cotangent: the value that is the cotangent of the root.
       gradients: (number of the leaf, where its gradient is) of each gradient the program computes.
       known: value of the site's block -> the backward block's own name for it, where they are two.
-      split: what runs in place of the site, and of its backward pass.
-      chain: how that is done in a row of layers, where they are grouped so.
+      split: the programs that replace the site and its backward pass.
+      chain: the form of these programs in a row of layers, if layers are grouped.
     """
 
     site_path: str
@@ -64,7 +64,7 @@ class BackwardPart:
     chain: Chain | None = None
 
     def operands(self, number: int, taken: Sequence[Taken] | None = None) -> list[Value | TravelKey]:
-        """What it reads beside the cotangent: values of its block, and keys of what travels there (in pair `number`)."""
+        """Its operands besides the cotangent: values of its block, and keys of the values that are passed there (in pair `number`)."""
         return [self._operand(number, role, i) for role, i in (self.split.taken if taken is None else taken)]
 
     def _operand(self, number: int, role: str, i: int) -> Value | TravelKey:
@@ -79,7 +79,7 @@ class BackwardPart:
         return ("value", value.id) if here is value else here
 
     def read(self) -> list[Value]:
-        """The values of its block that it reads, and the root, with which its residuals are made."""
+        """The values of its block that it reads, and the root, with which its residuals are computed."""
         root = [self.root] if self.block_path == self.site_path else []
         return [self.cotangent, *root, *(o for o in self.operands(0) if isinstance(o, Value))]
 
@@ -88,7 +88,7 @@ Pairs = Sequence[tuple[int, BackwardPart]]
 
 
 class Chosen:
-    """The pairs that are replaced, and how those in a row of layers are chained: as far as both neighbours are among them."""
+    """The replaced pairs, and the chaining of those in a row of layers, as far as both neighbours are among them."""
 
     def __init__(self, pairs: Pairs) -> None:
         self.number = {part.root.id: number for number, part in pairs}
@@ -96,7 +96,7 @@ class Chosen:
         self.followed = {c.before.id for c in links if c.before is not None and c.before.id in self.number}
 
     def pulled(self, number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
-        """The equations of a site's gradients, from its cotangent and what its forward pass kept; `env` gets the gradients."""
+        """The equations of a site's gradients, from its cotangent and the residuals of its forward pass; `env` gets the gradients."""
         (program, residual), ct, eqns = self._derivative(part, env), env[part.cotangent.id], []
         if part.chain is not None and part.chain.slope is not None and part.root.id not in self.followed:
             eqns, (ct,) = inlined(part.chain.slope, [env[number, "residual", 0], ct], source_info(at), extra)
@@ -109,7 +109,7 @@ class Chosen:
         return eqns + more
 
     def _derivative(self, part: BackwardPart, env: Env) -> tuple[Split, Any]:
-        """What runs back, and the residual of the layer before where that goes beyond the function it ends in; None elsewhere."""
+        """The backward program, and the residual of the layer before if that program includes its last function; None otherwise."""
         chain = part.chain
         if chain is None:
             return part.split, None
@@ -131,7 +131,7 @@ def claims_of(pairs: Pairs) -> dict[int, Claims]:
 
 
 def terms_beside(block: Block, value: Value, shares: Sequence[Share]) -> list[Value]:
-    """What a value is the sum of beside some gradients that are terms of it."""
+    """The terms of a value other than some gradients."""
     own = frozenset[int]().union(*(s.own for s in shares))
     through = frozenset[int]().union(*(s.through or () for s in shares))
     found, stack = list[Value](), [value]
@@ -148,7 +148,7 @@ def terms_beside(block: Block, value: Value, shares: Sequence[Share]) -> list[Va
 
 
 def sum_of_gradients(value: Value, claims: Claims, at: Node, env: Env, extra: Constants | None) -> list:
-    """The equations that make a value of its gradients and what else it is the sum of; `env` gets the result."""
+    """The equations that add a value's gradients and its other terms; `env` gets the result."""
     beside = terms_beside(claims[0][2], value, [share for _, share, _ in claims])
     atoms = [env[v.id] for v in beside] + [env[key] for key, _, _ in claims]
     closed = make_jaxpr(lambda *terms: functools.reduce(jax.lax.add, terms), [a.aval for a in atoms], value.aval)
@@ -160,7 +160,7 @@ def sum_of_gradients(value: Value, claims: Claims, at: Node, env: Env, extra: Co
 
 
 def first_gradients(block: Block, pairs: Pairs) -> dict[int, list[tuple[int, BackwardPart]]]:
-    """Node -> the pairs whose gradients are computed there: where the first of them is made."""
+    """Node -> the pairs whose first gradient is computed there."""
     found: dict[int, list[tuple[int, BackwardPart]]] = {}
     for number, part in pairs:
         first = min(block.position[block.producer[share.value.id].id] for _, share in part.gradients)

@@ -1,7 +1,7 @@
 """A forward region and its backward region as one block: a scan and the scan that runs back, and the like.
 
-Differentiating a region makes two of it: the first also returns what the second reads. Read as one straight program, in which what the
-second is given *is* what the first computes, both show in one canonical view; nothing is executed or rewritten in this form.
+Differentiating a region makes two regions: the first also returns what the second reads. Read as one straight program, in which the
+inputs of the second *are* the values that the first computes, both appear in one canonical view; this form is never executed or rewritten.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def joined_views(found: Iterable[CanonicalView]) -> Iterator[tuple[str, Canonica
 
 
 def _pairs(block: Block) -> Iterator[tuple[Node, Node]]:
-    """Region nodes of which the second reads what the first returns."""
+    """Pairs of region nodes of which the second reads results of the first."""
     for backward in block.nodes:
         if not backward.blocks:
             continue
@@ -66,7 +66,7 @@ def _maker(block: Block, atom: Atom) -> Node | None:
 
 
 def _known(block: Block, forward: Node, first: Block, backward: Node, second: Block) -> dict[int, Atom]:
-    """Number of an input of the second body -> the value of the first that it is, each time round."""
+    """Number of an input of the second body -> the value of the first that it equals in every iteration."""
     places = _places(forward, first)
     known: dict[int, Atom] = {}
     for i, (place, atom) in enumerate(_operands(backward, second)):
@@ -112,7 +112,7 @@ def _result_places(node: Node) -> list[OperandPlace | None]:
 
 
 def _same_run(forward: Node, backward: Node) -> bool:
-    """Whether the second is a region of the same kind that goes through the same entries, branch or devices as the first."""
+    """Whether the second is a region of the same kind over the same entries, branch or devices as the first."""
     if forward.primitive != backward.primitive or len(forward.blocks) != len(backward.blocks):
         return False
     if forward.primitive == "scan":
@@ -124,7 +124,7 @@ def _same_run(forward: Node, backward: Node) -> bool:
 
 
 def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[bool]:
-    """For each result of the first region, whether anything but the second reads it; a carry is read the next time round."""
+    """For each result of the first region, whether anything but the second reads it; a carry is read in the next iteration."""
     shift = len(backward.inputs) - len(backward.blocks[0].inputs)
     carried = scan_counts(forward.params)[1] if forward.primitive == "scan" else 0
 
@@ -145,10 +145,10 @@ def _kept(block: Block, forward: Node, backward: Node, known: set[int]) -> list[
 
 
 def _joined(first: Block, second: Block, known: dict[int, Atom], kept: list[bool], like: Node) -> Block:
-    """Both bodies in a row; a copy stands for each input, or captured array, of the second that is a value of the first.
+    """Both bodies one after the other; each input or captured array of the second that is a value of the first becomes a copy of it.
 
-    What the first returns (`kept`: to others than the second) and what the second returns is what both return. `like` is the second
-    region's node, which lends the copies its equation.
+    The joined block returns the results of the first (`kept`: those read by others than the second) and of the second. `like` is the second
+    region's node, whose equation the copies use.
     """
     shared, own = _captured_again(first, second)
     same = [*((second.inputs[i], atom) for i, atom in known.items()), *shared]

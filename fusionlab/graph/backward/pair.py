@@ -1,4 +1,4 @@
-"""A forward region and its backward pass as one: whether both can be replaced together, and what that takes."""
+"""A forward region and its backward pass as a pair: whether both can be replaced together, and how."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class Pairer:
         self.certifier = certifier
 
     def plan(self, region: Region, fn: Callable[..., Any], description: Any, found: Backward) -> Pairing:
-        """What it takes to have `fn` in place of a region, and its derivative in place of the backward pass found.
+        """The plan for replacing a region by `fn`, and the backward pass found by the derivative of `fn`.
 
         Args:
           region: the site.
           fn: takes `region.inputs`, gives the region's root.
-          description: hashable description of `fn`, for the memory of proofs.
+          description: hashable description of `fn`, for the cache of proofs.
           found: the backward pass.
 
         Raises:
-          Declined: one of them would stay behind, or they do not agree.
+          Declined: one of them would remain, or they do not agree.
         """
         path = self.tree.of_value.get(found.cotangent.id, "")
         placed = self._placed(region, found, path)
@@ -75,16 +75,16 @@ class Pairer:
         return Pairing(part, frozenset(i for i in gone if i >= 0 and i not in own), gradients)
 
     def _placed(self, region: Region, found: Backward, path: str) -> Placed:
-        """The gradients that stand apart, in the block at `path`. Raises Declined where there is none."""
+        """The gradients in the block at `path` that are separate from others. Raises Declined if there is none."""
         shares = _shares(region, found)
         numbered = _each_once((i, name, share) for i, name, share in shares if _separate(share, region.inputs[i]))
         placed = [entry for entry in numbered if self.tree.of_value.get(entry[2].value.id) == path]
         if not placed:
-            raise Declined("no gradient was found that stands apart from others'")
+            raise Declined("no gradient was found that is separate from other gradients")
         return placed
 
     def _gone(self, region: Region, found: Backward, placed: Placed) -> set[int]:
-        """The nodes that nothing reads any more. Raises Declined where some of the region's are read still."""
+        """The nodes that nothing reads any more. Raises Declined if some nodes of the region are still read."""
         block = found.view.block
         replaced = {region.root.id, *(share.value.id for _, _, share in placed)}
         read = {v.id for v in region.inputs} | {found.cotangent.id}
@@ -96,7 +96,7 @@ class Pairer:
         return gone
 
     def _order(self, found: Backward, region: Region, placed: Placed) -> None:
-        """Raises Declined where the cotangent, or an operand, is computed from a gradient."""
+        """Raises Declined if the cotangent, or an operand, is computed from a gradient."""
         block = found.view.block
         values = {share.value.id for _, _, share in placed}
         first = min(block.position[block.producer[i].id] for i in values)
@@ -119,7 +119,7 @@ class Pairer:
         found: Backward,
         placed: Placed,
     ) -> Split:
-        """The program of `fn` and that of its derivative, proved to give what the backward pass does."""
+        """The program of `fn` and that of its derivative, proved to agree with the backward pass."""
         block, inputs = found.view.block, region.inputs
         wanted = [i for i, _, _ in placed]
         terms = [_values(block, share) for _, _, share in placed]
@@ -140,18 +140,18 @@ class Pairer:
 
         verdict, split = self.certifier.once(key, prove)
         if not verdict.ok:
-            raise Declined(f"the fused one would not agree: {verdict.detail}")
+            raise Declined(f"the fused backward pass would not agree: {verdict.detail}")
         return split
 
     def _part(self, region: Region, found: Backward, path: str, placed: Placed, split: Split) -> BackwardPart:
-        """Where the backward pass stands, and what has to travel there."""
+        """The place of the backward pass, and the values to pass there."""
         known = {} if path == region.block.path else self._known_there(region, found, path, split)
         gradients = tuple((i, share) for i, _, share in placed)
         site = region.block.path, path, found.view.block, region.root, region.inputs
         return BackwardPart(*site, found.cotangent, gradients, known, split)
 
     def _known_there(self, region: Region, found: Backward, path: str, split: Split) -> dict[int, Value]:
-        """Value of the site's block -> the other block's own name for it. Raises Declined where what has to travel there cannot."""
+        """Value of the site's block -> the other block's own name for it. Raises Declined if a value cannot be passed there."""
         known = _second_names(found.view.block)
         taken = (region.inputs[i] for role, i in split.taken if role == "input")
         moving = [*(v.aval for v in taken if v.id not in known), *split.residuals, region.root.aval]
@@ -160,37 +160,43 @@ class Pairer:
 
 
 def _check_ways(between: Sequence[Node], moving: Sequence[Any]) -> None:
-    """Raises Declined where values of the types `moving` cannot leave, or enter, the bodies of some nodes."""
+    """Raises Declined if values of the types `moving` cannot leave, or enter, the bodies of some nodes."""
     for node in between:
         if node.primitive not in CROSSED:
-            raise Declined(f"it stands in another {node.primitive} than its forward, which nothing new can leave")
+            raise Declined(
+                f"it is in a different {node.primitive} from its forward pass, and no new value can leave that"
+            )
     if any(n.primitive == "shard_map" for n in between) and not all(a.shape for a in moving):
-        raise Declined("a scalar would have to travel out of its shard_map")
+        raise Declined("a scalar would have to leave its shard_map")
 
 
 def _check_types(region: Region, found: Backward) -> None:
-    """Raises Declined where the values' types do not allow it."""
+    """Raises Declined if the values' types do not allow the replacement."""
     if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
         raise Declined("its values are laid out over explicit mesh axes")
     if kind(found.cotangent.aval) != kind(region.root.aval):
-        raise Declined("its cotangent varies along other mesh axes than its result")
+        raise Declined("its cotangent varies along different mesh axes from its result")
 
 
 def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
-    """Raises Declined where the nodes of a backward pass compute in more bits than its region, or products ask for another precision."""
+    """Raises Declined if a backward pass computes in more bits than its region, or its products request another precision."""
     wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_dtype(region.root.dtype))
     if wide is not None:
-        raise Declined(f"{wide!r} computes in it, wider than the fused one, in {arithmetic_dtype(region.root.dtype)}")
+        raise Declined(
+            f"its {wide!r} computes wider than the fused one, which uses {arithmetic_dtype(region.root.dtype)}"
+        )
     asked = {_precision(n) for n in region.nodes if n.primitive in _PRODUCTS}
     other = next((n for n in nodes if n.primitive in _PRODUCTS and asked and _precision(n) not in asked), None)
     if other is not None:
-        raise Declined(f"{other!r} asks for the precision {other.params['precision']}, its forward for another")
+        raise Declined(
+            f"{other!r} requests the precision {other.params['precision']}, its forward pass a different one"
+        )
 
 
 def _signature(
     view: CanonicalView, nodes: Sequence[Node], inputs: Sequence[Value], results: Sequence[Sequence[Value]]
 ) -> tuple[Any, Any]:
-    """What nodes compute of some inputs, whatever their values are called: (the nodes, their results)."""
+    """A signature of the computation of nodes from some inputs, whatever the names of values: (the nodes, their results)."""
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((v.id, ("const", id(c))) for v, c in view.block.consts)
     number.update((v.id, i) for i, v in enumerate(inputs))
@@ -206,8 +212,8 @@ def _shares(region: Region, found: Backward) -> list[tuple[int, str, Share]]:
 
 
 def _each_once(shares: Iterable[tuple[int, str, Share]]) -> list[tuple[int, str, Share]]:
-    """Without those that are another operand's gradient already, the same values (those of the two sides of a sum): put in their place
-    twice, they would be added up.
+    """The gradients without those equal to another operand's gradient (as for the two sides of a sum): replaced twice, they would be added
+    twice.
     """
     own: dict[frozenset[int], tuple[int, str, Share]] = {}
     for entry in shares:
@@ -216,8 +222,8 @@ def _each_once(shares: Iterable[tuple[int, str, Share]]) -> list[tuple[int, str,
 
 
 def _read_outside(block: Block, placed: Placed, gone: set[int]) -> Placed:
-    """The gradients that somebody asked for; all of them where nobody asked for any. A value that only the way to another gradient
-    passes (w * ct is dy, and a term of dx) goes with that.
+    """The gradients that the program uses; all of them if it uses none. A value that only another gradient's computation reads (w * ct is
+    dy, and a term of dx) belongs to that gradient.
     """
 
     def asked(value: Value) -> bool:
@@ -231,7 +237,7 @@ def _separate(share: Share, leaf: Value) -> bool:
 
 
 def _precision(node: Node) -> tuple[Any, Any]:
-    """What a product asks for, of each operand: numbers in float64 do not tell."""
+    """The precision that a product requests of each operand, which numbers in float64 do not reveal."""
     asked = node.params["precision"]
     return tuple(asked) if isinstance(asked, tuple) else (asked, asked)
 
@@ -254,7 +260,7 @@ def _values(block: Block, share: Share) -> list[Value]:
 
 
 def dead_nodes(block: Block, replaced: set[int], read: set[int]) -> set[int]:
-    """Ids of the nodes of a block that nothing needs once the values `replaced` are made otherwise, of the values `read`."""
+    """Ids of the nodes of a block that nothing needs once the values `replaced` are computed otherwise, from the values `read`."""
     gone: set[int] = set()
 
     def needless(value: Value) -> bool:
@@ -278,7 +284,7 @@ def dead_nodes(block: Block, replaced: set[int], read: set[int]) -> set[int]:
 
 
 def _still_read(block: Block, node: Node, gone: set[int], region: Region, found: Backward, placed: set[str]) -> str:
-    """Why a node of the region would stay."""
+    """Why a node of the region would remain."""
     missing = [n for n in (*found.absent, *found.gradients) if n not in placed]
     reader: Node | None = node
     while reader is not None and (reader.id < 0 or reader.id in region.node_ids):
@@ -286,7 +292,11 @@ def _still_read(block: Block, node: Node, gone: set[int], region: Region, found:
         reader = _reader(block, reader, gone)
     where = f" (read by {reader!r})" if reader is not None else ""
     values = ", ".join(repr(v) for v in node.outputs)
-    why = f"the gradient of {', '.join(missing)} was not found in it" if missing else "it is read beside the gradients"
+    why = (
+        f"the gradient of {', '.join(missing)} was not found in the backward pass"
+        if missing
+        else "it is read besides the gradients"
+    )
     return f"{values} would still be needed{where}: {why}"
 
 
@@ -296,7 +306,7 @@ def _reader(block: Block, node: Node, gone: set[int]) -> Node | None:
 
 
 def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> list[Node]:
-    """The nodes that compute some values of a block from known ones. Raises Declined where they read anything else."""
+    """The nodes that compute some values of a block from known ones. Raises Declined if they read anything else."""
     block = view.block
     consts = {v.id for v, _ in block.consts}
     wanted: set[int] = set()
@@ -307,7 +317,7 @@ def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> li
             continue
         maker = block.producer.get(value.id)
         if maker is None:
-            raise Declined(f"it reads {value!r} beside the site's operands")
+            raise Declined(f"it reads {value!r} besides the site's operands")
         if maker.id not in wanted:
             wanted.add(maker.id)
             stack += values_in(maker.inputs)

@@ -1,4 +1,4 @@
-"""A function with its derivative, as two programs: what runs forward, what runs back, and what the second needs of the first."""
+"""A function with its derivative as two programs: the forward one, the backward one, and the residuals passed between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Split:
     Attributes:
       forward: jaxpr of the inputs -> (value, *residuals).
       backward: jaxpr of (*taken, cotangent) -> gradients.
-      taken: what each operand of `backward` but the last is: an input, the value, a residual, by its number.
+      taken: the source of each operand of `backward` but the last: an input, the value or a residual, with its number.
     """
 
     forward: Any
@@ -65,7 +65,7 @@ def split_of(closed: Any) -> Split:
 
 
 def _halves(eqns: Sequence[Any], cotangent: Any) -> tuple[list[Any], list[Any]]:
-    """(equations that do not hang on the cotangent, those that do)."""
+    """(equations that do not depend on the cotangent, those that do)."""
     moving, back, still = {cotangent}, [], []
     for eqn in eqns:
         if moving.isdisjoint(variables_in(eqn.invars)):
@@ -81,7 +81,7 @@ def _results_of(eqns: Sequence[Any]) -> set[Any]:
 
 
 def _read_from_outside(eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
-    """The variables, each once, that equations read, or are among their results, and that are neither made by them nor known."""
+    """The variables, each once, that equations read or return, and that are neither computed by them nor known."""
     known = _results_of(eqns) | known
     atoms = itertools.chain(*(eqn.invars for eqn in eqns), results)
     return list(dict.fromkeys(v for v in variables_in(atoms) if v not in known))
@@ -94,7 +94,7 @@ def _taken(var: Any, inputs: list[Any], value: Any, residuals: list[Any]) -> Tak
 
 
 def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-    """The equations that some results are made by, in their order."""
+    """The equations that some results depend on, in their order."""
     wanted, kept = set(variables_in(results)), []
     for eqn in reversed(eqns):
         if not wanted.isdisjoint(eqn.outvars):
@@ -104,7 +104,7 @@ def _needed(eqns: Sequence[Any], results: Sequence[Any]) -> list[Any]:
 
 
 def _free(eqns: Sequence[Any], known: set[Any]) -> set[int]:
-    """Ids of the equations that only show `known` variables in another form."""
+    """Ids of the equations that only change the form of `known` variables."""
     known, free = set(known), set[int]()
     for eqn in eqns:
         if eqn.primitive.name in _FREE and known.issuperset(variables_in(eqn.invars)):

@@ -1,9 +1,9 @@
-"""A call as JAX sees it: the arrays it takes, what is fixed beside them, and the state that the function changes in place.
+"""A call as JAX sees it: its arrays, the fixed rest of its arguments, and the state that the function changes in place.
 
-Two kinds of arguments are no arrays. What is neither array nor number (a string, a function, an object that is no pytree) is fixed, as
-`equinox.filter_jit` has it. And the objects of flax's nnx (Modules, Optimizers, Rngs, Variables) hold arrays that the function may
-exchange for others: `state.py` takes them apart before the call and puts them together inside it, as `nnx.jit` does, and what the
-function leaves in them comes back among the results.
+Two kinds of arguments are not arrays. Values that are neither arrays nor numbers (a string, a function, an object that is not a pytree)
+are fixed, as in `equinox.filter_jit`. And the objects of flax's nnx (Modules, Optimizers, Rngs, Variables) hold arrays that the function
+may replace: `state.py` takes them apart before the call and puts them together inside it, as `nnx.jit` does, and returns their final
+arrays among the results.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from .wrappers import Jit, jit_of, unwrapped
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """A function at its arguments, with what is fixed bound to it.
+    """A function at its arguments, with the fixed ones bound to it.
 
     Attributes:
-      fn: function of the arrays, `args` and `kwargs`. It gives the user's result where that is made of arrays alone, else a `CallResult`.
+      fn: function of the arrays, `args` and `kwargs`. It returns the user's result if that consists only of arrays, else a `CallResult`.
       args, kwargs: pytrees of arrays.
       positions: for each of `args`, its position in the call the user wrote, which had `total` positional arguments.
       leaf_names: a name for each leaf of (args, kwargs): "params['w1']".
-      changed: the names of the values that the function changes in place; () of a function without state.
-      lost: those of them that a transformation would lose which takes objects as pytrees: that are not in the result as well.
-      finish: what `fn` gives -> the user's result; where arguments are changed in place, this changes them.
+      changed: the names of the values that the function changes in place; () for a function without state.
+      lost: those of them not also in the result, which a transformation that takes objects as pytrees would lose.
+      finish: the result of `fn` -> the user's result; it also makes the in-place changes of arguments.
       jit: the jit that the function was passed under, or None.
-      given: how many arguments stand in front of the user's: those of a bound method, or of a `functools.partial`.
+      given: the number of arguments before the user's: those of a bound method, or of a `functools.partial`.
     """
 
     fn: Callable
@@ -89,18 +89,18 @@ def bind(
     numbers: bool | None = None,
     carries: bool = False,
 ) -> Bound:
-    """Binds what is fixed: static arguments, leaves that are no arrays, the structure of objects that hold state.
+    """Binds the fixed parts: static arguments, leaves that are not arrays, the structure of objects that hold state.
 
     Args:
-      fn: the function; one that is jitted is taken out of its jit, whose static arguments are its own.
-      args, kwargs: arrays or `jax.ShapeDtypeStruct`s, in any pytrees, beside what is fixed.
+      fn: the function; a jitted one is taken out of its jit, whose static arguments apply.
+      args, kwargs: arrays or `jax.ShapeDtypeStruct`s in any pytrees, and fixed values.
       static_argnums, static_argnames: as in `jax.jit`.
-      numbers: whether Python numbers are arrays; None: as `jax.jit` has it, but where another leaf is none, as `filter_jit` has it.
-      carries: whether Variables of an `nnx.State` are changed in place, as under `nnx.jit`; else the function has to return them.
+      numbers: whether Python numbers are arrays; None: as in `jax.jit`, or as in `filter_jit` if another leaf is not an array.
+      carries: whether Variables of an `nnx.State` are changed in place, as under `nnx.jit`; otherwise the function must return them.
 
     Raises:
-      ArgumentError: `fn` is no function, a static argument does not exist, or `jax.jit` would lose what the function changes in place.
-        Where arguments hold state the function is traced here, and what it raises comes through.
+      ArgumentError: `fn` is not a function, a static argument does not exist, or `jax.jit` would lose in-place changes of the function.
+        If arguments hold state, the function is traced here, and its own errors propagate.
     """
     if not callable(fn):
         raise ArgumentError(f"fn: got {type(fn).__name__}, needed a function that takes and returns arrays")
@@ -145,8 +145,8 @@ def _run_of(parts: CallParts) -> Callable:
         except LostValue as lost:
             name = getattr(parts.fn, "__name__", type(parts.fn).__name__)
             raise ArgumentError(
-                f"{name}: changes {lost.args[0]} of an nnx.State in place and does not return it, so that its new value would be "
-                f"lost; needed the state among the results, or the module in its place, under nnx.jit"
+                f"{name}: changes {lost.args[0]} of an nnx.State in place and does not return it, so its new value would be "
+                f"lost; needed the state among the results, or the module itself under nnx.jit"
             ) from None
 
     return run
@@ -156,13 +156,13 @@ def lost_by(transformation: str, fn: Callable, value: str) -> ArgumentError:
     """The error for state that a transformation of JAX does not carry."""
     name = getattr(fn, "__name__", type(fn).__name__)
     return ArgumentError(
-        f"{name}: got it under {transformation}, which loses what it changes in place: {value} would keep its old value; needed nnx's own "
-        f"transformation, nnx.jit({name}) say, or a function that takes and returns the state (nnx.split, nnx.merge)"
+        f"{name}: got it under {transformation}, which loses in-place changes: {value} would keep its old value; needed nnx's own "
+        f"transformation, such as nnx.jit({name}), or a function that takes and returns the state (nnx.split, nnx.merge)"
     )
 
 
 def _with_state(parts: CallParts, width: int, fields: dict[str, Any]) -> Bound:
-    """The call traced once, so that only what the function changes is among its results."""
+    """The call traced once, so that only the values that the function changes are among its results."""
     args, kwargs = parts.arguments(width)
     closed, shape = jax.make_jaxpr(_run_of(parts), return_shape=True)(*args, **kwargs)
     rest: Rest = shape.rest
@@ -203,7 +203,7 @@ def _shape(x: Any) -> Any:
 
 
 def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:
-    """The error for fixed leaves that cannot be told apart from call to call."""
+    """The error for fixed leaves that cannot be compared from call to call."""
     for i, arg in enumerate((*args, *(kwargs[key] for key in sorted(kwargs)))):
         label = label_of(fn, i) if i < len(args) else sorted(kwargs)[i - len(args)]
         for path, leaf in flattened(arg)[0]:
@@ -213,7 +213,7 @@ def unhashable(fn: Callable, args: tuple, kwargs: dict) -> ArgumentError:
                     f"{leaf_text}, which is neither an array nor hashable; needed one of them, or a pytree of them"
                 )
     return ArgumentError(
-        f"{getattr(fn, '__name__', 'fn')}: got arguments whose pytrees have an unhashable part that is no leaf"
+        f"{getattr(fn, '__name__', 'fn')}: got arguments whose pytrees have an unhashable part other than a leaf"
     )
 
 

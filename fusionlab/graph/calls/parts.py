@@ -1,6 +1,6 @@
-"""The arguments of a call, and its result, taken apart: the arrays, and what is needed beside them.
+"""The arguments of a call, and its result, split into arrays and the rest.
 
-A leaf that is neither an array nor a number (a string, a function, an object that is no pytree) is fixed, as `equinox.filter_jit` has it;
+A leaf that is neither an array nor a number (a string, a function, an object that is not a pytree) is fixed, as in `equinox.filter_jit`;
 objects that hold state are taken apart by `state.py`.
 """
 
@@ -36,18 +36,18 @@ class Leaves:
 
 
 class _Path(str):
-    """A key of a pytree that is written as it is."""
+    """A key of a pytree that is printed unchanged."""
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclass(frozen=True, eq=False)
 class CallResult:
-    """A result that is not made of arrays alone, and what the function has left in its arguments.
+    """A result that does not consist of arrays only, and the values that the function has left in its arguments.
 
     Attributes:
-      arrays: those of the result, then the values that were changed in place.
-      leaf_names: of each: "out['loss']", "model.layers[0].kernel".
-      rest: what else is needed for the user's result.
+      arrays: the arrays of the result, then the values that were changed in place.
+      leaf_names: a name for each: "out['loss']", "model.layers[0].kernel".
+      rest: everything else needed for the user's result.
     """
 
     arrays: tuple[Any, ...]
@@ -64,7 +64,7 @@ class CallResult:
 
 @dataclass(frozen=True, eq=False)
 class _Aside:
-    """Goes along in a pytree's structure and makes no difference to it: two traces of one function describe their objects apart."""
+    """A value carried in a pytree's structure without affecting equality: two traces of one function describe their objects differently."""
 
     value: Any
 
@@ -86,7 +86,7 @@ def is_array(x: Any, numbers: bool = True) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Rest:
-    """What is needed beside arrays to make the user's result: its structure, what is fixed in it, what is left in objects.
+    """Everything besides arrays needed for the user's result: its structure, its fixed leaves, the final state of objects.
 
     Attributes:
       tree: of the result; leaves: of each of its leaves, `_ARRAY`, `OBJECT`, or (the value,).
@@ -242,7 +242,7 @@ class CallParts:
         return self.labels[a] + self.leaves[a][i][0]
 
     def finish(self, out: Any) -> Any:
-        """The user's result; changes the user's objects into what the call has left in them."""
+        """The user's result; also updates the user's objects to their state after the call."""
         if not isinstance(out, CallResult):
             return out
         rest: Rest = out.rest
@@ -255,7 +255,7 @@ class CallParts:
         return jax.tree.unflatten(rest.tree, [k[0] if isinstance(k, tuple) else next(places[k]) for k in rest.leaves])
 
     def _given_back(self, left: Left, new: dict[int, Any]) -> tuple[Any, ...]:
-        """The objects in the result, once what the call has left in all objects is written: `new` arrays by number, the others are old."""
+        """The objects in the result, after all objects are updated: `new` arrays by number, the others are unchanged."""
         owned = self.objects if self.objects is not None else Objects(())
         old = dict(zip(owned.names, owned.arrays, strict=True))
         return owned.give_back(left, [new[i] if i in new else old[name[1:]] for i, name in enumerate(left.names)])
@@ -315,8 +315,8 @@ def _variables_of_values(trees: Sequence[Any]) -> list[Any]:
 
 
 def without_fixed(out: Any) -> Any:
-    """A result as a pytree of arrays and objects with state: itself, or a `CallResult` where it has other leaves, Python numbers among
-    them."""
+    """A result as a pytree of arrays and objects with state: itself, or a `CallResult` if it has other leaves, including Python
+    numbers."""
     flat, tree = flattened(out, carries=True)
     kinds = tuple(_ARRAY if is_object(x) else _kind(x, numbers=False) for _, x in flat)
     if all(kind is _ARRAY for kind in kinds):
@@ -325,7 +325,7 @@ def without_fixed(out: Any) -> Any:
 
 
 def with_fixed(out: Any) -> Any:
-    """The result that `without_fixed` was given."""
+    """The inverse of `without_fixed`."""
     if not isinstance(out, CallResult):
         return out
     arrays = iter(out.arrays)
@@ -333,7 +333,7 @@ def with_fixed(out: Any) -> Any:
 
 
 def fixed_difference(before: Any, after: Any) -> str | None:
-    """What differs between two results beside their arrays; None where nothing does."""
+    """The difference between two results apart from their arrays; None if there is none."""
     if not (isinstance(before, CallResult) and isinstance(after, CallResult)):
         return None
     old, new = before.rest, after.rest
@@ -350,7 +350,7 @@ def _leaf_text(leaf: Any) -> str:
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """1, 1.0 and True are other results, NaN is the same one."""
+    """Whether two fixed leaves are the same: 1, 1.0 and True differ, and NaN equals itself."""
     return type(a) is type(b) and type(a[0]) is type(b[0]) and (repr(a) == repr(b) or a == b)
 
 
@@ -363,8 +363,8 @@ def is_hashable(x: Any) -> bool:
 
 
 def flattened(tree: Any, carries: bool = True) -> tuple[list, Any]:
-    """(path, leaf) of a pytree, and its structure; objects with state are leaves, but for the Variables of an `nnx.State` unless it is
-    carried: that is a value as JAX has it."""
+    """(path, leaf) of a pytree, and its structure. Objects with state are leaves, except the Variables of an `nnx.State` that is not
+    carried, which is a plain value to JAX."""
     within: set[int] = set()
 
     def is_leaf(x: Any) -> bool:

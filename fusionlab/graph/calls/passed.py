@@ -1,4 +1,4 @@
-"""Which results of a program are its own inputs, handed through: by jit, remat, branches or loops that do not change them."""
+"""The results of a program that are its own inputs, passed through unchanged by jit, remat, branches or loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CALLS = FLATTENED | having("remat", "rule")
 
 
 def passed_through(jaxpr: Any) -> list[int | None]:
-    """For each result the input that it is, by its number; None for one that is computed, a constant, or a literal."""
+    """For each result the number of the input that it is; None for a computed value, a constant, or a literal."""
     jaxpr, _ = split_closed(jaxpr)
     origin: dict[Any, int] = {v: i for i, v in enumerate(jaxpr.invars)}
 
@@ -49,7 +49,7 @@ def _of_equation(eqn: Any) -> Sequence[int | None]:
 
 
 def _of_cond(branches: Sequence[Any]) -> Sequence[int | None]:
-    """None where the branches do not give the same; they are not given the cond's first operand, its index."""
+    """As `passed_through`, of a cond: None where the branches differ; they do not get the cond's first operand, its index."""
     found = {tuple(passed_through(branch)) for branch in branches}
     return [None if i is None else i + 1 for i in found.pop()] if len(found) == 1 else ()
 

@@ -1,7 +1,7 @@
 """Arguments that a function changes in place: the objects of flax's nnx, taken apart into arrays and put together again.
 
-nnx itself does both (`nnx.split_context`, `nnx.merge_context`): shared Variables stay shared, and what is added, deleted or returned
-comes back as the same object. Those are flax's public calls for this purpose; see `nnx.update_context`.
+nnx itself does both (`nnx.split_context`, `nnx.merge_context`): shared Variables stay shared, and added, deleted or returned objects keep
+their identity. These are flax's public calls for this purpose; see `nnx.update_context`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def _is_known_to_jax(x: Any) -> bool:
 
 
 def _kinds() -> tuple[type, ...]:
-    """The classes of such objects; () where nobody has imported nnx."""
+    """The classes of such objects; () if nnx has not been imported."""
     nnx = sys.modules.get("flax.nnx")
     return tuple(k for name in ("Pytree", "Object", "Variable") if isinstance(k := getattr(nnx, name, None), type))
 
 
 def may_be_there() -> bool:
-    """Whether anybody has imported nnx."""
+    """Whether nnx has been imported."""
     return bool(_kinds())
 
 
@@ -60,7 +60,7 @@ def variables_of(tree: Any) -> list[Any]:
 
 
 def are_of_another_trace(tree: Any) -> bool:
-    """Whether objects in a pytree were made outside of the trace that is under way, where they may be read only."""
+    """Whether objects in a pytree were made outside the current trace, where they are read-only."""
     nnx = _nnx()
     for x in jax.tree.leaves(tree, is_leaf=is_object):
         nodes = (node for _, node in nnx.iter_graph(x)) if is_object(x) else iter(())
@@ -74,7 +74,7 @@ def are_of_another_trace(tree: Any) -> bool:
 
 
 def held_by(variable: Any) -> Any:
-    """What a Variable holds."""
+    """The value of a Variable."""
     return variable.get_raw_value()
 
 
@@ -90,7 +90,7 @@ class Objects:
     """Objects of arguments, which may share Variables.
 
     Attributes:
-      objects: as the user gave them; nothing here changes them but `give_back`.
+      objects: the user's own objects; only `give_back` changes them.
       names: of each array in them, (which object, path in it): (0, ".layers[0].kernel").
       arrays: those arrays.
     """
@@ -106,7 +106,7 @@ class Objects:
         object.__setattr__(self, "arrays", tuple(x for _, x in flat))
 
     def call(self, arrays: Sequence[Any], fn: Any) -> tuple[Any, Left]:
-        """`fn` of copies of the objects that hold these arrays -> (its result without objects, what it leaves in them).
+        """`fn` of copies of the objects that hold these arrays -> (its result without objects, the final state of the objects).
 
         `fn` gives its result as (anything, the objects in it).
         """
@@ -127,7 +127,7 @@ class Objects:
         return out, Left(tuple(x for _, x in flat), names, graph, tree, before != after, kept)
 
     def give_back(self, left: Left, arrays: Sequence[Any]) -> tuple[Any, ...]:
-        """Changes the objects into what a call has left in them; the objects in its result."""
+        """Updates the objects to their state after a call; returns the objects in its result."""
         nnx, tag = _nnx(), object()
         with nnx.update_context(tag):
             with nnx.split_context(tag) as outside:
@@ -138,14 +138,14 @@ class Objects:
 
 @dataclass(frozen=True, eq=False)
 class Left:
-    """What a call leaves in objects, and the objects in its result.
+    """The state of objects after a call, and the objects in its result.
 
     Attributes:
       arrays: theirs.
       names: of each array: (0 for an argument's object and 1 for one of the result, which, path in it).
       graph, tree: nnx's description of the objects, and how their arrays are kept.
       returned: (which, path in it) of the arrays of an argument's objects that the result holds as well.
-      restructured: whether an argument's object has got or lost Variables, or an attribute that is no array has changed.
+      restructured: whether an argument's object has gained or lost Variables, or a non-array attribute has changed.
     """
 
     arrays: tuple[Any, ...]

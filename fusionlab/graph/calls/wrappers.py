@@ -1,8 +1,8 @@
-"""The jit that a function is under already: `jax.jit`, flax's `nnx.jit` and equinox's `filter_jit`, each with its options.
+"""The jit around a function: `jax.jit`, flax's `nnx.jit` and equinox's `filter_jit`, each with its options.
 
-What is passed to `fuse` or `compare` is often jitted. The search wants the function inside; the fused function has to be under the same
-jit again, with what it donates, holds fixed and places. flax and equinox are not imported here: a function of theirs can only be
-there once its user has imported them.
+Functions passed to `fuse` or `compare` are often jitted. The search needs the function inside; the fused function must be under the same
+jit again, with the same donations, static arguments and shardings. flax and equinox are not imported here: a function of theirs can only
+exist once its user has imported them.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Jit:
       fn: the function inside.
       kind: "jax.jit", "nnx.jit" or "filter_jit".
       again: puts the same jit around another function of the same signature.
-      static_argnums, static_argnames: what the jit holds fixed.
-      donate_argnums, donate_argnames: what it donates.
+      static_argnums, static_argnames: the static arguments.
+      donate_argnums, donate_argnames: the donated arguments.
       donates_rest, keeps_first: whether it donates all arguments, and whether all but the first.
-      placing: how arguments and results are placed, as keyword arguments of `jax.jit`; empty where nothing is said.
-      compiling: what else the compiler is told: keyword arguments of `jax.jit`.
+      placing: the shardings of arguments and results, as keyword arguments of `jax.jit`; empty if none are given.
+      compiling: the other compiler options: keyword arguments of `jax.jit`.
     """
 
     fn: Callable
@@ -49,7 +49,7 @@ class Jit:
 
     @property
     def placed(self) -> Callable | None:
-        """The function under a jit that says how arguments and results are placed and nothing else; None where nothing is said."""
+        """The function under a jit with only the shardings of arguments and results; None if none are given."""
         return jax.jit(self.fn, **self.static, **self.placing) if self.placing else None
 
     @property
@@ -58,7 +58,7 @@ class Jit:
         return {"static_argnums": self.static_argnums, "static_argnames": self.static_argnames}
 
     def behind(self, fn: Callable, given: int) -> Jit:
-        """This jit, around `fn`, which takes what stands behind the first `given` arguments."""
+        """This jit around `fn`, which takes the arguments after the first `given` ones."""
         nums = {
             name: tuple(n - given if n >= given else n for n in getattr(self, name) if n < 0 or n >= given)
             for name in ("static_argnums", "donate_argnums")
@@ -66,13 +66,13 @@ class Jit:
         return replace(self, fn=fn, **nums, keeps_first=self.keeps_first and not given)
 
     def donated(self, total: int) -> tuple[int, ...]:
-        """Which of so many positional arguments it donates."""
+        """The donated ones among so many positional arguments."""
         nums = range(total) if self.donates_rest else self.donate_argnums
         return tuple(n for n in {n % total for n in nums if -total <= n < total} if n or not self.keeps_first)
 
 
 def jit_of(fn: Any) -> Jit | None:
-    """The jit around `fn`; None where there is none."""
+    """The jit around `fn`; None if there is none."""
     own = getattr(fn, "__fusionlab_jit__", None)
     if isinstance(own, Jit):  # a fused function
         return own
@@ -88,8 +88,8 @@ def jit_of(fn: Any) -> Jit | None:
 
 
 def unwrapped(fn: Any) -> tuple[Callable, tuple, dict[str, Any]]:
-    """A function and what it was given already: of a bound method, a `functools.partial` or a module that is called, where that hides a jit
-    or an object with state; else `fn` itself, with nothing."""
+    """A function and its bound arguments: of a bound method, a `functools.partial` or a callable module, if that hides a jit
+    or an object with state; otherwise `fn` itself, without arguments."""
     inside: Any = fn
     args: tuple = ()
     kwargs: dict[str, Any] = {}

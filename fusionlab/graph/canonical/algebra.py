@@ -152,7 +152,7 @@ def reduced(
     by_law: Callable[[Ref, int], Ref | None] = lambda whole, axis: None,
 ) -> Ref:
     """A sum, maximum or minimum over those of a Ref's axes that are `gone`. Scalar factors leave a sum, positive ones a maximum; summing
-    a broadcast axis is a factor. `by_law`: what a node (a Ref without dims) gives over one of its axes, where that is no node of its own.
+    a broadcast axis is a factor. `by_law`: the reduction of a node (a Ref without dims) over one axis, if a law replaces it.
     """
     coef, inner, over, kept = _parted(op, ref, gone, floats)
     if not over:
@@ -181,12 +181,12 @@ def _parted(op: str, ref: Ref, gone: Sequence[bool], floats: bool) -> tuple[Coef
 
 
 def _reduction(view: CanonicalView, op: str, whole: Ref, slot: Mapping[int, int]) -> Ref:
-    """The node that reduces another to its axes in `slot`, which says where each comes to stand."""
+    """The node that reduces another to its axes in `slot`, which maps each to its new position."""
     shape = view.nodes[whole.nid].shape
     edge = Operand(tidy(whole.coef), whole.nid, tuple(slot.get(a, -1) for a in range(len(shape))))
     return Ref(1.0, view.node(op, (), (edge,), [shape[a] for a in slot]), tuple(range(len(slot))))
 
 
 def _is_zero(view: CanonicalView, ref: Ref) -> bool:
-    """Whether a term is known to add nothing: zero times what is finite whatever else is so."""
+    """Whether a term is known to add nothing: zero times a value that is finite for all inputs."""
     return ref.coef == 0 and (ref.nid == ONE or view.nodes[ref.nid].op == "iota")

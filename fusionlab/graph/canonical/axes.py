@@ -1,7 +1,7 @@
-"""Which axes of canonical nodes are the same axis.
+"""The equality of axes of canonical nodes.
 
 An axis is (key, number), where `key` names a node; a contracted label of a product is (key, ("label", l)). A letter of a pattern
-is a class of equal axes, told by the places its members have (`places`).
+is a class of equal axes, identified by the places of its members (`places`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def axis_links(node: CNode, key: Any, operand_keys: Sequence[Any]) -> list[tuple
 
     Args:
       node: the canonical node.
-      key, operand_keys: what to call the node and its operands in the result; operands called None are left out.
+      key, operand_keys: names of the node and its operands in the result; operands with the name None are skipped.
     """
     if node.op == "reshape":
         return _reshape_links(node, key, operand_keys[0])
@@ -52,7 +52,7 @@ def _reshape_links(node: CNode, key: Any, source: Any) -> list[tuple[Axis, Axis 
 
 
 def reshape_parts(node: CNode, key: Any, source: Any) -> Iterator[tuple[Part, Axis]]:
-    """The axes a reshape merges or splits, each by its part in it: which is the outer one counts."""
+    """The axes that a reshape merges or splits, each by its role; the order of outer and inner matters."""
     changed = [(b, a) for b, a in merged_axes(node) if not len(b) == len(a) == 1]
     for number, (before, after) in enumerate(changed):
         yield from (((key, "in", number, i), (source, axis)) for i, axis in enumerate(before) if axis >= 0)
@@ -60,7 +60,7 @@ def reshape_parts(node: CNode, key: Any, source: Any) -> Iterator[tuple[Part, Ax
 
 
 def reshape_kind(node: CNode) -> tuple[tuple[int, int], ...]:
-    """How many axes a reshape makes of how many, for those it does not keep: equal for reshapes of other sizes."""
+    """The numbers of axes that a reshape merges or splits, before and after: equal for reshapes of different sizes."""
     return tuple(g for g in node.params if g != (1, 1))
 
 

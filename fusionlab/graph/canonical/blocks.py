@@ -26,9 +26,9 @@ def views(
     tiles: Mapping[str, Sequence[FoldedNodes]] | None = None,
     failed: Callable[[Block, Fault], None] = lambda block, fault: None,
 ) -> Iterator[tuple[CanonicalView, Node | None]]:
-    """Each block's view, with the user's custom rule it stands in (None: in none). `tiles` are given by the block's path.
+    """Each block's view, with the user's custom rule that contains it (None: none). `tiles` are given by the block's path.
 
-    A block that cannot be interpreted is left out with what stands in it, and `failed` is told.
+    A block that cannot be interpreted is skipped with the blocks inside it, and `failed` is called.
     """
     needs_numbers(graph, "a search for patterns")
     stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]

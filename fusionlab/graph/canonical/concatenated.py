@@ -1,10 +1,10 @@
-"""Concatenations, seen through in the canonical view.
+"""Concatenations, resolved in the canonical view.
 
 A slice that picks one part of an elementwise function of a concatenation is that function of the part; the maximum over such an axis is
-that of the parts' maxima, and a sum of exponentials that of the parts' sums. So a softmax over the keys and one logit more, whose weight
-is sliced off (attention with a sink), is one expression however it is written.
+the maximum of the parts' maxima, and a sum of exponentials is the sum of the parts' sums. So a softmax over the keys and one more logit
+whose weight is sliced off (attention with a sink) has one canonical form in every spelling.
 
-An axis is given as the number of the node's own. A part of one entry has no such axis: the view has no unit axes.
+An axis is given by its number among the node's axes. A part of one entry lacks that axis, because the view has no unit axes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Parts = dict[Bounds, Ref]  # first entry and the one after the last -> what stan
 
 
 def concatenate(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Parts without entries are none."""
+    """The canonical form of a concatenation; parts without entries are dropped."""
     axis = int(node.params["dimension"])
     kept = [ref for ref, atom in zip(ins, node.inputs, strict=True) if atom.shape[axis]]
     return kept if len(kept) == 1 else view.opaque(node, ins)
 
 
 def sliced(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """A slice along one axis; with literal starts also a dynamic one."""
+    """The canonical form of a slice along one axis, or of a dynamic slice with literal starts."""
     if node.primitive == "dynamic_slice":
         if not all(map(view.is_literal, ins[1:])):
             return view.opaque(node, ins)
@@ -52,7 +52,7 @@ def sliced(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def split(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Each part that is known; the others as an opaque node gives them."""
+    """The parts of a split, known ones resolved, the others as results of an opaque node."""
     return _split(view, node, ins, int(node.params["axis"]), node.params["sizes"])
 
 
@@ -78,7 +78,7 @@ def _split(view: CanonicalView, node: Node, ins: list[Ref], axis: int, sizes: Se
 
 
 def _sliced(view: CanonicalView, ref: Ref, shape: Sequence[int], bounds: Sequence[Bounds]) -> Ref | None:
-    """The part between bounds along each raw axis, where that is a part of what is concatenated along one; else None."""
+    """The part between bounds along each raw axis, if it is one part of a concatenation; else None."""
     cut = _cut_axis(shape, bounds)
     if cut is None:
         return None
@@ -95,13 +95,13 @@ def _sliced(view: CanonicalView, ref: Ref, shape: Sequence[int], bounds: Sequenc
 
 
 def _cut_axis(shape: Sequence[int], bounds: Sequence[Bounds]) -> int | None:
-    """The one axis along which bounds leave something out; None where there are none or several."""
+    """The only axis along which bounds exclude entries; None if there are none or several."""
     cut = [i for i, (n, b) in enumerate(zip(shape, bounds, strict=True)) if b != (0, n)]
     return cut[0] if len(cut) == 1 and shape[cut[0]] != 1 else None
 
 
 def _axes_of_part(rank: int, axis: int, several: bool) -> list[int]:
-    """The axes that a part along one of them has: without that one, unless the part has several entries there."""
+    """The axes of a part: without the concatenated one, unless the part has several entries there."""
     return [a for a in range(rank) if several or a != axis]
 
 
@@ -113,7 +113,7 @@ def _times(a: Coef, b: Coef) -> Coef:
 
 
 def _parts_of(view: CanonicalView, node: CNode, axis: int) -> Parts | None:
-    """Of a concatenation along `axis`, or of an array that is padded with one number there; None of any other node."""
+    """The parts of a concatenation along `axis`, or of an array padded with one number there; None for any other node."""
     if node.op not in ("concatenate", "pad") or node.params[0][0] != "params":
         return None
     _, shapes, items = node.params[0]
@@ -135,7 +135,7 @@ def _parts_of(view: CanonicalView, node: CNode, axis: int) -> Parts | None:
 def _padded(
     view: CanonicalView, refs: Sequence[Ref], shape: Sequence[int], config: Any
 ) -> tuple[int, list[int], list[Ref]] | None:
-    """Of an array padded with one number along one axis: (that axis, the sizes of what stands there in a row, what does)."""
+    """For an array padded with one number along one axis: (that axis, the sizes of the parts along it, the parts)."""
     padded = [(i, edges) for i, edges in enumerate(config) if any(map(int, edges))]
     if len(padded) != 1 or not view.is_literal(refs[1]):
         return None
@@ -158,7 +158,7 @@ def _in_a_row(refs: Sequence[Ref], sizes: Sequence[int]) -> Parts:
 
 
 def _bounds(view: CanonicalView, nid: int, axis: int) -> tuple[Bounds, ...]:
-    """The parts along `axis` of which a node is an elementwise function, the same of each; none where it is of anything else there."""
+    """The bounds of the parts along `axis` of which a node is an elementwise function, the same for each; none if it is not."""
     found: tuple[Bounds, ...] = ()
     stack, seen = [(nid, axis)], set[tuple[int, int]]()
     while stack:
@@ -180,7 +180,7 @@ def _bounds(view: CanonicalView, nid: int, axis: int) -> tuple[Bounds, ...]:
 
 
 def joined(view: CanonicalView, nid: int) -> list[tuple[int, int]]:
-    """(length, node) of the parts of the first concatenation that a node is made of entry by entry, whatever else it is made of."""
+    """(length, node) of the parts of the first concatenation from which a node is computed elementwise, whatever its other operands."""
     level, seen = [nid], set[int]()
     while level and len(seen) < _MOST:
         for at in level:
@@ -193,7 +193,7 @@ def joined(view: CanonicalView, nid: int) -> list[tuple[int, int]]:
 
 
 def _entrywise_operands(view: CanonicalView, nids: Sequence[int]) -> dict[int, None]:
-    """The nodes, each once, that some are made of entry by entry."""
+    """The nodes, each once, from which some nodes are computed elementwise."""
     inner = (view.nodes[at] for at in nids if view.nodes[at].op in _THROUGH)
     return dict.fromkeys(o.nid for node in inner for o in node.operands)
 
@@ -230,7 +230,7 @@ def _operand(
     kept: Sequence[int],
     known: dict[tuple[int, int], Ref],
 ) -> Aligned:
-    """What an edge reads in that part, against the axes of its consumer that the part has."""
+    """The operand of an edge restricted to a part, with the axes of its consumer that the part has."""
     own = {slot: a for a, slot in enumerate(edge.axes)}
     if axis not in own:
         return Ref(edge.coef, edge.nid, ()), tuple(own.get(d) for d in kept)
@@ -241,7 +241,7 @@ def _operand(
 
 
 def _again(view: CanonicalView, node: CNode, operands: Sequence[Aligned], sizes: Sequence[int]) -> Ref:
-    """An elementwise node of other operands."""
+    """An elementwise node applied to other operands."""
     if node.op == "sum":
         return total(view, [(ref, al, 1) for ref, al in operands], sizes)
     if node.op == "prod":
@@ -255,13 +255,13 @@ def _again(view: CanonicalView, node: CNode, operands: Sequence[Aligned], sizes:
 def reduced_by_parts(
     view: CanonicalView, op: str, whole: Ref, axis: int, reduce: Callable[[Ref, int], Ref]
 ) -> Ref | None:
-    """A maximum over an axis along which one entry stands beside others, or a sum of exponentials there, of its parts; None for any other.
+    """A maximum, or a sum of exponentials, over an axis along which one entry is appended to others, by parts; None for any other.
 
-    Where a norm runs over what was concatenated it stays one sum: nothing else has exponentials there, and one entry more.
+    A norm over a concatenation keeps its single sum: only a softmax with a sink has exponentials there and one more entry.
 
     Args:
-      whole: what is reduced; its dims do not count, the result's are for the axes of its node that are left.
-      reduce: (a part, its axis) -> the reduced part, with the axes that are left.
+      whole: the operand of the reduction; its dims do not matter, and those of the result refer to the remaining axes of its node.
+      reduce: (a part, its axis) -> the reduced part, with the remaining axes.
     """
     node = view.nodes[whole.nid]
     if op not in ("reduce_max", "reduce_sum") or (op == "reduce_sum" and node.op != "exp"):
@@ -284,7 +284,7 @@ def _is_entry_beside_rest(bounds: Sequence[Bounds]) -> bool:
 def _reduced_part(
     view: CanonicalView, whole: Ref, axis: int, bounds: Bounds, reduce: Callable[[Ref, int], Ref]
 ) -> Aligned:
-    """A part, reduced over the axis along which it is one; a part of one entry has lost that already."""
+    """A part, reduced over the concatenated axis; a part of one entry no longer has it."""
     part = _part(view, whole.nid, axis, bounds, {})
     part = Ref(_times(whole.coef, part.coef), part.nid, part.dims)
     if bounds[1] - bounds[0] > 1:

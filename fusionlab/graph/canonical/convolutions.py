@@ -1,4 +1,4 @@
-"""Convolutions that are products: their window is one point, or all positions at once, as in the gradient of such a one's weight."""
+"""Convolutions equivalent to products: their window is one point, or all positions, as in the gradient of a one-point weight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Label = tuple[str, int]  # ("l", i) of the input alone, ("r", i) of the weight a
 
 @dataclass(frozen=True)
 class Contraction:
-    """What each axis of the input, of the weight and of the result is called; None for an axis of one entry that has no other."""
+    """The label of each axis of the input, the weight and the result; None for a unit axis without a counterpart."""
 
     left: tuple[Label | None, ...]
     right: tuple[Label | None, ...]
@@ -24,8 +24,8 @@ class Contraction:
 
 
 def contraction(params: Any, left: Sequence[int], right: Sequence[int]) -> Contraction | None:
-    """A convolution of two shapes as a product; None where it is none: a window of more than one point that moves, a stride, padding, a
-    dilation or groups.
+    """A convolution of two shapes as a product; None if it is not equivalent to one because of a moving window of more than one point, a
+    stride, padding, a dilation or groups.
     """
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return None

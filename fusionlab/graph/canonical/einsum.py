@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def split_rows(view: CanonicalView, ref: Ref, sizes: tuple[int, ...]) -> Ref | None:
-    """`(x.reshape(rows) @ w).reshape(x's rows)` as the product of x itself; None where `ref`, a dot, is not reshaped back so."""
+    """`(x.reshape(rows) @ w).reshape(x's rows)` as the product of x itself; None if `ref`, a dot, is not reshaped back to these rows."""
     dot = view.nodes[ref.nid]
     for edge, other in zip(dot.operands, dot.operands[::-1], strict=True):
         names = _unmerged(view, dot, edge, other)
@@ -66,7 +66,7 @@ def _result_of(dot: CNode, ref: Ref, names: Mapping[Any, list[Any]]) -> list[Any
 
 
 def _groups(source: Sequence[int], result: Sequence[int]) -> list[list[int]] | None:
-    """For a reshape: the axes of `source` that make each axis of `result`; None where one is split."""
+    """For a reshape: the axes of `source` that make each axis of `result`; None if one is split."""
     groups: list[list[int]] = []
     axes = iter(range(len(source)))
     for size in result:
@@ -117,7 +117,7 @@ def _result_labels(names: Sequence[Sequence[tuple]]) -> list[tuple]:
 def _sum_of_value(
     view: CanonicalView, ins: list[Ref], names: list[list], out: list, size: dict[Any, int]
 ) -> Ref | None:
-    """A product that is a sum over one value: of what is multiplied by one number everywhere, or of squares, entry by entry."""
+    """A product that is a sum over one value: times one number everywhere, or squared, elementwise."""
     summed = _summand(view, ins, names, size)
     if summed is None:
         return None
@@ -128,7 +128,7 @@ def _sum_of_value(
 
 
 def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[Any, int]) -> tuple[Ref, list] | None:
-    """The value whose sum a product is, and the labels of its axes; None where it is none."""
+    """The value whose sum a product is, and the labels of its axes; None if it is not a sum."""
     if ins[0] == ins[1] and names[0] == names[1] and all(x[0] != "l" for x in names[0]):
         al = node_axes(ins[0])
         return monomial(view, [(ref, al, 1.0) for ref in ins], [size[x] for x in names[0]]), names[0]
@@ -139,7 +139,7 @@ def _summand(view: CanonicalView, ins: list[Ref], names: list[list], size: dict[
 
 
 def convolution(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """The same for a convolution that is a product."""
+    """As `dot`, for a convolution that is equivalent to a product."""
     shapes = [node.inputs[0].shape, node.inputs[1].shape]
     found = contraction(node.params, *shapes) if gives_float(node) else None
     if found is None:

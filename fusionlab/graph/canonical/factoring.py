@@ -1,7 +1,7 @@
-"""A factor over a sum, the other way: `a * f + b * f + c` as `(a + b) * f + c`, in a canonical view.
+"""Factoring a sum: `a * f + b * f + c` as `(a + b) * f + c`, in a canonical view.
 
-Which factors leave which sums is not told by a sum alone, so no rule of the view does it: whoever asks names a node, and the terms that
-have a power of it as a factor are put together, with all that they have in common before them.
+The factors to take out of a sum do not follow from the sum alone, so no rule of the view does it: the caller names a node, and the terms
+with a power of it as a factor are collected, with all common factors in front.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Factor = tuple[Coef, int, tuple[int | None, ...], float]
 
 
 def factored(view: CanonicalView, nid: int, about: int) -> Ref:
-    """Node `nid` with what it sums of multiples of (a power of) node `about` put together, seen at the node's own axes.
+    """Node `nid` with its terms that are multiples of (a power of) node `about` collected, with the node's own axes.
 
     The node itself where there are no two such terms.
     """
@@ -62,7 +62,7 @@ class _Factoring:
         return self.known[nid]
 
     def reads(self, nid: int) -> bool:
-        """Whether a node is made of the one that is asked about."""
+        """Whether a node depends on the node `about`."""
         if nid not in self.above:
             self.above[nid] = any(self.reads(o.nid) for o in self.view.nodes[nid].operands)
         return self.above[nid]
@@ -92,7 +92,7 @@ class _Factoring:
         return rewritten[0] if len(rewritten) == 1 else self.added(rewritten, node.shape)
 
     def together(self, terms: Sequence[_Term], sizes: Sequence[int]) -> Ref:
-        """The sum of some terms as what they share times the sum of what is left of them."""
+        """The sum of some terms as their common factors times the sum of the rest."""
         shared = reduce(_common, (t.factors for t in terms))
         inner = self.added([self.of_term(t.without(shared), sizes) for t in terms], sizes)
         return monomial(self.view, [(inner, node_axes(inner), 1.0), *map(_as_factor, shared)], sizes)
@@ -136,7 +136,7 @@ def _as_factor(factor: _Factor) -> tuple[Ref, tuple[int | None, ...], float]:
 
 
 def _through(inner: tuple[int | None, ...], outer: tuple[int | None, ...]) -> tuple[int | None, ...]:
-    """Axes given for a sum's own, for those of the sum that it stands in."""
+    """Axes given for an inner sum, translated to those of the outer sum."""
     return tuple(None if axis is None else inner[axis] for axis in outer)
 
 

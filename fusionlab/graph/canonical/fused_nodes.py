@@ -1,7 +1,7 @@
 """Fused ops in the canonical view: nodes whose operands' axes are labels, as a product's are.
 
-A primitive that knows its axes says so by a method `form(params, shapes) -> Form`. What the op computes is none of the view's
-business: two such nodes are equal where op, traits, operands and labels are.
+A primitive that knows its axes has a method `form(params, shapes) -> Form`. The view does not need to know what the op
+computes: two such nodes are equal if op, traits, operands and labels are.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class FusedForm(Shown):
-    """One call of a fused op, as the canonical view takes it.
+    """One call of a fused op, as the canonical view represents it.
 
     Attributes:
       slots: names of the operands, in order.
       axes: for each operand, a label for each axis: a name and a number ("m0", "m1", "k0").
       result: the labels of the result's axes.
-      traits: attributes that make another function ("activation", "is_causal"), by name.
+      traits: attributes that change the function ("activation", "is_causal"), by name.
       numbers: attributes that are numbers ("epsilon", "scale"): a pattern may capture them.
     """
 
@@ -43,7 +43,7 @@ class Labelled(NamedTuple):
     Attributes:
       traits: as in `FusedForm`.
       slots: name of each operand; numbers come last, as multiples of one.
-      names: label -> what the op calls it ("m", "k"), the same for several rows or batch axes.
+      names: label -> the op's name for it ("m", "k"), the same for several rows or batch axes.
       labels: the label of each of the node's own axes.
     """
 

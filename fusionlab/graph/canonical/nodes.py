@@ -1,4 +1,4 @@
-"""What a canonical view is made of: nodes, the edges between them, and how a raw value is seen through one.
+"""The parts of a canonical view: nodes, the edges between them, and the relation of raw values to nodes.
 
 A Ref's `dims` has one entry per non-unit axis of the raw value: the node's axis (>= 0), or `~size` for an axis the value is
 broadcast along. A node's own axis order is induced by its sorted operands, so x and x.T are the same node.
@@ -27,7 +27,7 @@ class Ref(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """An edge: `coef` times node `nid`; `axes[i]` is what the node's axis i is called in the consumer (-1: reduced away)."""
+    """An edge: `coef` times node `nid`; `axes[i]` is the consumer's axis for the node's axis i (-1: reduced away)."""
 
     coef: Coef
     nid: int
@@ -47,9 +47,9 @@ class CNode:
 
 @dataclass(frozen=True, eq=False)
 class FoldedNodes:
-    """Nodes of a block that a view shows folded: as the program that could stand in their place.
+    """Nodes of a block that a view folds: it shows the program that could replace them.
 
-    Attributes: `root` (the value they make), `leaves` (the values `program` takes), `node_ids`, `program`, and what it is `of`.
+    Attributes: `root` (the value they compute), `leaves` (the values `program` takes), `node_ids`, `program`, and `of` (its source).
     """
 
     root: Value

@@ -1,9 +1,9 @@
-"""A reshape of batch axes over what is made of a product entry by entry, and row by row.
+"""A reshape of batch axes of a function that acts on a product elementwise and row by row.
 
-Programs join and part the batch and the heads of their scores between the product, the mask and the softmax: `scores.reshape(B, H, T, S)
-+ mask`, and `weights.reshape(B * H, T, S) @ v`. A reshape commutes with what is done to each entry, and with a maximum or a sum along axes
-that it leaves alone. Where it undoes one that stands on a product further in, the function is that of the product itself; what else it
-reads there (a mask) is reshaped in its place.
+Programs merge and split the batch and the heads of their scores between the product, the mask and the softmax: `scores.reshape(B, H, T, S)
++ mask`, and `weights.reshape(B * H, T, S) @ v`. A reshape commutes with elementwise functions, and with a maximum or a sum along axes
+that it keeps. If it undoes a reshape of a product further in, the function is applied to the product itself, and its other operands
+there (a mask) are reshaped instead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Regrouped = tuple[int, dict[Any, int]]
 
 
 def regrouped(view: CanonicalView, ref: Ref, groups: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Ref | None:
-    """`ref` reshaped to `sizes`, where that undoes a reshape of a product further in; None where it does not.
+    """`ref` reshaped to `sizes`, if that undoes a reshape of a product further in; None if it does not.
 
-    `groups` says how many neighbouring axes become how many.
+    `groups` gives the numbers of neighbouring axes before and after.
     """
     if view.nodes[ref.nid].op not in _ENTRYWISE:
         return None
@@ -61,7 +61,7 @@ class _Regrouping:
         self.view, self.known, self.results = view, dict[Any, bool](), dict[Any, Regrouped | None]()
 
     def undoes(self, nid: int, groups: Mapping[int, AxisGroup]) -> bool:
-        """Whether regrouping a node's axes undoes a reshape that it is made of. Nothing is made before that is known."""
+        """Whether regrouping a node's axes undoes a reshape inside it. No nodes are created before that is known."""
         key = nid, tuple(groups.items())
         if key not in self.known:
             self.known[key] = False
@@ -77,7 +77,7 @@ class _Regrouping:
         return any(self.undoes(o.nid, own) for o in node.operands if (own := _on_operand(o, groups)))
 
     def of(self, nid: int, groups: Mapping[int, AxisGroup]) -> Regrouped | None:
-        """A node with its axes regrouped; None where nothing that it is made of is undone."""
+        """A node with its axes regrouped; None if that undoes no reshape inside it."""
         key = nid, tuple(groups.items())
         if key not in self.results:
             self.results[key] = self._of(self.view.nodes[nid], groups) if self.undoes(nid, groups) else None
@@ -114,7 +114,7 @@ class _Regrouping:
         return nid, {("kept", operand.axes[a[1]]) if a[0] == "kept" else a: d for a, d in where.items()}
 
     def _reshaped(self, node: CNode, groups: Mapping[int, AxisGroup]) -> Regrouped:
-        """A node of its own that regroups the axes of another, or that one where there is nothing to regroup."""
+        """A new node that regroups the axes of another, or that node itself if there is nothing to regroup."""
         if not groups:
             return node.id, {("kept", d): d for d in range(len(node.shape))}
         axes, sizes = _regrouped_axes(node, groups)
@@ -174,8 +174,7 @@ def _new_axes(number: int, count: int) -> list[Any]:
 
 
 def _on_operand(operand: Operand, groups: Mapping[int, AxisGroup]) -> dict[int, AxisGroup]:
-    """The groups by the axes of an operand, without those it has none of. An axis that is reduced is none of the node's (-1), and so not
-    one that it lacks."""
+    """The groups by the axes of an operand, without those of which it has no axis. A reduced axis (-1) does not count as missing."""
     own: dict[int, AxisGroup] = {}
     for number, (joined, new_sizes) in groups.items():
         mine = tuple(

@@ -1,7 +1,7 @@
-"""How each primitive enters the canonical view: a table primitive -> rule. An unknown primitive is an opaque node.
+"""The canonical form of each primitive: a table primitive -> rule. An unknown primitive becomes an opaque node.
 
 Each rule takes the view, the raw node and the Refs of its inputs, and returns one Ref per output. Values are preserved in
-real arithmetic; rounding and gradients are not this layer's business (certification checks both on the raw nodes).
+real arithmetic; this layer ignores rounding and gradients (certification checks both on the raw nodes).
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _same(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _stop_gradient(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Transparent only on the maximum that softmax subtracts (of a row, and of one logit more), whose gradient cancels; anywhere else it
-    changes gradients."""
+    """Transparent only on the maximum that softmax subtracts (of a row, with or without one more logit), whose gradient cancels; elsewhere
+    it changes gradients."""
     operand = view.nodes[ins[0].nid]
     if operand.op == "reduce_max" or (
         operand.op == "max" and any(view.nodes[o.nid].op == "reduce_max" for o in operand.operands)
@@ -93,7 +93,7 @@ def _convert(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _reduce_precision(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Nothing where it keeps all of its dtype's bits: remat marks what it saves so."""
+    """The identity if it keeps all bits of its dtype, as remat marks the values it saves."""
     kept = jnp.finfo(node.outputs[0].dtype)
     if node.params["exponent_bits"] >= kept.nexp and node.params["mantissa_bits"] >= kept.nmant:
         return [ins[0]]
@@ -181,7 +181,7 @@ def reshape_groups(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[tup
 
 
 def _rev(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """Nothing along axes of one entry: the gradient of a convolution turns its window round."""
+    """The identity along unit axes: the gradient of a convolution reverses its window."""
     turned = any(node.inputs[0].shape[int(d)] != 1 for d in node.params["dimensions"])
     return view.opaque(node, ins) if turned else [ins[0]]
 
@@ -238,7 +238,7 @@ _NEUTRAL: dict[str, Coef] = {"max": -math.inf, "min": math.inf, "and": True, "or
 
 
 def _is_number(coef: Coef, number: Coef) -> bool:
-    """Whether both are the same; a boolean is no number: `and` and `or` of integers are bit by bit."""
+    """Whether both are the same number; a boolean does not count: `and` and `or` of integers are bitwise."""
     return coef == number and isinstance(coef, bool) == isinstance(number, bool)
 
 
@@ -279,8 +279,8 @@ def _reduce(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _reduced_by_law(view: CanonicalView, op: str, whole: Ref, axis: int) -> Ref | None:
-    """The reduction of a node over one axis, with its other axes, where it is of a concatenation's parts, or 0: the maximum of what a row
-    is below its maximum. `whole` has no dims.
+    """The reduction of a node over one axis, with its other axes, if it reduces a concatenation by parts, or is 0: the maximum of a row
+    minus its maximum. `whole` has no dims.
     """
 
     def reduce(part: Ref, axis: int) -> Ref:
@@ -322,7 +322,7 @@ def _iota(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
 
 
 def _custom_jvp(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """JAX's own activations are wrapped in custom_jvp: look inside. A user's rule is kept whole, its gradient is theirs."""
+    """JAX's own activations are wrapped in custom_jvp: they are inlined. A user's rule is kept whole, because its gradient is theirs."""
     if not is_jax_rule(node):
         return view.opaque(node, ins)
     body = node.blocks[0]
@@ -364,7 +364,7 @@ def is_jax_rule(node: Node) -> bool:
 
 
 def _foreign(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
-    """As `apply_rule`, for a node of another program: its ids mean something else in the view."""
+    """As `apply_rule`, for a node of another program, whose ids have a different meaning in the view."""
     if is_jax_rule(node):
         return inline(view, node.blocks[0], ins)
     if node.blocks or has_side_effects(node.eqn):
@@ -376,14 +376,14 @@ _GIVEN_WHOLE = having("remat", "mesh", "jit")
 
 
 def passed_whole(node: Node) -> int:
-    """How many of a region's first operands its body reads as they are, and the same each time."""
+    """The number of leading operands of a region that its body reads unchanged, and the same in every iteration."""
     if node.primitive == "scan":
         return scan_counts(node.params)[0]
     return len(node.inputs) if node.primitive in _GIVEN_WHOLE else 0
 
 
 def literal_inputs(view: CanonicalView, node: Node) -> dict[int, Coef]:
-    """Which inputs of a region's body are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
+    """The inputs of a region's body that are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
     refs = [view.read(a) for a in node.inputs[: passed_whole(node)]]
     return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
 

@@ -1,8 +1,8 @@
 """The canonical view: one spelling per meaning, for matching only.
 
 A raw value maps to a `Ref`: a scalar coefficient times a hash-consed `CNode`, seen through an axis view. Layout (transposes,
-unit axes, broadcasts), scalar factors, float casts and no-ops disappear into the Ref; what remains is the algebra. The view
-never becomes code: it has dropped casts, and it says nothing of rounding. The primitives' rules stand in `rules.py`.
+unit axes, broadcasts), scalar factors, float casts and no-ops disappear into the Ref; the algebra remains. The view
+never becomes code: it drops casts and ignores rounding. The rules of the primitives are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .rules import apply_rule, inline, passed_whole
 class CanonicalView:
     """The canonical view of one block.
 
-    Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values that show it, in program order),
-    `tiles_at` (node id -> the tiles that it stands for, where some are folded).
+    Attributes: `block`, `nodes`, `ref` (raw value id -> Ref), `values_of` (node id -> raw values of it, in program order),
+    `tiles_at` (node id -> the tiles folded into it).
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class CanonicalView:
         self._unique = itertools.count()
 
     def over(self, leaves: Iterable[Value], nodes: Sequence[Node]) -> CanonicalView:
-        """The view of some nodes alone. The values `leaves` are leaves of it, whatever makes them: a product stays one leaf,
-        and a leaf carries no factor. What else the nodes read from elsewhere is a leaf too, if it is no literal.
+        """The view of only some nodes. The values `leaves` are its leaves, however they are computed: a product stays one leaf,
+        and a leaf carries no factor. Other operands from elsewhere are leaves too, unless they are literals.
         """
         part = CanonicalView.__new__(CanonicalView)
         part._start(self.block)
@@ -101,7 +101,7 @@ class CanonicalView:
                 self._bind(value, ref)
 
     def _fold(self, tile: FoldedNodes) -> None:
-        """A tile's root, as its program makes it; the values inside are not in the view."""
+        """The Ref of a tile's root, from its program; the values inside are not in the view."""
         (ref,) = inline(self, tile.program, [self.read(v) for v in tile.leaves])
         self._bind(tile.root, ref)
         nid = ref.nid
@@ -130,7 +130,7 @@ class CanonicalView:
         return self.constant(atom, atom.val) if atom.shape else self.unique_leaf("literal", atom.shape)
 
     def constant(self, value: Atom, const: Any, block: Block | None = None) -> Ref:
-        """A captured array, or the number that it is; the same one in another program, as a derivative is, is the same node."""
+        """A captured array, or its number; in another program, such as a derivative, the same array is the same node."""
         known = None if block is not None and _is_parameter(block, value) else number(const)
         scalar = None if known is None else as_number(known, value.dtype)
         if scalar is not None:
@@ -168,7 +168,7 @@ class CanonicalView:
     def unread(
         self, node: Node, refs: Sequence[Ref], op: str, given: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
     ) -> list[Ref]:
-        """`opaque`, by the name and params of another primitive that says the same of operands of these shapes."""
+        """`opaque`, by the name and params of another primitive with the same meaning for operands of these shapes."""
         params: Any = ("raw", node.id)
         if not node.blocks and not has_side_effects(node.eqn):
             try:
@@ -206,7 +206,7 @@ class CanonicalView:
         return {op: tuple(ids) for op, ids in table.items()}
 
     def maker(self, nid: int) -> Node | None:
-        """The raw node of the block that first makes a canonical node's value; None of what is given."""
+        """The raw node of the block that first computes a canonical node's value; None for a given value."""
         return next((n for v in self.values_of.get(nid, ()) if (n := self.block.producer.get(v.id)) is not None), None)
 
     def is_literal(self, ref: Ref) -> bool:
@@ -221,7 +221,7 @@ class CanonicalView:
 
 
 def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
-    """What equality does not tell apart in coefficients: True, 1 and 1.0, and the two zeros."""
+    """A key that distinguishes coefficients that compare equal: True, 1 and 1.0, and the two zeros."""
     odd = (
         (i, o.coef) for i, o in enumerate(operands) if o.coef == 0 or (o.coef == 1 and not isinstance(o.coef, float))
     )
@@ -229,8 +229,8 @@ def _kinds(operands: Iterable[Operand]) -> tuple[tuple[int, str], ...]:
 
 
 def _given_alike(outer: tuple[CanonicalView, Node] | None) -> dict[int, int]:
-    """For the inputs of a body that are given one value whole, each time the same, or values that are made alike: number -> that of the
-    first that is given it.
+    """For body inputs that receive the same value whole in every iteration, or equally computed values: number -> that of the first such
+    input.
     """
     if outer is None:
         return {}
@@ -249,13 +249,13 @@ def _given_alike(outer: tuple[CanonicalView, Node] | None) -> dict[int, int]:
 
 
 def _read_beside(nodes: Sequence[Node]) -> Iterator[Value]:
-    """The values that some nodes read and do not make."""
+    """The values that some nodes read and do not compute."""
     own = {v.id for n in nodes for v in n.outputs}
     return (v for n in nodes for v in values_in(n.inputs) if v.id not in own)
 
 
 def _is_parameter(block: Block, value: Atom) -> bool:
-    """Whether an array of one entry is a weight or a bias, of a product with one feature: it is not a number then."""
+    """Whether an array of one entry is a weight or a bias of a product with one feature, and so not a number."""
     stack = [(block, value)] if value.shape and isinstance(value, Value) else []
     while stack:
         where, read = stack.pop()
@@ -269,7 +269,7 @@ def _is_parameter(block: Block, value: Atom) -> bool:
 
 
 def _is_of_layer(block: Block, node: Node) -> bool:
-    """Whether a node is a product, an addition to one, or may hold one: the body of a `while` or `custom_vjp_call` is not looked into."""
+    """Whether a node is a product, an addition to one, or may contain one: bodies of `while` and `custom_vjp_call` are not examined."""
     if node.primitive == "dot_general" or node.primitive in ("while", "custom_vjp_call"):
         return True
     makers = (block.producer.get(v.id) for v in values_in(node.inputs))

@@ -1,6 +1,7 @@
-"""The proof of a match: the region and its replacement agree as real functions, in values and gradients, and on numbers at the edge.
+"""The proof of a match: the region and its replacement agree as real functions, in values and gradients, and near the dtype's limits.
 
-Read `certify` first, which asks the others in turn: `reduced_sizes` (at which sizes), `inputs` and `special` (of which numbers),
+Read `certify` first, which uses the others in turn: `reduced_sizes` (the sizes), `inputs` and `special` (the numbers),
 `programs` (both sides evaluated) and `verdict` (whether they agree). `activations` recognises functions of one number by value.
-`switch_points` and `stress` try what users wrote themselves. `alike` says of which other programs a proof holds too.
+`switch_points` finds where elementwise functions switch; `stress` tests functions that users wrote. `alike` transfers a proof to similar
+programs.
 """

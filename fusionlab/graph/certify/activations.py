@@ -1,9 +1,9 @@
-"""Activations recognised by value: a raw elementwise cone evaluated, with its derivative, on points that tell functions apart.
+"""Activations recognised by value: a raw elementwise cone evaluated, with its derivative, on points that distinguish functions.
 
-A spelling does not matter, a name does not count. The points are a dense signed grid over all magnitudes, both zeros,
+Neither spelling nor names matter. The points are a dense signed grid over all magnitudes, both zeros,
 infinities, NaN, and every place where a comparison in the cone switches, with its neighbours and the midpoints between them: relu6
 does not pass for relu, nor maximum (half a gradient at 0) for relu. A cone that compares a nonlinear function of its input is
-declined, since where it switches is not known.
+declined, because its switch points are not known.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class KnownActivation:
-    """A function that is looked for: `fn` in jnp, and its values at `LOOKS` to three digits, as `looks`."""
+    """A known function: `fn` in jnp, and its values at `LOOKS` to three digits, as `looks`."""
 
     fn: Callable[..., Any]
     looks: tuple[float, ...]
@@ -115,8 +115,8 @@ class KnownActivation:
 
 @dataclass(frozen=True)
 class Recognised:
-    """A cone value known by name. `name` is None for an unknown function; `why` then says why, `nearest` what came nearest, `origin`
-    where FusionLab itself failed on it. All of that is found out where someone asks (`explained`): few ever do."""
+    """The known function of a cone. `name` is None for an unknown function; then `why` is the reason, `nearest` the nearest function, and
+    `origin` the place where FusionLab itself failed. These are computed on demand (`explained`), which is rare."""
 
     name: str | None
     why: str = ""
@@ -126,7 +126,7 @@ class Recognised:
     asked: Callable[[], Recognised] | None = None
 
     def explained(self) -> Recognised:
-        """With `why` and `nearest`."""
+        """The same with `why` and `nearest`."""
         return self if self.asked is None else self.asked()
 
 
@@ -163,7 +163,7 @@ def _joins(view: CanonicalView, node: Node, inside: set[int], start: Value) -> b
 
 
 def _written(view: CanonicalView, value: Value) -> bool:
-    """Whether a value is a literal, and made of literals: what is 0 whatever the arrays are is made of those all the same."""
+    """Whether a value is a literal and computed from literals: a value that is 0 for all inputs may still be computed from arrays."""
     stack = [value]
     while stack:
         v = stack.pop()
@@ -232,10 +232,10 @@ def _recognise(
     if end.dtype != start.dtype:
         return Recognised(None, f"its result is {end.dtype}, not {start.dtype}")
     if any(names_an_axis(n.eqn) for n in nodes):
-        return Recognised(None, "it speaks to other devices", "region")
+        return Recognised(None, "it communicates with other devices", "region")
     switches = breakpoints(view, start, nodes)
     if switches is None:
-        return Recognised(None, "it compares a nonlinear function of its input, so where it switches is not known")
+        return Recognised(None, "it compares a nonlinear function of its input, so its switch points are not known")
     cut = _Cone(slice_jaxpr(view.block, nodes, (start,), end, view.known_inputs), start, switches, certifier.inline)
     try:
         looks = cut.at(np.array(LOOKS))
@@ -274,11 +274,11 @@ class _Cone:
         return _on_points(self.closed, self.start.shape, points, self.inline)[0]
 
     def of_known(self) -> tuple[str, bytes, bool]:
-        """What the values of a known function are asked for with."""
+        """The arguments for the values of a known function."""
         return str(self.start.dtype), self.points.tobytes(), is_x64()
 
     def errors(self, known: Mapping[str, KnownActivation], twice: bool) -> dict[str, tuple[float, float]]:
-        """How far it is from each known function in value and in derivative; `twice`: a custom rule may have any second derivative."""
+        """The distance to each known function in value and in derivative; `twice`: a custom rule may have any second derivative."""
         own, like = block_signature(block_of_jaxpr(self.closed)), (self.start.shape, str(self.start.dtype), is_x64())
         written = next((name for name, k in known.items() if _known_signature(k.fn, *like) == own), None)
         if written is not None:
@@ -299,7 +299,7 @@ class _Cone:
         return errors
 
     def nearest(self, known: Mapping[str, KnownActivation]) -> Recognised:
-        """What is said where it is none of them: the one whose values come nearest."""
+        """The result for an unknown function: the known function whose values come nearest."""
         try:
             gaps = {n: _gap(self.values, _known_values(k.fn, *self.of_known()), self.points) for n, k in known.items()}
         except CannotEvaluate as error:  # on few points it could
@@ -310,7 +310,7 @@ class _Cone:
 
 @functools.lru_cache(maxsize=1024)
 def _known_values(reference: Callable[..., Any], dtype: str, points: bytes, x64: bool) -> np.ndarray:
-    """What a known function makes of the points: the same in every search of a process; x64 says how its numbers are typed."""
+    """The values of a known function at the points, cached for all searches of a process; x64 determines the types of its numbers."""
     with unwrapped():
         closed = jax.make_jaxpr(reference)(jax.ShapeDtypeStruct((2,), jnp.dtype(dtype)))
     return _on_points(closed, (2,), np.frombuffer(points), lambda eqn: None)[0]
@@ -342,7 +342,7 @@ def value_name(node: Node, known: Mapping[str, KnownActivation], certifier: Cert
 
 
 def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Recognised | None:
-    """None where it has the values of none of them."""
+    """The recognised function; None if its values match no known function."""
     good = [n for n, (v, s) in errors.items() if v <= tolerance and s <= tolerance]
     if good:
         return Recognised(min(good, key=lambda n: errors[n]))
@@ -354,7 +354,7 @@ def _verdict(errors: Mapping[str, tuple[float, float]], tolerance: float) -> Rec
 
 @dataclass(frozen=True)
 class Gap:
-    """How far apart two functions look: `size`, and the point where one is `got` and the other `want`."""
+    """The difference between two functions: `size`, and the point where one is `got` and the other `want`."""
 
     # On ordinary numbers the largest, roughly, and the mean; the largest on all numbers.
     size: tuple[float, float, float]
@@ -365,14 +365,14 @@ class Gap:
     def __str__(self) -> str:
         digits = next((d for d in (3, 6, 9) if f"{self.got:.{d}g}" != f"{self.want:.{d}g}"), None)
         if digits is None:
-            return ", with other infinities or NaN, or differences below 1e-9"
-        return f": at {self.point:.3g} it is {self.want:.{digits}g}, and this is {self.got:.{digits}g}"
+            return ", from which it differs in infinities or NaN, or by less than 1e-9"
+        return f": at {self.point:.3g} that is {self.want:.{digits}g} and this is {self.got:.{digits}g}"
 
 
 def _gap(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> Gap:
     """The differences where both are finite, relative to magnitudes above 1, and the largest, of ordinary numbers if there is one.
 
-    A difference of 1e37 between two functions of 1e38 says nothing; that one is 6 at 9 where the other is 9 does.
+    A difference of 1e37 between two functions of 1e38 is not informative; 6 instead of 9 at the point 9 is.
     """
     with np.errstate(all="ignore"):
         both = np.isfinite(got) & np.isfinite(want)
@@ -386,9 +386,9 @@ def _gap(got: np.ndarray, want: np.ndarray, points: np.ndarray) -> Gap:
 def distance(got: np.ndarray, want: np.ndarray, points: np.ndarray, noisy: bool = True) -> float:
     """The largest difference relative to `want`, however small that is; inf where NaN or infinities do not coincide.
 
-    Not relative to the largest value: relu(h) + 1e-7 is no relu to the logarithm that follows. Two allowances: near the origin, where a
-    function or its slope crosses 0, `min(1, |h|)` counts as its size; and in a tail exp(-u), where u's own error comes multiplied by u, the
-    size is |want| * (1 + |log |want||). `noisy` allows for the cancellation of 1 + tanh(h) besides.
+    It is not relative to the largest value: a logarithm that follows distinguishes relu(h) + 1e-7 from relu. Two allowances: near the
+    origin, where a function or its slope crosses 0, `min(1, |h|)` counts as its size; and in a tail exp(-u), where u's own error is
+    multiplied by u, the size is |want| * (1 + |log |want||). `noisy` also allows for the cancellation of 1 + tanh(h).
     """
     if not np.array_equal(np.isnan(got), np.isnan(want)):
         return math.inf

@@ -1,9 +1,9 @@
-"""Programs that differ by the lengths of their axes alone: what is proved of one at some lengths holds of the other.
+"""Programs that differ only in the lengths of their axes: a proof for one holds for the other.
 
-A product of 128 and of 512 features, the same layer for two lengths of a sequence: neither asks how long an axis is. A program is like
-another where that becomes it by other names for its sizes: every number in it is the same, and sizes that were equal stay equal. Those that
-were not may become so: a square weight is a case of any weight, and not the other way, since there an axis may stand for another. A program
-that can tell how long an axis is (by positions, by counting, by a window) is like no other.
+A product of 128 or 512 features, or one layer for two sequence lengths, does not depend on the length of an axis. A program is a case of
+another if renaming sizes turns the latter into it: all numbers are the same, and equal sizes stay equal. Different sizes may become
+equal: a square weight is a case of any weight, but not the reverse, because there one axis may be used for another. A program that
+depends on the length of an axis (by positions, counting, or a window) is like no other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def most_sizes_first(nodes: Iterable[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class _Proved:
-    """A region and what stands in its place, by the names of their sizes; whether neither can tell how long an axis is; what was proved."""
+    """A region and its replacement, with named sizes; whether neither depends on the length of an axis; and the outcome of the proof."""
 
     region: Any
     replacement: Callable[[], Any]
@@ -55,13 +55,13 @@ class _Proved:
 
 @dataclass
 class Alike:
-    """What was proved of programs that may be like one that is still to be."""
+    """The proofs so far, for reuse by similar programs."""
 
     inline: Inline
     _proved: dict[Any, list[_Proved]] = field(default_factory=dict)
 
     def once(self, region: Region, replacement: Callable[[], Block], description: Any, prove: Callable[[], Any]) -> Any:
-        """`prove()`, or what it gave for a region and a replacement like these, if that was a proof (`ok`)."""
+        """`prove()`, or its earlier outcome for a similar region and replacement, if that was a proof (`ok`)."""
         if not _is_blind(region):
             return prove()
         names = Names()
@@ -88,7 +88,7 @@ class Alike:
 
 
 def _is_case(signature: Any, of: Any, renamed: dict[Any, Any]) -> bool:
-    """Whether a signature is another by other names for its sizes; `renamed` holds those known, and is extended."""
+    """Whether renaming sizes turns one signature into another; `renamed` holds the known names and is extended."""
     if not isinstance(of, tuple):
         return bool(signature == of)
     if not isinstance(signature, tuple) or len(signature) != len(of):
@@ -99,7 +99,7 @@ def _is_case(signature: Any, of: Any, renamed: dict[Any, Any]) -> bool:
 
 
 def _is_blind(region: Region) -> bool:
-    """Whether a region cannot tell how long its axes are."""
+    """Whether a region does not depend on the lengths of its axes."""
     types = [v.aval for v in (*region.inputs, *region.roots)]
     if region.sums.axes or region.known or any(varies(a) or sharding_in_type(a) is not None for a in types):
         return False
@@ -108,7 +108,7 @@ def _is_blind(region: Region) -> bool:
 
 
 def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
-    """Whether nodes, in order, cannot; `moving` are the values that operands have a part in: a sum of others may count its terms."""
+    """As `_is_blind`, for nodes in order; `moving` are the values that depend on operands: a sum of others may count its terms."""
     moving = set(moving)
     for node in nodes:
         if not _is_blind_node(node, moving):
@@ -119,7 +119,7 @@ def _are_blind(nodes: Sequence[Node], moving: set[int]) -> bool:
 
 
 def _is_blind_node(node: Node, moving: set[int]) -> bool:
-    """Whether one node cannot, `moving` as of several."""
+    """As `_are_blind`, for one node."""
     if node.primitive in FLATTENED or is_jax_rule(node):
         inside = all(_are_blind(b.nodes, {v.id for v in b.inputs}) for b in node.blocks)
         return inside and moving.issuperset(_read(node))
@@ -129,7 +129,7 @@ def _is_blind_node(node: Node, moving: set[int]) -> bool:
 
 
 def _is_blind_written_out(block: Block, inline: Inline) -> bool:
-    """Whether a program with fused ops in it cannot tell how long its axes are: nor what the ops compute."""
+    """Whether a program with fused ops, and the meaning of these ops, do not depend on the lengths of axes."""
     moving = {v.id for v in block.inputs}
     for node in block.nodes:
         meaning = inline(node.eqn)

@@ -40,7 +40,7 @@ _REAL = Reduction(real=True)
 
 @dataclass
 class Certifier(Memo):
-    """Proves matches, remembering each proof by everything that matters; `hits` and `misses` are visible.
+    """Proves matches and caches each proof by all that it depends on; `hits` and `misses` are visible.
 
     `inline` gives the plain meaning of primitives that JAX does not know (fused ops).
     """
@@ -63,11 +63,11 @@ class Certifier(Memo):
 
         Args:
           region: the raw region.
-          replacement: what would stand in its place, taking `region.inputs`.
+          replacement: the function to replace it, taking `region.inputs`.
           description: hashable description of the replacement (op and attributes), part of the cache key.
-          derivative: gives the region's own as `with_vjp` does, where that is asked for elsewhere too; else it is traced here.
-          ours: what the replacement is traced to, where it is one of this package's ops, whose values and gradients are the same formulas
-            whatever the sizes: what was proved of programs that are alike (see alike.py) is not proved again.
+          derivative: returns the region's own derivative as `with_vjp` does, if it is needed elsewhere too; else it is traced here.
+          ours: the traced replacement, if it is one of this package's ops, whose values and gradients are the same formulas for all
+            sizes: a proof for a similar program (see alike.py) is then reused.
         """
         key = ("region", region_signature(region), description)
 
@@ -79,8 +79,8 @@ class Certifier(Memo):
         return self.once(key, lambda: prove() if ours is None else self._alike.once(region, ours, description, prove))
 
     def extremes(self, region: Region, replacement: Callable[..., Any], description: Any) -> ProofOutcome:
-        """Whether `replacement(*region.inputs)` does as the region on other than ordinary numbers, and in the region's dtypes; else as
-        `region`. For a replacement that is not this package's own.
+        """Whether `replacement(*region.inputs)` agrees with the region on extreme numbers and in the region's dtypes; arguments as for
+        `region`. For replacements that are not this package's own.
         """
 
         def prove() -> ProofOutcome:
@@ -101,8 +101,8 @@ class Certifier(Memo):
 
 
 def _at_its_own_size(region: Region, old: Any, new: Any, inline: Inline) -> ProofOutcome:
-    """Whether two programs agree at the region's real sizes, as far as that is soon told: at reduced ones a number that is compared with
-    positions, say the first 64 of 512 columns, lies beyond all of them.
+    """Whether two programs agree at the region's real sizes, if that is quick to evaluate: at reduced sizes, a number compared with
+    positions, such as the first 64 of 512 columns, lies beyond all of them.
     """
     avals, out = [v.aval for v in region.inputs], region.root.aval
     if elements((*avals, out)) > _OWN_SIZE_LIMIT:
@@ -125,11 +125,11 @@ def prove_function(
     """Whether two functions of float arrays with one result are the same, in values and in gradients, at these sizes.
 
     Args:
-      old, new: what is to be replaced, and what would be.
+      old, new: the original and the replacement.
       names: of the arguments.
       avals: their types (`jax.ShapeDtypeStruct`), of small sizes.
       inline: the plain meaning of primitives that JAX does not know.
-      ordinary: on ordinary numbers only; else as `Certifier.extremes` too.
+      ordinary: on ordinary numbers only; otherwise also as in `Certifier.extremes`.
     """
     outs = [jax.eval_shape(fn, *avals) for fn in (old, new)]
     if (other := _other_type(*outs)) is not None:
@@ -145,19 +145,19 @@ def prove_function(
         found = [programs.results(seed, _REAL) for seed in range(draws)]
         wrong = _first_wrong(tolerance, result_names, found)
     except CannotEvaluate as error:
-        return ProofOutcome("uncertified", f"it cannot be told: {error}")
+        return ProofOutcome("uncertified", f"it could not be certified: {error}")
     if wrong is not None or ordinary:
         return wrong or ProofOutcome(None)
     return _tried(given, new_ones, avals, outs[0], inline, result_names, lambda run: run(_REAL))
 
 
 def _other_type(old: Any, new: Any) -> ProofOutcome | None:
-    """What is said where results of these types are not of one type, that of an array; None where they are."""
+    """The outcome for results that are not arrays of the same type; None if they are."""
     if not hasattr(old, "shape") or not hasattr(new, "shape"):
-        return ProofOutcome("structure", "it does not give one array")
+        return ProofOutcome("structure", "it does not return a single array")
     if (old.shape, old.dtype) == (new.shape, new.dtype):
         return None
-    return ProofOutcome("structure", f"it gives {new.dtype}{list(new.shape)}, needed {old.dtype}{list(old.shape)}")
+    return ProofOutcome("structure", f"it returns {new.dtype}{list(new.shape)}; needed {old.dtype}{list(old.shape)}")
 
 
 def _first_wrong(tolerance: float, names: Sequence[str], found: Sequence[Results]) -> ProofOutcome | None:
@@ -180,7 +180,7 @@ def _tried(
     try:
         wrong = at(attempt)
     except CannotEvaluate as error:
-        return ProofOutcome("uncertified", f"it cannot be told: {error}")
+        return ProofOutcome("uncertified", f"it could not be certified: {error}")
     return ProofOutcome("value", wrong) if wrong else ProofOutcome(None)
 
 
@@ -195,7 +195,7 @@ def _prove(
     old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
     sums = region.sums
     if sums.axes and (more := _summed(replacement, avals, out, sums) - sums.axes):
-        return ProofOutcome("region", f"it sums over {', '.join(sorted(more))}, and the site does not")
+        return ProofOutcome("region", f"it sums over {', '.join(sorted(more))}, but the site does not")
     try:
         with placing((*avals, out)), unwrapped(ours):
             if derivative is not None and not _on_a_mesh((*avals, out), sums):
@@ -209,19 +209,19 @@ def _prove(
 
 
 def misplaced(error: Misplaced) -> ProofOutcome:
-    """What is said of a replacement that JAX has no type for on explicit mesh axes."""
-    return ProofOutcome("sharding", f"on these explicit mesh axes JAX does not type it: {error}")
+    """The outcome for a replacement that JAX cannot type on explicit mesh axes."""
+    return ProofOutcome("sharding", f"JAX cannot type it on these explicit mesh axes: {error}")
 
 
 def _summed(fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: DeviceSums) -> frozenset[str]:
-    """The mesh axes a program sums over; its gradients may over more, those of what does not vary along them."""
+    """The mesh axes over which a program sums; its gradients may sum over more, for values that do not vary along them."""
     return DeviceSums.of(block_of_jaxpr(make_jaxpr(fn, avals, out, sums)).nodes).axes
 
 
 def prove_gradients(
     region: Region, old: Any, new: Any, groups: Sequence[tuple[str, int]], inline: Inline
 ) -> ProofOutcome:
-    """The gradients that a program computes, against those that would stand in their place.
+    """Compares the gradients that a program computes with those that would replace them.
 
     Args:
       region: the site: its inputs and its root are the arguments of both programs, the root as a cotangent.
@@ -241,9 +241,9 @@ def prove_gradients(
 def _same(
     region: Region, names: Sequence[str], programs: Programs, of: Callable[[ResultPair], ResultPair] = lambda pair: pair
 ) -> ProofOutcome:
-    """Whether two programs agree, evaluated at reduced sizes; at the real ones where those will not do.
+    """Whether two programs agree, evaluated at reduced sizes, or at the real ones if that fails.
 
-    `of` makes results of these names of what the programs give. Those that sum over mesh axes are evaluated on several devices.
+    `of` converts the programs' outputs to results of these names. Programs that sum over mesh axes are evaluated on several devices.
     """
     inline = traced_once(programs.inline if programs.axes else _on_single_device(programs.inline))
     programs = replace(programs, inline=inline)
@@ -270,8 +270,8 @@ def _draws(avals: Sequence[Any]) -> int:
 
 
 def _on_single_device(inline: Inline) -> Inline:
-    """In the gradients of a site without collectives sums over devices are those of what its operands do not vary along: the
-    transpose of an operand's copy to every device, in both programs alike. What is left to prove is what one device does.
+    """In the gradients of a site without collectives, sums over devices belong to operands that do not vary along an axis: they transpose
+    the operand's copy to every device, equally in both programs. Only the computation of one device remains to be proved.
     """
 
     def known(eqn: Any) -> Callable[..., Any] | None:
@@ -320,10 +320,10 @@ def with_vjp(
 def with_gradients(
     fn: Callable[..., Any], avals: Sequence[Any], out: Any, sums: DeviceSums | None = None, as_jax: bool = False
 ) -> Any:
-    """As `with_vjp`, for a proof, to which nothing but numbers matters: the derivative is transposed as a whole. JAX linearises each
-    equation by itself, in an order that other callers want, and takes twice as long.
+    """As `with_vjp`, for a proof, in which only numbers matter: the derivative is transposed as a whole. JAX linearises each
+    equation separately, in an order that other callers need, and takes twice as long.
 
-    With `as_jax`, and on a mesh, whose types the transposition of a whole is not told, it is `with_vjp`.
+    With `as_jax`, and on a mesh, whose types the transposition as a whole does not know, it is `with_vjp`.
     """
     types = (*avals, out)
     if as_jax or _on_a_mesh(types, sums):
@@ -358,7 +358,7 @@ def _on_a_mesh(types: Sequence[Any], sums: DeviceSums | None) -> bool:
 
 
 def _has_vjp_rule(node: Node) -> bool:
-    """Whether a derivative of the user's own, written for reverse mode, is in a node."""
+    """Whether a node contains a user's reverse-mode derivative."""
     return node.primitive.startswith("custom_vjp") or any(_has_vjp_rule(n) for b in node.blocks for n in b.nodes)
 
 

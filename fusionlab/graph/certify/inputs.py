@@ -33,8 +33,8 @@ def is_number(aval: Any) -> bool:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How sizes are reduced: some of them to these, the others of the operands to a few; none where it is `real`. `parts` and `most` are
-    those of `ReducedSizes`."""
+    """How sizes are reduced: some to given sizes, the other sizes of the operands to a few; none if `real`. `parts` and `most` are
+    as in `ReducedSizes`."""
 
     known: Mapping[int, int] = field(default_factory=dict)
     parts: frozenset[int] = frozenset()
@@ -52,8 +52,8 @@ def inputs_of(
 ) -> tuple[ReducedSizes, list[np.ndarray]]:
     """Random inputs and a cotangent at reduced sizes; equal real sizes stay equal, different ones stay different.
 
-    Of two booleans or more both kinds are drawn. `true` is how many booleans are, and `weights` as `summed_with` has them: inputs that are
-    scaled for sums to be of the order of 1.
+    Of two or more booleans, both kinds are drawn. `true` is the share of booleans that are True, and `weights` as in `summed_with`: inputs
+    scaled so that sums are of the order of 1.
     """
     table = _reduced_sizes((*avals, out), reduction)
     rng = np.random.default_rng(seed)
@@ -75,7 +75,7 @@ def inputs_of(
 
 
 def _reduced_sizes(avals: Sequence[Any], reduction: Reduction) -> dict[int, int]:
-    """Size -> what it is reduced to, of those sizes of some types that are."""
+    """Size -> its reduced size, for the reduced sizes of some types."""
     table = dict(reduction.known)
     if reduction.real:
         return table
@@ -89,7 +89,7 @@ def _reduced_sizes(avals: Sequence[Any], reduction: Reduction) -> dict[int, int]
 
 
 def _keys(aval: Any, rng: np.random.Generator) -> Any:
-    """Random keys of JAX's default generator; of another there is no proof."""
+    """Random keys of JAX's default generator; there is no proof for any other."""
     if aval.dtype != threefry_key():
         raise CannotEvaluate(f"an operand of dtype {aval.dtype}")
     return Keys(rng.integers(0, 1 << 32, (*aval.shape, 2), np.uint32), aval.dtype)
@@ -109,11 +109,11 @@ def _scale(summed: Sequence[int], table: Mapping[int, int]) -> float:
 
 
 def summed_with(closed: Any) -> dict[int, tuple[int, ...]]:
-    """Input -> the sizes of the axes that it is first summed over, of weights: those that are multiplied with something computed, or with
-    another input that is read more often, or has more axes, as tokens do that queries, keys and values are made of.
+    """Weight -> the sizes of the axes over which it is first summed. Weights are inputs multiplied by a computed value, or by another input
+    that is read more often or has more axes, like the tokens from which queries, keys and values are computed.
 
-    With weights of the order of 1, the scores of an attention behind a projection would be so large that a softmax of them is one key's
-    and hardly hangs on anything: no factor nor mask would be told from another, and gradients would be what rounding leaves of them.
+    With weights of the order of 1, the scores of an attention after a projection would be so large that their softmax selects one key
+    and hardly depends on anything: factors and masks could not be distinguished, and gradients would be rounding noise.
     """
     jaxpr, _ = split_closed(closed)
     products, reads = _products_of_inputs(jaxpr)

@@ -1,4 +1,4 @@
-"""Two programs of the same arguments, on the same drawn inputs: what certification compares."""
+"""Two programs of the same arguments on the same drawn inputs, for comparison by certification."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Programs:
     """Two jaxprs of (arguments, cotangent).
 
     Attributes:
-      old, new: what is to be replaced, and what would be.
+      old, new: the original and the replacement.
       avals, out: the types of the arguments and of the cotangent.
       inline: the plain meaning of primitives that JAX does not know.
       axes: the mesh axes that they sum over; such programs are evaluated on several devices.
@@ -48,8 +48,8 @@ class Programs:
     axes: frozenset[str] = frozenset()
 
     def results(self, seed: int, reduction: Reduction) -> Results:
-        """What both make of the same random inputs: the first drawn on which the old one makes no NaN or infinity, if any is. Those prove
-        little (one row of NaN is a gradient full of them); what a fused op does with them is asked by `beyond`.
+        """The results of both on the same random inputs: the first draw for which the old one returns no NaN or infinity, if any. Those
+        prove little (one row of NaN makes a gradient full of them); `beyond` checks what a fused op does with them.
         """
         weights = summed_with(self.old)
 
@@ -70,8 +70,8 @@ class Programs:
         tolerance: float,
         of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
     ) -> ProofOutcome:
-        """What both make of inputs that are no ordinary numbers; see special.py. `given` are ordinary ones; `of` makes results of these
-        names of what they give.
+        """The results of both on inputs that are not ordinary numbers; see special.py. `given` are ordinary ones; `of` converts outputs to
+        results of these names.
         """
         sizes, args = given
         lost: dict[str, None] = {}
@@ -99,7 +99,7 @@ class Programs:
         tolerance: float,
         of: Callable[[ResultPair], ResultPair] = lambda pair: pair,
     ) -> ProofOutcome:
-        """What both make of inputs that are changed."""
+        """The results of both on changed inputs."""
         sizes, args = given
         moved = [special.of(own) for own in args]
         with np.errstate(all="ignore"):
@@ -109,7 +109,7 @@ class Programs:
     def _overflows(self, sizes: ReducedSizes, args: Sequence[Any]) -> bool:
         """Whether the new value is infinite or NaN near the dtypes' edge, computed in them, where the old is not.
 
-        Not asked of what several devices compute, and not of gradients: those of a softmax overflow in many an order.
+        Values of several devices and gradients are not checked: a softmax's gradients overflow in many orders of evaluation.
         """
         if self.axes:
             return False
@@ -120,9 +120,10 @@ class Programs:
         )
 
     def _regains(self, sizes: ReducedSizes, args: Sequence[Any]) -> bool:
-        """Whether a gradient is a number where the old one is none, of finite numbers whose squares overflow.
+        """Whether a gradient is a number where the old one is not, for finite numbers whose squares overflow.
 
-        Asked of what is divided by a root of a sum of squares alone: the derivative of the root is 0 there, and 0 times an infinity is NaN.
+        Checked only if something is divided by a root of a sum of squares: the derivative of the root is 0 there, and 0 times an infinity
+        is NaN.
         """
         jaxpr, _ = split_closed(self.old)
         names = {eqn.primitive.name for eqn in jaxpr.eqns}
@@ -135,7 +136,7 @@ class Programs:
         return False
 
     def _nudged(self, number: int, sizes: ReducedSizes, args: list[list[Any]]) -> ResultPair:
-        """What both make of inputs that are moved a little."""
+        """The results of both on slightly moved inputs."""
         rng = np.random.default_rng(number)
         moved = [[a * (1 + _NUDGE * rng.normal(size=a.shape)) if _is_float64(a) else a for a in own] for own in args]
         return self._run(self.old, sizes, moved), self._run(self.new, sizes, moved)
@@ -159,7 +160,7 @@ class Programs:
 
 
 def _differing(avals: Sequence[Any], axes: frozenset[str]) -> list[bool]:
-    """Which values may be others on each device along some mesh axes: where types do not tell, every float."""
+    """The values that may differ between devices along some mesh axes: every float, if types do not tell."""
     typed = any(map(varies, avals))
     return [bool(varying_axes(a) & axes) if typed else is_float(a.dtype) for a in avals]
 
@@ -170,7 +171,7 @@ _MOVES = _PASS | {"add", "sub", "select_n"}
 
 
 def _added(closed: Any, count: int) -> list[int]:
-    """The numbers of those of the first `count` floats that are added to something whose exponentials are taken: terms of scores."""
+    """The numbers of those of the first `count` floats that are terms of exponentiated sums, as of scores."""
     jaxpr, _ = split_closed(closed)
     if not {"exp", "reduce_sum"} <= {eqn.primitive.name for eqn in jaxpr.eqns}:
         return []
@@ -179,7 +180,7 @@ def _added(closed: Any, count: int) -> list[int]:
 
 
 def _is_term(eqns: Sequence[Any], var: Any) -> bool:
-    """Whether a value is added to another, views and factors aside, and exponentials are taken of the sum; whatever else reads it."""
+    """Whether a value is added to another, views and factors aside, and the sum is exponentiated, whatever else reads it."""
 
     def by(eqn: Any) -> bool:
         if eqn.primitive.name in ("add", "sub"):
@@ -192,7 +193,7 @@ def _is_term(eqns: Sequence[Any], var: Any) -> bool:
 
 
 def _is_exponent(eqns: Sequence[Any], var: Any) -> bool:
-    """Whether exponentials are taken of a value, views, factors and what else is added or masked aside."""
+    """Whether a value is exponentiated, apart from views, factors, and further additions or masks."""
     moved = {var}
     for eqn in eqns:
         if any(v in moved for v in eqn.invars if not isinstance(v, jex_core.Literal)):
@@ -212,7 +213,7 @@ def _of_a_product(eqns: Sequence[Any], var: Any) -> bool:
 
 
 def _value_of(closed: Any) -> Any:
-    """A jaxpr of the first result alone."""
+    """A jaxpr with only the first result."""
     jaxpr, consts = split_closed(closed)
     value = list(jaxpr.outvars[:1])
     return rebuild(

@@ -1,4 +1,4 @@
-"""To which sizes a program's axes are reduced for certification: tried until they fit together, and soon evaluated."""
+"""The sizes to which a program's axes are reduced for certification: tried until they are consistent and quick to evaluate."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ AT_ALL = 1 << 27, 1 << 34
 
 
 def elements(avals: Sequence[Any]) -> int:
-    """Of all arrays together."""
+    """The number of elements of all arrays together."""
     return sum(math.prod(a.shape) for a in avals)
 
 
 def at_sizes(attempt: Callable[[Reduction], Any], avals: Sequence[Any]) -> Any:
-    """`attempt` at reduced sizes, given how they are; at the real ones where those will not do.
+    """`attempt` at reduced sizes, or at the real ones if that fails.
 
-    An axis that only the program itself splits (features into heads) is as long as its parts are, which stay as they are. Where that takes
-    long, as where there are as many tokens as features, it is tried with parts that are reduced too.
+    An axis that only the program itself splits (features into heads) keeps the lengths of its parts. If that is slow, for example because
+    there are as many tokens as features, reduced parts are tried too.
     """
     split: set[int] = set()
     try:
@@ -44,7 +44,7 @@ def at_sizes(attempt: Callable[[Reduction], Any], avals: Sequence[Any]) -> Any:
 
 
 def _at_parts(attempt: Callable[[Reduction], Any], split: set[int], avals: Sequence[Any]) -> Any:
-    """`attempt` at sizes of which the parts `split` are reduced too, but for those along which the program asks for positions."""
+    """`attempt` with reduced parts `split` too, except those along which the program uses positions."""
     known = {int(s) for a in avals for s in a.shape}
     whole: set[int] = set()
     for _ in range(_MOST_PRODUCT_SIZES):
@@ -65,8 +65,8 @@ def _at_parts(attempt: Callable[[Reduction], Any], split: set[int], avals: Seque
 
 
 def _at_products(attempt: Callable[[Reduction], Any], reduction: Reduction, split: set[int]) -> Any:
-    """`attempt` at reduced sizes, of which some turn out to be products of others: one is reduced to the product of theirs. `split`
-    gathers the parts of axes that the program splits, as far as they are not reduced.
+    """`attempt` at reduced sizes, some of which turn out to be products of others and are reduced to the product. `split`
+    collects the unreduced parts of axes that the program splits.
     """
     tried: set[tuple[int, int]] = set()
     while True:

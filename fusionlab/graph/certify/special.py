@@ -1,7 +1,7 @@
-"""Inputs that a proof by random numbers never meets: rows of zeros and of one number, masks that hide everything, the dtype's edge.
+"""Inputs that random numbers never cover: rows of zeros or of one number, masks that hide everything, the limits of the dtype.
 
-An epsilon keeps a norm of zeros finite, but the gradient of a root of zero is NaN, whatever is added behind it; and what is one number as
-real numbers go overflows in one spelling and not in another.
+An epsilon keeps a norm of zeros finite, but the gradient of a root of zero is NaN, whatever is added after it; and mathematically equal
+spellings may differ in overflow.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _AGAIN = 3  # draws of each for a site of few elements
 
 @dataclass(frozen=True)
 class Special:
-    """Drawn inputs, changed: `description` says how.
+    """A change of drawn inputs, with its `description`.
 
-    Attributes: `exact` (numbers that are made of them are compared; else only where the value is one), `hides` (masks alone are changed,
-    so that queries may see no key), `alike` (values are compared as numbers, and not where either is none).
+    Attributes: `exact` (the resulting numbers are compared; else only whether they are numbers), `hides` (only masks are changed,
+    so that rows may be fully masked), `alike` (results are compared only where both are numbers).
     """
 
     description: str
@@ -50,21 +50,19 @@ def specials(avals: Sequence[Any], added: Collection[int] = ()) -> Iterator[Spec
         return lambda args: [np.full_like(a, number(i)) if i in where else a for i, a in enumerate(args)]
 
     yield Special("inputs of zeros", filled(floats, lambda i: 0.0), exact=True)
-    yield Special("inputs without variance", filled(floats, lambda i: 1.5 / (1 + i)))
+    yield Special("inputs of zero variance", filled(floats, lambda i: 1.5 / (1 + i)))
     if added:
-        yield Special(
-            "a term of the scores that hides everything", filled(frozenset(added), lambda _: _HIDES), alike=True
-        )
+        yield Special("a score term that hides every key", filled(frozenset(added), lambda _: _HIDES), alike=True)
     if masks:
-        yield Special("masks of False", filled(masks, lambda i: False), exact=True, hides=True)
-        yield Special("masks of True", filled(masks, lambda i: True), exact=True, hides=True)
+        yield Special("masks of all False", filled(masks, lambda i: False), exact=True, hides=True)
+        yield Special("masks of all True", filled(masks, lambda i: True), exact=True, hides=True)
 
 
 def compared(special: Special, names: Sequence[str], found: Results, tolerance: float) -> ProofOutcome:
-    """What two programs make of special inputs.
+    """Compares the results of two programs on special inputs.
 
-    NaN and infinities of the program that are numbers in the other are `lost`, if only masks hide something. All else that differs is
-    another function.
+    NaN and infinities of the program that are numbers in the replacement are `lost`, if only masks are changed. Any other difference
+    means another function.
     """
     if special.alike:
         return _numbers_agree(special, names, found, tolerance)
@@ -75,11 +73,12 @@ def compared(special: Special, names: Sequence[str], found: Results, tolerance: 
         code = "value" if name == "value" else "gradient"
         if (held & ~holds).any():
             return ProofOutcome(
-                code, f"{name} would be {b[held & ~holds][0]} for {special.description}, where it is a number"
+                code,
+                f"{name} would be {b[held & ~holds][0]} for {special.description}, where the program's is a number",
             )
         if (~held & holds).any():
             if not special.hides:
-                sentence = f"{name} is {a[~held & holds][0]} for {special.description}, which would become a number"
+                sentence = f"{name} is {a[~held & holds][0]} for {special.description} and would become a number"
                 return ProofOutcome(code, sentence)
             lost.append(name)
     verdict = _numbers_agree(special, names, found, tolerance) if special.exact else ProofOutcome(None)
@@ -93,7 +92,7 @@ def _numbers_agree(special: Special, names: Sequence[str], found: Results, toler
 
 
 def _numbers(pair: ResultPair) -> ResultPair:
-    """Two results with 0 where either is no number."""
+    """Two results with 0 where either is not a number."""
     both = [[np.isfinite(np.asarray(x, np.float64)) for x in side] for side in pair]
     held = [a & b for a, b in zip(*both, strict=True)]
     old, new = ([np.where(h, x, 0.0) for h, x in zip(held, side, strict=True)] for side in pair)
@@ -115,7 +114,7 @@ def at_edge(args: Sequence[Any], avals: Sequence[Any], few: bool) -> Iterator[li
 
 
 def near_edge(args: Sequence[Any], avals: Sequence[Any]) -> Iterator[list[Any]]:
-    """Drawn inputs, those of more than one axis made as large as finite numbers of their dtype are, all of them or some: their squares
+    """Drawn inputs with some or all entries of arrays of more than one axis near the largest finite number of their dtype: their squares
     overflow, and so may their products with ordinary numbers."""
     rng = np.random.default_rng(0)
 

@@ -1,7 +1,7 @@
-"""What a function that somebody wrote is tried on, beside the ordinary numbers that every replacement is proved on.
+"""Inputs on which a user's function is tested in addition to the ordinary numbers of every proof.
 
-A package's own replacement is known; of another one nothing is. exp(x) / (1 + exp(x)) is a sigmoid on ordinary numbers and NaN on large
-ones; with exp(min(x, 80)) it is one in float64, and NaN in float32.
+The package's own replacements are known; a user's is not. exp(x) / (1 + exp(x)) is a sigmoid on ordinary numbers but NaN on large
+ones; with exp(min(x, 80)) it is a sigmoid in float64 but NaN in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WORSE = 16
 
 @dataclass(frozen=True)
 class _Draw:
-    """How drawn inputs are changed: those numbered `where`. `compared`: within `near`; else only asked to hold."""
+    """A change of the drawn inputs numbered `where`. `compared`: results must agree within `near`; else they only must be numbers."""
 
     seed: int
     where: tuple[int, ...]
@@ -64,7 +64,7 @@ def _draws(floats: Sequence[int], tolerance: float) -> Iterator[_Draw]:
 
 
 def _fitting(a: np.ndarray, size: float, dtype: Any) -> np.ndarray:
-    """Numbers of a size, or, where a dtype does not go so far, of one whose products and powers it still holds."""
+    """Numbers of a size, or, if the dtype's range is smaller, of a size whose products and powers it still represents."""
     range_ = jnp.finfo(dtype)
     if size > 1e4 and dtype != np.float64:
         size = min(size, float(range_.max) ** 0.3)
@@ -82,10 +82,10 @@ def try_out(
     names: Sequence[str],
     tolerance: float,
 ) -> str | None:
-    """What is wrong with a program on other than ordinary numbers; None where nothing is.
+    """The fault of a program on extreme numbers; None if there is none.
 
-    On all draws it makes a number where the old one makes one, in float64 and where every result is rounded to the program's dtypes. On
-    most it makes the same number, and, rounded, not one much farther from float64's than the old program's is.
+    On all draws it must return a number where the old one does, in float64 and with every result rounded to the program's dtypes. On
+    most draws it must return the same number, and, rounded, be not much farther from float64's than the old program.
 
     Args:
       old, new: jaxprs of (arguments, cotangent) -> (value, gradients).
@@ -117,20 +117,20 @@ def try_out(
 
 
 def _changed(draw: _Draw, args: Sequence[np.ndarray], dtypes: Sequence[Any]) -> list[np.ndarray]:
-    """Ordinary arguments as a draw has them, for a program that takes them in these dtypes."""
+    """Ordinary arguments changed by a draw, for a program that takes them in these dtypes."""
     return [draw.of(a, dtypes[i]) if i in draw.where else a for i, a in enumerate(args)]
 
 
 def _other(want: np.ndarray, got: np.ndarray, draw: _Draw) -> str | None:
-    """What a program makes of a draw instead, in float64."""
+    """The fault of a program on a draw in float64."""
     held = np.isfinite(want)
     if (bad := held & ~np.isfinite(got)).any():
-        return f"{got[bad][0]} for {draw.description}, where it has to be a number"
+        return f"{got[bad][0]} for {draw.description}, where the program's is a number"
     a, b = want[held], got[held]
     if not draw.compared:
         return None
     allowed = draw.near * np.max(np.abs(a), initial=0.0) + 1e-12
-    return f"another one for {draw.description}" if np.any(np.abs(a - b) > allowed) else None
+    return f"different for {draw.description}" if np.any(np.abs(a - b) > allowed) else None
 
 
 def _rounded(
@@ -143,7 +143,7 @@ def _rounded(
     names: Sequence[str],
     draw: _Draw,
 ) -> str | None:
-    """What is wrong where every result is rounded to the dtype that the program has there."""
+    """The fault of a program with every result rounded to the program's dtype."""
     args = [
         a.astype(v.dtype).astype(np.float64) if is_float(v.dtype) else a for a, v in zip(drawn, avals, strict=False)
     ]
@@ -163,11 +163,11 @@ def _rounded(
 def _farther(
     name: str, results: tuple[np.ndarray, ...], terms: Sequence[np.ndarray], dtype: np.dtype, draw: _Draw
 ) -> str | None:
-    """What is wrong with a result in rounded arithmetic, of float64's, the old program's and the new one's. `terms`: what may cancel."""
+    """The fault of a rounded result, from those of float64, the old and the new program. `terms`: the values that may cancel."""
     true, was, now = results
     held = np.isfinite(was) & np.isfinite(true)
     if (bad := held & ~np.isfinite(now)).any():
-        return f"its {name} is {now[bad][0]} in {dtype} for {draw.description}, where it has to be a number"
+        return f"its {name} is {now[bad][0]} in {dtype} for {draw.description}, where the program's is a number"
     # JAX runs 16 bits with fewer roundings than are made here (see `_ADDED`): gradients in them are not compared.
     if not draw.compared or not held.any() or (name != "value" and dtype.itemsize < 4):
         return None
@@ -177,5 +177,5 @@ def _farther(
     added = max(_ADDED[dtype.name], draw.near) * size + noise + float(jnp.finfo(dtype).tiny)
     if after <= added + _WORSE * before:
         return None
-    sentence = f"its {name}, computed in {dtype}, is {after / (size or 1):.1g} off for {draw.description}"
-    return f"{sentence}, where it was {before / (size or 1):.1g} off"
+    sentence = f"its {name}, computed in {dtype}, is off by {after / (size or 1):.1g} for {draw.description}"
+    return f"{sentence}, where the program's is off by {before / (size or 1):.1g}"

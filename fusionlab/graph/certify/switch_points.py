@@ -1,7 +1,7 @@
 """Where an elementwise function switches: the inputs at which a comparison in it changes its answer.
 
-Each value of the cone is followed as a set of affine pieces a*h + b it may equal. Two pieces that meet in a comparison cross at
-one h; a comparison of something that is not piecewise affine has switches nobody knows, and the answer is None.
+Each value of the cone is tracked as a set of affine pieces a*h + b that it may equal. Two pieces that meet in a comparison cross at
+one h; the switches of a comparison that is not piecewise affine are unknown, and the answer is None.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Walk:
         return frozenset({(0.0, float(ref.coef))}) if ref is not None and self.view.is_literal(ref) else None
 
     def node(self, node: Node) -> bool:
-        """Follows one node; False when it switches at unknown places."""
+        """Tracks one node; False if its switch points are unknown."""
         ins = [self.read(a) for a in node.inputs]
         if node.blocks:
             body = node.blocks[0]

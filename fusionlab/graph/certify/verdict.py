@@ -1,5 +1,5 @@
-"""Whether two programs made the same numbers of the same inputs: relative to the largest, and apart from what rounding leaves of a sum
-that cancels.
+"""Whether two programs computed the same numbers from the same inputs: relative to the largest, and apart from the rounding noise of a
+sum that cancels.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class ProofOutcome:
     """The outcome of a certification.
 
     Attributes:
-      code: None when the proof succeeded, else a rejection code; `detail` says why.
-      lost: the results (the value, gradients) that are NaN in the program where a mask hides everything, and numbers in what replaces it.
-      edge: whether numbers near the dtype's edge become infinities in what replaces it, or infinities NaN.
-      regained: whether a gradient that is NaN or infinite in the program, for finite numbers near the dtype's edge, is a number in what
-        replaces it.
+      code: None if the proof succeeded, else a rejection code; `detail` is the reason.
+      lost: the results (the value, gradients) that are NaN in the program where a mask hides everything, and numbers in the replacement.
+      edge: whether numbers near the dtype's limits become infinities in the replacement, or infinities NaN.
+      regained: whether a gradient that is NaN or infinite in the program, for finite numbers near the dtype's limits, is a number in the
+        replacement.
     """
 
     code: str | None
@@ -49,8 +49,8 @@ class ProofOutcome:
 
 @dataclass(frozen=True)
 class Results:
-    """What two programs make of the same inputs: `pair`; `nudged(n)` is what they make of inputs that are moved a little, one way per n;
-    `given` the inputs, with the sizes that they are reduced to.
+    """The results of two programs on the same inputs: `pair`; `nudged(n)` are their results on slightly moved inputs, in one way per n;
+    `given` the inputs, with their reduced sizes.
     """
 
     pair: ResultPair
@@ -59,12 +59,12 @@ class Results:
 
 
 def tolerance_of(values: Sequence[Any]) -> float:
-    """The relative error allowed where these are read and made."""
+    """The relative error allowed for operands and results of these dtypes."""
     return max(TOLERANCE.get(np.dtype(v.dtype).name, 1e-9) for v in values if is_float(v.dtype))
 
 
 def agree(tolerance: float, names: Sequence[str], found: Results) -> ProofOutcome:
-    """Whether each of the results, told by its name, is the same one."""
+    """Whether each of the named results agrees."""
     want, got = found.pair
     noise = NOISE * max((_largest(a, finite=True) for a in (*want, *got)), default=0.0)
     for number, (name, a, b) in enumerate(zip(names, want, got, strict=True)):
@@ -77,8 +77,8 @@ def agree(tolerance: float, names: Sequence[str], found: Results) -> ProofOutcom
 
 
 def _is_noise(number: int, found: Results) -> bool:
-    """Whether two small results differ by no more than rounding makes of them, in either program, as gradients that cancel do: that of
-    what is added to all keys of a query is one. A result that is small on purpose hardly moves with its inputs.
+    """Whether two tiny results differ only by rounding noise, as cancelling gradients do (e.g. of a value added to every key of a query).
+    A result that is meant to be small hardly moves with its inputs.
     """
     want, got = _at(found.pair, number)
     if want.shape != got.shape:

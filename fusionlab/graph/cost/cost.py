@@ -58,6 +58,7 @@ class Cost(Shown):
 
     @property
     def bytes_moved(self) -> int:
+        """Bytes read and bytes written together."""
         return self.bytes_read + self.bytes_written
 
     @property
@@ -158,7 +159,7 @@ class Costs(Shown):
         chosen = {n.id: n for n in map(self._node, nodes)}
         blocks = {self.graph.block_of[i].path: self.graph.block_of[i] for i in chosen}
         if len(blocks) != 1:
-            raise ArgumentError(f"nodes: got nodes of {len(blocks)} blocks, needed some of one")
+            raise ArgumentError(f"nodes: got nodes of {len(blocks)} blocks, needed nodes of a single block")
         ((_, block),) = blocks.items()
         trips = next(self.nodes[i].trips for i in chosen)
         read, written = ideal_traffic(block, chosen)
@@ -288,7 +289,7 @@ class _Counter:
             self.nodes.update(kept)
             self.each.update(counter.each)
             self.notes.update(counter.notes)
-        self.notes[node.id] = f"the dearest of {len(sums)} branches is counted, number {dearest}"
+        self.notes[node.id] = f"only the most expensive of {len(sums)} branches is counted: number {dearest}"
 
     def _children(self, node: Node) -> list[tuple[Block, int | None]]:
         """The blocks of a region and how often each runs for one run of the region; None: unknown."""
@@ -356,13 +357,13 @@ def _arithmetic(node: Node) -> Arithmetic | None:
 def _note(node: Node) -> str | None:
     name = node.primitive
     if name == "while":
-        return "a while loop does not say how often it runs: its body is counted for one trip unless trips={node id: n} says"
+        return "the trip count of a while loop is unknown: its body is counted once unless you pass trips={node id: n}"
     if name == "shard_map":
-        return "what is inside is counted for one device"
+        return "its contents are counted for one device"
     if name in ROUGH:
-        return "a rough count"
+        return "a rough estimate"
     if _arithmetic(node) is None:
-        return "its operations are not known, its bytes are"
+        return "its operations are unknown; only its bytes are counted"
     return None
 
 

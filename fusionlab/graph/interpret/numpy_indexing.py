@@ -19,7 +19,6 @@ from .numpy_rules import (
     NumpyRule,
     PositionsError,
     SizesDifferError,
-    at_real_sizes,
     no_positions,
     unreduced,
 )
@@ -179,8 +178,10 @@ def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
 
 
 def _rev(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    at_real_sizes(run.sizes, eqn)
-    return np.flip(ins[0], tuple(int(d) for d in eqn.params["dimensions"]))
+    axes = tuple(int(d) for d in eqn.params["dimensions"])
+    if any(ins[0].shape[d] != _axis(eqn.invars[0], d) for d in axes):  # other axes may be reduced
+        raise CannotEvaluate("primitive rev at reduced sizes")
+    return np.flip(ins[0], axes)
 
 
 PLACED: dict[str, NumpyRule] = {

@@ -8,6 +8,7 @@ different. So the function is traced at the user's own dtypes, and that jaxpr is
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from ..calls.binding import bind
 from ..jax_compat import enable_x64, split_closed
 from ..program.trace import users_code
 from ..settings import jax_defaults
+from .pieces import in_pieces
+from .stepwise import Stepwise, Told
 from .widen import Interpreter, is_inexact, plain, wide_dtype
 
 
@@ -30,27 +33,46 @@ class Promoted:
     Attributes:
       notes: sentences about what could not be promoted (opaque kernels keep their own dtype); filled by the first call.
       jaxpr: the program as traced at the user's dtypes.
+      program: the same in pieces; `runs` of them make the outputs, `runs_of_gradients` the gradients.
+      told: is called before each piece runs; what it raises ends the run.
     """
 
-    def __init__(self, jaxpr: Any, in_tree: Any, out_tree: Any, bound: Callable, inline: Callable | None) -> None:
+    def __init__(
+        self,
+        jaxpr: Any,
+        in_tree: Any,
+        out_tree: Any,
+        bound: Callable,
+        inline: Callable | None,
+        most_bytes: float,
+    ) -> None:
         self.jaxpr = jaxpr
         self._in_tree, self._out_tree, self._bound = in_tree, out_tree, bound
         self._interpreter = Interpreter(inline)
         base, self._consts = split_closed(jaxpr)
         self._in_avals = [v.aval for v in base.invars]
         self._out_avals = [v.aval for v in base.outvars]
-        self._values = jax.jit(self._forward)
-        self._vjp = jax.jit(self._backward, static_argnums=0)
+        self.told: Told = lambda: None
+        self.program = in_pieces(jaxpr, most_bytes, self._consts)
+        self._runs = Stepwise(self._interpreter, lambda: self.told())
 
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(self._interpreter.notes)
 
+    @property
+    def runs(self) -> int:
+        return self.program.runs()
+
+    @property
+    def runs_of_gradients(self) -> int:
+        return self.program.runs(taped=True) + self.program.runs_back()
+
     def values(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, in the function's own output structure: numpy float64; integers and bools as they are."""
         flat = self._widened(args, kwargs)
         with jax_defaults(), enable_x64(True):
-            outs = [_to_numpy(o) for o in self._values(self._consts, flat)]
+            outs = [_to_numpy(o.wide) for o in self._runs.forward(self.program, list(map(plain, flat)))[0]]
         return jax.tree_util.tree_unflatten(self._out_tree, outs)
 
     def gradients(self, cotangent: Any, *args: Any, wrt: Sequence[int] | None = None, **kwargs: Any) -> Any:
@@ -72,40 +94,31 @@ class Promoted:
             )
         floats = [i for i, a in enumerate(self._in_avals) if jnp.issubdtype(a.dtype, np.floating)]
         chosen = tuple(floats if wrt is None else (i for i in floats if i in set(wrt)))
-        live = [
-            np.asarray(c).astype(wide_dtype(a.dtype))
+        wide = [
+            np.asarray(c).astype(wide_dtype(a.dtype)) if is_inexact(a.dtype) else None
             for c, a in zip(cts, self._out_avals, strict=True)
-            if is_inexact(a.dtype)
         ]
+        active = [i in chosen for i in range(len(flat))]
         with jax_defaults(), enable_x64(True):
-            grads = dict(zip(chosen, map(np.asarray, self._vjp(chosen, self._consts, flat, live)), strict=True))
-        return jax.tree_util.tree_unflatten(self._in_tree, [grads.get(i) for i in range(len(self._in_avals))])
-
-    def _forward(self, consts: Sequence, flat: Sequence) -> list:
-        return [o.wide for o in self._interpreter.run(self.jaxpr, map(plain, flat), consts)]
-
-    def _backward(self, chosen: tuple[int, ...], consts: Sequence, flat: Sequence, cts: Sequence) -> tuple:
-        def of_chosen(*xs: Any) -> list:
-            full = list(flat)
-            for i, x in zip(chosen, xs, strict=True):
-                full[i] = x
-            outs = self._forward(consts, full)
-            return [o for o, a in zip(outs, self._out_avals, strict=True) if is_inexact(a.dtype)]
-
-        return jax.vjp(of_chosen, *(flat[i] for i in chosen))[1](list(cts))
+            _, tape = self._runs.forward(self.program, list(map(plain, flat)), taped=True)
+            found = self._runs.pull(tape, wide, active)
+        grads = [np.zeros_like(x) if a and g is None else g for x, a, g in zip(flat, active, found, strict=True)]
+        return jax.tree_util.tree_unflatten(self._in_tree, grads)
 
     def _widened(self, args: tuple, kwargs: dict) -> list:
         bound = self._bound(args, kwargs)
         flat, tree = jax.tree_util.tree_flatten((bound.args, bound.kwargs))
         if tree != self._in_tree:
-            raise ArgumentError(f"arguments: got structure {tree}, needed the one promoted for, {self._in_tree}")
+            raise ArgumentError(
+                f"arguments: got structure {tree}, needed the structure it was promoted for, {self._in_tree}"
+            )
         with jax_defaults():
             return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
 
 
 def _argument(x: Any, aval: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        raise ArgumentError(f"arguments: got a shape ({x}), needed arrays: the reference has to be run")
+        raise ArgumentError(f"arguments: got a shape ({x}), needed arrays, because the reference is run")
     if not is_inexact(aval.dtype):
         return x if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(x, aval.dtype)
     # Through the program's own dtype first: that is what the program sees of a Python float or a float64 array.
@@ -122,6 +135,7 @@ def promote(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     inline: Callable[[Any], Callable | None] | None = None,
+    most_bytes: float = math.inf,
     **kwargs: Any,
 ) -> Promoted:
     """The same program with every float in float64.
@@ -132,6 +146,7 @@ def promote(
       static_argnums, static_argnames: as in `jax.jit`.
       inline: equation -> a plain jnp function with the meaning of that equation, or None to bind it as it is. For
         primitives that own kernels instead of a meaning JAX can read.
+      most_bytes: what a piece of the program may make in float64; all of it is one piece unless given.
 
     Returns:
       Promoted, whose `values` and `gradients` give numpy float64. The user's `jax_enable_x64` is left alone.
@@ -144,4 +159,4 @@ def promote(
         bound = binding(args, kwargs)
         jaxpr, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))
-    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline)
+    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline, most_bytes)

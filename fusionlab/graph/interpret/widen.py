@@ -112,29 +112,29 @@ class Interpreter:
         jaxpr, own_consts = split_closed(closed)
         env: dict[Any, Val] = dict(zip(jaxpr.invars, args, strict=True))
         for var, const in zip(jaxpr.constvars, own_consts if consts is None else consts, strict=True):
-            env[var] = self._constant(const, var.aval)
+            env[var] = self.constant(const, var.aval)
         for eqn in jaxpr.eqns:
             vals = [self._read(env, a) for a in eqn.invars]
             with eqn.ctx.manager:
-                outs = self._equation(eqn, vals)
+                outs = self.equation(eqn, vals)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [self._read(env, a) for a in jaxpr.outvars]
 
     def _read(self, env: dict, atom: Any) -> Val:
-        return self._literal(np.asarray(atom.val, atom.aval.dtype)) if hasattr(atom, "val") else env[atom]
+        return self.literal(np.asarray(atom.val, atom.aval.dtype)) if hasattr(atom, "val") else env[atom]
 
-    def _literal(self, value: np.ndarray) -> Val:
+    def literal(self, value: np.ndarray) -> Val:
         low = jnp.asarray(value)
         return Val(widen(low), low, CONSTANT)
 
-    def _constant(self, const: Any, aval: Any) -> Val:
+    def constant(self, const: Any, aval: Any) -> Val:
         # A closed-over weight is data like an argument; a closed-over scalar is like a literal.
         if aval.shape == () and not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
             low = jnp.asarray(const, aval.dtype)
             return Val(widen(low), low, CONSTANT)
         return plain(widen(jnp.asarray(const)))
 
-    def _equation(self, eqn: Any, vals: list[Val]) -> list[Val]:
+    def equation(self, eqn: Any, vals: list[Val]) -> list[Val]:
         meaning = self.inline(eqn) if self.inline is not None else None
         if meaning is not None:
             return self.run(self._traced(meaning, [a.aval for a in eqn.invars], [v.wide for v in vals]), vals)
@@ -200,8 +200,8 @@ class Interpreter:
         for key, index, child in child_jaxprs(eqn):
             if not name.startswith(_WITH_COMPUTATION) or index is not None:
                 raise TraceError(
-                    f"{_site(eqn)} owns a program that cannot be promoted to float64. Needed: primitives whose meaning "
-                    "is known; give it with promote(inline=...), or compare without a reference (numerics=False)."
+                    f"{_site(eqn)} contains a program that cannot be promoted to float64. Needed: primitives whose meaning "
+                    "is known; supply it with promote(inline=...), or compare without a reference (numerics=False)."
                 )
             params[key] = self._retyped(child)
         return [plain(o) for o in _bind(eqn, args, params)]

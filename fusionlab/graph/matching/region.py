@@ -98,7 +98,7 @@ class Region(Shown):
         return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
 
     def __str__(self) -> str:
-        return f"region of {len(self.nodes)} nodes that gives {', '.join(map(repr, self.roots))} of {len(self.inputs)} values"
+        return f"region of {len(self.nodes)} nodes that computes {', '.join(map(repr, self.roots))} from {len(self.inputs)} values"
 
 
 def _makers(producers: Mapping[int, Node], root: Value, stop: Set[int]) -> set[int]:
@@ -187,7 +187,7 @@ class _RegionWalk:
         if node is None:
             raise _no_operand(value)
         if has_side_effects(node.eqn):
-            raise Declined(f"{node!r} inside the site has effects beside its results")
+            raise Declined(f"{node!r} inside the site has side effects")
         target = self.support if is_constant(view, value) else self.inner
         target[node.id] = node
         return values_in(node.inputs)
@@ -201,7 +201,7 @@ class _RegionWalk:
 
 
 def _no_operand(value: Value) -> Declined:
-    return Declined(f"{value!r} is read inside the site but is none of its operands")
+    return Declined(f"{value!r} is read inside the site but is not one of its operands")
 
 
 def cut(

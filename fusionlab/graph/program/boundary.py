@@ -41,7 +41,7 @@ class Fault:
     origin: str
 
     def __str__(self) -> str:
-        return f"the search failed on it at {self.origin}: {self.text} It stays as it is; {VARIABLE}=1 raises the error instead"
+        return f"the search failed on it at {self.origin}: {self.text} It is left as it is; set {VARIABLE}=1 to raise the error instead"
 
 
 def guarded(make: Callable[[], T], instead: Callable[[Fault], T]) -> T:

@@ -52,6 +52,7 @@ class Graph(Shown):
 
     @functools.cached_property
     def node_by_id(self) -> dict[int, Node]:
+        """Node id -> node, of all blocks."""
         return {n.id: n for n in self.nodes()}
 
     @functools.cached_property
@@ -61,6 +62,7 @@ class Graph(Shown):
 
     @functools.cached_property
     def node_count(self) -> int:
+        """The number of nodes in all blocks; `len(graph)` too."""
         return sum(len(b.nodes) for b in self.blocks())
 
     def __len__(self) -> int:

@@ -28,7 +28,8 @@ from .scopes import Source, scope_of, source_of
 class Value(Shown):
     """An SSA result: made once, by one node (or as a block's input or constant), read any number of times.
 
-    `shape` is a tuple of ints, `dtype` a numpy dtype (extended dtypes such as PRNG keys keep JAX's dtype object).
+    `id` is unique in the graph, and `aval` is what JAX knows of it. `shape` is a tuple of ints, `dtype` a numpy dtype (extended dtypes
+    such as PRNG keys keep JAX's dtype object).
     """
 
     _told = ("name", "shape", "dtype")
@@ -38,14 +39,17 @@ class Value(Shown):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The size of each axis; () for a token."""
         return tuple(getattr(self.aval, "shape", ()))
 
     @property
     def dtype(self) -> Any:
+        """A numpy dtype; JAX's own object for an extended dtype, such as that of PRNG keys."""
         return getattr(self.aval, "dtype", np.dtype(bool))
 
     @property
     def name(self) -> str:
+        """How it is printed: "%3"."""
         return f"%{self.id}"
 
     @property
@@ -144,8 +148,8 @@ class Block(Shown):
 class Node(Shown):
     """One equation: a primitive applied to inputs, giving outputs; region primitives own child blocks.
 
-    `eqn` is JAX's own equation (its variables do NOT name values here; only its params, effects, context and source
-    information count). `calls` are the equations of the flattened calls and regions around it, outermost first.
+    `id` is unique in the graph. `eqn` is JAX's own equation (its variables do NOT name values here; only its params, effects, context
+    and source information count). `calls` are the equations of the flattened calls and regions around it, outermost first.
     """
 
     _told = ("primitive", "inputs", "outputs", "scope", "source")
@@ -160,6 +164,7 @@ class Node(Shown):
 
     @property
     def params(self) -> dict[str, Any]:
+        """The parameters of JAX's equation, by name."""
         return self.eqn.params
 
     @property

@@ -39,7 +39,7 @@ class PairsWaitError(RewriteError):
     """Pairs each read what is computed from the other's gradients. `number` is that of one of them."""
 
     def __init__(self, number: int) -> None:
-        super().__init__("backward passes that are to be replaced wait for each other")
+        super().__init__("backward passes to be replaced depend on each other")
         self.number = number
 
 
@@ -47,7 +47,7 @@ class SitesWaitError(RewriteError):
     """Sites each read what is computed from the other's results. `numbers` are those of them that have several."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        super().__init__("sites that are to be replaced wait for each other's results")
+        super().__init__("sites to be replaced depend on each other's results")
         self.numbers = tuple(dict.fromkeys(numbers))
 
 
@@ -138,7 +138,7 @@ def waits_for_itself(block: Block, leaves: Iterable[Value], roots: Sequence[Valu
         for leaf in leaves:
             value = _met(block, leaf, root_ids, first, effects)
             if value is not None:
-                after = "made after effects that follow from it" if effects else "computed from it"
+                after = "computed after side effects that depend on it" if effects else "computed from it"
                 return f"{value!r} is a result of the site, and {leaf!r}, which the site reads, is {after}"
     return None
 

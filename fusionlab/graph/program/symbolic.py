@@ -41,7 +41,7 @@ def needs_numbers(graph: Graph, action: str) -> None:
     """Raises ArgumentError for a program whose sizes are symbolic."""
     if graph.numbered is not None:
         names = ", ".join(graph.numbered.symbols)
-        raise ArgumentError(f"{graph.name}: got symbolic sizes ({names}), {action} needs numbers: trace it at numbers")
+        raise ArgumentError(f"{graph.name}: got symbolic sizes ({names}); {action} needs concrete sizes")
 
 
 def symbols_of(avals: Iterable[Any]) -> tuple[str, ...]:

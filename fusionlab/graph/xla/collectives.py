@@ -45,7 +45,7 @@ class Collective:
 
 @dataclass(frozen=True, repr=False)
 class Traffic(Shown):
-    """All collectives of a kind in one run of a program: how many, and the bytes of one device."""
+    """All collectives of a kind in one run of a program: their `count`, and the `bytes` of one device."""
 
     count: int
     bytes: int

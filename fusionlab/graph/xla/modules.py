@@ -154,7 +154,7 @@ def xla_view(
     """
     if not isinstance(program, Graph):
         program = trace(program, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
-    needs_numbers(program, "what XLA makes of it")
+    needs_numbers(program, "a compilation by XLA")
     return read_hlo(compiled_text(tagged_jaxpr(program), program), program)
 
 

@@ -1,1 +1,2 @@
-"""Which implementation a call takes: what `fl.tune` measured for it, a shipped table, or the op's own rule. `choices` reads all three."""
+"""The choice of a call's implementation: by `fl.tune`'s measurements, a shipped table, or the op's own rule. `choices` reads all
+three."""

@@ -1,8 +1,8 @@
-"""Which implementation a call takes: what was measured for this very call, or a rule.
+"""The choice of a call's implementation: by measurements of this very call, or a rule.
 
 `fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
 architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); then the nearest call of the same kind that was
-measured decides, and XLA's own code where there is none.
+measured decides, and without one XLA's own code runs.
 
 Where several processes run one program they must compile the same code, so that plan files of their own cannot decide: until they all have
 called `Choices.share`, which gives them process 0's, only the tables do. A look-up is never a collective: one process may look alone.
@@ -39,13 +39,13 @@ TABLES = Path(__file__).parent / "tables"
 
 @dataclass(frozen=True, repr=False)
 class Choice(Shown):
-    """What was found best for one call.
+    """The best implementation found for one call.
 
     Attributes:
       implementation: its name.
       times_us: device microseconds, medians, of each rival measured.
-      settings: what else was chosen (gemm_epilogue: `packed`).
-      source: where it comes from, for a reader: "plan file ...", "the table for sm_90".
+      settings: further choices (gemm_epilogue: `packed`).
+      source: its origin, for a reader: "plan file ...", "the table for sm_90".
     """
 
     _says = "{0.implementation}: {0.reason}"
@@ -64,7 +64,8 @@ class Choice(Shown):
 
     @property
     def reason(self) -> str:
-        rivals = ", ".join(f"{name} {t:.4g} us" for name, t in sorted(self.times_us.items(), key=lambda i: i[1]))
+        """The measured times in microseconds, fastest first, and where they were measured."""
+        rivals = ", ".join(f"{name} {t:.4g} µs" for name, t in sorted(self.times_us.items(), key=lambda i: i[1]))
         return f"measured: {rivals} ({self.source})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -77,12 +78,12 @@ class Choice(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Measured(Shown):
-    """What is known of one architecture.
+    """The measurements of one architecture.
 
     Attributes:
       cases: text of a call (`case_text`) -> Choice.
       algorithms: name of a cuBLASLt plan -> (algorithm as hex, version of the library).
-      device, versions: what was measured on, for a reader.
+      device, versions: the measuring machine, for a reader.
     """
 
     _listed = "cases"
@@ -112,26 +113,26 @@ class Measured(Shown):
 
 
 def case_text(op: str, role: str, **content: Any) -> str:
-    """A call as canonical text: op, role and everything that its speed hangs on."""
+    """A call as canonical text: op, role and everything that its speed depends on."""
     return json.dumps({"op": op, "role": role, **content}, sort_keys=True, separators=(",", ":"))
 
 
 def plan_file() -> Path:
-    """Where `tune` writes and `fuse` looks: `$FUSIONLAB_PLAN_FILE`, or `~/.cache/fusionlab/plans.json`."""
+    """The file that `tune` writes and `fuse` reads: `$FUSIONLAB_PLAN_FILE`, or `~/.cache/fusionlab/plans.json`."""
     named = os.environ.get("FUSIONLAB_PLAN_FILE")
     return Path(named) if named else Path(os.path.expanduser("~")) / ".cache" / "fusionlab" / "plans.json"
 
 
 class PlanFileError(ArgumentError):
-    """A file in a plan file's place that cannot be read as one; `why` is what is said of it."""
+    """A file in a plan file's place that cannot be read as one; `why` is the rest of the sentence about it."""
 
     def __init__(self, path: Path, error: str):
-        self.why = f"is no plan file that FusionLab can read ({error}); needed what fusionlab.tune writes: tune again, or remove the file"
+        self.why = f"is not a plan file that FusionLab can read ({error}); needed one from fusionlab.tune: tune again, or remove the file"
         super().__init__(f"{path} {self.why}")
 
 
 def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
-    """Architecture -> what is known of it, from a plan file or a table; nothing where there is no such file.
+    """Architecture -> its measurements, from a plan file or a table; empty if there is no such file.
 
     Raises:
       ArgumentError: the file is there and cannot be read as one.
@@ -145,7 +146,7 @@ def read_plan_file(path: Path, source: str) -> dict[str, Measured]:
 
 
 def parse(text: str, source: str) -> dict[str, Measured]:
-    """The content of a plan file. Raises ValueError, LookupError or TypeError where it is none."""
+    """The content of a plan file. Raises ValueError, LookupError or TypeError if it is not a plan file's."""
     data = json.loads(text)
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']}, needed {FORMAT}")
@@ -158,22 +159,23 @@ def parse(text: str, source: str) -> dict[str, Measured]:
 
 
 def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
-    """Whatever is wrong with a case is said when its file is read, not when a call is near it."""
+    """Errors in a case are raised when its file is read, not when a call is near the case."""
     name = content["implementation"]
     if not isinstance(json.loads(text), dict) or not isinstance(name, str):
-        raise TypeError(f"{text!r} with implementation {name!r} is no case")
+        raise TypeError(f"{text!r} with implementation {name!r} is not a case")
     times = {rival: float(t) for rival, t in content["times_us"].items()}
     return Choice(name, times, dict(content["settings"]), source)
 
 
 def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
-    """Adds what was measured to a plan file: whole or not at all, and losing nothing that another process adds at the same time.
+    """Adds measurements to a plan file: completely or not at all, and without losing entries that another process adds at the same
+    time.
 
     Args:
-      rebuild: a file there that is no plan file is moved aside ("plans.json.damaged") with a warning, and a new one begun.
+      rebuild: an existing file that is not a plan file is moved aside ("plans.json.damaged") with a warning, and a new one is begun.
 
     Raises:
-      ArgumentError: the file is there and is no plan file (not with `rebuild`).
+      ArgumentError: the file exists and is not a plan file (not with `rebuild`).
       OutputError: it cannot be written.
     """
     with contextlib.suppress(OSError):  # write_file says why
@@ -191,7 +193,9 @@ def _write(path: Path, arch: str, more: Measured, rebuild: bool) -> Path:
         aside = path.with_name(f"{path.name}.damaged")
         with contextlib.suppress(OSError):  # then it is replaced: nothing could be read of it
             os.replace(path, aside)
-        warn_once(path, f"was no plan file that FusionLab can read; it was moved to {aside.name}, and a new one begun")
+        warn_once(
+            path, f"was not a plan file that FusionLab can read; it was moved to {aside.name}, and a new one was begun"
+        )
         known = {}
     known[arch] = known.get(arch, Measured()).with_more(more)
     data = {"format": FORMAT, "archs": {a: m.to_dict() for a, m in sorted(known.items())}}
@@ -219,13 +223,14 @@ class Choices:
     _shared: dict[str, Measured] | None = field(default=None, repr=False)
 
     def share(self) -> None:
-        """Where several processes run one program: all take process 0's plan file, as it is now, from here on.
+        """Makes all processes of one program use process 0's plan file, as it is now, from here on.
 
-        A collective: every process has to call it, at the same point among its other collectives and outside of `jax.jit`.
+        It is a collective: every process must call it, at the same point among its other collectives and outside of `jax.jit`.
         With one process there is nothing to share.
 
         Raises:
-          ArgumentError: process 0's file is there and is no plan file; in all processes. ProcessError: another process has ended.
+          ArgumentError: process 0's file exists and is not a plan file; raised in all processes. ProcessError: another process has
+            ended.
         """
         if jax.process_count() > 1:
             shared = _from_process_0(self.path or plan_file())
@@ -234,13 +239,13 @@ class Choices:
 
     @property
     def unshared(self) -> str:
-        """What to do before a plan file decides, where this is one of several processes that share none yet; else ""."""
+        """Advice for one of several processes that do not share a plan file yet, so that none decides; else ""."""
         if jax.process_count() == 1 or self._shared is not None:
             return ""
         return "with several processes a plan file decides once all of them have called fusionlab.share_plan()"
 
     def lookup(self, arch: str, text: str) -> Choice | None:
-        """What is known of a call on an architecture ("sm_90")."""
+        """The measurement of a call on an architecture ("sm_90")."""
         if not arch:
             return None
         with self._lock:
@@ -251,9 +256,9 @@ class Choices:
     def nearest(
         self, arch: str, text: str, sizes: tuple[str, ...], within: float = 4.0, gain: float = 0.0
     ) -> Choice | None:
-        """What is known of the nearest call that differs in `sizes` alone, none of them by more than a factor; distance is the sum of the
-        logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels differ there. One that
-        saves less than `gain` of XLA's time says nothing of other sizes.
+        """The measurement of the nearest call that differs only in `sizes`, each by at most the factor `within`; distance is the
+        sum of the logarithms of the factors. Sizes that are a multiple of 8 and sizes that are not are never compared: kernels
+        differ there. One that saves less than `gain` of XLA's time is not evidence for other sizes.
         """
         kind, asked = _parts(text, sizes)
         with self._lock:
@@ -309,7 +314,7 @@ def _read_or_warn(path: Path) -> dict[str, Measured]:
     try:
         return read_plan_file(path, f"plan file {path}")
     except PlanFileError as error:
-        warn_once(path, f"is passed over, and the shipped tables decide: it {error.why}")
+        warn_once(path, f"is ignored, and the shipped tables decide: it {error.why}")
         return {}
 
 

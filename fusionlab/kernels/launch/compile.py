@@ -34,13 +34,13 @@ _LOCAL_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILIN
 
 @dataclass(frozen=True)
 class CudaSource:
-    """A CUDA source: of this package, or a text of somebody else's.
+    """A CUDA source: a file of this package, or a text.
 
     Attributes:
-      path: the .cu file, relative to `fusionlab/kernels`; of a text, what to call it.
+      path: the .cu file, relative to `fusionlab/kernels`; of a text, its name.
       entries: the `extern "C"` kernels it defines.
       archs: the architectures it is written for, out of `ARCHS`.
-      text: the source itself, where it is no file of this package; it includes CUDA's headers and nothing else.
+      text: the source itself, if it is not a file of this package; it includes CUDA's headers and nothing else.
     """
 
     path: str
@@ -50,17 +50,17 @@ class CudaSource:
 
     @property
     def file(self) -> Path:
-        """Where the file is."""
+        """The path of the file."""
         return KERNELS / self.path
 
     def read(self) -> str:
-        """What is compiled."""
+        """The source text."""
         return self.text or self.file.read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class Cubin:
-    """A cubin (an ELF image for one architecture) and what the compiler said of it."""
+    """A cubin (an ELF image for one architecture) and the compiler's log."""
 
     cubin: bytes
     log: str
@@ -68,7 +68,7 @@ class Cubin:
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes: registers of a thread, bytes that are spilt to memory by a thread, static shared memory of a block."""
+    """The resources of one kernel: registers per thread, bytes spilled to memory per thread, static shared memory per block."""
 
     registers: int
     spill_stores: int
@@ -78,8 +78,8 @@ class Resources:
 
 @dataclass(frozen=True)
 class Counters:
-    """What a `CompileCache` did: cubins found, compiled, found but damaged or not to be trusted (compiled again), and not writable (kept
-    nowhere)."""
+    """Counters of a `CompileCache`: cubins found, compiled, found but damaged or not to be trusted (compiled again), and not
+    writable (kept nowhere)."""
 
     hits: int = 0
     misses: int = 0
@@ -96,7 +96,7 @@ def cache_folder() -> Path:
 class CompileCache:
     """Cubins on disk, by the hash of all that they depend on; safe for threads and for processes that share the folder.
 
-    A file holds a checksum before the cubin, so that a truncated or altered one is seen and compiled again. It is written beside
+    A file holds a checksum before the cubin, so that a truncated or altered one is detected and compiled again. It is written next to
     its place and moved there, so that no reader sees half of it. A cubin is code: one that another user made or could change is not
     read. A folder that cannot be written to or is not to be trusted costs a compile in each process, and is a warning, no error.
 
@@ -112,16 +112,16 @@ class CompileCache:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return cache_folder() if self._folder is None else self._folder
 
     def counters(self) -> Counters:
-        """What it did so far."""
+        """Its counters so far."""
         with self._lock:
             return self._counters
 
     def get(self, key: str, make: Callable[[], bytes]) -> bytes:
-        """The cubin of that key (hexadecimal); one thread makes it where it is not there, the others wait."""
+        """The cubin of that key (hexadecimal); if it is missing, one thread makes it and the others wait."""
         with self._lock:
             mine = self._busy.setdefault(key, threading.Lock())
         with mine:
@@ -180,7 +180,7 @@ def cubin(source: CudaSource, options: tuple[str, ...], arch: str, cache: Compil
 
     Args:
       source: what to compile.
-      options: NVRTC's, beside those `compile_source` gives itself ("-DFL_T=1").
+      options: NVRTC's, in addition to those of `compile_source` ("-DFL_T=1").
       arch: one of `source.archs`, "sm_90".
       cache: None takes `DEFAULT_CACHE`.
 
@@ -236,7 +236,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources(log: str) -> dict[str, Resources]:
-    """Entry -> what it takes, from the log of a compile (the lines of `ptxas -v`)."""
+    """Entry -> its resources, from the log of a compile (the lines of `ptxas -v`)."""
     found = {}
     _, *parts = re.split(r"(?=Compiling entry function)", log)
     for part in parts:
@@ -261,7 +261,7 @@ def headers() -> Path:
     """The folder of `cuda_fp16.h` and `cuda_bf16.h` for NVRTC's CUDA: of the CUDA wheels, or of a toolkit.
 
     Raises:
-      MissingDependencyError: there is none; names the wheel that holds them.
+      MissingDependencyError: no folder has them; names the wheel that holds them.
     """
     major = nvrtc_version()[0]
     for folder in _header_folders(major):
@@ -269,7 +269,7 @@ def headers() -> Path:
             return folder
     wheel = "nvidia-cuda-runtime-cu12" if major == 12 else "nvidia-cuda-runtime"
     raise MissingDependencyError(
-        f"the headers cuda_fp16.h and cuda_bf16.h of CUDA {major} are in no CUDA wheel and in no toolkit (CUDA_HOME, CUDA_PATH, "
+        f"the headers cuda_fp16.h and cuda_bf16.h of CUDA {major} are in neither a CUDA wheel nor a toolkit (CUDA_HOME, CUDA_PATH, "
         f"/usr/local/cuda, nvcc on PATH): pip install '{wheel}=={major}.*'"
     )
 
@@ -320,13 +320,13 @@ def why_missing() -> str | None:
 
 
 def refuses_device(device: Device) -> str | None:
-    """Why no kernel of this package's own can run on a device, or None where one that asks for no more than the compiler does can."""
+    """Why none of this package's kernels can run on a device, or None if a kernel with only the compiler's requirements can."""
     unable = refuses_older(device, int(ARCHS[0].removeprefix("sm_")), "the oldest that the CUDA compiler builds for")
     return unable or (NOT_INSTALLED if "cupy" in device.missing else None)
 
 
 def refuses_older(device: Device, least: int, which: str) -> str | None:
-    """Why a device is no CUDA card of this compute capability (80) or a later one, or None; `which` says what that is "the oldest" of."""
+    """Why a device is not a CUDA GPU of this compute capability (80) or a later one, or None; `which` describes it: "the oldest ..."."""
     if device.platform != "cuda":
         return f"it needs a CUDA device, this is {device}"
     if device.arch and device.capability < least:

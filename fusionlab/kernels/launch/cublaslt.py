@@ -51,8 +51,8 @@ class MatmulPlan:
     Attributes:
       m, n, k: sizes.
       transposed: of A and B.
-      dtype: numpy name, of A and B, and of C, D, bias and a pre-activation where `out` says nothing else.
-      compute: "f32", "tf32" or "f64": what is multiplied and accumulated in.
+      dtype: numpy name, of A and B, and of C, D, bias and a pre-activation unless `out` gives another.
+      compute: "f32", "tf32" or "f64": the dtype of multiplication and accumulation.
       epilogue: a name of cublasLtEpilogue_t without its prefix.
       aux_pitch: leading dimension of the auxiliary matrix, in elements (in bits for relu's mask); 0 without one.
       workspace: bytes.
@@ -60,8 +60,8 @@ class MatmulPlan:
         the library's heuristic proposes.
       out: numpy name of the dtype of C, D, bias and a pre-activation; "" for `dtype`.
       alpha, beta: the factors, held in the arithmetic's dtype.
-      batch: how many matrices; those of C and D stand behind one another.
-      leading: leading dimensions of A and B, in elements; 0 where their columns stand behind one another.
+      batch: how many matrices; those of C and D are contiguous.
+      leading: leading dimensions of A and B, in elements; 0 for contiguous columns.
       strides: from one matrix of a batch to the next in A and B, in elements; 0 for one that all share.
     """
 

@@ -1,4 +1,4 @@
-"""What the caches on disk share: a warning told once, whose files are trusted, and a lock between processes."""
+"""Shared parts of the caches on disk: a warning given once, a check of whose files are trusted, and a lock between processes."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def why_not_trusted(path: Path) -> str:
 
 
 def make_private(folder: Path) -> None:
-    """Makes a cache's folder, for this user alone; one that is there stays as it is. Raises OSError where it cannot be."""
+    """Makes a cache's folder, private to this user; an existing one is left as it is. Raises OSError if that fails."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock beside a file against all other threads and processes, to change the file by what it holds.
+    """Holds a lock for a file against all other threads and processes, for read-modify-write.
 
     Where the file system has no locks, or another process holds this one for `LOCK_S`, the work goes on without, with one warning; the
     file stays whole even then, as it is replaced by one rename. Nothing is left of the lock.
@@ -63,7 +63,7 @@ def locked(path: Path) -> Iterator[None]:
     held, why = _acquire(lock)
     if why:
         warn_once(
-            path, f"is written without a lock ({why}); what another process adds to it at the same time may be lost"
+            path, f"is written without a lock ({why}); entries that another process adds at the same time may be lost"
         )
     try:
         yield
@@ -75,9 +75,9 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _acquire(lock: Path) -> tuple[int | None, str]:
-    """(the file held, ""), or (None, why there is none: "" where writing will fail for the same reason and say so)."""
+    """(the file held, ""), or (None, why there is no lock: "" where writing will fail for the same reason and report it)."""
     if fcntl is None:
-        return None, "this system has none"
+        return None, "this system has no file locks"
     deadline = time.monotonic() + LOCK_S
     while True:
         try:

@@ -111,13 +111,13 @@ def launch(
     results: Sequence[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int] | None = None,
 ) -> list[Array]:
-    """A custom call that launches a plan: to be called while a program is traced for a CUDA or a host device.
+    """A custom call that launches a plan; call it while a program is traced for a CUDA or a host device.
 
     Args:
-      plan: what to launch; it is given the addresses of operands and results, in this order, row-major.
+      plan: the launches; it gets the addresses of operands and results, in this order, row-major.
       operands: arrays.
       results: shapes and dtypes; scratch memory is one of them, of dtype uint8 by convention, dropped by the caller.
-      aliases: operand number -> number of the result that takes its memory. XLA copies the operand first where it is still needed.
+      aliases: operand number -> number of the result that takes its memory. XLA copies the operand first if it is still needed.
 
     Returns:
       The results. An exception that the plan raises reaches whoever waits for them, as `jax.errors.JaxRuntimeError` with its text.

@@ -25,7 +25,7 @@ class KernelPlan:
       source: path of the .cu file, relative to the folder of this module; of a `text`, what to call it.
       options: for NVRTC ("-DFL_VEC=8").
       launches: in order; each sees what those before it wrote. Empty where there is nothing to compute.
-      text: the source itself, where it is none of this package: it is part of the name, so that any process can compile it.
+      text: the source itself, if it is not part of this package: it is then part of the name, so that any process can compile it.
     """
 
     kind: ClassVar[str] = "kernels"
@@ -44,7 +44,7 @@ class KernelPlan:
     def read(cls, content: Mapping[str, Any]) -> KernelPlan:
         source, text = content["source"], content.get("text", "")
         if not text and content["digest"] != digest(source):
-            raise LookupError(f"{source} is another version here")
+            raise LookupError(f"{source} has another version here")
         return cls(source, content["options"], tuple(Launch(**data) for data in content["launches"]), text)
 
     def prepare(self, device: int) -> Prepared:
@@ -85,7 +85,7 @@ def digest(source: str) -> str:
       LookupError: there is no such file in the package.
     """
     if not (KERNELS / source).is_file():
-        raise LookupError(f"{source} is no kernel source of this installation")
+        raise LookupError(f"{source} is not a kernel source of this installation")
     found = hashlib.sha256()
     for path, text in sorted(source_texts(KERNELS / source).items()):
         found.update(f"{path.name}\n{text}".encode())

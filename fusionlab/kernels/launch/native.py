@@ -1,7 +1,7 @@
 """The compiled launcher: `launcher.c`, built once by the machine's C compiler, which launches prepared plans without Python.
 
-Python launches all the same where there is no compiler, later outside of CUDA graphs. `$FUSIONLAB_LAUNCHER` may ask for one of the two,
-"native" or "python"; a record of `python -m benchmarks gemm_epilogue` says which one it is of.
+Without a compiler Python launches the kernels, later outside of CUDA graphs. `$FUSIONLAB_LAUNCHER` may ask for one of the two,
+"native" or "python"; a record of `python -m benchmarks gemm_epilogue` names the one it used.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Launcher:
 
     def publish(self, name: bytes, device: int, prepared: Prepared) -> bool:
         """From now on calls that name this plan on this device launch its steps, which it has; False where that cannot be (a kernel of too
-        many parameters, a cuBLASLt that cannot be told apart)."""
+        many parameters, a cuBLASLt that cannot be identified)."""
         lib, steps = self._library, prepared.steps or ()
         with self._lock:
             if lib.fl_known(name, len(name), device):
@@ -200,7 +200,7 @@ def load() -> Launcher | None:
     """
     asked = os.environ.get(VARIABLE, "")
     if asked not in ("", "native", "python"):
-        raise ArgumentError(f"{VARIABLE}: got {asked!r}, needed 'native' or 'python', or not to be set")
+        raise ArgumentError(f"{VARIABLE}: got {asked!r}, needed 'native' or 'python', or the variable unset")
     if asked == "python" or (not asked and why_not() is not None):
         return None
     try:

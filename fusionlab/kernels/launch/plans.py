@@ -1,10 +1,10 @@
-"""Launch plans: what a custom call launches, as plain data whose text is its name.
+"""Launch plans: the launches of a custom call, as plain data whose text is its name.
 
 A plan is a frozen record of everything that is launched except addresses. Its name is its own content, as canonical JSON, so two
 equal plans have one name in every process, and a process that meets a name in an executable it did not compile itself (from JAX's
 persistent compilation cache, or deserialised) rebuilds the plan from the name alone.
 
-What is costly to make (a loaded module, a library handle, an algorithm) is made once per plan and device by `Plan.prepare`, and
+Costly parts (a loaded module, a library handle, an algorithm) are made once per plan and device by `Plan.prepare`, and
 kept by a `PlanBook`.
 """
 
@@ -23,7 +23,7 @@ _KINDS: dict[str, Callable[[Mapping[str, Any]], LaunchPlan]] = {}
 
 
 class LaunchPlan(Protocol):
-    """What a custom call launches. A frozen, hashable record.
+    """The launches of a custom call. A frozen, hashable record.
 
     Attributes:
       kind: the name its class is registered under by `plan_kind`.
@@ -32,16 +32,16 @@ class LaunchPlan(Protocol):
     kind: ClassVar[str]
 
     def spec(self) -> dict[str, Any]:
-        """Its content as JSON data; `plan_kind` says how to read it back."""
+        """Its content as JSON data, which the reader given to `plan_kind` reads back."""
         ...
 
     def prepare(self, device: int) -> Prepared:
-        """Makes what launching needs on that device (its ordinal; it is current). Never called while a graph is captured."""
+        """Prepares the plan for launching on that device (its ordinal; it is current). Never called while a graph is captured."""
         ...
 
 
 def plan_kind(name: str, read: Callable[[Mapping[str, Any]], LaunchPlan]) -> None:
-    """Says how plans of a kind are read back from their content, in which lists have become tuples.
+    """Registers how plans of a kind are read back from their content, in which lists have become tuples.
 
     Called where the kind is defined, at import.
 
@@ -71,7 +71,7 @@ def launch_plan_of(name: str) -> LaunchPlan:
         known = ", ".join(sorted(_KINDS)) or "none"
         raise BackendError(
             f"unknown launch plan {name!r} ({type(e).__name__}: {e}); this process knows the kinds {known}: the executable was compiled "
-            f"by another version of FusionLab, or without something that is not imported here; compile it again"
+            f"by another version of FusionLab, or with a module that is not imported here; compile it again"
         ) from e
 
 
@@ -101,7 +101,7 @@ class PlanBook:
         self._launches = 0
 
     def ready(self, name: bytes, device: int) -> Prepared | None:
-        """What launches the plan on the device, or None where it has not been prepared. No lock: this is the hot path."""
+        """The prepared plan on the device, or None if it has not been prepared. No lock: this is the hot path."""
         self._launches += 1
         return self._prepared.get((name, device))
 

@@ -1,4 +1,5 @@
-"""What a prepared plan launches, as data: one kernel, or one product by cuBLASLt. Python can launch it, and so can a compiled launcher."""
+"""The steps of a prepared plan, as data: one kernel, or one product by cuBLASLt. Python can launch it, and so can a compiled
+launcher."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ class Prepared:
     Attributes:
       run: launches from Python.
       steps: the same as data, in order; None where only `run` can do it.
-      keep: what the steps point into.
+      keep: the objects that the steps point into.
     """
 
     run: Callable[[int, Sequence[int], Sequence[int]], None]

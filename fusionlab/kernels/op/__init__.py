@@ -1,8 +1,8 @@
-"""The op protocol: what every fused op is made of.
+"""The op protocol: the parts of every fused op.
 
-Read `op` first (an op, its three primitives and its implementations), then `description` (what an op says of itself), `implementation`
-(what one of those says), `chooser` (which one runs), `primitive`, `lowering` (several devices) and `labels` (axes by name, from which
+Read `op` first (an op, its three primitives and its implementations), then `description` (an op's description of itself), `implementation`
+(that of one implementation), `chooser` (which one runs), `primitive`, `lowering` (several devices) and `labels` (axes by name, from which
 batching and splitting follow).
-`arrays` takes operands in. `composite` and `own` are ops made of other ops, and ops of users' own. `card` is what lists of all ops are
-made of.
+`arrays` takes operands in. `composite` and `own` are ops made of other ops, and ops of users' own. Lists of all ops are made from
+the `card`s.
 """

@@ -1,4 +1,4 @@
-"""What every fused op does with its operands: taking them in, batch axes, dtypes, precision, shardings."""
+"""Common handling of operands: conversion, batch axes, dtypes, precision, shardings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def canonical_precision(precision: Any) -> Any:
 
 
 def precisions(precision: Any) -> tuple[Any, ...]:
-    """What a product's `precision` asks for, one for each operand or one for both; nothing where it is None."""
+    """The values in a product's `precision`, one for each operand or one for both; empty for None."""
     if precision is None:
         return ()
     return precision if isinstance(precision, tuple) else (precision,)
@@ -64,7 +64,7 @@ def names_algorithm(precision: Any) -> bool:
 
 
 def is_default(precision: Any) -> bool:
-    """Whether a product asks for no more than the default, as `None` does."""
+    """Whether a product uses the default precision, as `None` does."""
     return all(p in (None, lax.Precision.DEFAULT) for p in precisions(precision))
 
 
@@ -75,7 +75,7 @@ def check_dtypes(op: str, shapes: Mapping[str, Any], allowed: tuple[str, ...] = 
     """Every operand has the first one's dtype, and it is one of `allowed` (numpy names).
 
     Raises:
-      ArgumentError: names the operand, its dtype and what was needed.
+      ArgumentError: names the operand, its dtype and the allowed ones.
     """
     first, dtype = next((slot, np.dtype(v.dtype)) for slot, v in shapes.items())
     if dtype.name not in allowed:
@@ -92,7 +92,7 @@ def as_arrays(slots: tuple[str, ...], operands: Sequence[Any]) -> list[Array]:
     """Operands as JAX arrays, None staying None.
 
     Raises:
-      ArgumentError: an operand is no array; names it.
+      ArgumentError: an operand is not an array; names it.
     """
     if len(operands) > len(slots):
         raise ArgumentError(f"got {len(operands)} operands, needed at most {len(slots)}: {', '.join(slots)}")
@@ -134,12 +134,12 @@ def refuses_dtypes(shapes: Mapping[str, Any], taken: Sequence[str]) -> str | Non
 
 
 def first_given(shapes: Mapping[str, Any], *names: str) -> Any:
-    """The first of these that there is; None where there is none."""
+    """The first of these that is present; None if all are missing."""
     return next((a for name in names if (a := shapes.get(name)) is not None), None)
 
 
 def check_name(what: str, name: Any, known: Collection[str]) -> None:
-    """Raises UnknownNameError unless a name is one of those known; `what` it names."""
+    """Raises UnknownNameError unless the name is known; `what` is its kind."""
     if not isinstance(name, str) or name not in known:
         raise unknown_name(what, name, known)
 
@@ -165,7 +165,7 @@ def check_product_ranks(op: str, x: Any, **weights: Any) -> None:
 
 
 def whole_number(op: str, name: str, value: Any, needed: str = "a whole number") -> int:
-    """As an int. Raises ArgumentError, which names the attribute, where it is none."""
+    """As an int. Raises ArgumentError, which names the attribute, if it is not an int."""
     try:
         return operator.index(value)
     except TypeError as e:
@@ -184,7 +184,7 @@ def check_vectors(op: str, given: Mapping[str, Any], slots: Sequence[str], size:
     """Those of the slots that are given have one axis, of `size`; `entries` names what each entry is for.
 
     Raises:
-      ArgumentError: names the slot, its shape and what was needed.
+      ArgumentError: names the slot, its shape and the required one.
     """
     for slot in slots:
         if slot in given and (found := tuple(given[slot].shape)) != (size,):

@@ -1,4 +1,4 @@
-"""What describes an op beside its code: the card in its folder, which every list of all ops is made of."""
+"""The description of an op besides its code: the card in its folder, from which every list of all ops is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Variants = Iterator[tuple[str, KernelPlan]]
 
 @dataclass(frozen=True)
 class Requirement:
-    """What an implementation needs of a machine.
+    """The requirements of an implementation on a machine.
 
     Attributes:
-      order: where it stands among those of all ops.
+      order: its position among those of all ops.
       name: the implementation's.
       ability: what it does, in a few words.
-      missing: on a CUDA GPU, each tells what is missing or gives None. None: it runs wherever JAX runs.
+      missing: checks on a CUDA GPU; each returns what is missing, or None. None: it runs wherever JAX runs.
     """
 
     order: int
@@ -32,7 +32,7 @@ class Requirement:
 
 
 XLA = Requirement(0, "xla", "plain jax.numpy, compiled by XLA; runs wherever JAX runs")
-CUBLASLT = Requirement(40, "cublaslt", "one cuBLASLt call a product", (cublaslt_missing, cupy_missing))
+CUBLASLT = Requirement(40, "cublaslt", "one cuBLASLt call per product", (cublaslt_missing, cupy_missing))
 CUDA = Requirement(60, "cuda", "FusionLab's own CUDA kernels", (cupy_missing,))
 
 
@@ -42,14 +42,14 @@ def _none(arch: str) -> Variants:
 
 @dataclass(frozen=True)
 class Card:
-    """What there is to know of an op by those who go through all of them.
+    """The entry of an op in lists of all ops.
 
     Attributes:
-      order: where it stands among all ops.
+      order: its position among all ops.
       op: the op.
-      hue: of `fusionlab.viz.palette`, which its sites and nodes wear; "" for one of the spare ones.
-      concepts: what its sites are called in `Candidate.concepts`.
-      kinds: what they are called besides, of one kind of site each.
+      hue: the colour of its sites and nodes in `fusionlab.viz.palette`; "" for one of the spare ones.
+      concepts: names of its sites in `Candidate.concepts`.
+      kinds: further names, each for one kind of site.
       requirements: of its implementations, one each.
       source: its CUDA kernels, if it has any.
       variant: how the names of its variants on record begin, with places for `dtype` and `activation`.

@@ -1,8 +1,8 @@
-"""Which implementation a call of an op runs with, and why: one order for all ops.
+"""The choice of the implementation of an op's call, with its reason: one order for all ops.
 
-An implementation that the caller names comes first. Then what was measured for the call (the plan file, then the table shipped for the
-architecture), or for the nearest call of its kind; then the op's own rule. An op gives the text its calls are looked up by (`case`), and
-the rule.
+An implementation named by the caller comes first, then the measured one for the call (the plan file, then the table shipped for the
+architecture), or for the nearest call of its kind; then the op's own rule. An op defines the text that identifies its calls in
+tables (`case`), and the rule.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Chooser(abc.ABC):
 
     @abc.abstractmethod
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        """What runs where nothing that can run was measured; `unable`: why what was measured best cannot run, or ""."""
+        """The choice if no implementation that can run was measured; `unable`: why the measured best cannot run, or ""."""
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """The text that a call is looked up by where implementations are chosen by measurement (choices.py); None where they are not."""
@@ -44,7 +44,7 @@ class Chooser(abc.ABC):
         return ({},)
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
-        """Whether an implementation compiles to what the unfused code does, so that there is nothing to time."""
+        """Whether an implementation compiles to the same code as the unfused program, so that there is nothing to time."""
         return name == "xla"
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
@@ -61,7 +61,7 @@ class Chooser(abc.ABC):
     # What follows.
 
     def measured(self, call: Call) -> Choice | None:
-        """What was measured for a call on that architecture, or for one near it, if anything was."""
+        """The measurement for a call on that architecture, or for one near it, if there is one."""
         arch = call.device.arch if call.device.platform == "cuda" else ""
         text = self.case(call.role, call.shapes, **call.attrs) if arch else None
         if text is None:
@@ -69,7 +69,7 @@ class Chooser(abc.ABC):
         return CHOICES.lookup(arch, text) or CHOICES.nearest(arch, text, self.sizes, gain=self.least_gain)
 
     def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
-        """What runs in a role ("call", "tangent", "cotangent") when no implementation is named.
+        """The implementation that runs in a role ("call", "tangent", "cotangent") when none is named.
 
         `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
         """
@@ -137,8 +137,8 @@ class Chooser(abc.ABC):
     def left_to_xla(
         self, *operands: Any, device: Device | str | None = None, **attrs: Any
     ) -> ImplementationChoice | None:
-        """Why a site that could become this op is not fused by default on a device: nothing gains by it there, or nothing can run it.
-        None where it is fused."""
+        """Why a site that could become this op is not fused by default on a device: no implementation gains there, or none can run
+        it. None if it is fused."""
         if not self.at_site:
             return None
         device = Device.of(device)

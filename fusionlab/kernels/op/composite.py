@@ -1,8 +1,8 @@
 """Composite ops: one named node that is made of other fused ops, its *pieces*.
 
-A composite op stays one equation in a trace and in a program that runs forward. Differentiated it dissolves into its pieces, which have
-fused backward passes of their own; so it keeps nothing for backward, and has no tangent or cotangent primitive. Batched it stays itself
-where a batch is only more of the axis it has for that, and dissolves elsewhere.
+A composite op stays one equation in a trace and in a program that runs forward. When differentiated, it dissolves into its pieces,
+which have fused backward passes of their own; so it keeps nothing for backward, and has no tangent or cotangent primitive. When
+batched, it stays itself if the batch only extends its batch axis, and dissolves otherwise.
 
 Its operands are many and mostly optional, so a call names those it has: `call(*operands, present=names)`. A name with a number behind it
 ("up.1") is that of one of a row of layers. It always gives a tuple.
@@ -29,7 +29,7 @@ from .primitive import FusedPrimitive, Marker, Meaning
 
 Array = Any
 
-_NO_LINEAR = "a composite op has no tangent or cotangent of its own: differentiated, it is its pieces"
+_NO_LINEAR = "a composite op has no tangent or cotangent of its own: its pieces are differentiated instead"
 
 
 def _no_linear(*_: Any, **__: Any) -> Any:
@@ -63,7 +63,7 @@ class CompositePrimitive(FusedPrimitive):
 
 
 class CompositeOp(Op):
-    """An op made of others. A subclass says what `Op` asks for, and `fold` and `unfold`: how a batch becomes more of its batch axis."""
+    """An op made of others. A subclass defines what `Op` asks for, and `fold` and `unfold`: how a batch becomes more of its batch axis."""
 
     def __init__(self) -> None:
         self._call = CompositePrimitive(self.name, self)
@@ -74,7 +74,7 @@ class CompositeOp(Op):
     def fold(
         self, values: list[Array], dims: list[int | None], params: dict[str, Any]
     ) -> tuple[list[Array], dict[str, Any]] | None:
-        """The call that computes a whole batch, the batch in front of (and one with) the op's own; None: there is none."""
+        """The call that computes a whole batch, the batch in front of (and one with) the op's own; None if there is no such call."""
 
     def dissolved(self, attrs: Mapping[str, Any]) -> str:
         """The implementation whose pieces are differentiated."""
@@ -96,7 +96,7 @@ class CompositeOp(Op):
         return ()
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
-        """As `call`: there are none."""
+        """As `call`, without residuals."""
         return self.call(*operands, **attrs)
 
     # What a call names and gives.

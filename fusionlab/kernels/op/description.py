@@ -1,4 +1,4 @@
-"""What an op says of itself: what its primitives take, keep and give, and how their axes are called. `Op` asks, a subclass answers."""
+"""An op's description of itself: what its primitives take, keep and give, and the names of their axes. `Op` asks, a subclass answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Description(Chooser):
         return ("out",)
 
     def residual_names(self, **attrs: Any) -> tuple[str, ...]:
-        """What the forward saves beside its operands and its results."""
+        """The residuals that the forward saves, apart from its operands and its results."""
         return ()
 
     def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
@@ -76,7 +76,7 @@ class Description(Chooser):
         return [moved.get(i, v) for i, v in enumerate(values)], params | axis
 
     def for_device(self, shapes: Mapping[str, Any], attrs: dict[str, Any], device: Device) -> dict[str, Any]:
-        """The attributes `prepare` gave, completed by those that hang on the device as well."""
+        """The attributes `prepare` gave, completed by those that depend on the device as well."""
         return attrs
 
     def operand_shapes(self, shapes: dict[str, Any], **attrs: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Description(Chooser):
 
     @abc.abstractmethod
     def formula(self, **attrs: Any) -> str:
-        """What it computes, for a reader."""
+        """Its computation, for a reader."""
 
     def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
         """Slot, residual or "out" -> a label for each of its axes, as `Axes` has them; without any, each device computes everything.
@@ -136,7 +136,7 @@ class Description(Chooser):
         return None
 
     def saved_names(self, wanted: tuple[str, ...], attrs: Mapping[str, Any]) -> tuple[str, ...]:
-        """What the gradients of the slots in `wanted` read, in the order in which the primitives take it."""
+        """The values that the gradients of the slots in `wanted` read, in the order in which the primitives take them."""
         read = self.reads(wanted, **attrs)
         return tuple(n for n in (*self.slots, *self.results(**attrs), *self.residual_names(**attrs)) if n in read)
 

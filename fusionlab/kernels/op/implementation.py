@@ -1,4 +1,4 @@
-"""What an op says of itself and of each way to run it: plain records."""
+"""Descriptions of an op and of each way to run it: plain records."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WHAT_XLA_RUNS = "what XLA runs anyway"  # how the reason of a choice with the sa
 
 
 class ChoiceKind(enum.StrEnum):
-    """What runs at a site where nobody names an implementation, against the code that XLA makes of the site as it is written.
+    """The kind of decision at a site when no implementation is named, compared with XLA's code of the site as written.
 
     The values are the verdicts of backends and the codes of rejections (`fusionlab.errors.REJECTIONS`).
     """
@@ -66,7 +66,13 @@ class Call:
 
 @dataclass(frozen=True, repr=False)
 class ImplementationChoice(Shown):
-    """Which implementation runs where nobody names one: what that is against XLA's code of the site as it is written, and why."""
+    """The implementation that runs when none is named: its kind, compared with XLA's code of the site as written, and the reason.
+
+    Attributes:
+      implementation: its name.
+      kind: what it is against XLA's code of the site as it is written.
+      reason: why, in a sentence.
+    """
 
     _says = "{0.implementation} ({0.kind}): {0.reason}"
 
@@ -77,9 +83,9 @@ class ImplementationChoice(Shown):
 
 @dataclass(frozen=True, repr=False)
 class BackendVerdict(Shown):
-    """One implementation of an op for one call.
+    """One implementation of an op for one call, by its `name`.
 
-    `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` says why.
+    `verdict` is "chosen", "same code" (chosen, and what XLA runs anyway), "possible" or "unavailable"; `reason` explains it.
     """
 
     _says = "{0.name} ({0.verdict}): {0.reason}"
@@ -98,8 +104,8 @@ class Implementation:
     """One way to run an op.
 
     Attributes:
-      name: what `implementation=` takes.
-      summary: what it does, in a few words.
+      name: the value for `implementation=`.
+      summary: its method, in a few words.
       forward: `(**operands by slot, residuals: bool, **attrs) -> [*results, *residuals]`.
       tangent: `(saved, tangents, shape, shardings, **attrs) -> tangent of out`; dicts by name, and the shape of the result. Of an op that
         gives several results a dict: result -> tangent.
@@ -108,7 +114,7 @@ class Implementation:
         several results, `ct` is a dict with the cotangents that there are: result -> cotangent.
       adds: whether `cotangent` adds up a cotangent itself that is given as several arrays (`Op.addends`): it takes a tuple of them.
       unable: `(shapes, device, role=, **attrs) -> reason it cannot run, or None`, where nothing else forbids it (`refuses`).
-      opaque: whether XLA cannot see what it computes (a custom call), so that it has to be told how to split it among devices.
+      opaque: whether XLA cannot see what it computes (a custom call), so that the op itself has to be split among devices.
       unable_on: `device -> reason it cannot run there, or None`.
       plain: whether it takes no operands that are sharded over explicit mesh axes.
       roles: those in which it runs; in the others it is the reference, and runs everywhere.

@@ -1,4 +1,4 @@
-"""Axes by label: what an op says of the axes of all it reads and gives, and what follows for each of its primitives."""
+"""Axes by label: an op's labels for the axes of all it reads and gives, and what follows for each of its primitives."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _normal(
 
 
 def _lengths(pairs: Sequence[tuple[LabelledAxis, int]]) -> dict[str, int]:
-    """Each label is as long as its longest axis with an entry for each index; only where there is none does a packed axis tell."""
+    """Each label is as long as its longest axis with an entry for each index; a packed axis counts only if there is no such axis."""
     sizes: dict[str, int] = {}
     for axis, size in sorted(pairs, key=lambda pair: pair[0].per):
         known = sizes.get(axis.label, 0 if axis.per == 1 else axis.per * size)

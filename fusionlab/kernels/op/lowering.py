@@ -2,8 +2,8 @@
 
 XLA splits plain jnp code itself. Code in a custom call is `Implementation.opaque` to it: left alone, every device would gather all
 operands and compute everything. Here a primitive lowered to such code is wrapped in `custom_partitioning`, and what each device does
-is derived from one thing an op says of itself, `Op.labels`: a label for every axis. A label is split over the same mesh axes wherever it
-stands. One that is summed over is split as well where a sum over devices can be added: after the tangent and the cotangent, which are
+is derived from one definition of an op, `Op.labels`: a label for every axis. A label is split over the same mesh axes wherever it
+occurs. One that is summed over is split as well where a sum over devices can be added: after the tangent and the cotangent, which are
 linear, and between product and epilogue of a call, by `Op.summed_call`. Returning the shardings XLA proposes without such a sum gives
 wrong numbers and no error.
 
@@ -50,15 +50,15 @@ def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str
 
 
 _WITHOUT_A_CARD = (
-    "lowered for CUDA on a machine without a card: the program carries none of FusionLab's kernels, its fused ops are written out in plain "
-    "operations; lower it on a machine with the card that it is for"
+    "lowered for CUDA on a machine without a GPU: the program contains plain operations in place of FusionLab's kernels; "
+    "lower it on a machine with the GPU that will run it"
 )
 
 
 @jax_defaults()
 @types_of_operands
 def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: Any) -> list[Array]:
-    """What a fused primitive is lowered to.
+    """The code that a fused primitive is lowered to.
 
     Raises:
       BackendError: an implementation was named that cannot run on these operands or inside this `shard_map`.

@@ -1,16 +1,16 @@
-"""The op protocol: a fused op is three JAX primitives of our own, with a plain `jax.numpy` meaning each.
+"""The op protocol: a fused op is three custom JAX primitives, each with a meaning in plain `jax.numpy`.
 
 `call` carries the op's name (`gemm_epilogue`), so a traced fused function shows the op as one named node. When it is
 differentiated, `call` is bound with `residuals=True` and its tangent is `<op>_tangent`, a linear primitive whose transpose
 is `<op>_cotangent`, the fused backward. Both take only the operands and residuals that the wanted gradients read (`live`
-says which are wanted), so nothing else is kept until the backward pass. A second derivative differentiates the meaning.
+lists those wanted), so nothing else is kept until the backward pass. A second derivative differentiates the meaning.
 
 Why not `jax.custom_vjp`: it refuses forward mode, hessians and the gradient of a gradient.
 
 Words: an op's *slots* name its operands in order, optional ones last; the attribute `present` names those a call has, any
 of the optional ones may be absent. `live` holds one bool for each operand present; of an op that gives several results, `given` holds
-one for each: whether it has a tangent, or a cotangent. A cotangent that is a sum may be given as what it is the sum of: `given` then says
-of how many arrays.
+one for each: whether it has a tangent, or a cotangent. A cotangent that is a sum may be given as its addends: `given` then counts
+the arrays.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Array = Any
 class Op(Description):
     """A fused op: its primitives, its meaning, its implementations.
 
-    A subclass says what it computes; this class makes it work under every JAX transformation. Its attributes are those in
+    A subclass defines the computation; this class makes it work under every JAX transformation. Its attributes are those in
     `defaults`, `implementation`, and `gradient`: None for the op's own, "reference" for JAX's of the reference. The implementation
     named "xla" is the reference: plain `jax.numpy`, and the meaning of the op.
     """
@@ -83,7 +83,7 @@ class Op(Description):
         return self.call(*operands, **arguments)
 
     def call_with_residuals(self, *operands: Any, **attrs: Any) -> tuple[Array, ...]:
-        """`(*results, *residuals)`: what the differentiated forward returns."""
+        """`(*results, *residuals)`: the results of the differentiated forward."""
         return tuple(self._bind_call(operands, attrs, residuals=True))
 
     def reference(self, *operands: Any, **attrs: Any) -> Any:
@@ -93,7 +93,7 @@ class Op(Description):
             return self._given(self.implementations["xla"].forward(**present, residuals=False, **full))
 
     def residuals(self, *operands: Any, **attrs: Any) -> tuple[Residual, ...]:
-        """What the forward saves for backward when every operand's gradient is wanted."""
+        """The residuals that the forward saves for backward when every operand's gradient is wanted."""
         present, full = self._prepared(operands, attrs)
         slots = [slot for slot, a in present.items() if jnp.issubdtype(a.dtype, jnp.floating)]
         types = [ShapedArray(a.shape, a.dtype) for a in present.values()]
@@ -232,7 +232,7 @@ class Op(Description):
         params: dict[str, Any],
         keep: Sequence[bool],
     ) -> list[Array]:
-        """Binds tangent or cotangent for those of the wanted slots that `keep` says."""
+        """Binds tangent or cotangent for those of the wanted slots that `keep` selects."""
         attrs, wanted = attributes_in(params), wanted_of(params)
         known = dict(zip(self.saved_names(wanted, attrs), saved, strict=True))
         kept = tuple(itertools.compress(wanted, keep))
@@ -294,7 +294,7 @@ def _linear_count(primitive: FusedPrimitive, params: Mapping[str, Any]) -> int:
 
 
 def _of_results(params: dict[str, Any], keep: Sequence[bool]) -> dict[str, Any]:
-    """The parameters for those of the results given that `keep` says, one for each array."""
+    """The parameters for those of the results given that `keep` selects, one for each array."""
     if "given" not in params:
         return params
     kept = iter(keep)
@@ -331,7 +331,7 @@ def meaning_of(eqn: Any) -> Meaning | None:
 
 
 def plain_meaning_of(eqn: Any) -> Any:
-    """As `meaning_of`, for proofs at other sizes: what is saved is as the reference saves it, not as a backend lays it out."""
+    """As `meaning_of`, for proofs at other sizes: residuals are laid out as by the reference, not as by a backend."""
     primitive = eqn.primitive
     if not isinstance(primitive, FusedPrimitive):
         return None

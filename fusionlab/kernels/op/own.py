@@ -55,8 +55,8 @@ class CudaKernel(Shown):
     Its parameters are the addresses of the operands in order, that of the result, the length of each axis as `long long` in the order in
     which the letters first appear in the operands, and each scalar, as `double` for float64 and `float` else. Arrays are row-major; `T` is
     their type in CUDA. Before it runs for the first time at some shapes it is tried there on random numbers of several sizes (at smaller
-    shapes where there are more than a million elements) against the op's meaning in float64, and refuses what it gets wrong. That tells
-    no race that does not show, no reads or writes beyond the arrays, and nothing of lengths or numbers that were not tried.
+    shapes where there are more than a million elements) against the op's meaning in float64, and refused if it is wrong. That detects
+    no race that does not show, no reads or writes beyond the arrays, and no errors at lengths or numbers that were not tried.
 
     Attributes:
       source: CUDA C++, with an `extern "C" __global__` function `entry`; `cuda_bf16.h` and `cuda_fp16.h` are included already.
@@ -87,8 +87,8 @@ class PatternOp(Op):
       reference: the meaning, `(*operands, *scalars) -> array`, in plain JAX.
       others: the other implementations by name, in the order of preference: functions like `reference`, and kernels.
       backward: `(ct, *operands, *scalars) -> gradients of the operands`; None for JAX's own of the reference.
-      formula: what it computes.
-      same_code: the reference is what programs have.
+      formula: its computation.
+      same_code: whether programs contain the reference itself.
     """
 
     is_users = True
@@ -121,7 +121,7 @@ class PatternOp(Op):
         super().__init__()
 
     def _function(self, xla: Implementation, name: str, fn: Callable[..., Any]) -> Implementation:
-        summary = "plain JAX code of the user's own"
+        summary = "the user's plain JAX code"
 
         def unable(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
             return self.unfit(fn, shapes, attrs)
@@ -142,7 +142,7 @@ class PatternOp(Op):
         return None
 
     def _kernel(self, xla: Implementation, name: str, kernel: CudaKernel) -> Implementation:
-        runner, summary = _Kernel(self, kernel), "a CUDA kernel of the user's own"
+        runner, summary = _Kernel(self, kernel), "the user's CUDA kernel"
         return xla.by_kernels(name, summary, runner, roles=("call",))
 
     @property
@@ -231,8 +231,8 @@ class PatternOp(Op):
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         for name, impl in self.implementations.items() if call.role == "call" else ():
             if name != "xla" and impl.refuses(call.shapes, call.device, **call.attrs) is None:
-                return ImplementationChoice(name, ChoiceKind.CHOSEN, "of the pass's own, the first that can run here")
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "what XLA makes of the op's meaning")
+                return ImplementationChoice(name, ChoiceKind.CHOSEN, "the first of the pass's own that can run here")
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "XLA's code for the op's meaning")
 
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         return name == "xla" and self.same_code
@@ -300,7 +300,7 @@ class _Kernel:
         return self._tried[key]
 
     def _wrong(self, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any]) -> str | None:
-        """What is wrong with the kernel's values at these axis lengths, on random numbers of several sizes; None where nothing is."""
+        """The error in the kernel's values at these axis lengths, on random numbers of several sizes; None if they are right."""
         op, numbers = self.op, dict(zip(self.op.scalars, self.op.numbers(attrs), strict=True))
         lengths, shapes = op.shortened(sizes, _TRIED)
         at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
@@ -333,7 +333,7 @@ class _Kernel:
 
 
 def _differs(true: np.ndarray, now: np.ndarray, got: np.ndarray, dtype: str, size: float) -> str | None:
-    """What is wrong with a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
+    """The error in a kernel's values, where the meaning makes numbers: `true` in float64, `now` in the kernel's dtype."""
     scale, held = f"of numbers as large as {size:g}", np.isfinite(now) & np.isfinite(true)
     if (bad := held & ~np.isfinite(got)).any():
         return f"it gives {got[bad][0]} {scale}, where the op's meaning gives a number"

@@ -1,4 +1,4 @@
-"""The primitives of a fused op: what each is given, and what it means, told by its role and its parameters."""
+"""The primitives of a fused op: the inputs of each, and its meaning, from its role and its parameters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Meaning = Callable[..., list[Array]]
 
 
 class Marker(tuple):
-    """A parameter by which JAX tells that a lowering rule has to know the devices: it holds a `custom_partitioning` nobody runs.
+    """A parameter that shows JAX that a lowering rule needs the devices: it holds a `custom_partitioning` nobody runs.
 
     A tuple, for JAX to look into; printed in a word, and no region of the program (`is_annotation`). All are equal.
     """
@@ -118,7 +118,7 @@ class FusedPrimitive(Primitive):
         return jax.lax.dot_general_p, {"dimension_numbers": numbers, **asked}
 
     def form(self, params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> FusedForm | None:
-        """What the canonical view sees of a call: labels for the axes of its operands and its result."""
+        """The canonical view of a call: labels for the axes of its operands and its result."""
         if self.role != "call":
             return None
         return self.op.form(dict(zip(params["present"], shapes, strict=True)), **attributes_in(params))
@@ -190,12 +190,12 @@ class FusedPrimitive(Primitive):
         return tuple(result for result, given in zip(results, given_of(params), strict=True) if given)
 
     def function(self, params: Mapping[str, Any], implementation: str, device: Device | None = None) -> Meaning:
-        """What it computes of its operands, by one of the op's implementations.
+        """Its computation as a function of its operands, by one of the op's implementations.
 
         Args:
           params: the primitive's.
           implementation: its name; "xla" is the meaning.
-          device: what it is lowered for; None for code that is to run anywhere.
+          device: the target of lowering; None for code that must run anywhere.
         """
         return jax_defaults(WHERE_IT_RUNS)(types_of_operands(self._function(params, implementation, device)))
 
@@ -239,7 +239,7 @@ class FusedPrimitive(Primitive):
 
 
 def give_types_and_eager_call(primitive: FusedPrimitive) -> None:
-    """What a primitive needs before it is lowered or transformed: the types of its results, and how it runs outside a jit."""
+    """Registers what a primitive needs before lowering or transformation: the types of its results, and its eager call."""
 
     @jax_defaults()
     def abstract(*avals: Any, **params: Any) -> list[Any]:

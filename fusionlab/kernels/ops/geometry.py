@@ -1,4 +1,4 @@
-"""What the plans of several ops' kernels reckon with: bytes, vectors, CUDA's limits of a grid. Plain arithmetic, no GPU."""
+"""Common arithmetic of kernel plans: bytes, vectors, CUDA's limits of a grid. No GPU needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the norms check of their operands and numbers."""
+"""The norms' checks of their operands and numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_norm_dtypes(op: str, shapes: Mapping[str, Any]) -> None:
     """Each is one of FLOATS, a residual is of the dtype of x, and none is wider than the arithmetic.
 
     Raises:
-      ArgumentError: names the operand, its dtype and what was needed.
+      ArgumentError: names the operand, its dtype and the allowed ones.
     """
     for slot, v in shapes.items():
         check_dtypes(op, {slot: v})

@@ -1,4 +1,4 @@
-"""What the norms have in common: where their kernels are taken, and the ends of their derivatives."""
+"""Common parts of the norms: when their kernels are chosen, and the ends of their derivatives."""
 
 from __future__ import annotations
 

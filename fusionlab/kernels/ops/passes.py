@@ -1,4 +1,4 @@
-"""How a call's kernels are told what they are to do, and passes: launches that leave scratch beside their results."""
+"""Parameters of a call's kernels, and passes: launches that leave scratch in addition to their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUM_HEIGHT = 16  # threads that share a column where `sum_of_parts` adds up
 
 @dataclass(frozen=True)
 class KernelPass:
-    """Launches that make results and, beside them, scratch.
+    """Launches that make results and scratch.
 
     Attributes:
       plan: its operands are `reads`; its results `gives`, then scratch.

@@ -3,7 +3,7 @@
 const LOOKED = 300; // ms between two looks at the kernel
 const AGAIN = "Run the cell again";
 const LOST = "The connection to the kernel is lost";
-const STAYS = "Nothing here can be switched or measured any more; the picture, the inspector, the outline and the search still answer.";
+const STAYS = "Sites can no longer be switched or measured; the picture, the inspector, the outline and the search still work.";
 
 // What became of Python, in words; "" while it is there, however busy it is. Jupyter's manager tells of the kernel; the model of our layout,
 // which Jupyter makes beside ours, tells what anywidget's stand-in for ours does not. Elsewhere neither is there, and nothing is told.
@@ -15,9 +15,9 @@ function absence(model, first) {
   if (beside.comm_live && kernel !== null && !kernel?.isDisposed && known && !context?.isTerminating && !context?.isRestarting) {
     return ["connecting", "disconnected"].includes(kernel?.connectionStatus) ? LOST : "";
   }
-  if (first.saved) return "No kernel stands behind this saved explorer";
+  if (first.saved) return "This saved explorer has no kernel";
   if (!kernel || kernel.isDisposed || context?.isTerminating) return "The kernel was shut down";
-  if (kernel.id !== first.kernel) return "The notebook has another kernel now";
+  if (kernel.id !== first.kernel) return "The notebook now has another kernel";
   return kernel.status === "autorestarting" ? "The kernel died" : "The kernel was restarted";
 }
 
@@ -79,9 +79,9 @@ function gone(ui) {
   const el = h("div", { class: "fl-problem fl-gone", "data-fl": "gone", role: "alert", hidden: true });
   return { el, draw: { head({ gone: told }) {
     el.hidden = !told;
-    const stays = told?.bare ? "Nothing here can be switched or measured; the picture stays." : STAYS;
-    fill(el, told && h("b", {}, `${told.what}.`), told && h("span", {}, told.lost ? "Switching and measuring come back with it." : `${stays} ${AGAIN} for a live explorer.`),
-      told?.stale && h("span", {}, "What is opened now shows the sites as they were before the last change."));
+    const stays = told?.bare ? "Sites cannot be switched or measured; the picture stays." : STAYS;
+    fill(el, told && h("b", {}, `${told.what}.`), told && h("span", {}, told.lost ? "Switching and measuring work again once it is back." : `${stays} ${AGAIN} for a live explorer.`),
+      told?.stale && h("span", {}, "Cards opened now show the sites as they were before the last change."));
   } } };
 }
 

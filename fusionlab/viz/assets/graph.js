@@ -14,7 +14,7 @@ function graph(ui) {
   const hint = h("p", { class: "fl-hint", role: "status", hidden: true });
   const legend = h("ul", { class: "fl-legend" });
   const pane = h("div", { class: "fl-graph fl-pane", "data-fl": "graph", role: "group", "data-lm-suppress-shortcuts": "true",
-    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames what is selected, comma and full stop step through equal parts, Escape selects nothing" }, canvas, hint);
+    "aria-label": "graph. Arrow keys walk the boxes, Enter selects, Space opens or closes a group, Shift with arrows moves the picture, plus, minus and 0 zoom, f frames the selection, comma and full stop step through equal parts, Escape clears the selection" }, canvas, hint);
   const el = h("section", { class: "fl-middle", "aria-label": "graph" });
   const place = { x: 0, y: 0, scale: 1 };
   const places = {}; // where the reader was in the other program

@@ -2,7 +2,7 @@
 
 const SUFFIXES = { // and what each is for
   ".svg": "the picture as on screen, for documents", ".png": "the picture as on screen, for slides and chats", ".pdf": "the picture as on screen, for papers",
-  ".dot": "the picture for Graphviz, to lay out anew", ".json": "all of the state: fusionlab.load opens it again", ".html": "a page for others: no Python, no kernel, nothing to install",
+  ".dot": "the picture for Graphviz, which lays it out again", ".json": "the whole state: fusionlab.load opens it again", ".html": "a page to share: needs no Python, no kernel, no installation",
 };
 
 function header(ui) {
@@ -40,7 +40,7 @@ function header(ui) {
     for (const e of [back, on]) e.disabled = !n;
     const all = total.toLocaleString();
     count.textContent = at >= 0 ? `${(at + 1).toLocaleString()} of ${n < total ? `${n} (${all})` : all}` : `${all} hit${total === 1 ? "" : "s"}`;
-    count.title = n < total ? `the first ${n} of ${all} hits can be walked through: a longer text finds fewer` : "";
+    count.title = n < total ? `only the first ${n} of ${all} hits can be stepped through: a longer search finds fewer` : "";
   };
   const visit = (k) => {
     if (k < 0 || k >= reach()) return;

@@ -45,11 +45,11 @@ function measuring(ui) {
     tabs: free,
     head() {
       const { counts, can = {} } = ui.head(), faults = can.which || [];
-      const why = ui.head().gone ? ui.why() : !can.measure ? `nothing to measure with: only a graph is known here; ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
+      const why = ui.head().gone ? ui.why() : !can.measure ? `there is only a graph here; measuring it ${LIVE}` : counts?.applied === 0 ? "no site is on: before and after are the same program" : "";
       el.hidden = ui.fixed() && !ui.head().gone;
-      [measure.disabled, measure.title] = [!!why, why || "measure before and after with these sites"];
+      [measure.disabled, measure.title] = [!!why, why || "measure the program before and after fusing these sites"];
       fill(which, can.blame && faults.map((of) => button("which", faults.length > 1 ? `Which site is ${of === "time" ? "slower" : "worse"}?` : "Which site?", { type: "which", of },
-        { "data-key": of, "data-why": `fuse halves of the sites that are on, until those that make it ${of === "time" ? "slower" : "worse"} are found` })));
+        { "data-key": of, "data-why": `search the sites that are on, half by half, for those that make it ${of === "time" ? "slower" : "worse"}` })));
       free();
     },
     busy(busy = {}) {

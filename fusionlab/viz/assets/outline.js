@@ -54,7 +54,7 @@ function outline(ui) {
   const told = () => ui.store.get("outline") || {};
   const unit = () => told().unit || "bytes", by = () => (counted ? "operations" : unit());
   const steps = () => ui.store.get("trail") || [];
-  const why = () => (told().line ? "" : "there is no outline of this picture");
+  const why = () => (told().line ? "" : "this picture has no outline");
   const inside = (line) => (line.inside && (line.lines || !ui.fixed() || ui.can("outline")) ? line.inside : 0);
   const isOpen = (line, depth) => !!inside(line) && (opened.get(line.id) ?? depth < 2);
   const name = (line) => [line.prefix, line.name, line.count && `×${line.count}`].filter(Boolean).join(" ");
@@ -74,7 +74,7 @@ function outline(ui) {
   const swatch = ([pass, state, n, backward]) => h("span", { class: "fl-bit" },
     h("span", { class: `fl-swatch ${state}${backward ? " backward" : ""}`, style: `--pass:${told().colours?.[pass]}` }), h("span", {}, n.toLocaleString()));
   const row = ({ line, depth, at, of }) => {
-    const open = isOpen(line, depth), says = spoken(line), closed = line.inside && !inside(line) ? `; what is inside ${ui.why()}` : "";
+    const open = isOpen(line, depth), says = spoken(line), closed = line.inside && !inside(line) ? `; opening it ${ui.why()}` : "";
     return h("div", { role: "treeitem", class: `fl-line${depth ? "" : " fl-whole"}${long(line, depth) ? " fl-long" : ""}`, "data-line": line.id, "data-key": line.id || "-", style: `--depth:${depth}`, "aria-level": depth + 1, "aria-posinset": at, "aria-setsize": of,
       "aria-expanded": inside(line) ? String(open) : null, "aria-selected": String(line.id === marked), "aria-label": says, title: says + closed, tabindex: line.id === current ? "0" : "-1" },
     h("span", { class: "fl-turn", "aria-hidden": "true" }, inside(line) ? (open ? "▾" : "▸") : ""),

@@ -8,7 +8,7 @@ function passes(ui) {
   const list = h("div", { class: "fl-list" });
   const foot = h("div", { class: "fl-foot" });
   const el = h("section", { class: "fl-passes", "aria-label": "passes" }, list, foot);
-  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "no site of it can be fused here" : ui.fixed() ? ui.why() : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
+  const box = (attrs, state, label) => h("input", { type: "checkbox", title: state === "none" ? "this pass has no site that can be fused here" : ui.fixed() ? ui.why() : null, ...attrs, checked: state === "on" || state === true, // a click on a partial one gives all
     indeterminate: state === "partial", disabled: state === "none" || ui.fixed(), "aria-label": label });
 
   const warned = (item) => item.losing && h("span", { role: "img", "aria-label": "measured slower or worse:" }, "⚠ ");
@@ -44,7 +44,7 @@ function passes(ui) {
       box({ "data-fl-toggle": p.name }, p.state, `apply all of ${p.name}`),
       h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || (codes.length ? "declined" : "empty")}`, title: codes.length ? "declined" : STATES[p.state] }),
       h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name),
-      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "fused of those that can be" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
+      h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "fused, of the sites that can be" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
     codes.length > 0 && h("div", { class: "fl-formula", "data-key": "why" }, `declined: ${[...new Set(codes)].join(", ")}`),
     p.sites > 0 && p.formula && h("div", { class: "fl-formula", title: p.formula }, p.formula),
     p.sites > 0 && p.options.length > 0 && h("div", { class: "fl-options" }, p.options.map((o) => option(p.name, o))),
@@ -56,7 +56,7 @@ function passes(ui) {
       kinds.map((k) => h("div", { "data-key": k.code }, h("p", { class: "fl-code", title: k.doc }, h("b", {}, k.code), h("span", { class: "fl-quiet" }, ` ${k.doc}`)),
         k.rows.map((r) => h("div", { class: "fl-reason", "data-key": r.id },
           h("button", { type: "button", class: "fl-link", "data-fl-pick": r.id, title: r.id }, r.where || r.id),
-          r.total > 0 && h("span", { class: "fl-near", title: "nodes that matched" }, `${r.matched}/${r.total}`),
+          r.total > 0 && h("span", { class: "fl-near", title: "matched nodes" }, `${r.matched}/${r.total}`),
           h("p", {}, r.text), r.edit && h("p", { class: "fl-edit" }, r.edit))))));
   };
 
@@ -71,9 +71,9 @@ function passes(ui) {
     const count = (name) => all.reduce((sum, p) => sum + p[name], 0), sites = count("sites"), applied = count("applied");
     fill(foot, act("all-on", "All on", { type: "all", on: true }, applied === sites && (sites ? "every site is on" : "nothing was found"), "switch every site on"),
       act("all-off", "All off", { type: "all", on: false }, !applied && "no site is on", "switch every site off"),
-      act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "all is as it was opened", "go back to what was on when it was opened"),
-      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to take back", "take back the last change (Ctrl+Z)"),
-      act("redo", "Redo", { type: "redo" }, !ui.can("redo") && "nothing was taken back", "make the change again that was taken back (Ctrl+Shift+Z, Ctrl+Y)"));
+      act("reset", "Reset", { type: "reset" }, ui.head().can?.reset === false && "nothing has changed since it was opened", "switch on the sites that were on when it was opened"),
+      act("undo", "Undo", { type: "undo" }, !ui.can("undo") && "there is no change to undo", "undo the last change (Ctrl+Z)"),
+      act("redo", "Redo", { type: "redo" }, !ui.can("redo") && "there is no change to redo", "redo the change that was undone (Ctrl+Shift+Z, Ctrl+Y)"));
     const at = [...foot.children].find(focused), other = { undo: "redo", redo: "undo" }[at?.dataset.fl];
     if (at?.disabled) (foot.querySelector(`[data-fl="${other}"]:not(:disabled)`) || foot.querySelector(":not(:disabled)"))?.focus(); // keys still come to the explorer
   };

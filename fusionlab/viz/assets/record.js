@@ -68,7 +68,7 @@ function recordStore(traits, sides, elsewhere) {
 
   const select = async (id, more = {}, name = id) => {
     const scene = more.scene || traits.scene, known = await told(), beside = `${id}`.replace(/^fl-after--/, "fl-");
-    const { title = "", html = "", near = [] } = own(known, name) || own(known, beside) || { title: scene.items[id]?.label || name, html: `<p class="quiet">No more was kept of it. ${elsewhere}</p>` };
+    const { title = "", html = "", near = [] } = own(known, name) || own(known, beside) || { title: scene.items[id]?.label || name, html: `<p class="quiet">This record holds no more about it. ${elsewhere}</p>` };
     const boxes = near.length ? (await loaded()) && near.map((n) => index.byName.get(`n${n}`)).map((r) => r && visible(scene, r.card)) : [];
     set({ inspector: { name, title, html }, problem: null, trail: trail(id), ...more, marks: { selected: [id], near: boxes.filter((b) => b && b !== id), found: lit(scene), ...more.marks } });
   };
@@ -93,7 +93,7 @@ function recordStore(traits, sides, elsewhere) {
     const card = names().find(name);
     if (card && !byName.has(name)) return choose(card.card, name, card.twin ? { twin: 1 } : undefined);
     const row = byName.get(name) || byName.get(`n${side()?.sites[name]}`), line = row ? [] : rows.filter((r) => r.where === name);
-    if (!row && !line.length) return set({ problem: { code: "", sentence: `${name} is not in this record${names().near(name).length ? "; nearest:" : ": it is no part, value, site or source line of the program."}`, near: names().near(name) } });
+    if (!row && !line.length) return set({ problem: { code: "", sentence: `${name} is not in this record${names().near(name).length ? "; nearest:" : ": the program has no part, value, site or source line of this name."}`, near: names().near(name) } });
     return choose((row || line[0]).card, name, row, line);
   };
   const choose = async (card, name, row, line = []) => {
@@ -103,7 +103,7 @@ function recordStore(traits, sides, elsewhere) {
     const known = await told(), own = [name, `fl-${index.cards[card][0]}`].find((key) => key in known && (key === name || !row || single(row)));
     const brief = own || !row ? {} : { inspector: { name, ...hidden(row, id) } };
     await select(id, { scene: shown, head: { ...traits.head, shown: shown === traits.scene ? traits.head.shown : asked() }, marks: { linked, found: lit(shown) }, ...brief }, own || id);
-    if ((row || line[0])?.twin) say(`${name} is in a part that the page shows no more of than its twin: the first of equal parts is marked. ${elsewhere}`);
+    if ((row || line[0])?.twin) say(`${name} is in one of several equal parts, of which this page shows only the first; that one is marked. ${elsewhere}`);
   };
   const names = () => (index.naming ??= naming(index, traits.outline, side()?.sites || {}));
   // Selects by a name, and opens the card that it names.
@@ -150,7 +150,7 @@ function recordStore(traits, sides, elsewhere) {
 
   const fold = async (id) => {
     const name = id.replace(/^fl-(after-)?/, ""), item = traits.scene.items[id];
-    if (!side()?.scenes || sides[traits.head.shown] !== side()) return say(`This is one picture here. ${elsewhere}`);
+    if (!side()?.scenes || sides[traits.head.shown] !== side()) return say(`Cards of this picture do not open here. ${elsewhere}`);
     if (item.closed) {
       if (!side().scenes[name]) return say(`${item.label}: this card stays closed in this record. ${elsewhere}`);
       return select(id, { scene: await scene(name) });
@@ -181,7 +181,7 @@ function recordStore(traits, sides, elsewhere) {
 
   const answers = { select: (m) => (m.reveal ? visit(m.id) : select(m.id)), pick: (m) => pick(m.name), fold: (m) => fold(m.id), search: (m) => search(m.text), hit: (m) => hits[m.index] && pick(hits[m.index].id),
     more: () => { listed += PAGE; return search(traits.hits.query); },
-    shown: (m) => shown(m.value), step: () => say(`One of equal parts is shown here. ${elsewhere}`), export: (m) => exporting(m.suffix), dismiss: () => say("") };
+    shown: (m) => shown(m.value), step: () => say(`Only one of the equal parts is shown here. ${elsewhere}`), export: (m) => exporting(m.suffix), dismiss: () => say("") };
   return {
     get: (name) => traits[name],
     set: (name, value) => set({ [name]: value }),

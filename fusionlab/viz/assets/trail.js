@@ -2,12 +2,12 @@
 // is shown, and the way to the next.
 
 function trail(ui) {
-  const el = h("nav", { class: "fl-trail", "data-fl": "trail", "aria-label": "path of what is selected" });
+  const el = h("nav", { class: "fl-trail", "data-fl": "trail", "aria-label": "path to the selection" });
   const steps = () => ui.store.get("trail") || [];
   const stepper = ({ id, name, of }) => {
     const stays = ui.fixed() && !ui.can("step");
     const one = (by, text, key) => h("button", { type: "button", class: "fl-crumb fl-step", "data-fl": by < 0 ? "copy-back" : "copy-on", "data-by": by, "data-of": id, "aria-keyshortcuts": key, disabled: stays,
-      "aria-label": `the ${by < 0 ? "one before" : "next one"} of ${of}`, title: stays ? ui.why() : `${by < 0 ? "the one before" : "the next one"} of ${of}: now ${name} (${key})` }, text);
+      "aria-label": `the ${by < 0 ? "previous one" : "next one"} of ${of}`, title: stays ? ui.why() : `${by < 0 ? "the previous one" : "the next one"} of ${of}: now ${name} (${key})` }, text);
     return h("span", { class: "fl-stepper", "data-key": `${id} steps` }, one(-1, "‹", ","), one(1, "›", "."));
   };
   const crumb = (step, k, all) => {

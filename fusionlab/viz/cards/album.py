@@ -1,4 +1,4 @@
-"""The pictures of one program as one clicks through them: which cards are open, where a node is seen, what a card stands for."""
+"""The pictures of one program as a reader clicks through them: which cards are open, where a node is shown, what a card contains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Chains = Mapping[int, tuple[str, ...]]
 
 
 class Album:
-    """Pictures of a graph and what was found in it.
+    """Pictures of a graph and its findings.
 
     The first picture reads the whole program; opening a card costs what is drawn.
 
@@ -32,8 +32,8 @@ class Album:
       opened: ids of the cards that are open.
       copies: id of a card of several equal parts -> which of them it shows, from 0.
       pane: width and height in px.
-      times: node id -> seconds, where the program's kernels were timed; they take the place of bytes, but for a program beside another.
-      fused: the program with the sites fused, to stand beside this one; None for this one alone, lane by lane.
+      times: node id -> seconds, if the kernels were timed; they replace bytes, except in a before/after picture.
+      fused: the program with the sites fused, drawn next to this one; None draws this one alone, lane by lane.
     """
 
     def __init__(self, graph: Graph, findings: Findings | None = None) -> None:
@@ -79,23 +79,23 @@ class Album:
         notes: Mapping[int, str] | None = None,
         caption: str = "",
     ) -> str:
-        """The picture with the cards open that are.
+        """The picture with the open cards.
 
         Args:
           enabled: ids of the applied sites; None means all that are not idle.
           id_prefix: before the ids of the cards.
-          notes: node id -> what to say instead of the source line in boxes whose nodes all have it.
+          notes: node id -> the text that replaces the source line in boxes whose nodes all have it.
           caption: one line below, for a file of its own.
         """
         return svg(self.picture(enabled, notes), id_prefix, caption)
 
     def picture(self, enabled: Collection[str] | None, notes: Mapping[int, str] | None = None) -> Picture:
-        """Where everything stands in it."""
+        """The layout: the position of everything in the picture."""
         drawn = self.overview(enabled)
         return plan(drawn if notes is None else _noted(drawn, notes), *self.pane, self.opened)
 
     def still(self, enabled: Collection[str] | None, id_prefix: str = "fl-", caption: str = "") -> str:
-        """The picture for a page that cannot be clicked: no larger than the program needs; `caption` stands below it."""
+        """The picture for a page that cannot be clicked: no larger than the program needs, with `caption` below it."""
         drawn = self.overview(enabled)
         lanes, rows = len(drawn.phases), len(drawn.rows)
         width = _ONE_LANE if lanes == 1 else PANE[0]

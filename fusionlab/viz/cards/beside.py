@@ -1,4 +1,4 @@
-"""A program beside the same program with its sites fused: one lane each, every row the same work on both sides."""
+"""A program next to the same program with its sites fused: one lane each, every row the same work on both sides."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _in_order(overview: Overview) -> list[Card]:
 
 
 def _whole_name(card: Card) -> Card:
-    """What it is the backward pass of is said by no lane here."""
+    """No lane here names the part whose backward pass this is."""
     return replace(card, name=f"{card.prefix} {card.name}".strip(), prefix="")
 
 
@@ -85,7 +85,7 @@ def _edge_after(edge: Edge) -> Edge:
 
 
 def _lines(card: Card, fused: Fused) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What a site says before and after, as many lines on both sides."""
+    """The lines in a site's box before and after, equally many on both sides."""
     if card.site is None:
         return (), ()
     before: Sequence[str] = [fused.written.get(card.id, "")]

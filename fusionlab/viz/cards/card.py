@@ -1,4 +1,5 @@
-"""What a picture of a program is made of: cards in lanes and rows, and what flows between them: plain data, no sizes, no colours."""
+"""The content of a program's picture: cards in lanes and rows, and the values that flow between them: plain data, no sizes, no
+colours."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ AFTER = "after--"  # before the ids of the cards of the second
 
 @dataclass(frozen=True)
 class Amount:
-    """What work costs: operations, and bytes read and written, counted node by node; seconds where its kernels were timed, else 0."""
+    """The cost of work: operations, and bytes read and written, counted node by node; seconds if its kernels were timed, else 0."""
 
     operations: int = 0
     bytes: int = 0
@@ -45,7 +46,7 @@ class Strip:
 
 @dataclass(frozen=True)
 class Edge:
-    """What flows from one card to another: distinct values, looked at through casts, reshapes and broadcasts.
+    """The values that flow from one card to another: distinct values, seen through casts, reshapes and broadcasts.
 
     Attributes:
       start, end: ids of cards.
@@ -83,14 +84,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Card:
-    """A part of a program under a name one can say.
+    """A part of a program with a readable name.
 
     Attributes:
       id: the same in every process for the same program; never shown.
       name: "embed", "layer_0 … 23", "gelu_tanh(x @ w + b)", "layer_norm · model.py:19-21".
       prefix: "", "backward of" or "update of": said, muted, before the name.
       kind: "part" (opens), "region" (opens; a scan, a loop, a branch), "site", "nodes", "input" or "output".
-      count: how many identical parts in a row it stands for.
+      count: how many identical consecutive parts it represents.
       copy: which of them is shown opened, from 0.
       turns: how often a loop's body runs; 0 for what is no loop, -1 where the count is not known.
       nodes: ids of the nodes of the shown copy, ascending.
@@ -101,7 +102,7 @@ class Card:
       type: of its result, "f32[8,1024]"; "" where there are several.
       site: the site it is, else None.
       strips: its sites by pass and state.
-      said: further lines that a site says, where programs stand beside each other.
+      said: further lines in a site's box, in a before/after picture.
       children: what is inside, in program order; () for what does not open. Of several copies, what is inside one: its costs and
         strips are those of that copy.
       edges: between its children.
@@ -172,7 +173,7 @@ class Overview:
       rows: from the program's beginning to its end.
       inputs, results: cards of kind "input" and "output" (none of parameters); `edges` name them by id.
       edges: between cards of the rows, inputs and results.
-      totals: phase -> cost of the lane; of `BESIDE`, each is the whole program's.
+      totals: phase -> cost of the lane; in a before/after picture (`BESIDE`), each is the whole program's.
       kept, gradients: bytes that forward keeps for the backward pass; that backward hands to the update.
       turns: how often the loop runs that is the whole program, so that the rows are its body; 0 for a program that is no loop, -1 where
         the count is not known.
@@ -218,7 +219,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class Fused:
-    """What is known of a program with its sites fused.
+    """A program with its sites fused.
 
     Attributes:
       cards: id of a card of the program as written -> the same card with what it costs fused.

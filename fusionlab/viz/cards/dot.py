@@ -28,7 +28,7 @@ def dot(overview: Overview, opened: Collection[str] = (), direction: str = "TB")
       direction: "TB" (top to bottom), "LR", "BT" or "RL".
 
     Raises:
-      UnknownNameError: `direction` is none of the four.
+      UnknownNameError: `direction` is not one of the four.
     """
     if direction not in DIRECTIONS:
         raise unknown_name("direction", direction, DIRECTIONS)

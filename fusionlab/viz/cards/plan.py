@@ -1,4 +1,4 @@
-"""Where everything of a picture stands: lanes as columns, modules as rows, opened cards grown where they are."""
+"""The layout of a picture: lanes as columns, modules as rows, opened cards grown in place."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def plan(overview: Overview, width: float, height: float, opened: Collection[str
 
 
 def both_sides(overview: Overview, opened: Collection[str]) -> frozenset[str]:
-    """What is open: of a program beside itself, what is open on one side is so on the other."""
+    """The open cards: in a before/after picture, a card that is open on one side is open on both."""
     return frozenset(opened) | ({AFTER + card for card in opened} if overview.is_beside else set())
 
 
 def described(overview: Overview, opened: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """What can be clicked while these cards are open: id -> label, kind, state, whether it opens and whether it is closed.
+    """The clickable parts while these cards are open: id -> label, kind, state, whether it opens and whether it is closed.
 
     `overview` is as `shown` gives it.
     """
@@ -114,7 +114,7 @@ class _Plan:
         self.grid = grid_of(overview, height, self._has("top"), self._has("bottom"), narrow)
 
     def _names(self) -> dict[str, str]:
-        """What an edge may name -> the card or pill at which it begins or ends."""
+        """The names an edge may use -> the card or pill at which it begins or ends."""
         names = {card.id: card.id for _, _, card in self.cards}
         return names | {name: group.id for group in self.groups for name in group.ids}
 
@@ -168,7 +168,7 @@ class _Plan:
     # -- columns --
 
     def _order(self, phase: str) -> list[str]:
-        """What stands in a lane, from above."""
+        """The content of a lane, from the top."""
         of_lane = [g for g in self.groups if g.lane == phase]
         top = [g.id for g in of_lane if g.side == "top"]
         bottom = [g.id for g in of_lane if g.side == "bottom"]
@@ -257,7 +257,7 @@ class _Plan:
         return found
 
     def _below(self, phase: str, rects: Mapping[str, Rect]) -> float:
-        """Where a pill stands below the last card of a lane."""
+        """The position of a pill below the last card of a lane."""
         mine = [(i, card) for i, p, card in self.cards if p == phase]
         if not mine:
             return TOP + HEAD + PILL + self.grid.gap

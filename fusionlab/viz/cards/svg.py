@@ -33,8 +33,8 @@ def svg(picture: Picture, id_prefix: str = "fl-", caption: str = "") -> str:
 
     Args:
       picture: what `plan` gave.
-      id_prefix: stands before the ids of cards, so that several pictures can be on one page.
-      caption: one line below a picture that stands for itself, on paper of its own.
+      id_prefix: prefix of the cards' ids, so that several pictures can be on one page.
+      caption: one line below a standalone picture, on paper of its own.
     """
     parts = [
         *map(_lane, picture.lanes),

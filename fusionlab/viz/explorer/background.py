@@ -1,4 +1,4 @@
-"""Work beside the notebook: one thing at a time, the latest wins, and whoever asked is told how it goes."""
+"""Background work next to the notebook: one job at a time, the latest wins, and callers follow its progress."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _ASIDE = threading.Lock()  # held by who computes something short beside the job
 
 
 def aside() -> AbstractContextManager[Any]:
-    """To be held for a second at most, while something is computed that no measurement of this process should run beside."""
+    """To be held for a second at most, for a computation that must not run during any measurement of this process."""
     return _ASIDE
 
 
 class Background:
-    """Runs jobs one at a time, whoever else of this process runs some. A new job asks the one before to stop, and starts once that has.
+    """Runs jobs one at a time, across all explorers of this process.
 
-    What cannot be asked to stop (a compilation that is under way) is abandoned: it runs to its end, and nobody waits for its result but
-    the job that comes next, since two measurements side by side would measure each other.
+    A new job asks the previous one to stop, and starts once it has. A job that cannot stop (a running compilation) is abandoned: it runs
+    to its end, and only the next job waits for it, since two simultaneous measurements would disturb each other.
     """
 
     def __init__(self) -> None:
@@ -50,9 +50,9 @@ class Background:
 
     @property
     def awaited(self) -> str:
-        """What a job that is begun now has to wait for, in words; "" where nothing runs."""
+        """The job that a new one has to wait for, in words; "" if nothing runs."""
         if self._working:
-            return "what was abandoned"
+            return "the abandoned job"
         return "another explorer" if _TURN.locked() else ""
 
     def begin(self) -> Cancel:

@@ -1,4 +1,4 @@
-"""The tabs below the picture: what was measured of the sites that are on, and what is known without measuring."""
+"""The tabs below the picture: measurements of the enabled sites, and facts known without measuring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
 from ..html.shares import shares_html
-from ..html.tabs import HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
+from ..html.tabs import AWAITED, HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet
 from ..model.setting import Setting
 from .decided import Decided
@@ -22,7 +22,7 @@ _TABS_KEPT = 8  # settings whose plots are kept, for undo and for going back and
 _DIFFED_AT_ONCE = 3000  # nodes; the fused graph of a larger program is made when it is shown
 _RATES = (
     '<p><button type="button" data-fl="rates" data-msg="{&quot;type&quot;:&quot;rates&quot;}">Measure this device\'s rates</button> '
-    "takes some seconds; the roof is drawn from them.</p>"
+    "takes a few seconds; the roof is drawn from them.</p>"
 )
 
 
@@ -30,8 +30,8 @@ class Below(Decided):
     """The part of a `Session` that fills the tabs.
 
     Attributes:
-      shares: setting -> what each of its sites is worth in time.
-      blamed: setting -> what was found to blame for its being slower ("time") or worse ("error").
+      shares: setting -> the time that each of its sites saves.
+      blamed: setting -> the sites found to make it slower ("time") or worse ("error").
       rates: this process's device with measured rates, for the roofline.
     """
 
@@ -54,9 +54,9 @@ class Below(Decided):
         raise NotImplementedError
 
     def tabs(self, script: str = "", awaited: bool = False, rates: bool = False) -> list[Tab]:
-        """Name and HTML of what stands below: measurements, the graph before and after, the ledger and the program `script`.
+        """Name and HTML of the tabs: measurements, the graph before and after, the ledger and the program `script`.
 
-        While a measurement is `awaited`, the last one stays to be seen, dimmed, and says that it is of other sites. `rates`: there is
+        While a measurement is `awaited`, the previous one stays visible, dimmed, with a note that it is of other sites. `rates`: there is
         something to measure the device's with.
         """
         after = self._fused_soon()
@@ -69,7 +69,7 @@ class Below(Decided):
         shown = self._drawn_tabs[key]
         if self.evidence is not None:
             self._last_tabs = {each["name"]: each["html"] for each in shown}
-        elif awaited and self._last_tabs:
+        elif awaited:
             shown = [self._awaited(each) for each in shown]
         rated = rates and self.rates is None
         shown = [each | {"html": self._above(each["name"], rated) + each["html"]} for each in shown]
@@ -78,13 +78,13 @@ class Below(Decided):
         return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
 
     def _above(self, name: str, rated: bool) -> str:
-        """What stands first in a tab: which sites are to blame, and what measures the rates that it lacks, where that can be."""
+        """The head of a tab: the sites to blame, and a button that measures missing rates, if that is possible."""
         if name == "Roofline" and rated:
             return _RATES
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
 
     def _own_code(self) -> int:
-        """How many sites are on that run anything but what XLA runs anyway."""
+        """The number of enabled sites with code other than XLA's own."""
         return sum(c.id in self.enabled and not c.same_code for c in self.findings.candidates)
 
     def _fused_soon(self) -> Graph | None:
@@ -95,9 +95,11 @@ class Below(Decided):
         return after
 
     def _awaited(self, shown: Tab) -> Tab:
-        """A tab while its measurement is awaited: dimmed, with what the last one showed; what is not measured as it is."""
+        """A tab during its measurement: the last measurement, dimmed, if there is one; a tab that is not measured as it is."""
         name = shown["name"]
-        return tab(name, _stale(self._last_tabs[name])) if name in _MEASURED else shown
+        if name not in _MEASURED:
+            return shown
+        return tab(name, _stale(self._last_tabs[name])) if self._last_tabs else tab(name, quiet(AWAITED), empty=True)
 
     def _under(self) -> Roofline | None:
         """The findings under the roof of the device, once its rates were measured."""
@@ -111,4 +113,4 @@ class Below(Decided):
 
 def _stale(html: str) -> str:
     """A tab of another setting, while that of this one is measured."""
-    return quiet("Of the sites before this change; being measured again.") + f'<div class="fl-stale">{html}</div>'
+    return quiet("Measured before this change of sites; measuring again.") + f'<div class="fl-stale">{html}</div>'

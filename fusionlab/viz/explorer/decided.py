@@ -1,4 +1,4 @@
-"""What is on in an explorer, and every decision that led there."""
+"""The setting of an explorer, and every decision that led to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Decided:
 
     @property
     def ledger(self) -> Ledger:
-        """Every decision so far, with what was measured of it."""
+        """Every decision so far, with its measurements."""
         return Ledger(self._decisions, self.measured)
 
     @property
@@ -82,11 +82,11 @@ class Decided:
         return True
 
     def undo(self) -> bool:
-        """Goes back to the setting before the last change; False where there is none. The ledger keeps both lines."""
+        """Goes back to the setting before the last change; False if there is no such change. The ledger keeps both lines."""
         return self._step(self._past, self._undone, "undone", "before")
 
     def redo(self) -> bool:
-        """Makes the change again that undo took back last; False where there is none, or another change was made since."""
+        """Makes the change again that undo took back last; False if there is no such change, or another change was made since."""
         return self._step(self._undone, self._past, "redone", "after")
 
     def _step(self, taken: list[Setting], left: list[Setting], word: str, options: str) -> bool:
@@ -102,7 +102,7 @@ class Decided:
         return True
 
     def reset(self) -> bool:
-        """Goes back to what was on when it was opened; undo brings the setting before back."""
+        """Restores the sites that were on when it was opened; undo brings the previous setting back."""
         return self.decide("reset", self.opened)
 
     def group(self, ids: list[str], on: bool) -> bool:
@@ -111,10 +111,10 @@ class Decided:
         return self.toggles.set(self.enabled | sites if on else self.enabled - sites)
 
     def option(self, name: str, option: str, value: Any) -> bool:
-        """Sets an option of a pass and searches again: what is on stays on, what is new is on unless idle.
+        """Sets an option of a pass and searches again: enabled sites stay on, new ones are on unless idle.
 
         Raises:
-          ArgumentError: this explorer cannot search again, or the value is none that the option takes. UnknownNameError: no such option.
+          ArgumentError: this explorer cannot search again, or the option does not take the value. UnknownNameError: no such option.
         """
         strategy = self._with(name, option, value)
         found = self._findings(strategy)
@@ -139,7 +139,7 @@ class Decided:
         return with_option(self.setting.strategy, self.findings.passes, name, option, value)
 
     def findings_of(self, setting: Setting) -> Findings:
-        """What is found with the options of a setting."""
+        """The findings with the options of a setting."""
         return self._findings(setting.strategy)
 
     def _become(self, setting: Setting) -> None:
@@ -173,7 +173,7 @@ def _is_choice(value: Any, choices: Sequence[Any] | None) -> bool:
 
 
 def _words(findings: Findings, before: frozenset[str], after: frozenset[str]) -> str:
-    """What changed between two sets of sites: a site, a whole pass, or how many."""
+    """The difference between two sets of sites, in words: a site, a whole pass, or a number."""
     off, on = before - after, after - before
     changes = ("off", off, after), ("on", on, before)
     return ", ".join(_change(findings, word, changed, others) for word, changed, others in changes if changed)

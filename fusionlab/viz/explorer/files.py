@@ -1,4 +1,4 @@
-"""What an explorer and a graph can be saved as, by the file's suffix."""
+"""The files of an explorer and a graph, by suffix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export(
     saved: Callable[[], str],
     script: str = "",
 ) -> str | bytes:
-    """The content of a file of this kind: the picture with the cards open that are, the whole page, or the state.
+    """The content of a file of this kind: the picture with the open cards, the whole page, or the state.
 
     Args:
       session: what is on, shown and measured.
@@ -76,11 +76,11 @@ def save(
     *,
     show: Show = (),
 ) -> Path:
-    """Writes a picture of the graph; the suffix says which: .svg .dot .png .pdf .json .html .txt.
+    """Writes a picture of the graph; the suffix sets the format: .svg .dot .png .pdf .json .html .txt.
 
     Args:
       graph, findings, enabled, show: as for `to_svg`; the whole program is in .html, .json and .txt.
-      path: where to; its folder must exist.
+      path: the output file; its folder must exist.
 
     Returns:
       The path written.

@@ -1,4 +1,5 @@
-"""What the browser keeps for when Python goes: a record of the explorer, sent once it is on screen and at rest, and again after changes."""
+"""The browser's copy for the time without Python: a record of the explorer, sent once it is on screen and idle, and again after
+changes."""
 
 from __future__ import annotations
 

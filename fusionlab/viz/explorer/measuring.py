@@ -1,4 +1,4 @@
-"""What an explorer measures, each in the background and one at a time: the sites that are on, which of them is to blame, the device."""
+"""The measurements of an explorer, in the background and one at a time: the enabled sites, which of them are to blame, the device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Told(Watch):
 
 
 class Measuring(Selecting):
-    """The part of an `Explorer` that measures; `Explorer` says what its functions are."""
+    """The part of an `Explorer` that measures; `Explorer` documents the functions it is given."""
 
     _measure_with: Measure | None
     _shares_with: Share | None
@@ -72,16 +72,17 @@ class Measuring(Selecting):
         return self._later(self._measured, "measurement", self._measure_with)
 
     def which_site(self, of: str | None = None) -> Bisection:
-        """Finds which sites make the program slower, or its results worse, than before: by halving, a program for each trial.
+        """Finds the sites that make the program slower, or its results worse, than before: by halving, with one program per trial.
 
         Args:
-          of: "time" or "error"; None takes what the measurement says.
+          of: "time" or "error"; None takes whichever the measurement found.
 
         Returns:
-          What was found (as of `fusionlab.bisect`); it is kept with these sites, and marked on those that are to blame.
+          The result (as of `fusionlab.bisect`); it is kept with these sites, and marked on those to blame.
 
         Raises:
-          ArgumentError: nothing was measured, or it is neither slower nor worse; or the explorer was made without a function.
+          ArgumentError: nothing was measured, or the program is neither slower nor worse; or the explorer was made without a
+            function.
         """
         return self._now(functools.partial(self._blamed, self._fault(of)), "bisection", self._which_with)
 
@@ -90,7 +91,7 @@ class Measuring(Selecting):
         return self._later(functools.partial(self._blamed, self._fault(of)), "bisection", self._which_with)
 
     def measure_rates(self) -> None:
-        """Measures how fast this device copies and multiplies, for the roofline: seconds, at its first measurement where it is no CPU.
+        """Measures how fast this device copies and multiplies, for the roofline; takes a few seconds.
 
         Raises:
           ArgumentError: the explorer was made without something to measure with.
@@ -106,7 +107,7 @@ class Measuring(Selecting):
         return self._later(functools.partial(self._looked_ahead, name, option, value), "search", True)
 
     def cancel(self) -> None:
-        """Asks what runs to stop, and measures no more; the evidence stays what it was."""
+        """Asks the running job to stop, and measures no more; the evidence stays as it was."""
         self.measuring = False
         self._stop()
         self.refresh()
@@ -116,12 +117,13 @@ class Measuring(Selecting):
         assert self._measure_with is not None
         findings = self.session.findings_of(setting)
         told("measuring")
+        self._await()
         evidence = self._measure_with(setting, told, token)
         if token.is_set():
             raise Stopped("the evidence")
         self.session.measured[setting] = evidence
         self.session.blamed.pop(setting, None)  # of a measurement that this one takes the place of
-        told("drawing what was measured")
+        told("drawing the measurements")
         self.refresh()
         if self._shares_with is not None:
             shares = self._shares_with(setting, findings, told, token)
@@ -132,8 +134,12 @@ class Measuring(Selecting):
             self._time_nodes(functools.partial(self._times_with, told))
         if self._rates_at_once and self.session.rates is None:
             self._rated(setting, told, token)
-        told("drawing what was measured")
+        told("drawing the measurements")
         return evidence
+
+    def _await(self) -> None:
+        """Shows in the tabs that their measurement runs."""
+        raise NotImplementedError
 
     def _time_nodes(self, times_with: Callable[[], Mapping[int, float]]) -> None:
         """Times take the place of bytes in the picture. What was measured before stays where the profiler gives none."""
@@ -158,7 +164,7 @@ class Measuring(Selecting):
         faults = [f for f in faults_of(self.session.evidence) if of in (None, f.of)]
         if not faults:
             raise ArgumentError(
-                "which_site: these sites were not measured as slower or worse than before, so there is none to look for; "
+                "which_site: these sites were not measured as slower or worse than before, so there is no site to look for; "
                 "call lab.measure() first, or fusionlab.bisect(fn, *args)"
             )
         return faults[0]
@@ -169,9 +175,11 @@ class Measuring(Selecting):
         rates = self._rates_with(told)
         if not token.is_set():
             self.session.rates = rates
+            told("drawing the roof")
+            self.refresh()
 
     def _compiled(self, _: Setting, told: Watch, token: Cancel) -> None:
-        told("compiling, to see what XLA makes of it")
+        told("compiling, to list XLA's kernels")
         self.session.kernels()
 
     def _looked_ahead(self, name: str, option: str, value: Any, _: Setting, told: Watch, token: Cancel) -> None:
@@ -237,13 +245,13 @@ class Measuring(Selecting):
             return
         self._clock.drop()
         compiles = "a compilation cannot be interrupted: " if "compiling" in task else ""
-        abandoned = f": what was running ({compiles}{task}) is abandoned, its result dropped"
+        abandoned = f": the running job ({compiles}{task}) is abandoned and its result dropped"
         self._say("cancelled" + (abandoned if self._background.abandoned else ""))
 
     def _stage(
         self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, can_cancel: bool = True
     ) -> None:
-        """Tells the browser the stage that runs, since when it does and how long it may take: its clock ticks by itself."""
+        """Sends the running stage to the browser, with its start and expected duration: the clock there ticks by itself."""
         clock = self._clock
         if clock.tell(task, done, total, budget_s):
             self._began = time.time()
@@ -253,7 +261,7 @@ class Measuring(Selecting):
 
     @contextlib.contextmanager
     def _aside(self, task: str) -> Iterator[None]:
-        """Around what keeps the kernel busy for a while, and nothing else can run beside: named, with a clock, while it lasts."""
+        """Wraps a task that keeps the kernel busy for a while, so that nothing else can run: shows its name and a clock meanwhile."""
         before = self.status
         if self._background.running:  # that goes on, and is told again by its next step
             yield

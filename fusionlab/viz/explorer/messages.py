@@ -1,4 +1,4 @@
-"""What the browser's messages do to an explorer: each is the call that a script would make."""
+"""The browser's messages to an explorer: each is the call that a script would make."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _MIME = {
 
 
 def act(lab: Explorer, message: Message) -> None:
-    """Does what a message asks for.
+    """Performs the action of a message.
 
     Raises:
-      ArgumentError: it is no message of the explorer's. Else what the call behind it raises.
+      ArgumentError: it is not a message of the explorer's. Also the errors of the call it makes.
     """
     kind = message.get("type")
     if kind not in _ACTIONS:

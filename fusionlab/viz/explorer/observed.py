@@ -1,4 +1,4 @@
-"""What can be observed and read of an explorer: the traits that the browser draws, and the state of its session."""
+"""The observable state of an explorer: the traits that the browser draws, and the state of its session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDLE = {"running": False, "what": "", "done": 0, "total": 0}
 
 
 class Observed(anywidget.AnyWidget):
-    """The traits of an explorer (`Explorer` says what they mean) beside its session, and how status and errors come into them."""
+    """The traits of an explorer (documented at `Explorer`) and its session, and how status and errors reach them."""
 
     _esm = module()
     _css = asset("explorer.css")
@@ -57,7 +57,7 @@ class Observed(anywidget.AnyWidget):
 
     @property
     def findings(self) -> Findings:
-        """What was found in it, with the options as they are set."""
+        """The findings in the program, with the current options."""
         return self.session.findings
 
     @functools.cached_property  # and no property: IPython completes its keys
@@ -67,12 +67,12 @@ class Observed(anywidget.AnyWidget):
 
     @property
     def setting(self) -> Setting:
-        """What is on: sites and options."""
+        """The current setting: sites and options."""
         return self.session.setting
 
     @property
     def ledger(self) -> Ledger:
-        """Every decision so far, with what was measured of it."""
+        """Every decision so far, with its measurements."""
         return self.session.ledger
 
     def _say(self, status: str, busy: Mapping[str, Any] = IDLE) -> None:

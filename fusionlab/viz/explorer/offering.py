@@ -1,4 +1,4 @@
-"""What an explorer offers at a Python prompt: how it prints, what <tab> completes, how a line selects and searches."""
+"""The explorer at a Python prompt: how it prints, what <tab> completes, how a line selects and searches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HERE = __name__.rpartition(".")[0]
 
 @errors_for_users
 class Sites(Mapping[str, Site], Shown):
-    """Site id -> what was found there: a candidate, or a rejection that says why it is none; prints each with its state."""
+    """Site id -> the candidate or rejection found there; prints each with its state."""
 
     def __init__(self, findings: Callable[[], Findings], enabled: Callable[[], frozenset[str]]) -> None:
         self._findings, self._enabled = findings, enabled
@@ -122,7 +122,7 @@ class Selecting(Offering):
 
     def select(self, what: object) -> Facts:
         """Selects a node ("%143", "n12", an id), a site, a kernel of XLA's, a source line ("model.py:41"), a lane ("backward") or nothing
-        (""); tells what it is.
+        (""); returns its facts.
 
         Raises:
           ArgumentError: nothing of that name is in the graph shown.
@@ -132,7 +132,7 @@ class Selecting(Offering):
         return Facts(info)
 
     def search(self, text: str) -> Records[Facts]:
-        """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns what it finds."""
+        """Looks for words in names, ops, shapes, scopes, source lines, sites and reasons; marks and returns the hits."""
         rows = self.session.search(text)["rows"]
         self.refresh()
         return Records(map(Facts, rows))
@@ -143,12 +143,12 @@ class Selecting(Offering):
         self.refresh()
 
     def step(self, card: str = "", by: int = 1) -> str:
-        """Shows another one of equal parts, `by` after the one that is shown; tells its name ("layer 18 of 24").
+        """Shows another one of equal parts, `by` after the one that is shown; returns its name ("layer 18 of 24").
 
-        `card` is the id or the name of their card or of one inside it; "" is what is selected, which is then selected in the other part.
+        `card` is the id or the name of their card or of one inside it; "" is the selection, which moves to the other part.
 
         Raises:
-          ArgumentError: no card is called that, or it is no one of equal parts.
+          ArgumentError: no card has that name, or it is not one of several equal parts.
         """
         walk = self.session.walk
         shown = walk.step(walk.named(card), by)

@@ -1,4 +1,4 @@
-"""The program that does what an explorer shows."""
+"""The Python program that reproduces the state of an explorer."""
 
 from __future__ import annotations
 

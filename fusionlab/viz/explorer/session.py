@@ -1,4 +1,4 @@
-"""The explorer without a screen: what is on, shown and selected, and all that a screen shows of it as plain data.
+"""The explorer without a screen: setting, view and selection, and everything that a screen shows, as plain data.
 
 The widget (`widget.py`) mirrors what these methods give; a script, a test or another front end can use them as they are.
 """
@@ -38,7 +38,7 @@ _HINT = "Select a box: click it, or reach it by keyboard and press Enter. Space 
 
 
 class Session(Below):
-    """What is switched on, what is shown, what is selected.
+    """The setting, the view and the selection.
 
     Args:
       graph: the original program.
@@ -78,11 +78,11 @@ class Session(Below):
     # What is shown -------------------------------------------------------------------------------------------------
     @property
     def evidence(self) -> Any:
-        """What was measured with just these sites, or None."""
+        """The measurement with exactly these sites, or None."""
         return self.measured.get(self.setting)
 
     def show(self, which: str) -> None:
-        """ "before" or "after": the program as written, or with the enabled sites fused; "both": beside each other.
+        """ "before" or "after": the program as written, or with the enabled sites fused; "both": side by side.
 
         Raises:
           ArgumentError: none of these, or this explorer cannot fuse.
@@ -105,7 +105,7 @@ class Session(Below):
 
     @property
     def shown_findings(self) -> Findings | None:
-        """What is drawn over it; nothing over the fused graph."""
+        """The findings drawn over it; none over the fused graph."""
         return self.findings if self.stage.shown != "after" else None
 
     def fused_graph(self) -> Graph:
@@ -119,11 +119,11 @@ class Session(Below):
     def select(self, what: object, reveal: bool = True) -> dict[str, Any]:
         """Selects a node ("%143", "n12", an id), a site or structure, a kernel of XLA's, a group, a line ("model.py:41"), nothing ("").
 
-        Opens the groups around it, unless `reveal` is False (what was clicked is to be seen already), and returns what is known of it as
-        plain data (`Selection.info`).
+        Opens the groups around it, unless `reveal` is False (a clicked box is visible already), and returns its facts as plain data
+        (`Selection.info`).
 
         Raises:
-          ArgumentError: nothing of that name is in the graph shown.
+          ArgumentError: the graph shown contains nothing of that name.
         """
         records = (*self.findings.candidates, *self.findings.rejections)
         if self.stage.shown == "after" and any(r.id == what for r in records):
@@ -147,8 +147,8 @@ class Session(Below):
             self.stage.fold(self.drawn(), item)
 
     def follow(self) -> None:
-        """What is selected after the program or the copy that is shown has changed: a card of the same name, with its nodes now; nothing
-        where what was selected is gone."""
+        """Updates the selection after the shown program or copy has changed: a card of the same name, with its current nodes;
+        nothing if it is gone."""
         chosen, graph = self._selection, self.shown_graph
         if chosen.kind == "group":
             nodes = self.stage.group(self.drawn(), chosen.name).get(chosen.name)
@@ -171,7 +171,7 @@ class Session(Below):
         return self.hits()
 
     def kernels(self) -> Any:
-        """What XLA made of the program, compiled for it on the first call; `stage.hulls` draws it."""
+        """XLA's kernels of the program, which is compiled on the first call; `stage.hulls` draws it."""
         if self.compiled is None:
             self.compiled = self.findings.xla()
         return self.compiled
@@ -183,7 +183,7 @@ class Session(Below):
 
     @property
     def compiled_shown(self) -> Any:
-        """What XLA made of the graph that is drawn, if it was asked."""
+        """XLA's kernels of the drawn graph, if it was compiled."""
         return self.compiled if self.stage.shown != "after" else None
 
     def drawn(self) -> tuple[Graph, Findings | None, frozenset[str]]:
@@ -241,7 +241,7 @@ class Session(Below):
         }
 
     def panel(self) -> dict[str, Any]:
-        """Passes, options, sites, identical ones together, and what was declined."""
+        """Passes, options, sites, identical ones together, and declined sites."""
         shares = self.shares.get(self.setting)
         named = {s.site: s for s in shares.sites} if shares is not None else {}
         idle = {c.id for c in self.findings.candidates if c.idle}
@@ -284,16 +284,16 @@ class Session(Below):
         return self.stage.ids(self.drawn(), self._selection)
 
     def inspector(self) -> dict[str, Any]:
-        """What is known of the selection: the name that selects it again, title, and HTML whose texts are escaped.
+        """The facts about the selection: the name that selects it again, title, and HTML whose texts are escaped.
 
-        `turn` counts selections: the screen is told of one that selects the same again.
+        `turn` counts selections, so that the screen notices when the same thing is selected again.
         """
         info = self._inspected()
         title = self.stage.name(self.drawn(), self._selection.name) or info.title
         return {"name": self.selected, "turn": self._turn, "title": title, "html": info.html}
 
     def hits(self) -> dict[str, Any]:
-        """What the search found: the first of it as `rows`, and how many can be reached by their number."""
+        """The hits of the search: the first of them as `rows`, and how many can be reached by number."""
         if not self.query:
             return {"query": "", "total": 0, "rows": [], "reach": 0}
         found = self._hits()

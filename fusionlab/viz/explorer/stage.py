@@ -1,4 +1,4 @@
-"""The picture of an explorer between two changes: what is open, what has to be visible, and the drawing of it, made once."""
+"""The picture of an explorer between two changes: the open cards, the parts that must be visible, and the drawing, made once."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Drawn = tuple[Graph, Findings | None, frozenset[str]]
 
 
 class Stage:
-    """What is drawn.
+    """The drawing.
 
-    `shown` is "before", "after", or "both" beside each other; `hulls` asks for the kernels that XLA made, told in the boxes. `fused` gives
+    `shown` is "before", "after", or "both" side by side; `hulls` asks for the kernels that XLA made, named in the boxes. `fused` gives
     the program with the sites fused that are on; None where it cannot be shown.
     """
 
@@ -49,15 +49,15 @@ class Stage:
         self._album(drawn).toggle(drawn[2], card_id_of(item))
 
     def step(self, drawn: Drawn, item: str, by: int) -> None:
-        """Shows the next or the last one of the equal parts that a card stands for."""
+        """Shows the next or the last one of the equal parts that a card represents."""
         self._album(drawn).step(drawn[2], card_id_of(item), by)
 
     def reveal(self, drawn: Drawn, nodes: Collection[int]) -> None:
-        """Opens what lies around these nodes."""
+        """Opens the cards around these nodes."""
         self._album(drawn).reveal(drawn[2], tuple(nodes)[:_MOST_REVEALED])
 
     def reveal_card(self, drawn: Drawn, card_id: str) -> None:
-        """Opens what lies around a card."""
+        """Opens the cards around a card."""
         self._album(drawn).open_around(drawn[2], card_id_of(card_id))
 
     def overview(self, drawn: Drawn) -> Overview:
@@ -127,7 +127,7 @@ class Stage:
 
     # Names ---------------------------------------------------------------------------------------------------------
     def clicked(self, drawn: Drawn, item: str) -> str | None:
-        """What a click on an id in the picture selects: a site's id, "n12", or a card's id; None for what is not there."""
+        """The target of a click on an id in the picture: a site's id, "n12", or a card's id; None for an unknown id."""
         card = self._card(drawn, item)
         if card is None:
             return None
@@ -146,7 +146,7 @@ class Stage:
         return {str(name): album.lane(drawn[2], str(name))} if name in PHASES else {}
 
     def name(self, drawn: Drawn, card_id: str) -> str:
-        """What a card is called, of equal parts the one that it shows; "" for what is no card."""
+        """The name of a card, for equal parts that of the shown one; "" for other ids."""
         card = self._card(drawn, card_id)
         if card is None and card_id in PHASES:
             return card_id
@@ -167,7 +167,7 @@ class Stage:
         return self._sides(dict.fromkeys(card for card in found if card is not None))
 
     def _sides(self, cards: Iterable[str]) -> list[str]:
-        """Ids in the picture of these cards: of a program beside itself, those of both sides."""
+        """Ids of these cards in the picture: in a before/after picture, those of both sides."""
         sides = ("", AFTER) if self.shown == "both" else ("",)
         return [ID_PREFIX + side + card for card in cards for side in sides]
 
@@ -176,7 +176,7 @@ class Stage:
 
 
 def card_id_of(item: str) -> str:
-    """The card that an id in the picture is of: what stands on the after side is the same card."""
+    """The card of an id in the picture: an id of the after side gives the same card."""
     return item.removeprefix(ID_PREFIX).removeprefix(AFTER)
 
 

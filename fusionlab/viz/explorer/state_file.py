@@ -1,4 +1,4 @@
-"""The state of an explorer as a file: plain JSON, of which nothing is ever run. `fusionlab.load` reads it back."""
+"""The state of an explorer as a file: plain JSON; nothing in it is ever run. `fusionlab.load` reads it back."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _KEYS = {"format", "version", "function", "program", "device", "setting", "decis
 
 @dataclass(frozen=True, eq=False)
 class Saved(Shown):
-    """What an explorer was saved with.
+    """The saved state of an explorer.
 
     Attributes:
       function: name of the program.
-      program: digest of its equations, by which a changed program is told.
-      device: what backends were judged for.
-      setting: what was on.
+      program: digest of its equations, by which a changed program is recognised.
+      device: the device of the decisions.
+      setting: the saved setting.
       decisions: the ledger.
       measured: setting -> the evidence that was measured with it.
     """
@@ -95,7 +95,7 @@ def _measured(data: Any, evidence: type[Evidence]) -> tuple[Setting, Evidence]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ArgumentError | UnknownNameError):
             raise
-        raise ArgumentError(f"measured: no record of a comparison ({type(error).__name__}: {error})") from error
+        raise ArgumentError(f"measured: not a record of a comparison ({type(error).__name__}: {error})") from error
 
 
 def saved_of(session: Session) -> Saved:
@@ -116,7 +116,7 @@ def saved_text(session: Session) -> str:
 
 
 def program_digest(graph: Graph) -> str:
-    """Tells programs apart: of their equations, shapes and dtypes, not of source lines."""
+    """Distinguishes programs by their equations, shapes and dtypes, not by source lines."""
     return hashlib.sha256(graph_text(graph).encode()).hexdigest()[:16]
 
 

@@ -1,4 +1,4 @@
-"""Switches by name: a pass or a site, on or off; what the check boxes and scripts share."""
+"""Switches by name: a pass or a site, on or off, shared by check boxes and scripts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Toggles(MutableMapping[str, bool | None], Shown):
         return self._enabled
 
     def sites(self, name: str) -> list[str]:
-        """The site ids a name stands for: all of a pass, or the site itself."""
+        """The site ids of a name: all sites of a pass, or the site itself."""
         if name in self._passes:
             return [site for site, of in self._sites.items() if of == name]
         if name in self._sites:

@@ -1,4 +1,4 @@
-"""How one gets from place to place in an explorer: by the outline, the path above the graph, equal parts, and the hits of a search."""
+"""Navigation in an explorer: by the outline, the path above the graph, equal parts, and the hits of a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGE = 60  # hits that the list shows at first, and by which it grows
 
 
 class Walked(Protocol):
-    """What is walked through: a `Session`."""
+    """The object of the navigation: a `Session`."""
 
     stage: Stage
 
@@ -34,7 +34,7 @@ class Walked(Protocol):
 
 
 class Walk:
-    """Ways through what a session shows. Its cards go by their ids, with or without what stands before them in the picture.
+    """Ways through what a session shows. Cards go by their ids, with or without the picture's prefix.
 
     Attributes:
       listed: how many hits of the search the list shows.
@@ -74,7 +74,7 @@ class Walk:
             self._asked.add(card_id_of(item))
 
     def step(self, item: str, by: int) -> Card | None:
-        """Shows another one of the equal parts that a card stands for, or the card around it does; None where there are none.
+        """Shows another one of the equal parts of a card, or of the card around it; None if there are no equal parts.
 
         What is selected inside it is selected in the other part.
         """
@@ -138,7 +138,7 @@ class Walk:
         return self.session.stage.overview(self.session.drawn())
 
     def _selected_in(self, stack: Card) -> list[int]:
-        """Which child of which child of a stack is selected; [] where it is none."""
+        """Which child of which child of a stack is selected; [] if no part of it is."""
         shown = self.session.chosen_ids()
         way = way_to(self._overview(), card_id_of(shown[0])) if shown else ()
         ids = [c.id for c in way]

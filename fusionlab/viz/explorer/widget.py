@@ -1,8 +1,8 @@
-"""`Explorer`: the widget behind `fusionlab.explore`. Tick passes and sites, look at the graph, measure when asked.
+"""`Explorer`: the widget behind `fusionlab.explore`. Switch passes and sites, look at the graph, measure on request.
 
-Everything a mouse can do can be done from Python: `lab.toggles["gemm_epilogue"] = False`, `lab.select("%143")`,
-`lab.search("softmax")`, `lab.measure()`; and watched: `lab.observe(handler, "enabled")`. What is shown is computed by a `Session`, in
-plain data; this class hands it to the browser (`explorer.js` draws it) and the browser's clicks to the session.
+Every action of the mouse has a call in Python: `lab.toggles["gemm_epilogue"] = False`, `lab.select("%143")`,
+`lab.search("softmax")`, `lab.measure()`; and watched: `lab.observe(handler, "enabled")`. A `Session` computes the content as plain
+data; this class passes it to the browser (`explorer.js` draws it) and the browser's clicks to the session.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Explorer(Measuring):
       findings: what was found in it.
       measure: `measure(setting, progress, cancel) -> Evidence`; called only when asked. It calls `progress(task, done, total)` as each
         stage begins and at each step, where a cancel ends it, and may ask `cancel()` besides.
-      shares: `shares(setting, findings, progress, cancel)`, what each site is worth in time (`SiteShares`), or None where nothing
-        can be told apart; called after `measure`.
-      times: `times(progress) -> {node id: seconds}`, what each node of the program takes (`node_times`); shown in place of bytes once
-        measured.
+      shares: `shares(setting, findings, progress, cancel)`, the time that each site saves (`SiteShares`), or None where nothing
+        can be attributed; called after `measure`.
+      times: `times(progress) -> {node id: seconds}`, the time of each node of the program (`node_times`); shown in place of bytes
+        once measured.
       rates: `rates(progress) -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
       which: `which(setting, fault, progress, cancel) -> Bisection`, which sites are to blame for a measurement that is slower or worse.
@@ -59,14 +59,14 @@ class Explorer(Measuring):
       script: `script(setting, findings) -> str`, a program that does the same.
       enabled: ids of the sites that are on at the start; None means all that are not idle.
       strategy: the passes and options that `findings` come from; None for all by default.
-      formulas: pass name -> what it computes.
+      formulas: pass name -> its formula.
 
     Attributes (traits, `observe` them):
       enabled: frozenset of the site ids that are on.
       selected: the node, site, kernel, line or group selected, as text ("%143", "gemm_epilogue@mlp#1"); "" for none.
       evidence: the measurement that belongs to `enabled`, or None.
-      shown: "before", "after" or "both" beside each other.
-      status: what the measurement is doing, in words.
+      shown: "before", "after" or "both" side by side.
+      status: the state of the measurement, in words.
       measuring: whether every change is measured again; `start` sets it, `cancel` clears it.
       hulls: whether the boxes name the kernels that XLA makes of them (compiles the program, in the background).
       theme: "auto", "light" or "dark".
@@ -117,25 +117,25 @@ class Explorer(Measuring):
         """Sets an option of a pass, as `Strategy` takes it, and searches again.
 
         Raises:
-          UnknownNameError: no such pass or option. ArgumentError: the value is none of its choices.
+          UnknownNameError: no such pass or option. ArgumentError: the value is not one of its choices.
         """
         with self._aside("searching again"):
             self.session.option(name, option, value)
 
     def undo(self) -> bool:
-        """Takes the last change of sites or options back; False where there is none."""
+        """Undoes the last change of sites or options; False if there is no change to undo."""
         return self.session.undo()
 
     def redo(self) -> bool:
-        """Makes the change again that `undo` took back last; False where there is none, or another change was made since."""
+        """Makes the change again that `undo` took back last; False if there is no such change, or another change was made since."""
         return self.session.redo()
 
     def reset(self) -> bool:
-        """Goes back to what was on when it was opened."""
+        """Restores the sites that were on when it was opened."""
         return self.session.reset()
 
     def code(self) -> Text:
-        """A Python program that reproduces what is on.
+        """A Python program that reproduces the current setting.
 
         Raises:
           ArgumentError: the explorer was made without a function.
@@ -145,7 +145,7 @@ class Explorer(Measuring):
         return Text(self._script_with(self.setting, self.findings))
 
     def close(self) -> None:
-        """Parts the explorer from the page for good, where it stays as a record of what was shown; a measurement that runs is cancelled."""
+        """Disconnects the explorer from the page, where it stays as a record; a running measurement is cancelled."""
         self.cancel()
         self._keeper.stop()
         super().close()
@@ -166,9 +166,9 @@ class Explorer(Measuring):
             return write_file(target, content)
 
     def restore(self, saved: Saved) -> None:
-        """Takes over what an explorer was saved with (see `fusionlab.load`): sites, options, ledger and measurements.
+        """Restores the saved state of an explorer (see `fusionlab.load`): sites, options, ledger and measurements.
 
-        Sites that are not in this program are left out, and `problem` says so.
+        Sites that are not in this program are left out, and `problem` names them.
 
         Raises:
           UnknownNameError: a pass or option that does not exist; nothing is changed.
@@ -179,7 +179,7 @@ class Explorer(Measuring):
         self.refresh()
 
     def keep(self) -> None:
-        """Has the browser keep a record of what is shown, and of what is shown after each change: it answers once the kernel has gone."""
+        """Has the browser keep a record of the explorer, updated after each change: the record answers once the kernel is gone."""
         self._keeper.ask()
 
     # Reacting ------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Explorer(Measuring):
 
     # Drawing -------------------------------------------------------------------------------------------------------
     def refresh(self) -> None:
-        """Hands to the browser what has changed; from whatever thread."""
+        """Sends changes to the browser; may be called from any thread."""
         self._keeper.touched()
         with self.session.lock, self.hold_sync():
             session = self.session
@@ -262,8 +262,12 @@ class Explorer(Measuring):
             self.outline, self.trail = session.walk.outline(), session.walk.trail()
             self.inspector, self.hits, self.tabs = session.inspector(), session.hits(), self._tabs()
 
-    def _tabs(self) -> list[Tab]:
-        awaited = self.measuring and self._background.running
+    def _await(self) -> None:
+        with self.session.lock:
+            self.tabs = self._tabs(awaited=True)
+
+    def _tabs(self, awaited: bool = False) -> list[Tab]:
+        awaited = awaited or (self.measuring and self._background.running)
         return self.session.tabs(self._script(), awaited=awaited, rates=self._rates_with is not None)
 
     def _script(self) -> str:
@@ -281,7 +285,7 @@ class Explorer(Measuring):
 
     # Showing -------------------------------------------------------------------------------------------------------
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` says which would not."""
+        """The live widget and a still picture, for programs that choose one of them; `viz/notebook.py` lists which would not."""
         png, shown = png_of(self.session.still())
         return {**self._widget(), "image/png": base64.b64encode(png).decode()}, {"image/png": shown}
 

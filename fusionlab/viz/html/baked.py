@@ -1,6 +1,6 @@
 """Pictures of what a reader of a page without a kernel can open: drawn beforehand, compressed, and found by card.
 
-A page shows one picture at a time: that of the card opened last and the cards around it. What the budget did not reach says that it
+A page shows one picture at a time: that of the card opened last and the cards around it. A card beyond the budget has a note that it
 opens in a live kernel.
 """
 

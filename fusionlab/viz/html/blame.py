@@ -1,4 +1,4 @@
-"""What a measurement says is wrong with the sites that are on, and which of them were found to blame."""
+"""Faults that a measurement found in the enabled sites, and the sites to blame."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fault:
 
 
 def faults_of(evidence: Any) -> list[Fault]:
-    """What a measurement says is slower, or worse, than before."""
+    """The faults of a measurement: slower, or worse, than before."""
     if evidence is None:
         return []
     slower = [t for t in evidence.timings if t.verdict == Verdict.SLOWER]
@@ -52,24 +52,24 @@ def blamed_sites(found: Mapping[str, Bisection]) -> dict[str, str]:
 
 
 def site_html(found: Mapping[str, Bisection], site: str) -> str:
-    """What the inspector says first of a site that is to blame; "" of any other."""
+    """The inspector's first line for a site that is to blame; "" for any other."""
     note = blamed_sites(found).get(site, "")
     return f'<p class="fl-blamed">⚠ To blame: {text(note)}.</p>' if note else ""
 
 
 def sentence_html(found: Bisection) -> str:
-    """What a bisection found, as sentences; the sites in them can be selected."""
+    """The result of a bisection, as sentences; the sites in them can be selected."""
     trials = f"{len(found.trials)} trial{'s' if len(found.trials) != 1 else ''}"
     if found.stopped:
         trials += f", stopped: {found.stopped}"
     if not found.causes:
         seen = f" ({found.trials[0].observed})" if found.trials else ""
         again = (
-            "was not reached"
+            "was not measured"
             if found.stopped and not found.trials
-            else f"did not show again with all of them fused{text(seen)}"
+            else f"did not recur with all of them fused{text(seen)}"
         )
-        return quiet(f"Which site? What was measured {again}; {trials}.")
+        return quiet(f"Which site? The fault {again}; {trials}.")
     does = {"time": "makes the program slower", "error": "makes results worse against float64"}[found.of]
     causes = [
         f"{' with '.join(map(pick, c.sites))} alone {does}: {text(as_on_screen(c.observed))}" for c in found.causes

@@ -1,4 +1,4 @@
-"""Where a program's time goes, before anything is selected: its dearest places with what is known of each."""
+"""Where a program's time goes, before anything is selected: its most expensive places with their state."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Place:
 
 
 def dearest_title(overview: Overview) -> str:
-    """ "Where the time goes", once that was measured."""
+    """ "Where the time goes", once times were measured; else of the bytes."""
     return f"Where the {Scale(overview.total).unit} {'goes' if overview.total.seconds else 'go'}"
 
 
 def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = None, searched: bool = True) -> str:
-    """The dearest places of a program: each with its share of all time or bytes, its state, and a button that selects it.
+    """The most expensive places of a program: each with its share of all time or bytes, its state, and a button that selects it.
 
     Args:
       overview: the program.
       floor: the seconds that one copy of a card takes at best on the device that timed it, as one kernel; 0 where that is not known.
-      searched: whether it is known which places are no site.
+      searched: whether the program was searched, so that other places are known to be no sites.
     """
     scale = Scale(overview.total)
     found = {key: place for key, place in _places(overview, floor).items() if scale.share(place.cost)}
@@ -48,13 +48,13 @@ def dearest_html(overview: Overview, floor: Callable[[Card], float] | None = Non
         return ""
     told = share_text(sum(scale.share(p.cost) for p in places))
     how = (
-        "Measured, kernel by kernel; a kernel's time is shared out over its operations by the bytes they move"
+        "Measured kernel by kernel; a kernel's time is divided among its operations by the bytes they move"
         if scale.unit == "time"
         else "Counted node by node, not measured"
     )
     does = "take" if scale.unit == "time" else "move"
-    which = f"the dearest {len(places)} places {does}" if len(places) > 1 else f"one place {does}s"
-    head = quiet(f"{how}: {scale.said(overview.total)}. Nothing is selected; {which} {told} of it:")
+    which = f"the {len(places)} most expensive places {does}" if len(places) > 1 else f"one place {does}s"
+    head = quiet(f"{how}: {scale.said(overview.total)}. Nothing is selected; {which} {told} of that:")
     return f'{head}<ol class="fl-dearest">{"".join(_row(p, scale.share(p.cost), searched) for p in places)}</ol>'
 
 
@@ -73,7 +73,7 @@ def _places(overview: Overview, floor: Callable[[Card], float] | None) -> dict[t
 
 
 def _leaves(card: Card, times: int) -> Iterator[tuple[Card, int]]:
-    """The cards that do not open, and how often each stands for itself: children are of one copy."""
+    """The cards that do not open, each with its number of occurrences: children belong to one copy."""
     alone = len(card.children) == 1 and card.count > 1 and card.children[0].site is None
     if not card.children or alone:  # of equal parts without an inside, all together
         yield card, times
@@ -106,6 +106,6 @@ def _row(place: Place, share: float, searched: bool) -> str:
 
 
 def _selects(card: Card) -> str:
-    """What a click selects: a site, where it says why it is fused or not; else the card."""
+    """The target of a click: the site, which explains why it is fused or not; else the card."""
     site = card.site
     return site.id if site is not None and site.id and not site.backward else card.id

@@ -71,7 +71,7 @@ def _changes(primitive: str, before: Graph, site: Candidate) -> bool:
 
 
 def _sites_html(sites: Collection[Candidate]) -> str:
-    """What each site replaces; sites of one pass that replace as much share a line."""
+    """The nodes that each site replaces; sites of one pass with equal numbers share a line."""
     parts = []
     for alike in grouped_by(sites, lambda c: (c.pass_name, c.formula, c.nodes_before, c.nodes_after, _backward(c))):
         first, n = alike[0], len(alike)

@@ -1,6 +1,6 @@
 """The inspector: everything known of a node, a value, a site, a structure, an XLA kernel, a source line or a group, as HTML.
 
-What stands in it can be followed: an element with `data-fl-pick="NAME"` selects NAME, which `inspect` takes in turn. All text of the
+Its content can be followed: an element with `data-fl-pick="NAME"` selects NAME, which `inspect` takes in turn. All text of the
 program is escaped.
 """
 
@@ -64,7 +64,7 @@ _OWNER = re.compile(r"(?:^|\.)n(\d+)\.")
 
 @dataclass(frozen=True)
 class Inspected:
-    """What the inspector shows.
+    """The content of the inspector.
 
     Attributes:
       title: plain text.
@@ -99,14 +99,14 @@ def inspect(
       what: a Node, its id or "n7"; a Value or "%12"; the id of a candidate, rejection or structure; the name of an XLA kernel; a source
         line ("model.py:41"); or several node ids, for a group.
       enabled: ids of the candidates that are applied; None means all of them that are not idle.
-      compiled: what XLA made of `graph` (`findings.xla()`), or None where it was not compiled.
-      shares: what each site is worth as measured (`fusionlab.evidence.attribution.sites_of`), or None.
+      compiled: XLA's kernels of `graph` (`findings.xla()`), or None if it was not compiled.
+      shares: the measured saving of each site (`fusionlab.evidence.attribution.sites_of`), or None.
       roofline: of the findings on a device, for predicted gains, or None.
       costs: of the graph; None takes the findings', or counts them.
       sources: with the text of the CUDA kernels (tens of kilobytes a site).
 
     Raises:
-      ArgumentError: there is no such thing in the graph.
+      ArgumentError: the graph contains no such thing.
     """
     own = findings if findings is not None and findings.graph is graph else None
     xla = compiled if compiled is not None and compiled.graph is graph else None
@@ -140,7 +140,7 @@ class _Inspector:
             if found is not None:
                 return found
         raise ArgumentError(
-            f"what: got {name!r}, needed a value ('%12'), a node ('n7'), a site, a kernel of XLA's or a source line ('model.py:41') of "
+            f"what: got {name!r}, needed a value ('%12'), a node ('n7'), a site, an XLA kernel or a source line ('model.py:41') of "
             f"{self.graph!r}; search(graph, findings, text) finds names"
         )
 
@@ -170,7 +170,7 @@ class _Inspector:
         return [("result", f"{value_text(v)}<br>{self.readers(v, block)}") for v in node.outputs]
 
     def readers(self, value: Value, block: Block) -> str:
-        """Who reads a value: nodes of its block, and the result of the block."""
+        """The readers of a value: nodes of its block, and the result of the block."""
         users = [pick_node(n) for n in block.users.get(value.id, ())]
         if value.id in block.returned:
             users.append("the result" if block is self.graph.top else f"the result of {self.owner(block)}")
@@ -217,7 +217,7 @@ class _Inspector:
     def fate(self, node: Node, kernels: tuple[ModuleKernel, ...]) -> str:
         if self.compiled is None:
             return quiet(
-                "Not compiled yet: XLA kernels in a live explorer, or findings.xla(), compiles it and says which kernel this went into."
+                "Not compiled yet: press XLA kernels in a live explorer, or call findings.xla(), to see which kernel this node is in."
             )
         rows: list[Fact] = []
         for k in kernels:
@@ -236,7 +236,7 @@ class _Inspector:
         return facts(rows)
 
     def structures(self, node: Node) -> str:
-        """What the node is a part of, where structures were looked for already: looking takes seconds in a large program."""
+        """The structures that contain the node, if they were searched already: the search takes seconds in a large program."""
         known = vars(self.findings).get("structures", ())
         return section(
             "Part of", facts([(s.kind, f"{pick(s.id)} {text(s.text)}") for s in known if node.id in s.node_ids])
@@ -311,7 +311,7 @@ class _Inspector:
         return Inspected(name, facts(rows) + section("Source lines", lines) + sites, (), tuple(ids))
 
     def traffic(self, kernel: ModuleKernel, ids: list[int]) -> list[Fact]:
-        """What a kernel moves: what comes from outside once, what is read outside once."""
+        """The bytes that a kernel moves: each outside input once, each result read outside once."""
         if not ids or kernel.kind == CONTROL or kernel.inferred:
             return []
         if len({self.graph.block_of[i].path for i in ids}) == 1:
@@ -351,7 +351,9 @@ class _Inspector:
     def group(self, ids: tuple[int, ...]) -> Inspected:
         nodes = [self.graph.node_by_id[i] for i in ids if i in self.graph.node_by_id]
         if not nodes:
-            raise ArgumentError(f"what: got {len(ids)} node ids, none of which is in {self.graph!r}; needed some of it")
+            raise ArgumentError(
+                f"what: got {len(ids)} node ids, all of them unknown to {self.graph!r}; needed ids of its nodes"
+            )
         known = [n.id for n in nodes]
         rows: list[Fact] = [
             ("nodes", f"{len(nodes):,}"),

@@ -1,4 +1,4 @@
-"""What the inspector says of a site (a candidate, a rejection) or a structure, as HTML."""
+"""The inspector's HTML for a site (a candidate, a rejection) or a structure."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _value(v: Value) -> str:
 
 
 def _cost(c: Candidate, costs: Costs) -> str:
-    """The site's own nodes, one by one and as one kernel; both as the program says, before XLA fuses anything."""
+    """The site's own nodes, one by one and as one kernel; both as the program states them, before XLA fuses anything."""
     ids = [i for i in c.node_ids if i in costs.graph.node_by_id]
     if len(ids) < len(c.node_ids):
         return ""
@@ -129,7 +129,7 @@ def _measured_gain(c: Candidate, shares: SiteShares | None) -> list[Fact]:
     measured = next((s for s in shares.sites if s.site == c.id), None)
     if measured is None:
         alike = c.id in shares.same_code
-        return [("measured", "not toggled: it runs what XLA runs anyway")] if alike else []
+        return [("measured", "not timed by itself: it runs what XLA runs anyway")] if alike else []
     gain = f"{measured}".removeprefix(f"{c.id}: ")
     rows: list[Fact] = [("measured", text(f"saves {gain} (time without / with this site, 95 %)"))]
     if measured.is_clear and measured.saved_s < 0:
@@ -150,7 +150,7 @@ def _backends(c: Candidate) -> str:
 
 
 def _residuals(c: Candidate) -> str:
-    """What the fused forward keeps, and which gradients read it: those of this program where it has them."""
+    """The residuals of the fused forward, and the gradients that read them: those of this program if it has any."""
     if not c.residuals:
         return ""
     there = c.backward.gradients if c.backward is not None else {}

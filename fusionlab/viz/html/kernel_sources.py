@@ -18,8 +18,8 @@ _CARDS = {card.op.name: card for card in CARDS if card.source is not None}
 RECORDED_ARCH = "sm_90"  # the one whose every variant is on record
 _ROWS = 12
 ELSEWHERE = (
-    "Spilt bytes and static shared memory are not on record here: `python -m benchmarks kernel_resources` compiles every kernel and "
-    "prints them with the registers; the tests hold spills to none, but for a few bytes in attention's and the gated product's tiles."
+    "Spilled bytes and static shared memory are not recorded here: `python -m benchmarks kernel_resources` compiles every kernel and "
+    "prints them with its registers. The tests allow no spills, except a few bytes in the tiles of attention and of the gated product."
 )
 
 
@@ -61,7 +61,7 @@ def registers(op: str, dtype: str, attrs: Mapping[str, Any], arch: str = "") -> 
     Args:
       op: a fused op.
       dtype: of its operands ("bfloat16").
-      attrs: the op's attributes; of them the activation tells variants apart.
+      attrs: the op's attributes; of these, the activation distinguishes variants.
       arch: "sm_90"; one that is not on record gives `RECORDED_ARCH`.
     """
     recorded = _record()["registers"]
@@ -74,18 +74,18 @@ def registers(op: str, dtype: str, attrs: Mapping[str, Any], arch: str = "") -> 
 
 
 def kernels_html(op: str, dtype: str = "", attrs: Mapping[str, Any] | None = None, arch: str = "") -> str:
-    """The kernels of an op: registers of the variants of this dtype, and the source to unfold; says so where there are none."""
+    """The kernels of an op: registers of the variants of this dtype, and the source to unfold; or a note that there are no kernels."""
     source = kernel_source(op)
     if source is None:
-        return quiet(f"No CUDA kernel of FusionLab's own stands behind {op}.")
+        return quiet(f"FusionLab has no CUDA kernel of its own for {op}.")
     at, found = registers(op, dtype, attrs or {}, arch)
     rows = [[name, entry, n] for name, by_entry in found.items() for entry, n in by_entry.items()]
     lines = [f"{source.path}: {', '.join(source.entries)}, for {source.archs[0]} to {source.archs[-1]}"]
     if rows:
         more = f", the first {_ROWS} of {len(rows)}" if len(rows) > _ROWS else ""
-        lines.append(f"Registers of a thread on {at}, as compiled by NVRTC {_record()['nvrtc']}{more}:")
+        lines.append(f"Registers per thread on {at}, as compiled by NVRTC {_record()['nvrtc']}{more}:")
     elif dtype:
-        lines.append(f"No variant for {dtype} is on record for {at}.")
+        lines.append(f"No variant for {dtype} is recorded for {at}.")
     shown = table(["variant", "kernel", "registers"], rows[:_ROWS], (2,))
     files = "".join(folded(f"CUDA source: {name}", code(body)) for name, body in source.texts.items())
     return "".join(map(quiet, lines)) + shown + quiet(ELSEWHERE) + files

@@ -24,13 +24,13 @@ def outline(overview: Overview, asked: Collection[str] = (), id_prefix: str = ID
     Keys: `colours` (pass -> its colour), `unit` ("time" where kernels were timed, else "bytes") and `line`, that of the program. A line has
     `id` (what selects it: "" for the program, a lane, or the card in the picture), `name`, `prefix` and `count` of a card, `operations` and
     that of its unit (amount, and share of the program's),
-    `strips` ([pass, state, how many, whether backward]), `inside` (how many lines), and `lines` where these are told. What is inside a
-    stack is told of all its copies, so that the shares add up.
+    `strips` ([pass, state, how many, whether backward]), `inside` (how many lines), and `lines` if they are included. The inside of a
+    stack is that of all its copies, so that the shares add up.
 
     Args:
       overview: the program as it is drawn.
-      asked: ids of cards whose insides are told though they are deep.
-      id_prefix: stands before the ids of cards in the picture.
+      asked: ids of cards whose insides are included although they are deep.
+      id_prefix: prefix of the ids of cards in the picture.
     """
     tree = _Tree(overview, _told(overview, asked), id_prefix)
     passes = dict.fromkeys(s.pass_name for card in overview.cards() for s in card.strips)
@@ -97,7 +97,7 @@ def _step(card: Card) -> dict[str, Any]:
 
 
 def _told(overview: Overview, asked: Collection[str]) -> set[str]:
-    """Cards whose insides are told: level by level, as many lines as there is room for."""
+    """Cards whose insides are included: level by level, as many lines as there is room for."""
     todo = deque(card for _, card in _tops(overview))
     told, lines = set(), len(todo)
     while todo:

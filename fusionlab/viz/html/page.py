@@ -1,7 +1,7 @@
-"""What the standalone page tells the explorer: the traits of the widget, baked into plain data.
+"""The data of the standalone page: the traits of the widget, baked into plain data.
 
-The page draws with the widget's own module (`explorer.js`); `record.js` stands in for the kernel. What needs one is
-shown, switched off, and says so.
+The page draws with the widget's own module (`explorer.js`); `record.js` replaces the kernel. Controls that need a kernel are
+shown, switched off, with the reason.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def record_data(
     room: int = MAX_BYTES,
     max_seconds: float = MAX_SECONDS,
 ) -> dict[str, Any]:
-    """What answers in Python's place (`record.js`): texts of the inspector, an index of all nodes, the outline, and the pictures of what
-    can be opened.
+    """The data that replaces Python (`record.js`): texts of the inspector, an index of all nodes, the outline, and the pictures of
+    what can be opened.
 
     Args:
       album, enabled, view: as for `page_data`.
@@ -113,7 +113,7 @@ def items(album: Album, enabled: Collection[str] | None, prefix: str) -> dict[st
 
 # Inspector ----------------------------------------------------------------------------------------------------------
 class Teller:
-    """What the inspector says of things of one graph, each said once: name in the page -> {title, html, near}."""
+    """The inspector's pages for things of one graph, each text once: name in the page -> {title, html, near}."""
 
     def __init__(self, album: Album, enabled: Collection[str] | None, prefix: str) -> None:
         self.album, self.enabled, self.prefix = album, enabled, prefix
@@ -122,7 +122,7 @@ class Teller:
         self._named: set[str] = set()
 
     def shown(self) -> dict[str, Any]:
-        """Of every card of the album's picture that was not told of before."""
+        """For every card of the album's picture that was not included before."""
         panes: dict[str, Any] = {}
         for name in self.album.items(self.enabled):
             card = self.album.card(self.enabled, name)
@@ -155,7 +155,7 @@ class Teller:
 
 
 def _told(card: Card) -> Any:
-    """What the inspector is asked for of a card: its site, its one node, or all of its nodes."""
+    """The inspector's target for a card: its site, its only node, or all of its nodes."""
     if card.site is not None and card.site.id:
         return card.site.id
     return f"n{card.nodes[0]}" if len(card.nodes) == 1 else card.nodes

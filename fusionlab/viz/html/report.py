@@ -1,7 +1,7 @@
 """One self-contained HTML report: no script, style, font or picture is loaded from anywhere.
 
 The widget's own module draws it: picture, inspector, search and recorded measurements work without a kernel, from
-`file://`; switching sites and measuring need one, and the page says so. Without scripts it is a picture and tables.
+`file://`; switching sites and measuring need a kernel, which the page states. Without scripts it is a picture and tables.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ def _e(value: Any) -> str:
 
 
 def _recorded(tabs: Sequence[Tab], measured: bool) -> list[Tab]:
-    """The tabs of an explorer that have something to show in a record; Timing says so where it has not."""
+    """The tabs of an explorer that have something to show in a record; Timing states that nothing was measured."""
     timing = next((t for t in tabs if t["name"] == "Timing" and (measured or not t.get("empty"))), None)
     others = [t for t in tabs if t["name"] != "Timing" and not t.get("empty")]
     return [timing or tab("Timing", "<p>Nothing was measured.</p>", empty=True), *others]
 
 
 def _found(view: Mapping[str, Any], findings: Findings | None) -> list[Tab]:
-    """What was found; nothing of a graph that was not searched."""
+    """The findings as HTML; empty for a graph that was not searched."""
     if findings is None:
         return []
     return [

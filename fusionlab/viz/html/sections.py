@@ -68,7 +68,7 @@ def candidates_html(view: Mapping[str, Any]) -> str:
     """The sites that can be, or are, fused: formula, node counts, notes, backends with their verdicts."""
     sites = [s for s in view["sites"] if s["state"] != "declined"]
     if not sites:
-        return "<h3>Can be fused</h3><p>Nothing: no site matched any pass asked.</p>"
+        return "<h3>Can be fused</h3><p>Nothing: no pass asked matched a site.</p>"
     keys = (
         "pass",
         "text",
@@ -93,7 +93,7 @@ def _heading(sites: list[SiteDict]) -> str:
 
 
 def _candidate(s: Mapping[str, Any]) -> list[str]:
-    """What a card says of a candidate, a line each."""
+    """The lines of a card about a candidate."""
     lines = [f"<code>{_e(s['text'])}</code>, {s['nodes_before']} nodes → {s['nodes_after']}, {STATE_WORDS[s['state']]}"]
     lines += [_e(s["paired"])] if s["paired"] else []
     remarks = ([f"products in {s['arithmetic']}"] if s["arithmetic"] else []) + s["notes"]
@@ -103,13 +103,13 @@ def _candidate(s: Mapping[str, Any]) -> list[str]:
 
 
 def _backward_text(site: Mapping[str, Any]) -> str:
-    """What is said of a site's backward pass; "" where the program has none of it."""
+    """The sentence about a site's backward pass; "" if the program does not contain it."""
     pair = site["backward"]
     if pair is None:
         return ""
     if pair["fused"]:
         fused = STATE_WORDS[site["state"]].capitalize()
-        return f"{fused} with its backward pass here ({len(pair['nodes'])} nodes of it go): {pair['text']}"
+        return f"{fused} with its backward pass here ({len(pair['nodes'])} of its nodes are replaced): {pair['text']}"
     return f"Its backward pass here ({pair['text']}) stays as it is: {pair['stays']}"
 
 
@@ -131,7 +131,7 @@ def declined_html(view: Mapping[str, Any]) -> str:
 
 
 def structures_html(view: Mapping[str, Any]) -> str:
-    """What the sites are parts of, alike ones in one row; "" where there is nothing."""
+    """The structures of the sites, alike ones in one row; "" if there are none of them."""
     rows = []
     for group in alike(view["structures"], ("kind", "text")):
         where = list(dict.fromkeys(s["source"]["where"] for s in group if s["source"]))
@@ -144,7 +144,7 @@ def structures_html(view: Mapping[str, Any]) -> str:
 
 
 def residuals_html(view: Mapping[str, Any]) -> str:
-    """What the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
+    """The residuals that the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
     applied = [s for s in view["sites"] if s["state"] == "applied"]
     kept = [{"pass": s["pass"], "id": s["id"], "r": r} for s in applied for r in s["residuals"]]
     if not kept:

@@ -1,4 +1,4 @@
-"""What each site is worth in time: bars, and the table beside them."""
+"""The time that each site saves: bars, and the table with them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MOST_SHARES = 12  # sites beyond this are not timed one by one: a program for ea
 
 
 def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
-    """A bar for each site: the seconds by which fusing it shortens the program, beside all the others. Returns matplotlib Axes.
+    """A bar for each site: the seconds by which fusing it shortens the program, given all the others. Returns matplotlib Axes.
 
-    Bars to the left are sites that lengthen it; hatched ones have an interval that holds 1, so that nothing is told.
+    Bars to the left are sites that lengthen it; the interval of hatched ones contains 1, so that they are inconclusive.
 
     Args:
       shares: of `fusionlab.time_by_site`.
@@ -35,8 +35,8 @@ def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
             bar.set(hatch="///", alpha=0.5)
     ax.axvline(0.0, color=QUIET, linewidth=1)
     ax.set_yticks(range(len(rows)), [name.replace("$", r"\$") for name in names])
-    ax.set_xlabel("saved of a call by fusing it (us); left of 0: lost")
-    together = f"all together, a call: {seconds(shares.unfused.median_s)} → {seconds(shares.fused.median_s)}"
+    ax.set_xlabel("time saved per call by fusing it (µs); left of 0: lost")
+    together = f"all together, per call: {seconds(shares.unfused.median_s)} → {seconds(shares.fused.median_s)}"
     ax.set_title(
         f"{together}; hatched: no clear difference\n{shares.fused.clock}, {shares.hardware}", fontsize=9, loc="left"
     )
@@ -45,17 +45,17 @@ def plot_shares(shares: SiteShares, ax: Any = None, **kwargs: Any) -> Any:
 
 def _not_timed(sites: int) -> str:
     if not sites:
-        return "No site that is on runs anything but what XLA runs anyway: there is nothing to time one by one."
+        return "Every site that is on is what XLA runs anyway, so there is nothing to time one by one."
     if sites > MOST_SHARES:
         return (
-            f"{sites} sites that are on run something else than XLA runs anyway. More than {MOST_SHARES} are not timed one by one, "
-            "since a program is compiled for each."
+            f"{sites} sites that are on run other code than XLA does anyway. More than {MOST_SHARES} are not timed one by one, "
+            "since each needs a program of its own compiled."
         )
-    return "Not timed one by one yet: press Measure, which does it after the whole."
+    return "Not timed one by one yet: press Measure, which times them after the whole program."
 
 
 def shares_html(shares: SiteShares | None, sites: int) -> str:
-    """The bars and their table as HTML, names escaped and selectable; or why there are none.
+    """The bars and their table as HTML, names escaped and selectable; or the reason why there are no bars.
 
     Args:
       shares: what was measured, or None.
@@ -72,7 +72,7 @@ def shares_html(shares: SiteShares | None, sites: int) -> str:
     ]
     heads = ["site", "saves", "without / with, 95 %", "verdict"]
     rest = [quiet(as_on_screen(line)) for line in str(shares).splitlines()[len(shares.sites) :]]
-    rest.append(quiet("Timed in the function as it is called: a gradient that is taken of it is no part of this."))
+    rest.append(quiet("Timed in a call of the function; a gradient taken of the function is not included."))
     links = " ".join(pick(s.site) for s in shares.sites)
     return f'<figure aria-label="{text("share of each site")}">{drawn}</figure>{table(heads, rows, (1, 2))}<p>{links}</p>{"".join(rest)}'
 

@@ -20,10 +20,9 @@ from .diff import diff_html
 from .kernel_sources import kernels_html
 from .pictures import evidence_pictures
 
-NOT_MEASURED = (
-    "Nothing measured for these sites yet: press Measure. While it runs, its progress is shown beside the button."
-)
-HOW_TO_RATE = quiet("In an explorer, lab.measure_rates() measures them in some seconds.")
+NOT_MEASURED = "Nothing measured for these sites yet: press Measure. Its progress is shown next to the button."
+AWAITED = "Being measured: the progress is shown next to the Measure button."
+HOW_TO_RATE = quiet("In an explorer, lab.measure_rates() measures them in a few seconds.")
 Tab = dict[str, Any]
 # Predicting a site's gain fuses it alone and counts the whole program: so many nodes are counted while nobody waits long.
 _PREDICTED_NODES = 100_000
@@ -45,7 +44,7 @@ def evidence_tabs(
 ) -> list[Tab]:
     """The tabs Timing, Errors, Memory, Roofline, Kernels and Graph diff, in this order: `[{"name", "html"}]`.
 
-    Each says something; one that only says why it has nothing to show has "empty", True, too.
+    Each has content; one that only explains why it has nothing to show has "empty", True, too.
 
     Args:
       evidence: what was measured with just these sites, or None.
@@ -83,7 +82,7 @@ def evidence_tabs(
 
 
 def tab(name: str, html: str, empty: bool = False) -> Tab:
-    """A tab; `empty`: all it says is why there is nothing to show."""
+    """A tab; `empty`: it only explains why there is nothing to show."""
     return {"name": name, "html": html} | ({"empty": True} if empty else {})
 
 
@@ -124,12 +123,12 @@ def _figure(name: str, figure: Any) -> str:
 def _roofline(findings: Findings | None, device: Device | None, under: Roofline | None) -> str:
     """The program under the roof of a device; without one, what it costs, and why there is no roof."""
     if findings is None:
-        return quiet("No program here to count: only a measurement.")
+        return quiet("There is no program to count here, only a measurement.")
     if under is None and device is None:
         why = quiet("No roof: the rates of this device were not measured.") + HOW_TO_RATE
         nodes = findings.graph.node_count
         if nodes > _COUNTED_AT_ONCE:
-            later = f"What its {nodes:,} nodes cost is told of what is selected, and under the roof: counting all of them takes a while."
+            later = f"Costs are shown for the selection and under the roof; counting all {nodes:,} nodes takes a while."
             return why + quiet(later)
         return why + _costs(findings)
     costs = _costs(findings)
@@ -163,8 +162,8 @@ def _pictures(known: Roofline) -> str:
 def _predictions(known: Roofline, candidates: int) -> str:
     if not known.predictions and candidates:
         return quiet(
-            "No gain is predicted here: each of so many sites would be fused alone and the whole program counted. "
-            "fusionlab.evidence.roofline.roofline(findings, device) does it."
+            "Gains are not predicted here: each of these many sites would have to be fused alone and the whole program counted. "
+            "fusionlab.evidence.roofline.roofline(findings, device) predicts them."
         )
     rows = [[p.site, str(p).partition(": ")[2]] for p in known.predictions]
     return table(["site", "predicted beyond XLA, at best"], rows)
@@ -180,7 +179,7 @@ def _costs(findings: Findings) -> str:
     )
     rows.append(_cost_row("total", costs.total))
     heads = ["scope", "flop", "transcendentals", "read", "written", "flop/byte"]
-    return section("Operations and bytes, every node by itself", table(heads, rows, (1, 2, 3, 4, 5)))
+    return section("Operations and bytes, each node by itself", table(heads, rows, (1, 2, 3, 4, 5)))
 
 
 def _cost_row(scope: str, cost: Cost) -> list[Any]:
@@ -199,7 +198,7 @@ def _kernels(evidence: Any, findings: Findings | None, enabled: Collection[str] 
         kinds = dict.fromkeys((*counts.before, *counts.after))
         rows = [[kind, counts.before.get(kind, 0), counts.after.get(kind, 0)] for kind in kinds]
         rows.append(["together", *counts.total])
-        note = quiet("Loop bodies are counted once; what a fused op's own custom call launches counts as one.")
+        note = quiet("Loop bodies are counted once; a fused op's custom call counts as one, whatever it launches.")
         shown = table(["kind", "before", "after"], rows, (1, 2)) + note
     return shown + (_cuda(_applied(findings, enabled), findings) if sources else "")
 
@@ -219,7 +218,7 @@ def _cuda(applied: list[Candidate], findings: Findings | None) -> str:
         n = len(sites)
         device = f" on {findings.device}" if findings is not None and findings.device else ""
         title = f"{op}, {dtype}: {n} site{'s' if n > 1 else ''}, run by {backend}{device}"
-        inner = kernels_html(op, dtype, sites[0].attrs) if op not in shown else quiet("Its source stands above.")
+        inner = kernels_html(op, dtype, sites[0].attrs) if op not in shown else quiet("Its source is above.")
         shown.add(op)
         parts.append(section(title, inner))
     return "".join(parts) or quiet("No site is fused, so there is no kernel of a fused op.")
@@ -227,5 +226,5 @@ def _cuda(applied: list[Candidate], findings: Findings | None) -> str:
 
 def _diff(findings: Findings | None, after: Graph | None, enabled: Collection[str] | None) -> str:
     if findings is None:
-        return quiet("No program here to compare: only a measurement.")
+        return quiet("There is no program to compare here, only a measurement.")
     return diff_html(findings.graph, after, findings, enabled)

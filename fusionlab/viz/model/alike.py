@@ -1,4 +1,4 @@
-"""Sites that are told together."""
+"""Sites that are shown together."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ EvidenceTable = tuple[str, list[str], list[list[Any]], tuple[int, ...]]
 
 
 def timings_of(evidence: Evidence | Timing) -> tuple[Timing, ...]:
-    """All timings of an Evidence (forward, and forward + backward); a Timing stands for itself."""
+    """All timings of an Evidence (forward, and forward + backward); a Timing counts as one."""
     return (evidence,) if isinstance(evidence, Timing) else evidence.timings
 
 
 def numerics_of(evidence: Evidence | Numerics) -> Numerics | None:
-    """The errors of an Evidence; a Numerics stands for itself."""
+    """The errors of an Evidence; a Numerics is returned as it is."""
     return evidence if isinstance(evidence, Numerics) else evidence.numerics
 
 
 def timing_text(timing: Timing) -> str:
-    """What a terminal prints of it, with a screen's signs: "call: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (median of …)"."""
+    """The terminal's line with a screen's signs: "call: 21.5 ms → 11.4 ms, 1.89× [1.87, 1.91], faster (median of …)"."""
     return timing.text.replace(" -> ", " → ").replace("x [", "× [")
 
 
@@ -86,7 +86,7 @@ def measured_on(evidence: Evidence) -> str:
 
 
 def environment_dict(evidence: Evidence | None) -> dict[str, Any]:
-    """Where and with what an Evidence was measured, flat: name -> value; empty values left out."""
+    """The environment of an Evidence, flat: name -> value; empty values left out."""
     flat: dict[str, Any] = {}
     for name, value in (evidence.environment.to_dict() if evidence is not None else {}).items():
         label = "commit of the current folder's repository" if name == "commit" else name.replace("_", " ")
@@ -236,5 +236,5 @@ def _error_table(errors: list[dict[str, Any]]) -> EvidenceTable:
 
 
 def _ulp_text(ulp: float) -> str:
-    """Where sums cancel, an element may be many powers of ten from its own last place; the exact number says nothing."""
+    """Where sums cancel, an element may be many powers of ten away in ulp; the exact number is meaningless."""
     return f"{ulp:.3g}" if ulp < _MANY_ULP else f"over {_MANY_ULP:,}"

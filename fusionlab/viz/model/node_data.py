@@ -1,4 +1,4 @@
-"""What is known about one node, as a plain dict: what the inspector pane and the HTML report show."""
+"""The facts about one node, as a plain dict, for the inspector pane and the HTML report."""
 
 from __future__ import annotations
 

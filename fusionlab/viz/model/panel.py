@@ -1,4 +1,4 @@
-"""The explorer's left side as plain data: passes with their options, identical sites together, and what was declined."""
+"""The explorer's left side as plain data: passes with their options, identical sites together, and declined sites."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def panel(
     idle: Collection[str] = (),
     blamed: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What the toggles show.
+    """The data of the toggles.
 
     Args:
       whole: a view model, or the summary of one.
@@ -69,13 +69,13 @@ def _group(name: str, number: int, sites: Sequence[Mapping[str, Any]], shares: M
 
 
 def _names(ids: Sequence[str]) -> str:
-    """The modules that sites stand in, without what is around them: what tells groups of one formula apart."""
+    """The modules that sites are in, without the common outer ones: these distinguish groups of one formula."""
     scopes = [i.partition("@")[2].rpartition("#")[0].rpartition("/")[2] for i in ids]
     return ", ".join(filter(None, dict.fromkeys(scopes)))
 
 
 def _label(site: Mapping[str, Any]) -> str:
-    """Where a site stands; by its line where it is in no module."""
+    """The location of a site: its module, or its line if it is in no module."""
     place = site["id"].partition("@")[2] or site["id"]
     return f"{site['source']['where']} {place}" if place.startswith("#") and site["source"] else place
 
@@ -129,7 +129,7 @@ def options_of(name: str, strategy: Strategy | None) -> list[dict[str, Any]]:
 
 
 def with_option(strategy: Strategy | None, asked: Collection[str], name: str, option: str, value: Any) -> Strategy:
-    """The strategy with one option of one pass changed; `asked` are the passes it stands for where it names none."""
+    """The strategy with one option of one pass changed; `asked` are the passes meant where it names none."""
     passes: dict[str, Any] = dict.fromkeys(asked, True) | dict(strategy or {})
     before = passes.get(name, {})
     passes[name] = (dict(before) if isinstance(before, Mapping) else {}) | {option: value}

@@ -55,7 +55,7 @@ def search(graph: Graph, findings: Findings | None, text: str, limit: int = 50, 
     """Sites, arguments and nodes of a graph that have every word of a text in them, upper and lower case alike.
 
     A node is found by its primitive, number ("n7"), values ("%12"), their types ("bf16[32,16"), constants, scope, source line
-    ("model.py:41") and the text of that line, and the function it stands in; a site by its id, pass, formula or sentence, source
+    ("model.py:41") and the text of that line, and the function it is in; a site by its id, pass, formula or sentence, source
     line, rejection code and what that means. Exact names come first, then operations that are one of the words, then sites, then
     the rest in program order.
 
@@ -84,7 +84,7 @@ def index_of(graph: Graph, findings: Findings | None = None) -> SearchIndex:
 
 
 class SearchIndex:
-    """What there is to find in a graph, as text. It holds strings alone, so that it keeps no graph alive."""
+    """The searchable text of a graph. It holds only strings, so that it keeps no graph alive."""
 
     def __init__(self, graph: Graph, findings: Findings | None = None):
         self._names: list[str] = []

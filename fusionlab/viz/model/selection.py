@@ -1,4 +1,4 @@
-"""What a name means in an explorer: a node, a site, a kernel of XLA's, a source line, or a group of the picture."""
+"""The meaning of a name in an explorer: a node, a site, an XLA kernel, a source line, or a group of the picture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _LINE = re.compile(r".+:\d+")
 
 @dataclass(frozen=True, repr=False)
 class Selection(Shown):
-    """One thing selected; nothing, as made without arguments.
+    """A selection; without arguments, of nothing.
 
     Attributes:
-      name: what selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
+      name: the name that selects it again: "%12", a site's id, a kernel's name, "model.py:41", a group's id.
       kind: "", "node", "argument", "site", "structure", "kernel", "line" or "group".
       target: what is selected, as `inspect` takes it: a Node, a record, a name, or the node ids of a group.
       nodes: ids of its nodes.
@@ -56,16 +56,16 @@ def selection(
     compiled: CompiledModule | None = None,
     groups: Mapping[str, Collection[int]] | None = None,
 ) -> Selection:
-    """What is meant.
+    """Resolves a name to a selection.
 
     Args:
-      graph, findings: what is drawn.
+      graph, findings: the drawn program.
       target: a node, a value, a node id, or a name as a `Selection` has it.
-      compiled: what XLA made of the graph, where that is known; its kernels have names.
+      compiled: XLA's kernels of the graph, if known; they have names.
       groups: id -> node ids of the groups in the picture.
 
     Raises:
-      ArgumentError: it is none of these.
+      ArgumentError: the name is not one of these.
     """
     node = find_node(graph, target)
     if node is not None:
@@ -86,7 +86,7 @@ def _names_nothing(
     example = f"{first.outputs[0].name!r}, " if first is not None else ""
     return ArgumentError(
         f"select: got {text!r:.120}, needed a value of the graph shown ({example}'n0'), a site's id, a source line ('model.py:41')"
-        + (", or a kernel of XLA's." if compiled is not None else "; kernels of XLA's have names once they are shown.")
+        + (", or an XLA kernel." if compiled is not None else "; XLA kernels have names once they are shown.")
         + did_you_mean(text, _names(graph, findings, compiled))
     )
 

@@ -1,4 +1,4 @@
-"""What is switched on in an explorer, and the decisions that led there: plain, frozen data."""
+"""The setting of an explorer, and the decisions that led to it: plain, frozen data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Setting(Shown):
         return cls(frozenset(enabled), None if strategy is None else Strategy(**strategy))
 
     def __str__(self) -> str:
-        return f"{len(self.enabled)} sites on, {self.strategy if self.strategy is not None else 'all passes as they are by default'}"
+        return f"{len(self.enabled)} sites on, {self.strategy if self.strategy is not None else 'all passes with their default options'}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,8 +54,8 @@ class Decision(Shown):
     """One line of the ledger.
 
     Attributes:
-      what: what was done, in words.
-      setting: what was on from then on.
+      what: the action, in words.
+      setting: the setting from then on.
     """
 
     _says = "{0.what}: {0.setting}"
@@ -79,7 +79,7 @@ _HEADS = ["#", "decision", "sites on", "before", "after", "ratio [95 %]", "verdi
 
 
 class Ledger(Sequence[Decision], Shown):
-    """Every decision taken in an explorer, in order, with what was measured of it; prints as a table."""
+    """Every decision taken in an explorer, in order, with its measurements; prints as a table."""
 
     def __init__(self, decisions: Sequence[Decision], measured: Mapping[Setting, Any]) -> None:
         self._decisions, self._measured = tuple(decisions), dict(measured)

@@ -44,13 +44,13 @@ def summary(
 
 
 def _structures(findings: Findings | None) -> list[dict[str, Any]]:
-    """What the sites are parts of: `to_dict` of each structure, its source as a dict."""
+    """The structures of the sites: `to_dict` of each, its source as a dict."""
     found = findings.structures if findings is not None else ()
     return [s.to_dict() | {"source": source_dict(s.source)} for s in found]
 
 
 def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, measured: Mapping | None) -> str:
-    """One sentence that tells the whole truth: sizes, what can be and is fused, and a speed only with its interval."""
+    """One sentence with the whole truth: sizes, what can be and is fused, and a speed only with its interval."""
     parts = [f"{graph.name} · {counts['nodes']:,} nodes"]
     parts += [f"mesh {mesh}"] if (mesh := mesh_of_arguments(graph.in_shardings)) else []
     if findings is not None:
@@ -61,7 +61,7 @@ def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, m
 
 
 def sentence(counts: Mapping[str, int], measured: Mapping[str, Any] | None) -> str:
-    """What stands on top of the explorer, beside the program's name and the device."""
+    """The sentence at the top of the explorer, next to the program's name and the device."""
     return f"{counts['nodes']:,} nodes · {states(counts)} · {headline(measured, brief=True)}"
 
 

@@ -26,7 +26,7 @@ Chain = tuple[str, ...]  # ids of the cards around something, outermost first
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a program, whatever is applied and whichever copies are shown."""
+    """The facts about a program that do not depend on the applied sites or the shown copies."""
 
     stretch: Stretch
     flows: Flows
@@ -37,7 +37,7 @@ class Known:
     marks: Marks
 
     def amount(self, items: Iterable[Item]) -> Amount:
-        """What items cost together."""
+        """The total cost of items."""
         operations, moved, seconds = 0, 0, 0.0
         for item in items:
             for nid in item.ids:
@@ -62,7 +62,7 @@ class Names:
 
 @dataclass(frozen=True)
 class Title:
-    """What the outermost card of a place is called."""
+    """The title of the outermost card of a place."""
 
     card_id: str
     name: str
@@ -141,7 +141,7 @@ class Drawing:
         return card
 
     def _cards(self, parts: Iterable[Group | Item], around: Chain, parent: str = "") -> tuple[Card, ...]:
-        """Parts and items that stand beside each other, equal neighbours as one card."""
+        """Adjacent parts and items, equal neighbours as one card."""
         boxes = boxed(parts)
         return told_from_each_other([self._run(run, boxes, around, parent) for run in runs_of(boxes)])
 
@@ -171,7 +171,7 @@ class Drawing:
         return self._card(card_id, name, [item], kind=kind, children=children, turns=turns, site=site)
 
     def _inside(self, region: Node, around: Chain) -> tuple[Card, ...]:
-        """What is in a loop or a choice; of a choice, each branch as a part."""
+        """The content of a loop or a choice; of a choice, each branch as a part."""
         bodies = [b for b in region.blocks if b.label not in ("cond", "cond_jaxpr") and b.nodes]
         if len(bodies) == 1:
             return self._of_block(bodies[0], around)
@@ -229,7 +229,7 @@ class Drawing:
 
 
 def told_from_each_other(cards: Sequence[Card]) -> tuple[Card, ...]:
-    """Single operations that stand beside each other under one name, with their lines, else their types, else numbers."""
+    """Adjacent single operations under one name, with their lines, else their types, else numbers."""
     same: dict[str, list[Card]] = {}
     for card in cards:
         if card.kind == "nodes":
@@ -246,7 +246,7 @@ def told_from_each_other(cards: Sequence[Card]) -> tuple[Card, ...]:
 
 
 def _distinct(marks: Sequence[str]) -> Sequence[str]:
-    """The marks, if each is there and is none of the others."""
+    """The marks, if each exists and differs from the others."""
     return marks if all(m.strip(":") for m in marks) and len(set(marks)) == len(marks) else ()
 
 
@@ -258,7 +258,7 @@ def _single(group: Group) -> Item | None:
 
 
 def _opens(group: Group) -> bool:
-    """Whether its inside says more than its name: several products, a site, a loop."""
+    """Whether its inside shows more than its name: several products, a site, a loop."""
     items = group.items
     return len(group.children) > 1 and (
         products_in(group) > 1
@@ -268,7 +268,7 @@ def _opens(group: Group) -> bool:
 
 
 def _without_echo(group: Group) -> Iterator[Group | Item]:
-    """What is in a group; what is called as the group itself is no level of its own."""
+    """The content of a group; an inner group of the same name is not a separate level."""
     for child in group.children:
         if isinstance(child, Group) and child.label == group.label:
             yield from _without_echo(child)

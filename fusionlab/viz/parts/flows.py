@@ -1,4 +1,4 @@
-"""What flows between cards: distinct values, looked at through casts, reshapes and broadcasts."""
+"""The values that flow between cards: distinct values, seen through casts, reshapes and broadcasts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESULTS = "results/"
 
 
 class Flows:
-    """Who reads what in a graph, worked out once."""
+    """The readers and makers of values in a graph, worked out once."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -57,7 +57,7 @@ class Flows:
 
     # Parameters --------------------------------------------------------------------------------------------------------
     def before(self, value: Value) -> Value:
-        """What a value was before it was cast, reshaped or broadcast."""
+        """The value before it was cast, reshaped or broadcast."""
         made = self._made.get(value.id)
         return value if made is None else self.origin(*made)[1]
 
@@ -87,7 +87,7 @@ class Flows:
         return end[1] if isinstance(end, tuple) and end[0] == "in" and end[1] not in self.inputs else None
 
     def results(self, nodes: Iterable[int]) -> list[Value]:
-        """What nodes make that others read, or that the program returns."""
+        """The results of nodes that others read, or that the program returns."""
         own = set(nodes)
         found: dict[int, Value] = {}
         for nid in own:
@@ -137,7 +137,7 @@ class Flows:
 
     @functools.cached_property
     def _drawn(self) -> list[tuple[FlowEnd, FlowEnd, Value]]:
-        """Who made and who reads each value, each once; what only moves data is told of where it is read."""
+        """The maker and the readers of each value, each once; a node that only moves data is counted with its readers."""
         found: dict[tuple[FlowEnd, FlowEnd, int], tuple[FlowEnd, FlowEnd, Value]] = {}
         for producer, reader, value in self.edges:
             if reader not in self._light:
@@ -154,7 +154,7 @@ class Flows:
         return (f"{_RESULTS}{k}",)
 
     def _results(self, edges: Sequence[Edge]) -> tuple[Card, ...]:
-        """What the program returns, one card a lane."""
+        """The program's results, one card per lane."""
         cards = []
         for edge in edges:
             if edge.end.startswith(_RESULTS):

@@ -1,4 +1,4 @@
-"""The calls that led to a node, as a reader of the source knows them; and the turns of loops, told apart by the order of calls.
+"""The calls that led to a node, as a reader of the source knows them; and the turns of loops, distinguished by the order of calls.
 
 Libraries that put no scopes into programs are read this way: which function called which, on which line.
 """
@@ -47,7 +47,7 @@ def _frames(traceback: Any) -> tuple[Source, ...]:
 
 
 def spoken(function: str) -> str:
-    """A function's name as one says it: "Block" for `Block.__call__`, "" for what has no name of its own."""
+    """A function's name as people write it: "Block" for `Block.__call__`, "" for a function without a name of its own."""
     parts = [p for p in function.split(".") if not p.startswith("<")]
     while parts and parts[-1] in _NOBODY:
         parts.pop()

@@ -1,4 +1,4 @@
-"""What a program costs with its sites fused, node by node of the program as written, and what is said of each site then."""
+"""The cost of a program with its sites fused, node by node of the program as written, and the lines about each site."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def fused_amounts(
     A site that runs what XLA runs anyway changes nothing, and costs what it costs as written.
     Operations are those of the program as written.
 
-    A fused site moves what its ops move in the fused program; where these cannot be told from others, what comes from outside read
-    once and what is read outside written once. All of it is counted at one of the site's nodes.
+    A fused site moves what its ops move in the fused program; where these cannot be identified, its inputs from outside count as read
+    once and its results read outside as written once. All of it is counted at one of the site's nodes.
 
     Args:
       written: node id -> its cost as written.

@@ -35,7 +35,7 @@ class Group:
 
     @property
     def opens(self) -> bool:
-        """Whether there is more to see inside than its name says."""
+        """Whether its inside shows more than its name."""
         return len(self.children) > 1
 
 
@@ -48,7 +48,7 @@ def grouped(
       items: in program order.
       depth: how many names of the scope the level has used up.
       turned: whether these are one turn of a loop, in which no turns are looked for again.
-      calls: calls that lead to the level; what was called otherwise stands by itself. () takes those that all share.
+      calls: calls that lead to the level; nodes that were called otherwise stay single. () takes the calls that all share.
     """
     out: list[Group | Item] = []
     scopes: dict[str, Group] = {}
@@ -74,7 +74,7 @@ def _plain(scope: str) -> str:
 
 
 def _inside(items: list[Item], depth: int, turned: bool = False) -> list[Group | Item]:
-    """What is in a group: a single group in it is no level of its own."""
+    """The content of a group: a single inner group is not a separate level."""
     found = grouped(items, depth, turned)
     while len(found) == 1 and isinstance(found[0], Group):
         found = found[0].children
@@ -113,7 +113,7 @@ def _is_own_work(calls: Sequence[Call]) -> bool:
 
 
 def _inside_and_outside(items: list[Item], depth: int, turned: bool, calls: tuple[Source, ...]) -> list[Group | Item]:
-    """What these calls lead to, grouped; what was called otherwise as it is."""
+    """The nodes that these calls lead to, grouped; nodes called otherwise stay as they are."""
     out: list[Group | Item] = []
     for inside, found in groupby(items, key=lambda i: i.frames[: len(calls)] == calls):
         run = [*found]

@@ -1,7 +1,7 @@
 """Which of several equal layers an item is in, where the program's scopes do not say: the parameters that it reads do.
 
 Libraries that put no scopes into programs, or classes instead of instances, still hold their parameters by place: what reads
-`blocks[3].q.kernel` is in `blocks[3]`, and so is what stands between two such readers.
+`blocks[3].q.kernel` is in `blocks[3]`, and so is everything between two such readers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _meet(each: Sequence[set[tuple[str, ...]]]) -> bool:
 
 
 def _fill(items: Sequence[Item], anchors: Sequence[str], reading: Sequence[Collection[str]]) -> None:
-    """Anchored items, and what stands between two of one layer, are of that layer; what stands between two layers is cut where
+    """Anchored items, and items between two of one layer, belong to that layer; items between two layers are cut where
     the first layer begins: what comes right before its first parameter comes so before each layer's."""
     places = [i for i, a in enumerate(anchors) if a]
     if not places:

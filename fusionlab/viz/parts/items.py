@@ -1,4 +1,4 @@
-"""What a reader takes for one thing: a site, a region, or an operation with the casts, reshapes, masks and literals that it reads."""
+"""Units of a picture: a site, a region, or an operation with the casts, reshapes, masks and literals that it reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECOMPUTED = "recomputed"
 class Item:
     """One thing: its nodes in program order, and the site that it is.
 
-    `main` is its heaviest node, which says where it stands; `sites` are those it is counted for, drawn as it or not; `instance` is the
+    `main` is its heaviest node, which sets its place; `sites` are those it is counted for, drawn as it or not; `instance` is the
     layer it is in ("blocks[3]"), where scopes do not say that.
     """
 
@@ -72,7 +72,7 @@ def items_of(nodes: Sequence[Node], sites: Collection[Found], weights: Mapping[i
     Args:
       nodes: in program order.
       sites: those that have nodes here; earlier ones are drawn where two want the same node, the other one is only counted.
-      weights: node id -> what it costs; the heaviest of an item says where it stands.
+      weights: node id -> what it costs; the heaviest node of an item sets its place.
     """
     gathering = _Gathering(nodes, weights)
     gathering.take_sites(sites)
@@ -108,7 +108,7 @@ class _Gathering:
                 self.item_of[here[0]].sites.append(site)
 
     def take_work(self) -> None:
-        """An item for each node that computes; what is only kept for the backward pass is told with what it is made of."""
+        """An item for each node that computes; a value that is only kept for the backward pass belongs to the item of its operands."""
         for node in self.nodes:
             if node.id in self.item_of or is_light(node):
                 continue
@@ -119,7 +119,7 @@ class _Gathering:
                 self._begin([node])
 
     def take_light(self) -> None:
-        """What only moves data goes into the first item that reads it; what nothing here reads, into what it reads."""
+        """Nodes that only move data join the first item that reads them; those without a reader here join the item they read."""
         for node in reversed(self.nodes):
             item = self._reader(node) if node.id not in self.item_of else None
             if item is not None:
@@ -164,7 +164,7 @@ class _Gathering:
 
 
 def _is_told_with(node: Node, item: Item) -> bool:
-    """Whether a node that nothing reads here says nothing by itself: work of the same function on what the item made."""
+    """Whether a node that nothing reads here carries no information: work of the same function on what the item made."""
     if is_region(node) or node.primitive in ALONE:
         return False
     last, own = frames_of(node)[-1:], item.frames[-1:]

@@ -1,4 +1,4 @@
-"""What a card is called: a name one can say aloud, never an id, a count of nodes or the name of a wrapper."""
+"""Names of cards: readable aloud, never an id, a count of nodes or the name of a wrapper."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lines_text(sources: Iterable[Source]) -> str:
 
 
 def parameter_name(path: str) -> str:
-    """An argument's path as one says it, without the container that it stands in: "params['blocks'][3]['q']" -> "blocks[3].q"."""
+    """An argument's path as people write it, without its container: "params['blocks'][3]['q']" -> "blocks[3].q"."""
     path = _INDEX.sub(lambda m: f"[{m[2]}]" if m[2].isdigit() else f".{m[2]}", path)
     path = re.sub(r"\.(?:value|raw_value)\b", "", path)
     return path.partition(".")[2] or path

@@ -1,4 +1,4 @@
-"""What parts and items of one graph are called: parameters, gradients and residuals by what reads and makes them."""
+"""Names of the parts and items of one graph: parameters, gradients and residuals are named by their readers and makers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Naming:
 
         Args:
           item: the thing.
-          siblings: what stands beside it; a residual is named by the part that makes it.
+          siblings: its neighbours; a residual is named by the part that makes it.
           parent: the name of the part around it.
         """
         if item.is_region and item.site is None:
@@ -108,7 +108,7 @@ class Naming:
 
     @functools.cached_property
     def _weights(self) -> dict[Any, list[tuple[str, tuple[int, ...]]]]:
-        """Where a product of the forward pass stands -> the parameters it multiplies by, with their sizes."""
+        """Place of a product of the forward pass -> the parameters it multiplies by, with their sizes."""
         found: dict[Any, list[tuple[str, tuple[int, ...]]]] = {}
         for node in self.graph.nodes():
             if node.primitive not in PRODUCTS or self.phases.get(node.id) == BACKWARD:
@@ -131,7 +131,7 @@ class Naming:
 
     # Residuals ---------------------------------------------------------------------------------------------------------
     def _residual(self, item: Item, siblings: Sequence[Group | Item], parent: str) -> str:
-        """ "x + attention" for an addition of equal shapes to which a part beside it gives one operand; "" for anything else."""
+        """ "x + attention" for an addition of equal shapes to which a neighbouring part gives one operand; "" for anything else."""
         if item.site is not None or not self._adds_equals(item):
             return ""
         makers = {*self.flows.makers(item.main.id)}

@@ -1,4 +1,4 @@
-"""What single nodes are to a reader: a product, work, or only a view, a cast or a mask of what others made."""
+"""The kinds of single nodes: a product, other work, or only a view, a cast or a mask of another node's result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COMPARISONS = having("order") | {"eq", "and"}  # what masks are made of
 
 
 def is_light(node: Node) -> bool:
-    """Whether a node only moves, converts or makes up data: it is told with what reads it."""
+    """Whether a node only moves, converts or makes up data: it is shown with its reader."""
     return not is_region(node) and (node.primitive in _LAYOUT or node.primitive in _COMPARISONS)
 
 

@@ -1,4 +1,4 @@
-"""Which rows a picture has: a module, its backward pass and its update stand in one."""
+"""The rows of a picture: a module, its backward pass and its update share one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _tops(
     leading: Sequence[Top] | None,
     inner: tuple[Source, ...],
 ) -> list[Top]:
-    """The outermost groups of a lane. The first lane says which groups are looked through (`dissolved`), the others follow."""
+    """The outermost groups of a lane. The first lane decides which groups are dissolved (`dissolved`), the others follow."""
     tops = _keyed(grouped(items, calls=inner), (), leading)
     total = sum(weights[n.id] for i in items for n in i.nodes) or 1
     through = _looked_through(tops, total, weights, dissolved, leading)
@@ -97,7 +97,7 @@ def _tops(
 def _looked_through(
     tops: Sequence[Top], total: int, weights: Mapping[int, int], dissolved: set[Key], leading: Sequence[Top] | None
 ) -> frozenset[Key]:
-    """Keys of the groups in whose place stands what is in them; the first lane adds to those of all lanes."""
+    """Keys of the groups that are replaced by their content; the first lane adds to those of all lanes."""
     if leading is None:
         dissolved |= _come_again(tops) | {key for key, group in tops if _wraps(group, total, weights)}
     return frozenset(key for key, group in tops if key in dissolved and _dissolves(group))
@@ -114,7 +114,7 @@ def _inside(top: Top, leading: Sequence[Top] | None) -> list[Top]:
 
 
 def _named_by(group: Group, inside: list[Top]) -> list[Top]:
-    """ "3" says nothing without what it is the third of."""
+    """ "3" means nothing without the name of what it counts."""
     for _, part in inside:
         if part.label.isdigit():
             part.label = f"{group.label}[{part.label}]"
@@ -145,7 +145,7 @@ def _wraps(group: Group, total: int, weights: Mapping[int, int]) -> bool:
 
 
 def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | None) -> list[Top]:
-    """Groups with their keys; what stands alone on lines of one function is a group of those lines."""
+    """Groups with their keys; single items on lines of one function form a group of those lines."""
     out: list[Top] = []
     lines = _lines(leading or ())
     for part in found:
@@ -162,7 +162,7 @@ def _keyed(found: Sequence[Group | Item], outer: Key, leading: Sequence[Top] | N
 
 
 def _take_line(out: list[Top], item: Item, outer: Key, lines: Mapping[tuple[str, int], Key]) -> None:
-    """Adds an item that stands alone to the group of lines before it, or begins one."""
+    """Adds a single item to the group of lines before it, or begins one."""
     function, line = (item.frames[-1].function, item.frames[-1].line) if item.frames else ("", 0)
     last = out[-1] if out else None
     key = lines.get((function, line))
@@ -204,7 +204,7 @@ def _add(group: Group, item: Item) -> None:
 
 
 def _merged(tops: Sequence[Top]) -> list[Top]:
-    """Each key once: what comes again later stands with the first."""
+    """Each key once: later occurrences join the first."""
     found: dict[Key, Group] = {}
     for key, group in tops:
         if key in found and found[key] is not group:
@@ -216,7 +216,7 @@ def _merged(tops: Sequence[Top]) -> list[Top]:
 
 
 def _updates(items: Sequence[Item], tops: Mapping[str, Sequence[Top]], flows: Flows) -> list[Top]:
-    """An update stands in the row of the gradient that it reads; a function whose work joins several rows is a row of its own."""
+    """An update is in the row of the gradient that it reads; a function whose work joins several rows is a row of its own."""
     label_of = {key: g.label for found in tops.values() for key, g in found}
     gradients = {nid: key for key, g in tops.get(BACKWARD, ()) for nid in ids_of(g)}
     rows = _rows_of_readers(items, _rows_read(items, gradients, flows), flows)
@@ -230,7 +230,7 @@ def _updates(items: Sequence[Item], tops: Mapping[str, Sequence[Top]], flows: Fl
 
 
 def _rows_read(items: Sequence[Item], gradients: Mapping[int, Key], flows: Flows) -> list[Key | None]:
-    """The row whose gradient each item reads, directly or not; None where there is none, `_SEVERAL` where there are more.
+    """The row whose gradient each item reads, directly or not; None if there is no such row, `_SEVERAL` if there are several.
 
     `gradients`: id of a node of the backward pass -> its row.
     """
@@ -249,7 +249,7 @@ def _one_of(read: set[Key | None]) -> Key | None:
 
 
 def _rows_of_readers(items: Sequence[Item], rows: Sequence[Key | None], flows: Flows) -> list[Key | None]:
-    """What reads no gradient (a decayed moment) stands in the row of what reads it."""
+    """An item that reads no gradient (a decayed moment) is in the row of its reader."""
     row_of = {nid: row for i, row in zip(items, rows, strict=True) for nid in i.ids}
     for item in reversed(items):
         if row_of[item.main.id] is None:

@@ -1,4 +1,4 @@
-"""Who reads what, looking through region boundaries."""
+"""The readers of values, across region boundaries."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FlowEnd = int | tuple[str, int]
 
 @dataclass(frozen=True, eq=False)
 class Flow:
-    """Who reads from whom; iterated over as (producer, reader, value), in program order.
+    """The pairs of maker and reader; iterated over as (producer, reader, value), in program order.
 
     Three lists rather than one of tuples: hundreds of thousands of tuples cost Python's garbage collector seconds.
     """
@@ -34,7 +34,7 @@ class Flow:
 
 
 def flow(graph: Graph) -> Flow:
-    """Who reads from whom, looking through region boundaries.
+    """The pairs of maker and reader, across region boundaries.
 
     A key is a node id, ("in", k) for the k-th argument of the program or ("out", k) for its k-th result.
     """

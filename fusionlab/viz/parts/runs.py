@@ -1,4 +1,4 @@
-"""Neighbours that are told together: work of one line as one box, equal parts as one stack; and few levels."""
+"""Neighbours that are shown together: work of one line as one box, equal parts as one stack; and few levels."""
 
 from __future__ import annotations
 

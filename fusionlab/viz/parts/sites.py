@@ -64,7 +64,7 @@ def _whole(graph: Graph, ids: Iterable[int]) -> frozenset[int]:
 
 
 def declined_backward(graph: Graph, found: Sequence[Found], backward: Collection[int]) -> Iterator[Found]:
-    """The backward passes of declined sites for which no record says where they are.
+    """The backward passes of declined sites, whose nodes no record lists.
 
     JAX gives a node of the backward pass the source line and scope of the node that it differentiates: those are taken that have the
     places of the site. Equal layers share their places; then the nodes fall into equal pieces, the last layer's first.

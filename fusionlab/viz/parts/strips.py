@@ -94,7 +94,7 @@ def stated(overview: Overview, marks: Mapping[str, Sequence[Mark]], applied: Col
 
 
 def site_of(item: Item) -> Site | None:
-    """The site that an item is, as its card says it while nothing is applied."""
+    """The site of an item, as its card shows it while nothing is applied."""
     if item.site is None:
         return _fused(item.main.primitive)
     record = item.site.record

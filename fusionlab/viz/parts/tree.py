@@ -62,7 +62,7 @@ class _Copies:
 class Maker:
     """Makes overviews of one graph.
 
-    What stands where is worked out once; showing another copy makes the card of its row anew, and a toggle changes only states.
+    The layout is worked out once; showing another copy makes the card of its row anew, and a toggle changes only states.
     """
 
     def __init__(
@@ -199,6 +199,6 @@ class Maker:
 
 
 def _shared(chains: Sequence[Chain]) -> Chain:
-    """What all of them begin with."""
+    """Their common prefix."""
     columns = zip(*chains, strict=False)
     return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))

@@ -263,7 +263,7 @@ def keep_of(p, key, rate=1 - RATE):
 
 RBG = jax.random.key(3, impl="rbg")
 LEFT = {
-    "another generator": (SPELLINGS["selected"], RBG, "drawn of a key<rbg>"),
+    "another generator": (SPELLINGS["selected"], RBG, "drawn from a key<rbg>"),
     "what is dropped": (lambda p, key: jnp.where(keep_of(p, key), 0.0, p), KEY, None),
     "the mask's contrary": (lambda p, key: jnp.where(~keep_of(p, key), p, 0.0), KEY, "True where an entry is dropped"),
     "the contrary as a factor": (lambda p, key: p * (1.0 - keep_of(p, key)), KEY, ""),
@@ -276,44 +276,44 @@ LEFT = {
     "a probability for each entry": (
         lambda p, key: jnp.where(bernoulli(key, jnp.linspace(0.3, 0.9, S), p.shape), p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "a traced probability": (lambda p, key: jnp.where(bernoulli(key, jnp.mean(p), p.shape), p, 0.0), KEY, ""),
     "another range": (
         lambda p, key: jnp.where(jax.random.uniform(key, p.shape, minval=-1.0) < 0.4, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "up to the probability": (
         lambda p, key: jnp.where(jax.random.uniform(key, p.shape) <= 0.7, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "above the probability": (
         lambda p, key: jnp.where(jax.random.uniform(key, p.shape) > 0.7, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "a multiple of the number drawn": (
         lambda p, key: jnp.where(2 * jax.random.uniform(key, p.shape) < 1.4, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "a number drawn in bfloat16": (
         lambda p, key: jnp.where(jax.random.uniform(key, p.shape, jnp.bfloat16) < 0.7, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "a number rounded to bfloat16": (
         lambda p, key: jnp.where(jax.random.uniform(key, p.shape).astype(jnp.bfloat16) < 0.7, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
-    "more bits": (lambda p, key: jnp.where(bernoulli(key, 0.7, p.shape, mode="high"), p, 0.0), KEY, "not, to the bit"),
+    "more bits": (lambda p, key: jnp.where(bernoulli(key, 0.7, p.shape, mode="high"), p, 0.0), KEY, "not bit for bit"),
     "a normal number": (
         lambda p, key: jnp.where(jax.random.normal(key, p.shape) < 0.7, p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
     "heads before batch": (
         lambda p, key: jnp.where(jnp.swapaxes(bernoulli(key, 0.7, (N, B, T, S)), 0, 1), p, 0.0),
@@ -329,12 +329,12 @@ LEFT = {
     "a part of a larger draw": (
         lambda p, key: jnp.where(bernoulli(key, 0.7, (B, N, T, S + 1))[..., :S], p, 0.0),
         KEY,
-        "broadcast by what it meets",
+        "broadcast against another operand",
     ),
     "a key for each batch entry": (
         lambda p, key: jnp.where(jax.vmap(lambda k: bernoulli(k, 0.7, p.shape[1:]))(jax.random.split(key, B)), p, 0.0),
         KEY,
-        "not, to the bit",
+        "not bit for bit",
     ),
 }
 

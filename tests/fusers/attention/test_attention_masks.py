@@ -113,7 +113,7 @@ def test_masks_with_different_fills_are_declined():
     fn = attention(lambda s, m, k: jnp.where(k, jnp.where(m, s, -1e9), -1e30))
     (rejection,) = fl.find(fn, Q, K, V, SEEN, KEYS, passes=ATTENTION).rejections
     assert rejection.code == "mask"
-    assert "its masks put different scores (-1e+30, -1e+09)" in rejection.sentence
+    assert "its masks fill with different scores (-1e+30, -1e+09)" in rejection.sentence
 
 
 def test_a_bias_added_to_masked_scores_is_declined_unless_they_are_minus_infinity():
@@ -289,7 +289,7 @@ def test_a_causal_mask_made_outside_a_loop_is_told_and_taken_as_data():
     (site,) = found.candidates
     assert site.concepts == ("attention", "attention_causal")
     assert "mask0" in site.leaves
-    assert any("its mask is causal, but made outside the loop" in note for note in site.notes)
+    assert any("its mask is causal but computed outside the loop" in note for note in site.notes)
 
 
 def test_a_finite_mask_outside_a_causal_one_of_minus_infinity_is_declined():
@@ -297,7 +297,7 @@ def test_a_finite_mask_outside_a_causal_one_of_minus_infinity_is_declined():
     fn = attention(lambda s, m: jnp.where(m, jnp.where(CAUSAL, s, -jnp.inf), -1e9))
     (rejection,) = fl.find(fn, Q, K, V, SEEN, passes=ATTENTION).rejections
     assert rejection.code == "mask"
-    assert "its masks put different scores" in rejection.sentence
+    assert "its masks fill with different scores" in rejection.sentence
     blind = jnp.zeros((6, 7), bool)
     np.testing.assert_allclose(fl.fuse(fn)(Q, K, V, blind), fn(Q, K, V, blind), rtol=1e-5, atol=1e-6)
 

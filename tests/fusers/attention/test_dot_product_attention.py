@@ -117,7 +117,7 @@ def test_a_factor_on_the_values_or_the_result_stays_outside_the_site(name):
 def test_a_factor_on_the_weights_is_declined():
     rejection = declined(lambda q, k, v: einsum_form(q, k, v, softmax=lambda s: 2 * jax.nn.softmax(s)), Q, K, V)
     assert rejection.code == "structure"
-    assert "carries a factor that the values do not" in rejection.sentence
+    assert "has a factor that the values do not have" in rejection.sentence
 
 
 def test_bf16_with_a_softmax_in_f32_is_a_site():

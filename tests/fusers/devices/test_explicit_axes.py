@@ -106,11 +106,11 @@ def test_what_was_found_on_no_mesh_is_applied_where_one_is_set(mesh):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("asked_summed", "which the fused op's own product cannot be asked for"),
+        ("asked_summed", "which cannot be requested of the fused op's own product"),
         ("asked_scattered", "asks for P('d'"),
         ("moved_before_the_bias", "= reshard (explicit.py"),
         ("moved_before_the_activation", "says where the sum with the bias lies"),
-        ("queries", "JAX does not type it: Contracting dimensions are sharded"),
+        ("queries", "JAX cannot type it on these explicit mesh axes: Contracting dimensions are sharded"),
     ],
 )
 def test_a_decline_names_the_operation_and_what_to_do(mesh, name, told):

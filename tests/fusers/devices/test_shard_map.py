@@ -54,6 +54,6 @@ def test_a_site_whose_operand_is_owed_a_sum_is_declined():
     reduced = next(v for n in block.nodes for v in n.outputs if has_pending_sums(v.aval))
     (reader, *_) = block.users[reduced.id]
     region = Region(block, reader.outputs[0], {"x": reduced}, (reader,), ())
-    with pytest.raises(Declined, match="still to be summed") as declined:
+    with pytest.raises(Declined, match="has yet to be summed") as declined:
         check_fit(region)
     assert declined.value.code == "region"

@@ -170,7 +170,7 @@ def test_a_gradient_of_an_inner_value_that_is_returned_declines_the_site_and_nam
     found = fl.find(step, W, B, jnp.cos(X))
     (problem,) = found.rejections
     assert problem.code == "escapes"
-    assert "cannot be fused with that either" in problem.sentence
+    assert "cannot be fused with its backward pass either" in problem.sentence
     assert problem.backward.stays
     assert [c.formula for c in found.candidates] == ["x @ w + b"]  # the linear part, which nothing reads inside
     assert found.candidates[0].backward.stays is None

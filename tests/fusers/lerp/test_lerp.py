@@ -171,4 +171,4 @@ def test_a_number_in_float64_is_taken_to_twelve_digits_and_says_so():
     with jax.enable_x64(True):
         x, y = (a.astype(jnp.float64) for a in (X, Y))
         (site,) = fl.find(lambda x, y: x + (1 / 3) * (y - x), x, y, passes="lerp").candidates
-        assert site.notes == ("the number w is taken to 12 digits",)
+        assert site.notes == ("the number w is read to 12 digits",)

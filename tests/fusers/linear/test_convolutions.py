@@ -69,6 +69,18 @@ def test_in_float64_its_values_and_gradients_are_the_programs_to_the_last_digits
         assert found_in(fn, tuple(jnp.asarray(np.asarray(a, np.float64)) for a in args)) == [act]
 
 
+@pytest.mark.dear
+def test_in_a_train_step_whose_backward_pass_reverses_the_window_it_is_fused_at_sizes_that_are_reduced():
+    def loss(w, b, x):
+        return jnp.sum(jnp.sin(jax.nn.gelu(conv(x, w, NHWC, padding="SAME") + b)))
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1, 1, 64, 256), (256,), (32, 14, 14, 64))]
+    found = fl.find(jax.grad(loss, argnums=(0, 1, 2)), *shapes, passes="gemm_epilogue")
+    assert not found.rejections
+    assert found.counts()["gemm_epilogue"] == found.counts()["gemm_epilogue_grad"] == 1
+    assert any(n.primitive == "rev" for n in found.graph.nodes())
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_differentiated_scanned_and_mapped_it_is_found_and_right(name):
     fn, (x, *rest), act = arguments(name)

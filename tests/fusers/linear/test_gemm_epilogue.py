@@ -449,7 +449,7 @@ def test_a_bias_that_a_loop_is_given_broadcast_is_told():
     found = fl.find(loop, *normal((5, 4)), passes="gemm_epilogue")
     (rejection,) = found.rejections
     assert (rejection.code, rejection.concepts) == ("bias", ("linear",))
-    assert "given broadcast to every row" in rejection.sentence
+    assert "was broadcast to every row before the surrounding loop" in rejection.sentence
 
 
 def test_rows_that_repeat_themselves_are_rows():

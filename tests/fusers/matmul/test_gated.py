@@ -91,7 +91,7 @@ def test_a_pair_is_one_call(name):
 def test_of_16_bits_it_is_rounded_once_and_says_so():
     site = agree(FORMS["silu"], HX, HW, HV)
     assert site.notes == (
-        "x @ w, its activation and x @ v are not rounded to bfloat16 on the way: float32, rounded once at the end",
+        "x @ w, its activation and x @ v stay in float32 and are rounded to bfloat16 once, at the end",
     )
     exact = FORMS["silu"](*(np.asarray(a, np.float64) for a in (HX, HW, HV)))
     errors = [
@@ -205,7 +205,7 @@ def test_the_kernel_is_one_launch_and_the_pair_no_product(emulator):
 def test_the_routes_say_who_has_the_products():
     rows = list(find(feed_forward, HX, HW, HV, HD, passes=KERNEL, device="sm_90").routes())
     assert [(row.tag, row.formula) for row in rows] == [("kernel", "silu(x @ w) * (x @ v)")] * 2 + [("xla", "a @ b")]
-    assert rows[0].reason == "claimed by gated_matmul, cuda: asked for where it can run"
+    assert rows[0].reason == "claimed by gated_matmul, cuda: named by `prefer`, and it can run"
     assert {row.site for row in rows[:2]} == {"gated_matmul@#1"}
     assert not rows[2].reason
 
@@ -246,7 +246,7 @@ def test_what_was_measured_faster_is_taken_by_default(monkeypatch, tmp_path):
         found = find(feed_forward, x, w, w, d, passes=None, device="sm_90")
         assert [c.op for c in found.candidates] == ["gated_matmul" if name == "cuda" else "gemm_epilogue"]
         assert not [r for r in found.rejections if r.pass_name == "gated_matmul"]
-    assert "measured: cuda 1 us" in pairs(found)[0].backend.reason
+    assert "measured: cuda 1 µs" in pairs(found)[0].backend.reason
     assert not pairs(find(feed_forward, x, w, w, d, passes=None))  # on a CPU nothing was measured
 
 

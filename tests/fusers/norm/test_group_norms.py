@@ -299,8 +299,8 @@ def test_what_has_a_threshold_is_told_by_it(name):
     """Numbers do not tell it: no variance of theirs is near it."""
     (rejection,) = fl.find(NEAR[name], IMAGE, passes=NORM).rejections
     assert rejection.code in ("structure", "custom_rule", "named_residual")
-    assert "which the fused op has not" in rejection.sentence
-    assert "take mean and variance as they are" in rejection.edit
+    assert "which the fused op does not have" in rejection.sentence
+    assert "use mean and variance unchanged" in rejection.edit
 
 
 @pytest.mark.parametrize("name", NEAR)
@@ -311,7 +311,7 @@ def test_what_is_nearly_one_is_not_taken(name):
         return
     assert not found.candidates
     (rejection,) = found.rejections
-    assert "where the channels stand last" not in rejection.sentence  # they do
+    assert "if the channels are the last axis" not in rejection.sentence  # they are
 
 
 FIRST = {
@@ -335,8 +335,8 @@ def test_its_rejection_says_what_it_is_and_what_is_taken():
         found = fl.find(program, x, passes=NORM)
         assert codes(found) == ["axes"]
         (rejection,) = found.rejections
-        assert "is of a GroupNorm, of 4 groups of 6 channels" in rejection.sentence
-        assert "where the channels stand last" in rejection.sentence
+        assert "belongs to a GroupNorm with 4 groups of 6 channels" in rejection.sentence
+        assert "if the channels are the last axis" in rejection.sentence
         assert rejection.concepts == ("group_norm",)
         assert "group_norm(x, scale, bias, groups=4)" in rejection.edit
 

@@ -456,7 +456,7 @@ def test_what_is_no_norm_is_not_mentioned(name):
 )
 def test_rows_of_length_one_are_told_from_those_of_mean_square_one(length):
     (told,) = fl.find(lambda x: x / length(x), X, passes=NORM).rejections
-    assert (told.code, "a sum of squares that nothing divides" in told.sentence) == ("scalar", True)
+    assert (told.code, "the root of a sum of squares, not of their mean" in told.sentence) == ("scalar", True)
     assert "jnp.mean" in told.edit
 
 

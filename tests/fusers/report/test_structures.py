@@ -370,7 +370,7 @@ def test_a_gated_pair_whose_weights_are_packed_in_one_product(name):
     fn = PACKED[name]
     found = fl.find(fn, X)
     assert [r.code for r in found.rejections if r.pass_name == "gemm_epilogue"] == ["activation"]
-    assert "packed in one" in str(found.rejections[0])
+    assert "packed into one" in str(found.rejections[0])
     step = jax.value_and_grad(lambda x: fn(x).sum())
     scanned = lambda x: jax.lax.scan(lambda s, row: (s + fn(row).sum(), None), 0.0, x[None])[0]  # noqa: E731
     for form in (fn, step, scanned, jax.vmap(fn)):

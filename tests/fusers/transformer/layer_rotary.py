@@ -197,16 +197,16 @@ def misses() -> Iterator[Miss]:
         build = partial(encode_program, how, tables(length=S), layers=1)
         return Miss(f"rotary_{name}", build, ENCODER, code, says)
 
-    yield miss("of_queries", turning(Parts(), by_width, "q"), "only the queries are turned")
-    yield miss("of_keys", turning(Parts(), by_width, "k"), "only the keys are turned")
+    yield miss("of_queries", turning(Parts(), by_width, "q"), "is applied only to the queries")
+    yield miss("of_keys", turning(Parts(), by_width, "k"), "is applied only to the keys")
     yield miss("of_values_too", turning(Parts(), by_width, "qkv"), "values are changed")
     yield miss("backwards", turning(Parts(), backwards), "rotary embedding in another form")
     yield miss("exchanged", turning(Parts(), exchanged), "rotary embedding in another form")
-    yield miss("of_neighbours", turning(Parts(), neighbours), "pairs of neighbours")
+    yield miss("of_neighbours", turning(Parts(), neighbours), "pairs neighbouring features")
     yield miss("in_part", turning(Parts(), in_part), "rotary embedding in another form")
     each = jax.tree.map(lambda a: a[:, None] * jnp.arange(1, H + 1)[:, None], tables(length=S))
     of_heads = partial(encode_program, turning(Parts(), heads_of_their_own), each, layers=1)
-    yield Miss("rotary_of_each_head", of_heads, ENCODER, "rotary", "tables of their own")
+    yield Miss("rotary_of_each_head", of_heads, ENCODER, "rotary", "tables of its own")
     later = turning(Parts(), by_width, keys=lambda x, cos, sin: by_width(x, sin, cos))
     shifted = turning(Parts(), by_positions, keys=lambda x, at, zero: by_positions(x, at + 1, zero))
     yield Miss(
@@ -216,4 +216,4 @@ def misses() -> Iterator[Miss]:
         "rotary",
         "different tables",
     )
-    yield miss("of_other_tables", later, "turned by different tables")
+    yield miss("of_other_tables", later, "use different tables")

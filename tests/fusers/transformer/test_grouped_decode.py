@@ -86,7 +86,8 @@ def test_grouped_heads_without_an_axis_of_positions_are_declined_with_the_edit(n
     group = SPELLINGS[name].get("group", 2)
     assert told.code == "axes"
     assert (
-        f"queries of one position, {group} heads of them for each head of keys on an axis of their own" in told.sentence
+        f"the queries of one position keep the {group} heads that share a head of keys on a separate axis"
+        in told.sentence
     )
     assert told.pass_name.endswith("_fuse_qkv") == SPELLINGS[name].get("packed", False)
     assert f"jnp.repeat(k, {group}, axis=...)" in str(told.edit)

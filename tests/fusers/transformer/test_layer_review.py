@@ -239,7 +239,7 @@ def plain(w, x, causal=False):
 
 def test_values_of_another_size_than_keys_are_declined():
     args = plain_weights(16, 4, 4, 24, value_size=6), parts.inputs(3, 8, 16)
-    declined(plain, args, "structure", "the op does not take it: ")
+    declined(plain, args, "structure", "the op does not accept it: ")
 
 
 def test_sizes_that_the_op_takes_are_found():
@@ -255,7 +255,7 @@ def test_a_result_of_another_dtype_than_the_input_is_declined():
         return parts.layer_norm(p, "norm2", (x + parts.mlp(p, x)).astype(jnp.float32))
 
     args = parts.of_dtype((parts.params(), parts.inputs()), BF16)
-    declined(fn, args, "dtype", "the op would give bfloat16")
+    declined(fn, args, "dtype", "the op would return bfloat16")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -340,7 +340,7 @@ def test_queries_and_keys_that_are_turned_together_by_tables_of_their_own_are_de
 
     tables = [random(*shape, parts.D // (2 if turn is halves_turned else 1)) for _ in range(2)]
     fn, args = rotary.encode_program(Parts(project=project), tuple(tables), layers=1)
-    declined(fn, args, "rotary", "tables of their own")
+    declined(fn, args, "rotary", "tables of its own")
 
 
 def found_and_close(fn, args, count, tolerance=1e-5, kind=ENCODER, passes=PASSES):

@@ -85,27 +85,27 @@ MISSES = {  # name -> (layer, code, what its sentence says)
     "a part of the devices": (
         changed(mlp=lambda p, h: lax.psum_scatter(inner(p, h) @ p["down"], "tp", scatter_dimension=2, tiled=True)),
         "region",
-        "reduce_scatter is no sum over all devices",
+        "reduce_scatter is not a sum over all devices",
     ),
     "the sum of a multiple": (
         changed(mlp=lambda p, h: lax.psum(2 * (inner(p, h) @ p["down"]), "tp") + p["down_bias"]),
         "scalar",
-        "what is summed over tp is the product times 2",
+        "the value summed over tp is the product times 2",
     ),
     "the mean of a part": (
         changed(out=lambda p, m: lax.psum(m @ p["out"] / 4, "tp") + p["out_bias"]),
         "scalar",
-        "what is summed over tp is the product times 0.25",
+        "the value summed over tp is the product times 0.25",
     ),
     "the attention is not summed": (
         changed(out=lambda p, m: parts.linear(p, "out", m)),
         "region",
-        "the output projection's result is not summed over tp, as the feed-forward's is",
+        "the output projection's result is not summed over tp, but the feed-forward's is",
     ),
     "the attention's is scattered": (
         changed(out=lambda p, m: lax.psum_scatter(m @ p["out"], "tp", scatter_dimension=2, tiled=True)),
         "region",
-        "reduce_scatter is no sum over all devices",
+        "reduce_scatter is not a sum over all devices",
     ),
     "what all devices have, gathered": (
         changed(out=lambda p, m: lax.all_gather(m @ p["out"], "tp").sum(0) + p["out_bias"]),
@@ -168,7 +168,7 @@ def test_products_of_more_bits_than_the_layer_has_are_summed_by_the_program(chec
     assert not found.candidates
     (one,) = found.rejections
     assert one.code == "rounding"
-    assert "devices sum products of float32, where the op has parts of the bfloat16" in one.sentence
+    assert "devices sum products in float32, where the op sums in bfloat16" in one.sentence
 
 
 def activated(p, h):

@@ -125,8 +125,8 @@ NEAR = {
     ),
     "a factor squared": (lambda p, y: y * y * p["s2"], feed_forward, "residual sum"),
     "a factor's inverse": (lambda p, y: y / p["s2"], feed_forward, "residual sum"),
-    "a sigmoid of what falls": (lambda p, y: y, lambda p, h: quick(p, h, -1.702), "no activation that the op knows"),
-    "a sigmoid of almost nothing": (lambda p, y: y, lambda p, h: quick(p, h, 1e-30), "no activation that the op knows"),
+    "a sigmoid of what falls": (lambda p, y: y, lambda p, h: quick(p, h, -1.702), "no activation known to the op"),
+    "a sigmoid of almost nothing": (lambda p, y: y, lambda p, h: quick(p, h, 1e-30), "no activation known to the op"),
     "a sigmoid that is stopped": (
         lambda p, y: y,
         lambda p, h: (u := h @ p["up"], u * lax.stop_gradient(jax.nn.sigmoid(1.702 * u)))[1] @ p["down"],
@@ -135,7 +135,7 @@ NEAR = {
     "a sigmoid of a number of the program": (
         lambda p, y: y,
         lambda p, h: quick(p, h, p["s1"][0]),
-        "no activation that the op knows",
+        "no activation known to the op",
     ),
     "a sigmoid along other axes": (
         lambda p, y: y,
@@ -179,7 +179,9 @@ def test_weights_of_16_bits_are_not_rounded_once_more(layer):
     p, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (P, X))
     found = fl.find(lambda p, x: layer(p, x, lambda q: q), p, x, passes=ENCODERS)
     assert not found.counts()["multi_transformer_encoder"]
-    assert any(r.code == "rounding" and "rounded once more" in r.sentence for r in found.rejections), found.rejections
+    assert any(r.code == "rounding" and "once more than the program does" in r.sentence for r in found.rejections), (
+        found.rejections
+    )
 
 
 def test_layers_with_such_factors_in_a_row_are_one_call():
@@ -248,4 +250,4 @@ def test_keys_whose_neighbours_are_turned_are_not_given_in_another_order():
 
     found = agree(layer, P, X, passes=ENCODERS, factor=16)
     assert found.counts()["multi_transformer_encoder"] == 0
-    assert any("pairs of neighbours are turned" in r.sentence for r in found.rejections), found.rejections
+    assert any("pairs neighbouring features" in r.sentence for r in found.rejections), found.rejections

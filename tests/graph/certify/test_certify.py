@@ -480,7 +480,7 @@ def test_a_leaf_binds_to_what_the_boundary_reads_through_views_but_not_through_c
 def test_a_value_that_is_no_leaf_stops_the_cut():
     block = trace(lambda x, w, b: x @ w + b, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in (X, W, B))).top
     view = CanonicalView(block)
-    with pytest.raises(Declined, match="is read inside the site but is none of its operands"):
+    with pytest.raises(Declined, match="is read inside the site but is not one of its operands"):
         cut(view, block.outputs[0], {"x": view.ref[block.inputs[0].id].nid})
 
 

@@ -107,7 +107,7 @@ def test_the_dearest_branch_of_a_cond_counts():
     assert costs.of(cond).flops == 2 * 2 * 8**3
     counted = {n.primitive: costs.nodes[n.id].trips for b in cond.blocks for n in b.nodes}
     assert counted == {"dot_general": 1, "add": 0}
-    assert "dearest of 2" in costs.notes[cond.id]
+    assert "most expensive of 2" in costs.notes[cond.id]
 
 
 def test_remat_and_custom_rules_cost_what_is_inside():
@@ -240,7 +240,7 @@ def test_nodes_as_one_kernel_read_what_is_outside_once_and_write_what_leaves():
     assert (one.flops, one.transcendentals) == (128, 64)
     first = costs.fused(ids[:2])  # what the exp reads leaves the kernel too
     assert (first.bytes_read, first.bytes_written) == (2 * X.nbytes, 2 * X.nbytes)
-    with pytest.raises(ArgumentError, match="needed some of one"):
+    with pytest.raises(ArgumentError, match="needed nodes of a single block"):
         costs.fused([])
 
 

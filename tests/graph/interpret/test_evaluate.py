@@ -303,6 +303,11 @@ def test_positions_that_mean_nothing_along_a_reduced_axis_are_refused(fn, said):
         at_reduced(fn, [(512, 8)], {512: 3})
 
 
+def test_an_axis_is_reversed_while_another_one_is_reduced():
+    got, (x,) = at_reduced(lambda x: lax.rev(x, (1,)), [(512, 8)], {512: 3})
+    np.testing.assert_array_equal(got, x[:, ::-1])
+
+
 def test_two_reduced_sizes_for_one_axis_size_are_refused():
     sizes = ReducedSizes({8: 2})
     sizes.learn(16, 4)

@@ -314,7 +314,7 @@ def test_effects_that_come_before_an_early_reader_come_in_their_order():
 
 def test_a_reader_with_effects_that_would_have_to_come_later_than_others_is_refused():
     graph = trace(with_effects([], late_is_read=True), X, W)
-    with pytest.raises(Declined, match="made after effects that follow from it"):
+    with pytest.raises(Declined, match="computed after side effects that depend on it"):
         region(graph.top)
 
 
@@ -328,7 +328,7 @@ def test_a_node_with_effects_inside_the_site_is_refused():
         return lax.scan(body, a, None, length=2)[0] @ w, a
 
     graph = trace(fn, X, W)
-    with pytest.raises(Declined, match="has effects beside its results"):
+    with pytest.raises(Declined, match="has side effects"):
         region(graph.top)
 
 

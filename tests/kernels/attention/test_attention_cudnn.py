@@ -88,7 +88,7 @@ def test_a_bias_runs_only_where_nothing_is_kept(on_hopper):
     text = program.trace(*shapes(), bias).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaScaleBiasSoftmax(" in text
     grad = jax.jit(jax.grad(lambda *a: program(*a).astype("float32").sum()))
-    with pytest.raises(BackendError, match="one statistic a row"):
+    with pytest.raises(BackendError, match="one statistic per row"):
         grad.trace(*shapes(), bias).lower(lowering_platforms=("cuda",))
 
 
@@ -282,7 +282,7 @@ def test_the_same_bits_every_time_leave_out_its_backward_alone():
     assert {role: found.implementation for role, found in routes().items()} == {"call": "cudnn", "cotangent": "cudnn"}
     found = routes(deterministic=True)
     assert {role: decision.implementation for role, decision in found.items()} == {"call": "cudnn", "cotangent": "cuda"}
-    assert "not cudnn: the same bits every time are asked for" in found["cotangent"].reason
+    assert "not cudnn: the same bits in every run are required" in found["cotangent"].reason
 
 
 def test_the_pass_hands_the_option_on():

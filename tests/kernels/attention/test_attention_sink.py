@@ -134,12 +134,12 @@ def test_the_others_refuse_it_and_say_so(name):
     operands = [shapes.get(slot) for slot in DOT_PRODUCT_ATTENTION.slots]
     verdicts = {v.name: v for v in DOT_PRODUCT_ATTENTION.backends(*operands, device="sm_90")}
     assert verdicts[name].verdict == "unavailable"
-    assert "a sink beside the scores" in verdicts[name].reason
+    assert "a sink next to the scores" in verdicts[name].reason
     assert verdicts["xla"].verdict == "same code"
     assert verdicts["xla_blockwise"].verdict == "possible"
     left = DOT_PRODUCT_ATTENTION.left_to_xla(*operands, device="sm_90")
     assert (left.kind, DOT_PRODUCT_ATTENTION.declines) == ("device", True)
-    assert "a sink beside the scores" in left.reason
+    assert "a sink next to the scores" in left.reason
 
 
 WRONG = {

@@ -109,7 +109,7 @@ def test_the_same_content_gives_the_same_bytes(file):
 
 def test_a_reason_names_every_rival_the_quickest_first():
     found = Choice("cublaslt", {"xla": 12.5, "cuda": 11.25, "cublaslt": 10.0}, {}, "the table for sm_90")
-    assert found.reason == "measured: cublaslt 10 us, cuda 11.25 us, xla 12.5 us (the table for sm_90)"
+    assert found.reason == "measured: cublaslt 10 µs, cuda 11.25 µs, xla 12.5 µs (the table for sm_90)"
 
 
 def test_where_the_plan_file_is(monkeypatch, tmp_path):
@@ -261,7 +261,7 @@ def test_a_damaged_plan_file_is_passed_over_and_added_to_by_nobody(file, content
     file.parent.mkdir()
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     known = Choices(file)
-    told = r"no plan file that FusionLab can read.*tune again, or remove the file"
+    told = r"not a plan file that FusionLab can read.*tune again, or remove the file"
     with pytest.warns(CacheWarning, match=told) as warned:
         assert known.lookup("sm_90", CASE) is None
     assert str(warned[0].message).startswith(str(file))
@@ -283,7 +283,7 @@ def test_a_folder_in_the_place_of_a_plan_file_is_named(file):
 def test_a_damaged_table_is_named(file):
     choices.TABLES.mkdir()
     (choices.TABLES / "sm_90.json").write_text("{")
-    with pytest.raises(ArgumentError, match=r"sm_90\.json is no plan file"):
+    with pytest.raises(ArgumentError, match=r"sm_90\.json is not a plan file"):
         Choices(file).lookup("sm_90", CASE)
 
 

@@ -136,7 +136,7 @@ def test_a_cpu_is_refused_with_the_reason(name):
         ({"precision": lax.Precision.HIGH}, {}, "precision HIGH"),
         ({"precision": (lax.Precision.HIGHEST, lax.Precision.HIGH)}, {}, "precision HIGH"),
         ({"precision": "BF16_BF16_F32"}, {}, "names an algorithm"),
-        ({"activation": "gelu_tanh"}, {"n": 12}, "N = 12 is no multiple of 8"),
+        ({"activation": "gelu_tanh"}, {"n": 12}, "N = 12 is not a multiple of 8"),
         ({}, {"m": 0}, "an operand is empty"),
     ],
 )
@@ -177,7 +177,7 @@ def test_a_measured_call_is_taken_with_both_times_as_its_reason(nothing_measured
     found = verdicts(*operands(), activation="relu")
     assert chosen(found) == ["cublaslt"]
     assert found["cublaslt"].verdict == "chosen"
-    assert found["cublaslt"].reason.startswith("measured: cublaslt 10 us, xla 12.5 us (plan file ")
+    assert found["cublaslt"].reason.startswith("measured: cublaslt 10 µs, xla 12.5 µs (plan file ")
     assert GEMM_EPILOGUE.choose(*operands(), device="sm_90", activation="relu") == "cublaslt"
     assert chooser.CHOICES.counters()["hits"] >= 2
 
@@ -187,7 +187,7 @@ def test_where_xla_won_the_fusion_stays_off_and_both_times_say_why(nothing_measu
     found = verdicts(*operands(), activation="relu")
     assert chosen(found) == ["xla"]
     assert found["xla"].verdict == "same code"
-    assert "measured: xla 10 us, cublaslt 12.5 us (plan file " in found["xla"].reason
+    assert "measured: xla 10 µs, cublaslt 12.5 µs (plan file " in found["xla"].reason
     assert found["cublaslt"].verdict == "possible"
     named = verdicts(*operands(), activation="relu", implementation="cublaslt")
     assert chosen(named) == ["cublaslt"]

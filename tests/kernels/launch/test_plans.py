@@ -166,7 +166,7 @@ def test_a_changed_source_gives_another_name_and_the_old_one_says_so(sources, fi
     assert plans.launch_plan_of(old) == plan
     (sources / file).write_text((sources / file).read_text() + "// changed\n")
     assert plans.plan_name(plan) != old
-    with pytest.raises(BackendError, match=r"one\.cu is another version here.*compile it again") as caught:
+    with pytest.raises(BackendError, match=r"one\.cu has another version here.*compile it again") as caught:
         plans.launch_plan_of(old)
     assert old in str(caught.value)
     assert plans.launch_plan_of(plans.plan_name(plan)) == plan
@@ -175,7 +175,7 @@ def test_a_changed_source_gives_another_name_and_the_old_one_says_so(sources, fi
 def test_a_source_that_is_gone_is_named(sources):
     old = plans.plan_name(KernelPlan("one.cu", (), ()))
     (sources / "one.cu").unlink()
-    with pytest.raises(BackendError, match=r"one\.cu is no kernel source of this installation"):
+    with pytest.raises(BackendError, match=r"one\.cu is not a kernel source of this installation"):
         plans.launch_plan_of(old)
 
 

@@ -321,7 +321,7 @@ def test_what_was_measured_decides_where_the_switch_is_not_set(monkeypatch):
     known = Choice("cublaslt", {"xla": 12.5, "cublaslt": 10.0}, {}, "a test")
     monkeypatch.setattr(type(MATMUL), "measured", lambda *_: known)
     assert asked("sm_90")[-1].route.tag == "evaluate"
-    assert "measured: cublaslt 10 us, xla 12.5 us" in asked("sm_90")[-1].sentence
+    assert "measured: cublaslt 10 µs, xla 12.5 µs" in asked("sm_90")[-1].sentence
     monkeypatch.setattr(type(MATMUL), "measured", lambda *_: dataclasses.replace(known, implementation="xla"))
     told = asked("sm_90")
     assert (told[0].code, told[-1].route.tag) == ("slower", "xla")

@@ -479,7 +479,7 @@ def test_the_kernels_are_taken_where_they_were_measured_faster():
     assert chosen((1024, 65536))[0] == "xla"
     for device in ("cpu", "sm_80", "sm_120"):
         assert chosen((32768, 1024), device)[0] == "xla"
-    assert "measured on sm_90 alone, not on sm_80" in chosen((32768, 1024), "sm_80")[1]
+    assert "measured on sm_90 only, not on sm_80" in chosen((32768, 1024), "sm_80")[1]
     assert chosen((32768, 1024), dtype="float32")[0] == "cuda"
 
 

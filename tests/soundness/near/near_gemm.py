@@ -122,11 +122,11 @@ BIAS = (
     near("a bias of one entry", "bias", ends_in(relu), (X, W, B[:1]), says="adds"),
     near(
         "a bias of rows and features", "bias", lambda x, w, b: relu(x @ w + b), normal((2, 3, 4), (4, 5), (3, 5)),
-        says="no bias along the output features",
+        says="not a bias along the output features",
     ),
     near(
         "a bias of each batch entry", "bias", lambda x, w, b: relu(x @ w + b), normal((2, 3, 4), (4, 5), (2, 1, 5)),
-        says="no bias along the output features",
+        says="not a bias along the output features",
     ),
     near(
         "bias subtracted", "bias", lambda x, w, b: relu(x @ w - b), says="subtracts",
@@ -139,11 +139,11 @@ BIAS = (
 
 RESHAPED = (
     near("a bias of the rows behind a reshape", "bias", lambda x, w, b: relu((x @ w).reshape(2, 3, 10) + b[:, None]),
-         (X, W, normal((3,))[0]), says="behind", edit="add the bias to the product as it is", mapped=(0,)),
+         (X, W, normal((3,))[0]), says="after", edit="add the bias to the product itself", mapped=(0,)),
     near("a reshape that mixes rows and features", "bias", lambda x, w, b: relu((x @ w).reshape(10, 6) + b),
-         (X, W, normal((6,))[0]), says="behind", edit="add the bias to the product as it is", mapped=(0,)),
+         (X, W, normal((6,))[0]), says="after", edit="add the bias to the product itself", mapped=(0,)),
     near("a bias of a part of the features behind a reshape", "bias", lambda x, w, b: relu((x @ w).reshape(6, 2, 5) + b),
-         (X, W, normal((5,))[0]), says="behind", edit="add the bias to the product as it is", mapped=(0,)),
+         (X, W, normal((5,))[0]), says="after", edit="add the bias to the product itself", mapped=(0,)),
     near("a name before a reshape", "named_residual", lambda x, w, b: relu(checkpoint_name(x @ w + b, "h").reshape(-1)), also=LINEAR),
 )  # fmt: skip
 

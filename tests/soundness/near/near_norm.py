@@ -124,8 +124,8 @@ SCALARS = (
          edit=DDOF, repaired=normed(spread=variance)),
     near("sums over 7 of 8 entries", "scalar",
          normed(lambda x: x - share(x, lambda x: x, 7), lambda x: share(x - share(x, lambda x: x, 7), jnp.square, 7)),
-         says="which is no mean", edit=DDOF, repaired=normed()),
-    near("squares over 9 of 8 entries", "scalar", rms(lambda x: share(x, jnp.square, 9)), says="which is no mean",
+         says="which is not their mean", edit=DDOF, repaired=normed()),
+    near("squares over 9 of 8 entries", "scalar", rms(lambda x: share(x, jnp.square, 9)), says="which is not their mean",
          edit=DDOF, repaired=rms()),
     near("the sum of squares", "scalar", rms(lambda x: 1.0 * (x * x).sum(-1, keepdims=True))),
     near("twice the variance", "scalar", normed(spread=lambda x: 2 * variance(x))),
@@ -141,7 +141,7 @@ AXES = (
     near("mean over rows too", "axes", normed(lambda x: x - mean(x, (1, 2)))),
     near("axes that are not the last", "axes",
          lambda x, g, b: (x - mean(x, (0, 2))) * lax.rsqrt(x.var((0, 2), keepdims=True) + EPS),
-         says="the fused op takes the last ones", edit="move the normalised axes to the end", mapped=(1,), forms=("plain", "remat"),
+         says="several axes must be the last ones", edit="move the normalised axes to the end", mapped=(1,), forms=("plain", "remat"),
          repaired=lambda x, g, b: (lambda x: (x - mean(x, (1, 2))) * lax.rsqrt(x.var((1, 2), keepdims=True) + EPS))(
              jnp.moveaxis(x, 1, 0))),
     near("a scale along the rows", None, lambda x, g, b: normed(epsilon=EPS)(x, 1.0, 0.0) * g[:, None], also=("layer_norm(x)",)),
@@ -161,9 +161,9 @@ PARTS = (
 
 GRADIENT = (
     near("gradient stopped at the variance", "stop_gradient", normed(spread=lambda x: lax.stop_gradient(variance(x))),
-         says="stops a gradient inside the norm", edit="leave out the stop_gradient", repaired=normed()),
+         says="stops a gradient inside the norm", edit="remove the stop_gradient", repaired=normed()),
     near("gradient stopped at the mean", "stop_gradient", normed(lambda x: x - lax.stop_gradient(mean(x))),
-         says="stops a gradient inside the norm", edit="leave out the stop_gradient", repaired=normed()),
+         says="stops a gradient inside the norm", edit="remove the stop_gradient", repaired=normed()),
     near("gradient stopped at the root", "stop_gradient", rms(root=lambda v: lax.stop_gradient(lax.rsqrt(v))),
          says="stops a gradient inside the norm"),
     near("a named variance", "named_residual", normed(spread=lambda x: checkpoint_name(variance(x), "variance")),
@@ -199,7 +199,7 @@ SHIFTS = (
     near("a product of x with another value", None,
          lambda x, y: x * lax.rsqrt(jnp.einsum("btd,btd->bt", x, y)[..., None] ** 2 / 8 + EPS), (X, Y), mapped=(0, 1)),
     near("squares by a product over 7", "scalar", rms(lambda x: jnp.einsum("btd,btd->bt", x, x)[..., None] / 7),
-         says="which is no mean", edit=DDOF, repaired=rms()),
+         says="which is not their mean", edit=DDOF, repaired=rms()),
 )  # fmt: skip
 
 CORPUS = (*EPSILON, *SCALARS, *AXES, *PARTS, *GRADIENT, *ESCAPES_AND_DTYPES, *SHIFTS)

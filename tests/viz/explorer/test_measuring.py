@@ -99,7 +99,7 @@ def test_a_cancel_ends_it_at_its_next_stage(case, stage):
     thread = lab.start()
     assert begun.wait(20)
     lab.cancel()
-    said = f"cancelled: what was running ({'a compilation cannot be interrupted: ' * ('compiling' in stage)}{stage}) is abandoned"
+    said = f"cancelled: the running job ({'a compilation cannot be interrupted: ' * ('compiling' in stage)}{stage}) is abandoned"
     assert lab.status.startswith(said)
     go.set()
     thread.join(20)
@@ -181,9 +181,23 @@ def test_a_real_measurement_is_cancelled_at_whichever_stage_it_is(fn, positions)
         assert told[-1] == stage
         assert not lab.busy["running"]
         assert lab.problem is None
-        assert (lab.evidence is None) == (stages.index(stage) < stages.index("drawing what was measured")), stage
+        assert (lab.evidence is None) == (stages.index(stage) < stages.index("drawing the measurements")), stage
     assert told
     assert lab.measure() is lab.evidence is not None
+
+
+def test_a_tab_asks_for_no_measurement_while_that_runs(case):
+    seen = []
+
+    def measure(setting, told, cancel):
+        seen.append({tab["name"]: tab["html"] for tab in lab.tabs})
+
+    lab = Explorer(case.graph, case.findings, measure=measure)
+    lab.measure()
+    for name in ("Timing", "Errors", "Memory", "Sites"):
+        assert "Being measured" in seen[0][name]
+        assert "press Measure" not in seen[0][name]
+    assert "press Measure" in next(tab["html"] for tab in lab.tabs if tab["name"] == "Timing")
 
 
 # Which site.
@@ -276,9 +290,9 @@ def test_what_was_found_is_a_sentence():
     assert ">a@x#1</button> with <button" in of_two
     assert "alone makes results worse against float64: 1 → 2× &lt;worse&gt; (2 trials)" in of_two
     nothing = sentence_html(Bisection("f", "time", sites, (), trials[1:]))
-    assert "did not show again with all of them fused (1x); 1 trial." in nothing
+    assert "did not recur with all of them fused (1x); 1 trial." in nothing
     stopped = sentence_html(Bisection("f", "time", sites, (), (), "cancelled"))
-    assert "was not reached; 0 trials, stopped: cancelled" in stopped
+    assert "was not measured; 0 trials, stopped: cancelled" in stopped
 
 
 # Rates.
@@ -289,10 +303,17 @@ def test_rates_are_measured_behind_a_button_that_is_there_as_long_as_they_lack(c
     told = []
     found = dataclasses.replace(case.findings, candidates=())
     lab = Explorer(case.graph, found, measure=lambda *_: None, rates=lambda tell: tell("copying", 1, 2) or rates)
-    lab.observe(lambda change: told.append(change["new"]["what"]), "busy")
+    ended = []
 
     def roof():
         return next(tab["html"] for tab in lab.tabs if tab["name"] == "Roofline")
+
+    def see(change):
+        told.append(change["new"]["what"])
+        if not change["new"]["running"]:
+            ended.append(roof())
+
+    lab.observe(see, "busy")
 
     assert 'data-fl="rates"' in roof()
     lab._message(lab, {"type": "rates"}, [])
@@ -300,6 +321,8 @@ def test_rates_are_measured_behind_a_button_that_is_there_as_long_as_they_lack(c
         if thread.name == "fusionlab-explorer":
             thread.join(20)
     assert "copying" in told
+    assert ended
+    assert not any("No roof" in html for html in ended)  # the roof is drawn before the bar says that it is done
     assert lab.session.rates == rates
     assert 'data-fl="rates"' not in roof()
     assert lab.status == "not measured"

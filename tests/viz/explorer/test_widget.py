@@ -228,7 +228,7 @@ def test_a_running_measurement_shows_progress_and_can_be_cancelled(case):
     assert shown.items() <= lab.busy.items()
     thread = next(t for t in threading.enumerate() if t.name == "fusionlab-explorer")
     click(lab, "cancel")
-    assert lab.status.startswith("cancelled: what was running")
+    assert lab.status.startswith("cancelled: the running job")
     assert "abandoned" in lab.status
     assert not lab.busy["running"]
     release.set()
@@ -319,7 +319,7 @@ def test_a_measurement_says_that_it_waits_for_one_that_was_abandoned(case):
     assert begun.wait(30)
     lab.cancel()
     threads.append(lab.start())
-    assert lab.status == "waiting for what was abandoned to end"
+    assert lab.status == "waiting for the abandoned job to end"
     go.set()
     for thread in threads:
         thread.join(30)

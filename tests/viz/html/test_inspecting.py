@@ -231,7 +231,7 @@ def test_measured_and_predicted_gains_are_told_and_a_loss_is_marked(case):
     runs = Runs("x", (1e-3, 1e-3, 1e-3), 1, 0.0, 0.0, 0.0)
     shares = SiteShares((SiteShare(site.id, runs, -2e-4, (0.8, 0.9)),), runs, runs, "cpu", (other.id,))
     found = inspect(case.graph, case.findings, site.id, shares=shares)
-    assert f"-{seconds(2e-4)} a call, 0.800x to 0.900x" in said(found)
+    assert f"-{seconds(2e-4)} per call, 0.800x to 0.900x" in said(found)
     assert "⚠" in said(found)
     assert "runs what XLA runs anyway" in said(inspect(case.graph, case.findings, other.id, shares=shares))
     assert "⚠" not in said(inspect(case.graph, case.findings, site.id))
@@ -297,8 +297,8 @@ def test_every_op_with_a_cuda_file_shows_its_source():
         assert all(entry in source.texts[source.path.rpartition("/")[2]] for entry in source.entries)
     assert {"layer_norm", "multi_transformer"} <= with_code
     assert kernel_source("softmax") is None
-    assert "No CUDA kernel" in kernels_html("softmax")
-    assert "No CUDA kernel" in kernels_html("../../etc")
+    assert "has no CUDA kernel" in kernels_html("softmax")
+    assert "has no CUDA kernel" in kernels_html("../../etc")
 
 
 def test_registers_are_those_on_record_for_the_dtype_and_activation():

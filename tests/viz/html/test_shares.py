@@ -59,7 +59,7 @@ def test_the_explorer_times_sites_after_the_whole_and_warns_of_a_losing_one(case
     sites = {s["id"]: s for p in lab.panel["passes"] for g in p["groups"] for s in g["sites"]}
     first, second = (c.id for c in case.findings.candidates)
     assert (sites[first]["losing"], sites[second]["losing"]) == (False, True)
-    assert sites[second]["note"].startswith("saves -100 us")
+    assert sites[second]["note"].startswith("saves -100 µs")
     html = next(t["html"] for t in lab.tabs if t["name"] == "Sites")
     assert "slower: the program is faster without it" in html
     lab.toggles[second] = False  # what was told belongs to the sites that were on

@@ -72,7 +72,7 @@ def test_gains_of_a_large_program_are_not_predicted_while_one_waits(measured, mo
     monkeypatch.setattr(module, "_PREDICTED_NODES", 1)
     tab = by_name(None, found, device=DEVICE)["Roofline"]
     assert tab.count("<svg") == 1
-    assert "No gain is predicted here" in tab
+    assert "Gains are not predicted here" in tab
     known = module.roofline(found, DEVICE)
     assert by_name(None, found, under=known)["Roofline"].count("<svg") == 2
 

@@ -68,7 +68,7 @@ def test_the_section_says_device_commit_and_every_ratio(record):
     assert "<h2>On a GPU: NVIDIA &lt;B&gt;</h2>" in page
     assert "NVIDIA &lt;B&gt;, cuda 13000, jax 0.11.2, torch 2.11, 2026-11-22, commit 0123456789ab." in page
     for base, rivals in ratios(record).values():
-        assert f"{base * 1e6:.3g} us" in page
+        assert f"{base * 1e6:.3g} µs" in page
         for one in rivals.values():
             assert f"{one.ratio:.2f}× [{one.interval[0]:.2f}, {one.interval[1]:.2f}]" in page
     assert "torch.compile" in page

@@ -275,7 +275,7 @@ def test_the_last_measurement_stays_dimmed_while_the_next_is_awaited(case, evide
     assert running.wait(10)
     assert 'class="fl-stale"' in timing()
     assert "<svg" in timing()
-    assert "Of the sites before this change" in timing()
+    assert "Measured before this change of sites" in timing()
     assert lab.evidence is None
     lab.cancel()
     assert "<svg" not in timing()

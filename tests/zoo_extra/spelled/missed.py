@@ -22,13 +22,13 @@ class Missed(NamedTuple):
     groups: tuple[str, ...] = ALL
 
 
-SPLIT = "axes are split or merged across those of heads, features or rows"
+SPLIT = "a reshape splits or merges across the axes of heads, features or rows"
 
-PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores at a number"),)
+PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores"),)
 LAYERS = (
     Missed("nanodl_vit", "whole layers", 1, SPLIT, FORWARD),
     Missed("flaxmodels_gpt2", "whole layers", 1, "reads float32, where the op has the bfloat16", ("bf16 forward",)),
-    Missed("equimo_dinov2", "whole layers", 1, "bfloat16 would be rounded once more", ("bf16 forward",)),
+    Missed("equimo_dinov2", "whole layers", 1, "would round bfloat16 once more", ("bf16 forward",)),
 )
 
 

@@ -1,5 +1,5 @@
-"""What is said of an attention that is none of the op's: where it matches, of dtypes, masks, sink, biases, maximum and factors; where it
-is nearly one, of one key, a factor for each of them, a mask that fills with an array, a factor behind it.
+"""The reasons for declining an attention. For a match: dtypes, masks, sink, biases, maximum and factors. For a near miss: a single key,
+a factor per key, a mask that fills with an array, a factor after the mask.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .masks import MASK_FILL
 from .scores import clip_of
 
 Problems = Iterator[tuple[str, str, str]]
-_BY_MAXIMUM = "subtract the maximum over the keys, once; jax.nn.softmax does"
+_BY_MAXIMUM = "subtract the maximum over the keys, once, as jax.nn.softmax does"
 _OVER_KEYS = "take the softmax over the keys (axis=-1), and contract the weights with v over the keys"
 # What would make a site of a near miss, by its code.
 _EDITS = {
-    "stop_gradient": "leave out the stop_gradient, or stop the gradient of q, k or v instead",
+    "stop_gradient": "remove the stop_gradient, or stop the gradient of q, k or v instead",
     "named_residual": "name q, k, v or the result instead, with jax.ad_checkpoint.checkpoint_name",
 }
 # What the operations and operands of an attention are to a reader.
@@ -53,18 +53,18 @@ _WORDS = {
 
 
 class AttentionConditions(Site):
-    """A site at the product that weighs the values: why it is none of the op's."""
+    """A site at the product that weighs the values: the conditions under which the op declines it."""
 
     words = _WORDS
 
     def check(self, read: Reading, region: Region) -> None:
-        """Declines a site that matches at the first that does not hold."""
+        """Declines a matched site at the first condition that does not hold."""
         for problems in (self.of_arrays, self.of_softmax, self.of_scaling):
             for code, sentence, edit in problems(read, region):
                 self.decline(code, sentence, edit=edit, site=region.nodes)
 
     def of_arrays(self, read: Reading, region: Region) -> Problems:
-        """Code, sentence and edit of what does not hold of dtypes and numbers."""
+        """Code, sentence and edit of each violated condition on dtypes and numbers."""
         where, leaves = anchor_text(self.anchor), region.leaves
         dtypes = {str(leaves[x].dtype) for x in "qkv"} | {str(region.root.dtype)}
         if len(dtypes) > 1 or not dtypes <= set(DTYPES):
@@ -73,7 +73,7 @@ class AttentionConditions(Site):
             yield "dtype", sentence, "cast q, k and v to one of these dtypes"
         fills = [x for name, x in read.match.scalars.items() if name.startswith("fill") and not x <= MASK_FILL]
         if fills:  # masked scores may still have weight
-            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; a mask's fill is -inf or <= {MASK_FILL:g}"
+            sentence = f"masked scores become {fills[0]:g}, which still gives them weight; the fill of a mask must be <= {MASK_FILL:g}"
             yield "scalar", sentence, "fill with -jnp.inf"
         sink = leaves.get("sink")
         # the op computes in float32 at least
@@ -81,11 +81,11 @@ class AttentionConditions(Site):
             yield "dtype", f"{where}: its sink {sink!r} is wider than its scores", "cast the sink to the dtype of q"
 
     def of_softmax(self, read: Reading, region: Region) -> Problems:
-        """As `of_arrays`, of what the softmax is taken of, and subtracts."""
+        """As `of_arrays`, on the softmax's operand and the maximum it subtracts."""
         where, own = anchor_text(self.anchor), self.bias_of_scores(read)
         if own is not None:
             sentence = (
-                f"{where}: {region.leaves[own]!r}, which is added to the scores, is made of the scores themselves"
+                f"{where}: {region.leaves[own]!r}, which is added to the scores, is computed from the scores themselves"
             )
             yield "structure", sentence, _BY_MAXIMUM
         times = self.maximum_taken(read.match)
@@ -93,16 +93,16 @@ class AttentionConditions(Site):
             what = (
                 f"maximum of the scores {times:g} times"
                 if times >= 0
-                else "minimum of the scores, and not their maximum"
+                else "minimum of the scores instead of their maximum"
             )
             sentence = (
                 f"{where}: its softmax subtracts the {what}; "
-                "the exponentials of the original may overflow or all vanish, where those of the fused op do not"
+                "the program's exponentials may overflow or all vanish; those of the fused op do not"
             )
             yield "structure", sentence, _BY_MAXIMUM
 
     def of_scaling(self, read: Reading, region: Region) -> Problems:
-        """As `of_arrays`, of scores that are scaled by data: the op is given queries that are scaled already."""
+        """As `of_arrays`, on scores that are scaled by data: the op is given scaled queries instead."""
         factor = next((s.leaf for s in read.steps if s.kind in ("times", "over")), None)
         wide = {str(n.outputs[0].dtype) for n in region.nodes if n.primitive == "dot_general" and n is not self.anchor}
         # not where that rounds what the program does not round
@@ -111,9 +111,9 @@ class AttentionConditions(Site):
             yield "dtype", f"{anchor_text(self.anchor)}: {scaled}", "scale q instead of the scores"
 
     def maximum_taken(self, found: Match) -> float:
-        """How many times the softmax subtracts the maximum of what it exponentiates; 1 where it subtracts none.
+        """How many times the softmax subtracts the maximum of its exponents; 1 if it subtracts none.
 
-        A leaf may carry any factor, and so may, as far as the matcher can tell, each of the two places where the scores stand.
+        A leaf may carry any factor, and, as far as the matcher knows, so may each of the two occurrences of the scores.
         """
         for p, target in found.nodes.items():
             operands = self.view.nodes[target].operands if found.pattern.nodes[p].op == "sum" else ()
@@ -127,7 +127,7 @@ class AttentionConditions(Site):
         return 1.0
 
     def maxima(self, operands: Sequence[Operand]) -> Iterator[tuple[Operand, float]]:
-        """The maxima over keys among the terms of a sum, and those that are the larger of one and a sink; each with a factor on it."""
+        """The maxima over keys among the terms of a sum, those combined with a sink included, each with its factor."""
         for term in operands:
             node = self.view.nodes[term.nid]
             if node.op == "reduce_max":
@@ -136,7 +136,7 @@ class AttentionConditions(Site):
                 yield from ((o, float(term.coef)) for o in node.operands if self.view.nodes[o.nid].op == "reduce_max")
 
     def bias_of_scores(self, read: Reading) -> str | None:
-        """The leaf that the match calls a bias and that is computed from the scores: another maximum of theirs, say."""
+        """The leaf that is matched as a bias but computed from the scores, such as another maximum of theirs."""
         found = read.match
         scores = next(
             (t for p, t in found.nodes.items() if found.pattern.nodes[p].op == "dot" and p != found.pattern.root), None
@@ -155,27 +155,27 @@ class AttentionConditions(Site):
         return replace(problem, **changes or {"edit": _EDITS.get(problem.code)})
 
     def check_keys(self) -> None:
-        """Declines for one key."""
+        """Declines an attention to a single key."""
         contracted = self.anchor.params["dimension_numbers"][0][0]
         if all(self.anchor.inputs[0].shape[i] == 1 for i in contracted):
             weighs = (
-                f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, and the result is the values"
+                f"{anchor_text(self.anchor)} weighs one key: a softmax of one entry is 1, so the result is the values"
             )
-            self.decline("axes", weighs, edit="leave the attention out where there is one key")
+            self.decline("axes", weighs, edit="skip the attention where there is only one key")
 
     def check_clips(self) -> None:
-        """Declines for scores that are clipped at numbers between the products."""
+        """Declines scores that are clipped between the products."""
         node = clip_of(self.view, self.nid(self.anchor.outputs[0]))
         clip = None if node is None else self.view.maker(node)
         if clip is not None:
-            clips = "clips the scores at a number; the fused op has a cap by tanh, and none that cuts off"
-            edit = "leave the scores as they are, or cap them: c * jnp.tanh(scores / c)"
+            clips = "clips the scores; the fused op can only cap them by tanh"
+            edit = "remove the clip, or cap the scores: c * jnp.tanh(scores / c)"
             sentence = f"{anchor_text(clip)} {clips}"
             self.decline("structure", sentence, [clip], progress=(1, 2), edit=edit, concepts=("attention",))
 
     def by_axes(self, found: Miss) -> dict[str, str]:
-        """Sentence and edit for a softmax over one axis and a product that contracts another, as the program numbers them; nothing of
-        another miss.
+        """Sentence and edit for a softmax over one axis and a product that contracts another, as the program numbers them; empty for any
+        other miss.
         """
         crossed = _crossed_axes(self.view, found.target) if found.kind == "axes" else None
         if crossed is None:
@@ -188,19 +188,19 @@ class AttentionConditions(Site):
         return {"sentence": sentence, "edit": _OVER_KEYS}
 
     def by_keys(self, found: Miss) -> dict[str, str | None]:
-        """Sentence and edit for scores with a factor for each key; nothing of another miss."""
+        """Sentence and edit for scores with a factor per key; empty for any other miss."""
         names = found.leaves[0] if found.leaves else ()
         factor = next((n for n in names if n.startswith("factor") and n != "factors"), None)
         if factor is None or not {"k", "v"} <= set(names):
             return {}
         shown = value_of(self.view, next(found.known[p] for p, n in found.pattern.leaf_of.items() if n == factor))
-        sentence = f"the scores have a factor for each key, {shown}; the fused op has factors for queries and heads"
+        sentence = f"the scores have a factor per key, {shown}; the fused op takes factors per query and per head"
         # A factor on scores that have been masked or biased before is none on the keys.
         edit = "scale k by it instead" if _changes_scores_once(found.pattern) else None
         return {"sentence": f"{anchor_text(self.anchor)}: {sentence}", "edit": edit}
 
     def filled_with_data(self, found: Miss) -> dict[str, str]:
-        """Code, sentence and edit for a mask that puts an array where a number is needed; nothing of another miss."""
+        """Code, sentence and edit for a mask that fills with an array instead of a number; empty for any other miss."""
         node, target = self.view.maker(found.target), self.view.nodes[found.target]
         filled = node is not None and target.op == "select" and len(target.operands) == 3
         fill = (
@@ -208,33 +208,33 @@ class AttentionConditions(Site):
         )
         if node is None or fill is None:
             return {}
-        given, edit = self.argument(fill), "fill with a number, as -jnp.inf or -1e9"
-        predicate = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed is a number"
+        given, edit = self.argument(fill), "fill with a number such as -jnp.inf or -1e9"
+        predicate = f"gives masked keys the score {value_of(self.view, fill)}, an array; needed a number"
         if given is not None:
             predicate = f"needs a number: {ARGUMENT.format(_WORDS['fill'], given)}"
             edit = f"{CLOSE_OVER.format(given)}; or {edit}"
         return {"code": "mask", "sentence": f"{anchor_text(node)} {predicate}", "edit": edit}
 
     def scaled_late(self, read: Reading, outcome: Rejection) -> Rejection:
-        """The rejection of other values, where what makes them others is a factor on scores that are masked already."""
+        """The rejection for differing values, reworded if the cause is a factor on scores that are already masked."""
         operands = (o for t in read.match.nodes.values() for o in self.view.nodes[t].operands)
         late = next((o for o in operands if self.view.nodes[o.nid].op == "select" and not close(o.coef, 1.0)), None)
         masked = None if late is None else self.view.maker(late.nid)
         if late is None or masked is None or late.coef == 0:
             return outcome
-        sentence = f"{anchor_text(masked)} masks the scores, which are multiplied by {float(late.coef):g} after that"
+        sentence = f"{anchor_text(masked)} masks the scores, which are then multiplied by {float(late.coef):g}"
         return replace(outcome, code="mask", sentence=sentence, edit="scale the scores, or q, before they are masked")
 
 
 def _changes_scores_once(pattern: Pattern) -> bool:
-    """Whether one factor, bias or mask is all that an example does to the scores."""
+    """Whether an example changes the scores by a single factor, bias or mask."""
     return sum(name[:4] in ("fact", "bias", "mask") for name in pattern.leaf_of.values()) == 1
 
 
 def _crossed_axes(view: CanonicalView, product: int) -> tuple[Value, int, int] | None:
-    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, where those are two axes.
+    """(weights, the axis of their softmax, the axis that the product contracts), as the program numbers them, if those axes differ.
 
-    `product` is a canonical node; None where it is no product of a softmax, or either is over several axes.
+    `product` is a canonical node; None if it is not a product with a softmax, or if either is over several axes.
     """
     dot = view.nodes[product]
     found = (_crossed(view, dot, operand) for operand in dot.operands if dot.op == "dot")
@@ -254,7 +254,7 @@ def _crossed(view: CanonicalView, dot: CNode, operand: Operand) -> tuple[Value, 
 
 
 def _divided_by(view: CanonicalView, nid: int) -> Operand | None:
-    """The sum that a canonical node, the weights of a softmax, is divided by; None where there is none."""
+    """The sum by which a canonical node, the weights of a softmax, is divided; None if there is none."""
     node = view.nodes[nid]
     totals = (o for o in node.operands if view.nodes[o.nid].op == "reduce_sum")
     return next(totals, None) if node.op == "prod" else None

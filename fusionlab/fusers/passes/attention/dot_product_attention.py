@@ -1,8 +1,8 @@
 """Pass `dot_product_attention`: softmax(scale * q k^T) v with its masks, biases, cap and dropout, in any layout -> one
-`dot_product_attention` op. Keys and values whose heads are repeated for the queries are read as they were before (`repeated_heads`).
+`dot_product_attention` op. Keys and values whose heads are repeated for the queries are read before the repetition (`repeated_heads`).
 
-The anchor is a product one of whose operands is made of exponentials of another product: softmax between two products.
-How it is written is read off the graph (`scores`, `forms`); what a mask means is told by its values (`masks`); `plan` gives the op its
+The anchor is a product with an operand computed from exponentials of another product: a softmax between two products.
+The spelling is read off the graph (`scores`, `forms`), masks are classified by their values (`masks`), and `plan` gives the op its
 operands.
 """
 
@@ -39,8 +39,8 @@ from .scores import NEGATED, readings
 from .sinks import reason_of_logits
 from .weights import exponentials, needless_changes, tails_of, weighs_a_part
 
-MADE_OUTSIDE = "its mask is causal, but made outside the loop, so that the fused op takes it as data"
-_ROUNDED = "the program keeps its weights in a wider dtype until its result is rounded to {0}; the fused op may round them to {0} too"
+MADE_OUTSIDE = "its mask is causal but computed outside the loop, so the fused op takes it as data"
+_ROUNDED = "the program keeps its weights in a wider dtype until it rounds its result to {0}; the fused op may round the weights to {0} too"
 _SAFE_FILL = -1e9  # above this the assumption on the scores is worth a note
 _READINGS = 8  # ways to read one site's scores that are tried; sums of two products have more than one
 
@@ -53,10 +53,31 @@ class DotProductAttentionPass(Pass):
         "softmax(scale * q @ k.T + bias, masks, causal, local window) @ v, scale anywhere, capped or not, with a sink or without, "
         "with dropout or without, heads that share keys, any layout"
     )
-    needs = "one floating dtype of 16 bits or more, softmax along the keys, the attention weights read by the product with v alone"
+    needs = "one floating dtype of 16 bits or more; softmax over the keys; attention weights read only by the product with v"
     options: ClassVar = {
-        "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is left out")
+        "deterministic": Option(False, "the same bits every time, gradients included: cuDNN's backward is not used")
     }
+    summary = "Replaces scaled dot-product attention, from queries, keys and values to the weighted sum of the values, by one op."
+    spellings = (
+        "The scale may be applied to the queries, the keys or the scores, and may be a traced value. A constant scale may also be applied "
+        "after masks and biases.",
+        "Masks may be boolean, additive, or factors of ones and zeros; constants or data; one or several. Causal masks and local windows "
+        "are detected from their values.",
+        "Masks that fill with different finite scores are declined. So is a bias added after a mask, unless the mask fills with minus "
+        "infinity.",
+        "Any layout is recognised. Batch and heads may be merged for a part of the way, and a batch may share queries, keys or values.",
+        "Operands of 16 bits may be widened before the products.",
+        "Heads may share keys and values, repeated or grouped; the op reads them without a copy.",
+        "The scores may be capped by a tanh. There may be a sink: one more logit for each head, whose weight is dropped.",
+        "The weights may be multiplied by factors: dropout, or a weight for each head. A dropout mask of jax.random.bernoulli is generated "
+        "again from its key.",
+        "A query whose keys are all masked gives 0, where the program gives NaN.",
+    )
+    default = (
+        "On. On sm_90 a site takes cuDNN's or FusionLab's kernels where they were measured faster than XLA's code. In float32, and with "
+        "dropout, XLA's code was faster on an H200, and such a site keeps it. On a CPU the op runs in blocks of keys (xla_blockwise)."
+    )
+    codes = ("axes", "bias", "dropout", "mask", "scalar", "structure")
     primitives = ("dot_general",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
@@ -68,7 +89,7 @@ class DotProductAttentionPass(Pass):
         return attention, (q, q, q)
 
     def anchors(self, search: Search) -> list[tuple[Node, int, int]]:
-        """The products with weights that are made of exponentials, each with its weights and these (see `exponentials`)."""
+        """The products whose weights are computed from exponentials, each with its weights and the exponentials (see `exponentials`)."""
         view, found = search.view, dict[int, tuple[int, int]]()
         nodes: list[Node] = []
         for node in filter(self.is_anchor, search.block.nodes):
@@ -84,7 +105,7 @@ class DotProductAttentionPass(Pass):
 
 
 def _own(reason: Declined) -> Rejection:
-    """The rejection that a reason comes with. It is raised on where it has none: that place is not known to be an attention."""
+    """The rejection in a reason. A reason without one is raised again: the place is not known to be an attention."""
     if reason.rejection is None:
         raise reason
     return reason.rejection
@@ -106,50 +127,50 @@ class _SoftmaxSite(AttentionProposals):
         return self.named(attempted(lambda: self.candidate(found), _own), found)
 
     def check_rows(self, read: Reading) -> None:
-        """Declines where each row has values of its own, and weights by keys that all rows share: a mixture of experts, say."""
+        """Declines if each row has values of its own and all rows share the keys, as in a mixture of experts."""
         found = read.match
         axes = {n: {c for (p, _), c in found.axes.items() if p == found.leaf_id(n)} for n in "qkv"}
         shared = [n for n in "qkv" if not set(found.letters["b"]) <= axes[n]]
         if shared and not found.letters["t"]:
             self.decline(
                 "axes",
-                f"{anchor_text(self.anchor)} weighs values that each row has for itself, by keys that all rows share: "
-                "a mixture, and no attention, whose rows share their values",
+                f"{anchor_text(self.anchor)} weighs values of each row's own by keys that all rows share: "
+                "a mixture, not an attention, whose rows share their values",
             )
 
     def check_choice(self, exponentials: int) -> None:
-        """Declines for a choice by which weights are NaN."""
+        """Declines a choice that depends on which weights are NaN."""
         asked = nan_test_between(self.view, exponentials, self.anchor)
         if asked is not None:
-            sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, and has none to test"
-            edit = "mask with a finite number, -1e9, and leave out the test (jnp.nan_to_num)"
+            sentence = f"{anchor_text(asked)} tests the weights for NaN before {anchor_text(self.anchor)}: {NOTE}, so the test finds none"
+            edit = "mask with a finite number such as -1e9, and remove the test (jnp.nan_to_num)"
             self.decline("mask", sentence, [asked], (1, 2), edit, concepts=("attention", "attention_masked"))
 
     def check_logits(self, weights: int, exponentials: int) -> None:
-        """Declines for a softmax over more than the keys."""
+        """Declines a softmax over more than the keys."""
         reason = reason_of_logits(self.view, exponentials, weights)
         if reason is not None:
             sentence = f"{anchor_text(self.anchor)}: {reason[0]}"
             self.decline("structure", sentence, edit=reason[1], concepts=("attention",))
 
     def check_rule(self, exponentials: int) -> None:
-        """Declines for exponentials, or a whole softmax, with a derivative of the user's own."""
+        """Declines exponentials, or a whole softmax, with a derivative of the user's own."""
         if self.view.nodes[exponentials].op == "exp":
             return
         maker = self.view.maker(exponentials) or self.anchor
-        sentence = f"{anchor_text(maker)} makes its weights with a derivative of the user's own, which the fused op would replace"
-        edit = "use jax.nn.softmax, if its derivative is the one that is meant"
+        sentence = f"{anchor_text(maker)} computes its weights with a derivative of the user's own, which the fused op would replace"
+        edit = "use jax.nn.softmax if you want its derivative"
         self.decline("custom_rule", sentence, [maker], edit=edit, site=[maker, self.anchor])
 
     def named(self, outcome: Candidate | Rejection, read: Reading) -> Candidate | Rejection:
-        """With the kind of attention it is, unless a number makes it none."""
+        """The outcome with the kind of attention as a concept, unless a number makes it not an attention."""
         if isinstance(outcome, Rejection) and outcome.code in ("scalar", "value"):
             return self.scaled_late(read, outcome) if outcome.code == "value" else outcome
         kind = self.kind or ("masked" if read.steps or read.tail.changes else "unmasked")
         return with_concepts(outcome, ("attention", f"attention_{kind}"))
 
     def read(self, weights: int) -> Reading | Miss:
-        """The site's spelling, from the outside in; the miss that came furthest if it has none."""
+        """The site's spelling, from the outside in; the miss that came furthest if no spelling matches."""
         best: Miss | None = None
         roots = self.roots()
         for tail, root in itertools.product(tails_of(self.view, weights, roots), roots):
@@ -172,7 +193,7 @@ class _SoftmaxSite(AttentionProposals):
         return match(pattern, self.view, root)
 
     def scores(self, tail: Tail, root: int, outer: Match) -> Reading | Miss:
-        """The whole of a site whose softmax has matched, for the first reading of its scores that matches."""
+        """The complete match of a site whose softmax has matched, for the first matching reading of its scores."""
         best: Miss | None = None
         z = outer.leaves["z"]
         for steps in itertools.islice(readings(self.view, z, self.read_times(outer, z)), _READINGS):
@@ -188,7 +209,7 @@ class _SoftmaxSite(AttentionProposals):
         return best
 
     def read_times(self, outer: Match, z: int) -> Coef:
-        """What a softmax multiplies its scores, a canonical node, by; 1 where only their maximum is read, which passes a factor on."""
+        """The factor of a softmax on its scores, a canonical node; 1 if it reads only their maximum, which passes a factor on."""
         readers = (self.view.nodes[t] for t in outer.nodes.values())
         found = (o.coef for n in readers if n.op in ("sum", "difference", "exp") for o in n.operands if o.nid == z)
         return next(found, 1.0)
@@ -208,7 +229,7 @@ class _SoftmaxSite(AttentionProposals):
         masks = reader.masking()
         if not read.tail.spelling.subtracts_max and read.tail.sink is None and reader.are_blind(masks.biases):
             edit, blind = "use jax.nn.softmax, or let every row see a key", "some of its rows see no key"
-            sentence = f"{anchor_text(self.anchor)}: {blind}, and without a maximum to subtract those are 0 / 0"
+            sentence = f"{anchor_text(self.anchor)}: {blind}, and without subtracting a maximum those rows are 0 / 0"
             self.decline("mask", sentence, site=region.nodes, edit=edit)
         # Without a maximum exp(fill) is 0: a row that sees no key is 0 / 0, as it is with minus infinity.
         if not read.tail.spelling.subtracts_max:
@@ -235,23 +256,23 @@ class _SoftmaxSite(AttentionProposals):
         if rounded is not None:
             region = self.cut(rounded, found)
         if self.anchor not in region.nodes:
-            raise Declined("the product does not stand inside the site")
+            raise Declined("the product is not part of the site")
         return region, rounded is not None
 
     def factor_on_result(self, read: Reading, region: Region) -> float:
-        """What the result is multiplied by that the values do not carry themselves, with the numbers of what changes the weights.
+        """The factor on the result that the values do not carry themselves, including the numbers of the changes of the weights.
 
         Raises:
-          Declined: it is, and nothing changes them that could carry it.
+          Declined: there is one, and no change of the weights could carry it.
         """
         self.carried(region, [s.leaf for s in read.steps if s.kind == "added"])
         factor = self.view.ref[region.root.id].coef / self.carried(region, ["v", *read.tail.changed_by])
         if not read.tail.changes and not close(factor, 1.0):
-            raise Declined("its result carries a factor that the values do not")
+            raise Declined("its result has a factor that the values do not have")
         return factor * math.prod(read.match.scalars[name] for name in read.tail.shares)
 
     def kind_of(self, read: Reading, region: Region, masks: Masking, needless: frozenset[str]) -> str:
-        """Which attention it is by what it does to its scores and weights: "unmasked", "causal" or "masked"."""
+        """The kind of attention by the changes of its scores and weights: "unmasked", "causal" or "masked"."""
         capped = "cap" in read.match.scalars
         scaled = {s.leaf for s in read.steps if s.kind in ("times", "over")}
         if capped or set(region.leaves) - {*"qkv", "sink"} - masks.dropped - needless - scaled:
@@ -262,23 +283,19 @@ class _SoftmaxSite(AttentionProposals):
         return "causal" if masks.window is None else "masked"
 
     def check_masks(self, read: Reading, region: Region, masks: Masking) -> None:
-        """Declines for masks beside those of the softmax's own `where`."""
+        """Declines masks on the scores in addition to the softmax's own `where`."""
         if not read.tail.of_some_keys or (not masks.masks and masks.row is None):
             return
-        sentence = (
-            f"{anchor_text(self.anchor)}: its softmax leaves keys out (where=), and its scores are masked as well"
-        )
+        sentence = f"{anchor_text(self.anchor)}: its softmax excludes keys (where=), and its scores are masked as well"
         self.decline("mask", sentence, site=region.nodes, edit="combine the two masks with &")
 
     def check_nan_tests(self, region: Region) -> None:
-        """Declines for a test of the result for NaN, which the op does not give."""
+        """Declines a test of the result for NaN, which the op never returns."""
         asked = nan_test(self.view, region.root)
         if asked is None:
             return
-        sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} asks where the NaN are"
-        edit = (
-            "mask with a finite number, -1e9, or by softmax's where=, and select what a row that sees no key shall be"
-        )
+        sentence = f"{anchor_text(self.anchor)}: {NOTE}, and {anchor_text(asked)} tests for NaN"
+        edit = "mask with a finite number such as -1e9, or with softmax's where=, and select the result of fully masked rows yourself"
         self.decline("mask", sentence, [asked], site=region.nodes, edit=edit)
 
     def cut(self, root: Value, found: Match) -> Region:
@@ -293,8 +310,8 @@ class _SoftmaxSite(AttentionProposals):
         return shared_casts(region)
 
     def rounded(self, region: Region) -> Value | None:
-        """The cast by which alone a result is read that is wider than its operands, and that rounds it to their dtype: weights that
-        stay in float32 until then, as where a library is asked for a softmax in float32.
+        """The cast that is the only reader of a result wider than its operands and rounds it to their dtype: the weights stay in
+        float32 until then, as where a library is asked for a softmax in float32.
         """
         dtypes = _dtypes(region)
         if len(dtypes) != 1 or not narrows(next(iter(dtypes)), region.root.dtype):
@@ -304,7 +321,7 @@ class _SoftmaxSite(AttentionProposals):
         return user.outputs[0] if user is not None and cast else None
 
     def can_be_blind(self, read: Reading, region: Region, masks: Masking) -> bool:
-        """Whether data may leave a query row no key, with NaN for its result in the program."""
+        """Whether data may mask a query row fully, which makes its result NaN in the program."""
         if read.tail.sink is not None:
             return False  # such a row has all of its weight at the sink, in the program as in the op
         hidden = bool(masks.masks) and masks.mask_value == -math.inf
@@ -314,19 +331,19 @@ class _SoftmaxSite(AttentionProposals):
 
 
 def _dtypes(region: Region) -> set[Any]:
-    """Of queries, keys and values."""
+    """The dtypes of queries, keys and values."""
     return {region.leaves[x].dtype for x in "qkv"}
 
 
 def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
-    """What the fused op does otherwise than the site on numbers a model is not meant to see."""
+    """Where the fused op differs from the site on numbers that a model is not meant to see."""
     if masks.causal_outside:
         yield MADE_OUTSIDE
     if masks.row is not None and masks.fill > _SAFE_FILL:
-        yield f"masked scores become {masks.fill:g}: right while no score is as low"
+        yield f"masked scores become {masks.fill:g}: correct as long as no score is as low"
     if not read.tail.spelling.subtracts_max:
-        overflow = "no maximum is subtracted here: scores above 88 overflow in the original and not in the fused op"
-        yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 there"
+        overflow = "no maximum is subtracted here: scores above 88 overflow in the program but not in the fused op"
+        yield overflow if read.tail.sink else f"{overflow}, and a row of scores below -103 is 0 / 0 in the program"
     if read.tail.spelling.note is not None:
         yield read.tail.spelling.note
     if blind:
@@ -334,9 +351,9 @@ def _notes(read: Reading, masks: Masking, blind: bool) -> Iterator[str]:
 
 
 def _notes_on_dtypes(region: Region, rounded: bool) -> Iterator[str]:
-    """What the fused op's dtypes make of the result."""
+    """The effect of the fused op's dtypes on the result."""
     if region.root.dtype == np.float64:
-        yield "its numbers are taken to 12 digits"
+        yield "its constants are read to 12 digits"
     if rounded:
         yield _ROUNDED.format(region.root.dtype)
 

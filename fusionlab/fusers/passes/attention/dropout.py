@@ -1,7 +1,7 @@
-"""Dropout masks of jax.random: told from the equations that make them, and traced back to their key.
+"""Dropout masks of jax.random: recognised by their equations, and traced back to their key.
 
-A mask is taken for `jax.random.bernoulli(key, keep, shape)` where its equations are those that this JAX traces for it, and for nothing
-else: the fused op draws it again of the key, so that what is equal as real numbers alone would be another mask.
+A mask counts as `jax.random.bernoulli(key, keep, shape)` only if its equations are those that this JAX traces for that call: the fused op
+draws it again from the key, so a computation that is only mathematically equal would give another mask.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _STEPS = 12  # equations between a mask and the factors made of it
 
 @dataclass(frozen=True)
 class DrawnFactors:
-    """Factors that are a mask drawn of a key, times a number.
+    """Factors that are a mask drawn from a key, times a number.
 
     Attributes:
-      key: the value of dtype key<fry> that it is drawn of.
+      key: the value of dtype key<fry> from which it is drawn.
       keep: the probability of an entry to be kept, a float32.
-      mask: the bool that is drawn, in its own shape.
-      factor: what the factors are where it is True; they are 0 where it is False.
+      mask: the drawn bool, in its own shape.
+      factor: the factors where the mask is True; they are 0 where it is False.
       chain: the equations from the factors down to the mask.
     """
 
@@ -51,7 +51,7 @@ class DrawnFactors:
     chain: tuple[Node, ...]
 
     def axes(self, of_factors: AxisClasses) -> AxisClasses | None:
-        """The axes of the mask, from those of the factors; None where they cannot be told."""
+        """The axes of the mask, from those of the factors; None if they are not known."""
         axes = of_factors
         for node in self.chain:
             if node.primitive in VIEWS:
@@ -63,36 +63,36 @@ class DrawnFactors:
 
 
 def draw_of(view: CanonicalView, factors: Value, memo: Memo) -> DrawnFactors:
-    """The draw that `factors` are made of.
+    """The draw from which `factors` are computed.
 
     Raises:
-      Declined: they are not, or not exactly.
+      Declined: there is none, or it differs from jax.random.bernoulli.
     """
     chain = _chain(view, factors)
     mask = _sources(view, chain[-1])[0] if chain else factors
     kept, dropped = (_through(view, chain, mask, which) for which in (True, False))
     if not kept or dropped != 0:
-        raise Declined("what it is made of is not 0 where an entry is dropped")
+        raise Declined("its factors are not 0 where an entry is dropped")
     probabilities, key_types = _probabilities_and_keys(view, mask)
     for dtype in key_types:
         if dtype != threefry_key():
-            raise Declined(f"it is drawn of a {dtype}, and the op draws as threefry2x32 does")
+            raise Declined(f"it is drawn from a {dtype}, and the op draws with threefry2x32")
     for keep in probabilities:
         program = memo.once(("drawn", keep, mask.shape), lambda keep=keep: _program(keep, mask.shape))
         found = computed_as(view.block, mask, program, view.known_inputs)
         if found is not None:
             return DrawnFactors(found[0], keep, mask, float(kept), chain)
-    raise Declined("it is not, to the bit, what jax.random.bernoulli(key, p, shape) draws with a p known when tracing")
+    raise Declined("it is not bit for bit what jax.random.bernoulli(key, p, shape) draws with a p known at trace time")
 
 
 def kept_as_data(view: CanonicalView, factors: Iterable[Value], why: str) -> Iterator[str]:
-    """The note on a mask that is drawn in the block, and stays as it is."""
+    """The note on a mask that is drawn in the block and stays an operand."""
     if any(n.primitive == "random_bits" for n in ancestors(view.block, factors)):
-        yield f"its dropout mask is an operand, not made again of its key: {why}"
+        yield f"its dropout mask is an operand, not drawn again from its key: {why}"
 
 
 def keyed(region: Region, factors: str, draw: DrawnFactors) -> Region:
-    """The region as a function of the key instead of the factors of that name: what is drawn for it alone belongs to it."""
+    """The region as a function of the key instead of the factors of that name; draws that only it reads become part of it."""
     leaves = {
         ("dropout_key" if n == factors else n): (draw.key if n == factors else v) for n, v in region.leaves.items()
     }
@@ -100,7 +100,7 @@ def keyed(region: Region, factors: str, draw: DrawnFactors) -> Region:
 
 
 def _before_view(node: Node, axes: AxisClasses) -> AxisClasses | None:
-    """What a view's operand has for axes, where its result has these; None where one of them is split or merged."""
+    """The axes of a view's operand, given those of its result; None if one of them is split or merged."""
     shape = node.inputs[0].shape
     at = [moved(node, d) if n != 1 else None for d, n in enumerate(shape)]
     if any(d is None and n != 1 for d, n in zip(at, shape, strict=True)):
@@ -109,31 +109,31 @@ def _before_view(node: Node, axes: AxisClasses) -> AxisClasses | None:
 
 
 def _chain(view: CanonicalView, value: Value) -> tuple[Node, ...]:
-    """The equations from factors down to the comparison that makes a mask: each of one operand that is no number."""
+    """The equations from factors down to the comparison that makes a mask, each with a single operand that is not a number."""
     found: list[Node] = []
     while len(found) < _STEPS:
         node = view.block.producer.get(value.id)
         if node is None or node.blocks:
-            raise Declined("it is made outside of the block")
+            raise Declined("it is computed outside the block")
         if node.primitive in _COMPARISONS:
             return tuple(found)
         sources = _sources(view, node)
         if len(sources) != 1 or len(node.outputs) != 1:
             raise Declined("it is combined with something else after it is drawn")
         if node.primitive not in VIEWS and sources[0].shape != node.outputs[0].shape:
-            raise Declined("it is broadcast by what it meets after it is drawn")
+            raise Declined("it is broadcast against another operand after it is drawn")
         found.append(node)
         value = sources[0]
-    raise Declined("it is changed in many steps after it is drawn")
+    raise Declined("it is changed in too many steps after it is drawn")
 
 
 def _sources(view: CanonicalView, node: Node) -> list[Value]:
-    """The operands of an equation that are no numbers."""
+    """The operands of an equation that are not numbers."""
     return [a for a in node.inputs if isinstance(a, Value) and view.ref[a.id].nid != ONE]
 
 
 def _through(view: CanonicalView, chain: tuple[Node, ...], mask: Value, which: bool) -> Any:
-    """What the factors are where the mask is `which`, in the dtypes of the program."""
+    """The value of the factors where the mask is `which`, in the dtypes of the program."""
     number: Any = np.bool_(which)
     source = mask
     for node in reversed(chain):
@@ -147,7 +147,7 @@ def _through(view: CanonicalView, chain: tuple[Node, ...], mask: Value, which: b
 
 
 def _probabilities_and_keys(view: CanonicalView, mask: Value) -> tuple[list[float], list[Any]]:
-    """The numbers that may be a mask's probability, nearest first, and the types of the keys whose bits it is made of."""
+    """The numbers that may be a mask's probability, nearest first, and the types of the keys of its random bits."""
     nodes = ancestors(view.block, [mask])
     numbers: dict[float, None] = {}
     for node in nodes:

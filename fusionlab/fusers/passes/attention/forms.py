@@ -1,8 +1,8 @@
-"""The forms attention is written in, composed: a softmax's spelling around the steps that scores went through.
+"""The forms in which attention is written, composed of a softmax's spelling and the steps on the scores.
 
-A site is read from the outside in. First one of the spellings of `softmax(z) @ v` has to match, with the scores `z` as a leaf. Then
-steps are peeled off the scores (`scores`) until the product of queries and keys is left. What was read makes one example, and that
-example is what is matched: the reading only says which example to try.
+A site is read from the outside in. First one of the spellings of `softmax(z) @ v` must match, with the scores `z` as a leaf. Then
+steps are peeled off the scores (`scores`) until the product of queries and keys is left. The reading yields one example, and that
+example is then matched: the reading only selects the example to try.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOISE = 1 + 1e-9  # the view has 12 digits of a number
 
 @dataclass(frozen=True)
 class WeightChange:
-    """What happens to the probabilities before they weigh the values.
+    """A change of the probabilities before they weigh the values.
 
     Attributes:
       kind: "factors" (p * f: a dropout mask, weights on heads), "kept" (where(m, p * number, 0)), "hidden" (where(m, 0, p * number)) or
@@ -58,7 +58,7 @@ class WeightChange:
 
 @dataclass(frozen=True)
 class Tail:
-    """A spelling of softmax(z) @ v: the softmax's, and what changes the probabilities, the innermost first."""
+    """A spelling of softmax(z) @ v: the softmax's own, and the changes of the probabilities, innermost first."""
 
     spelling: Spelling
     kinds: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class Tail:
 
     @property
     def sink(self) -> str | None:
-        """As of its spelling."""
+        """The sink of its spelling."""
         return self.spelling.sink
 
     @property
@@ -86,7 +86,7 @@ class Tail:
 
     @property
     def of_some_keys(self) -> bool:
-        """Whether the softmax itself leaves keys out, by the first of its changes."""
+        """Whether the softmax itself excludes keys, by the first of its changes."""
         return self.kinds[:1] == ("where",)
 
     @property
@@ -120,10 +120,10 @@ class Tail:
 
 @dataclass(frozen=True)
 class Reading:
-    """A site as it was read: the parts of its example, and the example's match.
+    """A site as read: the parts of its example, and the example's match.
 
-    c (s + b) is c s + c b, and so with masks: the match's numbers are those of a site whose numbers all stand at the product. Of the
-    fill and the cap that is what it says; what a bias is multiplied by is called as the gain of its step.
+    c (s + b) is c s + c b, and likewise for masks: the match's numbers are those of a site whose numbers all multiply the product. The fill
+    and the cap are given so too; the factor of a bias is named as the gain of its step.
     """
 
     tail: Tail
@@ -132,7 +132,7 @@ class Reading:
 
     @classmethod
     def of(cls, tail: Tail, steps: Steps, found: Match, largest: float) -> Reading:
-        """What a match says; numbers beyond `largest` are infinite in the program."""
+        """The reading of a match; numbers beyond `largest` are infinite in the program."""
         gain, capped, scalars = 1.0, 1.0, dict(found.scalars)
         for step in steps:
             gain *= scalars.get(step.gain or "", 1.0)
@@ -163,7 +163,7 @@ def tail_example(tail: Tail) -> Example:
 
 @functools.cache
 def whole_example(tail: Tail, steps: Steps) -> Example:
-    """Attention from queries, keys and values on: the scores made by `steps`, then `tail`."""
+    """Attention from queries, keys and values: the scores made by `steps`, then `tail`."""
     beside = {s.leaf: "bt" if s.scales else "bts" for s in steps if s.leaf} | tail.leaves
     numbers = [name for s in steps for name in (s.scalar, s.gain) if name]
     scalars = ("scale", *numbers, *tail.scalars)

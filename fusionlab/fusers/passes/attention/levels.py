@@ -1,4 +1,4 @@
-"""Steps in the canonical view from nodes to what they read, one level of nodes after the other."""
+"""Walks in the canonical view from nodes to their operands, level by level."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ....graph.canonical.view import CanonicalView
 
 
 def below(view: CanonicalView, level: Iterable[int], through: frozenset[str] | None) -> list[int]:
-    """What the nodes of a level that are of the given ops (None: any) read, each once."""
+    """The operands of those nodes of a level that are of the given ops (None: any), each once."""
     inner = [n for n in level if through is None or view.nodes[n].op in through]
     return list(dict.fromkeys(o.nid for n in inner for o in view.nodes[n].operands))
 

@@ -1,4 +1,4 @@
-"""What is done to an attention's scores, told by values: which masks are causal or none, and which the op takes as operands."""
+"""The masks and biases of an attention's scores, by value: which are causal or have no effect, and which the op takes as operands."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VANISHES = -103.0  # exp of less is 0 in float32
 
 @dataclass(frozen=True)
 class Constant:
-    """What a constant mask says.
+    """The content of a constant mask.
 
     Attributes:
       row: the axis class that counts the rows of a band: row t sees keys t - left to t + right; None where every row sees every key.
@@ -43,14 +43,14 @@ class Constant:
     shape: tuple[int, int] = (0, 0)
 
     def with_band(self, other: Constant) -> Constant:
-        """The band that both leave."""
+        """The intersection of both bands."""
         lefts = [left for left in (self.band[0], other.band[0]) if left is not None]
         band = min(lefts, default=None), min(self.band[1], other.band[1])
         return replace(self, fill=max(self.fill, other.fill), band=band)
 
     @property
     def is_blind(self) -> bool:
-        """Whether it leaves a row no key."""
+        """Whether it masks a row fully."""
         rows, keys = self.shape
         return self.band[0] is not None and rows - 1 - self.band[0] > keys - 1
 
@@ -61,12 +61,12 @@ class Masking:
 
     Attributes:
       row: as in `Constant`; None without a causal mask or a local window.
-      fill: the weakest score a key gets that those hide.
+      fill: the weakest score that those give to a hidden key.
       window: (left, right) of a local window; with right 0 it is causal as well, and None without one.
-      masks: leaf -> whether True is hidden, of the masks that are operands; all of them put `mask_value`.
+      masks: leaf -> whether True means hidden, of the masks that are operands; all of them fill with `mask_value`.
       biases: leaves that are added to the scores.
-      dropped: leaves that say nothing, or no more than `row`.
-      causal_outside: whether the operands come to a causal mask that is made outside the block (a scan's body is given it).
+      dropped: leaves without effect, or without effect beyond `row`.
+      causal_outside: whether the operands amount to a causal mask that is computed outside the block (a scan's body is given it).
     """
 
     row: int | None = None
@@ -84,10 +84,10 @@ class Masking:
 
 
 class MaskReader:
-    """What the steps of a site that matches say as masks and biases.
+    """Reads the steps of a matched site as masks and biases.
 
     Args:
-      site: which declines where the op has none like them.
+      site: declines if the op has no equivalent.
       read: the steps, and the match of the example that they make.
       region: the site, with the raw value bound to each leaf.
     """
@@ -102,11 +102,11 @@ class MaskReader:
     def masking(self) -> Masking:
         """The masks and biases that the steps apply.
 
-        Bands along one axis of rows are one band together. One with a finite fill is an operand where there are other masks or biases: a
-        row all of whose visible keys they hide would otherwise not get the weights the program gives it.
+        Bands along one axis of rows are merged into one band. A band with a finite fill is an operand if there are other masks or biases:
+        a row whose visible keys these all hide would otherwise not get the program's weights.
 
         Raises:
-          Declined: the op has no such order.
+          Declined: the op does not have this order.
         """
         constants = {s: self.constant(s) for s in self.steps if s.masks or s.kind == "added"}
         self.check_gates()
@@ -117,7 +117,7 @@ class MaskReader:
         return self.of_operands(operands, band)
 
     def of_operands(self, operands: Sequence[Step], band: Constant) -> Masking:
-        """What the op is given: some steps as operands, and a band. It needs not those that are neither."""
+        """The op's masking: some steps as operands, and a band. Steps that are neither are not needed."""
         left, right = band.band
         return Masking(
             row=band.row,
@@ -131,41 +131,41 @@ class MaskReader:
         )
 
     def fill(self, operands: Sequence[Step]) -> float:
-        """The one score that operands put."""
+        """The one score with which operands fill."""
         fills = sorted({self.found.scalars[s.scalar] for s in operands if s.scalar})
         if len(fills) > 1:
-            self.decline(f"its masks put different scores ({', '.join(f'{f:g}' for f in fills)})")
+            self.decline(f"its masks fill with different scores ({', '.join(f'{f:g}' for f in fills)})")
         return next(iter(fills), -math.inf)
 
     def band(self, constants: Mapping[Step, Constant | None]) -> tuple[list[Step], Constant]:
-        """The steps that the op does as one band, and what they say together; no steps, and what hides nothing, where there is none."""
+        """The steps that the op applies as one band, and that band; no steps and a band that hides nothing if there are none."""
         data = [s for s, c in constants.items() if c is None]
         bands = {s: c for s, c in constants.items() if c is not None and c.row is not None}
         return _merged_band({s: c for s, c in bands.items() if self.is_free(s, c, data)})
 
     def is_free(self, step: Step, constant: Constant, data: Sequence[Step]) -> bool:
-        """Whether a row all of whose visible keys the data hides gets the same weights with a band done by the op."""
+        """Whether a row whose visible keys are all hidden by data gets the same weights if the op applies the band."""
         scalars = self.found.scalars
         # A mask outside of it puts a finite score also on keys that it has hidden, which a blind row then weighs.
         later = any(s.scalar and s.number < step.number and scalars[s.scalar] != -math.inf for s in data)
         return not data or (constant.fill == -math.inf and not later)
 
     def is_causal_outside(self, operands: Sequence[Step]) -> bool:
-        """Whether all operands are constants of the block around, and those that are bands are causal masks."""
+        """Whether all operands are constants of the enclosing block, and the bands among them are causal masks."""
         outside = [self.constant(s, outside=True) for s in operands]
         return all(outside) and {c.band for c in outside if c and c.row is not None} == {(None, 0)}
 
     def check_gates(self) -> None:
-        """Declines for a factor on the scores that is more than a mask written twice."""
+        """Declines a factor on the scores that is more than a mask written twice."""
         gate = next((s for s in self.steps if s.kind == "gated" and not self.is_filled(s)), None)
         if gate is not None:
             self.decline(
-                f"the scores are multiplied by {self.leaves[gate.leaf]!r}, which has an entry for each key: needed is a constant of "
-                "ones and zeros, and that what is added hides the keys where it is 0"
+                f"the scores are multiplied by {self.leaves[gate.leaf]!r}, which has an entry per key: needed a constant of "
+                "ones and zeros, and an added term that hides the keys where it is 0"
             )
 
     def is_filled(self, gate: Step) -> bool:
-        """Whether a factor on the scores is a constant of ones and zeros, and what is added after that, also one, hides each key of a 0."""
+        """Whether a factor on the scores is a constant of ones and zeros, and the constant added next hides every key that it zeroes."""
         gated, added = self.varying(gate), self.varying(self.steps[gate.number - 1])
         if gated is None or added is None:
             return False
@@ -175,7 +175,7 @@ class MaskReader:
         return bool(np.all((factors == 0) | (factors == 1))) and not seen
 
     def check_order(self, operands: Sequence[Step], fixed: Sequence[Step]) -> None:
-        """Declines for steps that do not stand in the op's order: factor, cap, biases, masks, from the product on."""
+        """Declines steps that are not in the op's order: factor, cap, biases, masks, from the product on."""
         standing = {*operands, *fixed, *(s for s in self.steps if s.kind in ("times", "over", "capped"))}
         inner_first = [s for s in reversed(self.steps) if s in standing]
         for before, after in itertools.pairwise(inner_first):
@@ -184,12 +184,12 @@ class MaskReader:
                 self.decline(f"the scores are {_ORDER[after.kind][1]} after they are {done}")
 
     def hides(self, step: Step, fixed: Sequence[Step]) -> bool:
-        """Whether a bias behind a step leaves hidden what that hides."""
+        """Whether the keys that a step hides stay hidden under a later bias."""
         # Minus infinity plus a finite bias is minus infinity.
         return step in fixed or (step.masks and self.found.scalars[step.scalar or ""] == -math.inf)
 
     def are_blind(self, biases: Iterable[str]) -> bool:
-        """Whether a constant among the biases leaves a row nothing but scores whose exponentials are 0."""
+        """Whether a constant among the biases leaves a row only scores whose exponentials are 0."""
         for name in biases:
             array = constant_array(self.view, self.leaves[name], self.memo)
             if array is not None:
@@ -200,7 +200,7 @@ class MaskReader:
         return False
 
     def array(self, step: Step, outside: bool = False) -> np.ndarray | None:
-        """The constant that the operand of a step is, a bias as it comes to the softmax; `outside` as for `constant_array`."""
+        """The operand of a step as a constant, a bias as it reaches the softmax; `outside` as for `constant_array`."""
         value = self.leaves[step.leaf]
         array = constant_array(self.view, value, self.memo, outside)
         if array is None or step.kind != "added":
@@ -209,19 +209,19 @@ class MaskReader:
             return array * np.asarray(bias_factor(self.view, self.found, step.leaf, value), array.dtype)
 
     def varying(self, step: Step) -> tuple[np.ndarray, list[int]] | None:
-        """The constant of a step as `_varying` has it; None of one that is data."""
+        """The constant of a step in the form of `_varying`; None if it is data."""
         array = self.array(step)
         return None if array is None else self.with_classes(step, array)
 
     def with_classes(self, step: Step, array: np.ndarray) -> tuple[np.ndarray, list[int]]:
-        """An array with the axes of a step's operand as `_varying` has it."""
+        """An array with the axes of a step's operand, in the form of `_varying`."""
         leaf = step.leaf
         return _varying(*constant_with_axes(self.found, self.view, leaf, self.leaves[leaf], array))
 
     def constant(self, step: Step, outside: bool = False) -> Constant | None:
-        """What the mask of a step says, if it is a constant that hides nothing or is a band, causal or local; None for any other.
+        """The mask of a step if it is a constant that hides nothing or is a band, causal or local; None for any other.
 
-        What its entries say is told by `step.kind`: "kept" or "blended" (True sees), "hidden" (True is hidden) or "added" (to the scores).
+        `step.kind` gives the meaning of its entries: "kept" or "blended" (True sees), "hidden" (True is hidden) or "added" (to the scores).
         """
         array = self.array(step, outside)
         if array is None:
@@ -247,7 +247,7 @@ def _rank(step: Step, fixed: Sequence[Step]) -> int:
 
 
 def bias_factor(view: CanonicalView, found: Match, name: str, value: Value) -> float:
-    """What scores are given of a bias of this name, bound to `value`: -1 where it is subtracted, 1/4 where the sum is divided by 4."""
+    """The factor with which scores get the bias of this name, bound to `value`: -1 if it is subtracted, 1/4 if the sum is divided by 4."""
     leaf = found.leaf_id(name)
     sums = (p for p, n in enumerate(found.pattern.nodes) if n.op == "sum" and any(o.nid == leaf for o in n.operands))
     target = view.nodes[found.nodes[next(sums)]]
@@ -257,7 +257,7 @@ def bias_factor(view: CanonicalView, found: Match, name: str, value: Value) -> f
 
 
 def _merged_band(constants: Mapping[Step, Constant]) -> tuple[list[Step], Constant]:
-    """The steps that are one band together, and that band: the first of them, and those that leave every row a key beside it."""
+    """The steps that form one band together, and that band: the first of them, and those that leave every row a key in addition to it."""
     steps: list[Step] = []
     whole = Constant()
     for step, constant in constants.items():
@@ -268,7 +268,7 @@ def _merged_band(constants: Mapping[Step, Constant]) -> tuple[list[Step], Consta
 
 
 def _as_band(kept: np.ndarray, classes: list[int], found: Match, fill: float) -> Constant | None:
-    """What a mask that differs along some axis classes says, if it is a band of an axis of rows and the one of keys."""
+    """A mask that varies along these axis classes, if it is a band over an axis of rows and the axis of keys."""
     rows, keys = found.letters["t"], found.letters["s"]
     if len(keys) != 1 or len(classes) != 2 or not {keys[0]} < set(classes) <= {*rows, *keys}:
         return None
@@ -279,7 +279,7 @@ def _as_band(kept: np.ndarray, classes: list[int], found: Match, fill: float) ->
 
 
 def _band(grid: np.ndarray) -> tuple[int | None, int] | None:
-    """(left, right) of the band that is True in rows x keys; None where it is none, or one that causal masks and local windows are not."""
+    """(left, right) of the band that is True in rows x keys; None if there is no band, or one that is neither causal nor a local window."""
     rows, keys = grid.shape
     # how many keys the first row sees, and how many rows the first key
     right, left = (int(np.argmin(np.append(seen, False))) - 1 for seen in (grid[0], grid[:, 0]))
@@ -298,7 +298,7 @@ def is_ones(view: CanonicalView, value: Value, memo: Memo) -> bool:
 
 
 def _varying(array: np.ndarray, axes: Sequence[int | None]) -> tuple[np.ndarray, list[int]]:
-    """The array without the axes along which it repeats itself, and the classes of those that are left."""
+    """The array without the axes along which it is constant, and the classes of the remaining axes."""
     classes: list[int] = []
     index: list[slice | int] = []
     for d, c in enumerate(axes):

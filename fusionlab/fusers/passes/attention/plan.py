@@ -1,7 +1,7 @@
-"""The `dot_product_attention` op that stands in for a site: its attributes, and its operands out of the site's inputs.
+"""The `dot_product_attention` op that replaces a site: its attributes, and its operands from the site's inputs.
 
 The op takes query [*B, T, heads, H], key [*B, S, key heads, H] and value [*B, S, key heads, Hv], or each with heads before length:
-whichever of its layouts the site's own arrays are nearer to. What stands beside the scores is [*B, heads, T, S] in both.
+whichever layout is nearer to the site's own arrays. Operands on the scores are [*B, heads, T, S] in both.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def keyed_plan(
     drawn: tuple[str, DrawnFactors],
     layout: Layout,
 ) -> tuple[Region, Substitution]:
-    """The region as a function of the key that its factors are drawn of (their name and how), and the plan that gives the op that key.
+    """The region as a function of the key from which its factors are drawn (name and draw), and the plan that gives the op that key.
 
     Raises:
       Declined: the op would draw another mask.
@@ -79,7 +79,7 @@ def keyed_plan(
     axes = None if name in layout.regrouped else draw.axes(layout.axes[name])
     shape = layout.drawn(axes) if axes is not None else None
     if shape is None:
-        raise Declined("its axes do not stand in the order of the op's scores")
+        raise Declined("its axes are not in the order of the op's scores")
     attrs = attrs | {
         "factors_scale": attrs.get("factors_scale", 1.0) * draw.factor,
         "keep": draw.keep,
@@ -123,7 +123,7 @@ def attention_plan(
 
 
 def _scaled(q: Any, read: Reading, layout: Layout, inputs: Any) -> Any:
-    """The queries times, or over, what the scores are by data."""
+    """The queries times, or divided by, the data by which the scores are."""
     for step in read.steps:
         if step.kind in ("times", "over"):
             q = step(q, layout.by_row(step.leaf, inputs).astype(q.dtype), None)
@@ -131,7 +131,7 @@ def _scaled(q: Any, read: Reading, layout: Layout, inputs: Any) -> Any:
 
 
 def _of_some_keys(read: Reading, region: Region) -> bool:
-    """Whether the softmax leaves keys out by `where=`: its factors are its mask."""
+    """Whether the softmax excludes keys by `where=`: its factors are its mask."""
     return read.tail.of_some_keys and read.tail.changes[0].leaf in region.leaves
 
 
@@ -141,7 +141,7 @@ def present_changes(read: Reading, region: Region) -> list[WeightChange]:
 
 
 def _factor(change: WeightChange, x: Any) -> Any:
-    """What a change multiplies the weights by: a float, or a bool."""
+    """The factor of a change on the weights: a float, or a bool."""
     if change.kind == "hidden":
         return ~x
     return x if x.dtype == bool or jnp.issubdtype(x.dtype, jnp.floating) else x.astype(jnp.float32)
@@ -153,7 +153,7 @@ def _both(a: Any, b: Any) -> Any:
 
 
 def _joined(join: Callable[[Any, Any], Any], arrays: list[Any]) -> Any:
-    """All of some arrays as one; None of none."""
+    """The product of some arrays; None for no arrays."""
     return functools.reduce(join, arrays) if arrays else None
 
 
@@ -163,16 +163,16 @@ def _times(x: Any, factor: float) -> Any:
 
 @dataclass(frozen=True)
 class Layout:
-    """The op's axes as groups of the site's axis classes, and where the region's inputs stand.
+    """The op's axes as groups of the site's axis classes, and the positions of the region's inputs.
 
-    Query heads that share keys are heads, of which the keys have fewer; or more rows to the keys, where that moves less about, and neither
-    a row's number counts (a causal mask) nor rows differ in what is done to their scores.
+    Query heads that share keys are heads, of which the keys have fewer; or further rows, if that permutes less data and neither the row
+    number matters (a causal mask) nor the scores of different rows are treated differently.
 
     Attributes:
       key_heads: the classes of `heads` that key and value have, the first of them.
       root: the axes of the result.
       repeated: of k and v, those whose heads the site repeats before it reads them.
-      regrouped: of what stands beside the scores, how it is made of the region's input where that is not it.
+      regrouped: for operands on the scores, how each is made from the region's input if it is not that input itself.
     """
 
     axes: Mapping[str, AxisClasses]
@@ -191,7 +191,7 @@ class Layout:
     def nearest(
         cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
     ) -> Layout:
-        """Of those there are the one that permutes the fewest of q, k, v and the result; on a tie the first.
+        """The possible layout that permutes the fewest of q, k, v and the result; on a tie the first.
 
         The gradients are laid out as their operands are, and the cotangent as the result: they need the same permutations.
         """
@@ -202,7 +202,7 @@ class Layout:
     def _possible(
         cls, view: CanonicalView, found: Match, region: Region, masks: Masking, repeated: Mapping[str, Repeated]
     ) -> Iterator[Layout]:
-        """With any of the axes of rows as the rows, the others heads, longest first; with all of them as rows first of all."""
+        """The layouts with each axis of rows as the rows and the others as heads, longest first, after the one with all of them as rows."""
         root, where = axes_of(found, view, found.pattern.root, region.root), input_positions(region)
         axes, how = _axes_of_leaves(view, found, region, repeated), _regrouped(view, found, region)
         order = {x: ordered_classes(axes[n], found.letters[x]) for x, n in zip("btscd", "qqkkv", strict=True)}
@@ -242,12 +242,12 @@ class Layout:
         return heads if few is None else heads * self.sizes[few.head] // few.count
 
     def by_row(self, name: str, inputs: Any) -> Any:
-        """A factor on the scores as q is laid out, with features of 1, and with 1 where it is broadcast."""
+        """A factor on the scores in q's layout, with one feature, and with axes of 1 where it is broadcast."""
         groups = self._laid_out(self.order["t"], (), self.heads)
         return arrange_thin(self._own(name, inputs), self.axes[name], groups, self.sizes)
 
     def on_scores(self, name: str, inputs: Any) -> Any:
-        """An operand beside the scores as [*B, heads, T, S], with 1 where it is broadcast."""
+        """An operand on the scores as [*B, heads, T, S], with axes of 1 where it is broadcast."""
         return arrange_thin(self._own(name, inputs), self.axes[name], self._beside(), self.sizes)
 
     def _own(self, name: str, inputs: Any) -> Any:
@@ -255,8 +255,8 @@ class Layout:
         return self.regrouped[name](x) if name in self.regrouped else x
 
     def drawn(self, axes: AxisClasses) -> tuple[int, ...] | None:
-        """The shape beside the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there; 1 where it
-        is broadcast. None where an axis moves, or is a part of one of the op's.
+        """The shape on the scores, [*B, heads, T, S], of an array with these axes whose entries keep their order there, with 1 where it
+        is broadcast. None if an axis moves, or is part of an axis of the op.
         """
         kept = [c for c in axes if c is not None]
         shown = [group if any(c in kept for c in group) else () for group in self._beside()]
@@ -282,7 +282,7 @@ class Layout:
 def _axes_of_leaves(
     view: CanonicalView, found: Match, region: Region, repeated: Mapping[str, Repeated]
 ) -> dict[str, AxisClasses]:
-    """The axis classes of each leaf of the region; of one whose heads are repeated, as they are before that."""
+    """The axis classes of each leaf of the region; of a leaf whose heads are repeated, those before the repetition."""
     axes = {
         n: axes_of(found, view, found.leaf_id(n), v) if n in "qkv" else axes_beside(found, view, region, n)
         for n, v in region.leaves.items()
@@ -292,13 +292,13 @@ def _axes_of_leaves(
 
 
 def _regrouped(view: CanonicalView, found: Match, region: Region) -> dict[str, Callable[[Any], Any]]:
-    """How what stands beside the scores is made of the region's input, of each leaf of which that is not it."""
+    """How each operand on the scores that is not itself an input of the region is made from that input."""
     regrouped = ((n, regrouped_as(found, view, n, v)) for n, v in region.leaves.items() if n not in "qkv")
     return {n: how for n, how in regrouped if how is not None}
 
 
 def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> Iterator[tuple[int, ...]]:
-    """The classes that may be heads of key and value, of those that they have in common with the queries."""
+    """The classes, among those shared with the queries, that may be heads of key and value."""
     if shared is not None:
         yield (shared,)
         return
@@ -310,13 +310,13 @@ def _key_heads(batch: tuple[int, ...], shared: int | None, with_more: bool) -> I
 def _rows_to_try(
     axes: Mapping[str, AxisClasses], rows: tuple[int, ...], sizes: Mapping[int, int], masks: Masking
 ) -> Sequence[int | None]:
-    """Which of the axis classes of rows may be the op's rows, the others heads; None for all of them.
+    """The axis classes of rows that may be the op's rows, the others being heads; None for all of them.
 
     Args:
       axes: of each leaf of the region.
       rows: the classes.
       sizes: of each class.
-      masks: of the site; the rows of a band that the op makes itself are its rows.
+      masks: of the site; the rows of a band that the op applies itself are its rows.
     """
     if masks.row is not None:
         return [masks.row]
@@ -328,7 +328,7 @@ def _rows_to_try(
 
 
 def _row_beside(axes: Mapping[str, AxisClasses], rows: tuple[int, ...], sizes: Mapping[int, int]) -> int:
-    """The class of rows that a mask or bias has; the longest where none has one."""
+    """The class of rows of a mask or bias; the longest class if none has rows."""
     extra = {c for n, a in axes.items() if n not in (*"qkv", "sink") for c in a} - {None, BROADCAST}
     longest = rows[0]
     if "sink" in axes:

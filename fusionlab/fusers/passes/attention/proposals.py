@@ -1,4 +1,4 @@
-"""An attention that matches, proposed as the op: of the heads that it repeats or those repeated, with a key for its dropout mask or not."""
+"""A matched attention proposed as the op: with heads before or after their repetition, and with or without a key for its dropout mask."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AttentionProposals(AttentionConditions):
     def of_either_heads(
         self, read: Reading, region: Region, dropped: frozenset[str], known: tuple[Masking, float, tuple[str, ...]]
     ) -> Candidate | Rejection:
-        """The site of the heads that it repeats, where that is one; else of those that are repeated, which it gives way to.
+        """The site with heads before their repetition, if that is possible; otherwise, or as its fallback, with the repeated heads.
 
         `known`: the masks, the factor on the result, the notes.
         """
@@ -40,9 +40,9 @@ class AttentionProposals(AttentionConditions):
             leaks = escapes(region)
             if not leaks:
                 return self.proposed(read, *rest, None, repeated)
-            edit = "return or reuse the attention weights only where they are wanted, in a call of their own"
+            edit = "return or reuse the attention weights only where you need them, in a call of their own"
             if read.tail.sink is not None:
-                edit += "; the fused op drops that of the sink"
+                edit += "; the fused op drops the sink's weight"
             problem = self.escaping(leaks[0], edit, region.nodes, region=region)
             return self.proposed(read, *rest, problem, repeated) if self.search.differentiated else problem
 
@@ -54,8 +54,8 @@ class AttentionProposals(AttentionConditions):
     def of_fewer_heads(
         self, read: Reading, region: Region, masks: Masking
     ) -> tuple[Region, Mapping[str, Repeated]] | None:
-        """The site as a function of keys and values whose heads it repeats. A batch that is repeated (for the beams of a search) would
-        be heads as well, but more would be permuted then than repeated.
+        """The site as a function of keys and values before their heads are repeated. A repeated batch (for the beams of a search) would
+        count as heads as well, but then more data would be permuted than repeated.
         """
         few = without_repeats(self.view, read.match, region)
         if few is None:
@@ -73,9 +73,9 @@ class AttentionProposals(AttentionConditions):
         problem: Rejection | None,
         repeated: Mapping[str, Repeated],
     ) -> Candidate | Rejection:
-        """The site as the op, with the key of its dropout mask where that is known, else with the mask.
+        """The site as the op, with the key of its dropout mask if known, else with the mask.
 
-        Where it cannot be fused with its backward pass the mask as data may be; else `problem` stands in its place, or it stands alone.
+        If it cannot be fused with its backward pass, the fallback is the mask as data; after that `problem`, or the site alone.
         """
         attrs = attention_attributes(read, region, self.scale(read, region), masks, factor)
         attrs["precision"] = self.precision(region)
@@ -109,13 +109,15 @@ class AttentionProposals(AttentionConditions):
         notes: tuple[str, ...],
         layout: Layout,
     ) -> Candidate:
-        """The site with the key of its dropout mask for an operand, in place of the mask. Raises Declined where it has no such mask."""
+        """The site with the key of its dropout mask as an operand instead of the mask. Raises Declined if it has no such mask."""
         factors = present_changes(read, region)
         if len(factors) != 1 or read.tail.of_some_keys:
-            raise Declined("there are other factors beside it" if factors else "no factors are read")
+            raise Declined(
+                "there are other factors besides it" if factors else "it is not one of the factors on the weights"
+            )
         draw = draw_of(self.view, region.leaves[factors[0].leaf], self.search.certifier)
         if factors[0].kind == "hidden":
-            raise Declined("it is True where an entry is dropped, and the op draws what it keeps")
+            raise Declined("it is True where an entry is dropped, and the op's mask is True where it is kept")
         whole, plan = keyed_plan(self.search, read, region, masks, attrs, (factors[0].leaf, draw), layout)
         outcome = propose(self.search, self.pass_.name, whole, plan, self.anchor, notes)
         if isinstance(outcome, Rejection):
@@ -129,10 +131,10 @@ class AttentionProposals(AttentionConditions):
         return sign * scalars.get("scale", 1.0) * scalars.get("cap", 1.0) / self.carried(region, ("q", "k"))
 
     def precision(self, region: Region) -> Any:
-        """What the user asked of the products; None for the default."""
+        """The precision requested of the products; None for the default."""
         asked = {str(p): p for n in region.nodes if n.primitive == "dot_general" for p in (n.params.get("precision"),)}
         if region.root.dtype != jnp.float32:
             return None  # 16-bit products accumulate in float32 whatever is asked
         if len(asked) > 1:
-            raise Declined(f"its two products ask for different precisions ({' and '.join(asked)})")
+            raise Declined(f"its two products request different precisions ({' and '.join(asked)})")
         return next(iter(asked.values()), None)

@@ -1,4 +1,4 @@
-"""A site's region as a function of other operands: of what its own are made of, or of fewer of them."""
+"""A site's region as a function of other operands: of values from which its own are computed, or of fewer of them."""
 
 from __future__ import annotations
 

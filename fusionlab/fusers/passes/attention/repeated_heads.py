@@ -1,8 +1,8 @@
-"""Keys and values whose heads are repeated for the queries: told from the equations that repeat them.
+"""Keys and values whose heads are repeated for the queries, recognised by the equations that repeat them.
 
-`jnp.repeat(k, G, axis)`, and a broadcast along a new axis after the heads with a reshape that merges the two, make of head n // G head n.
-The fused op reads heads so without any copy. `jnp.tile`, and a broadcast along a new axis before the heads, make head n % K of it: those
-stay as they are.
+`jnp.repeat(k, G, axis)`, and a broadcast along a new axis after the heads with a reshape that merges the two, make head n from head
+n // G. The fused op reads heads that way without a copy. `jnp.tile`, and a broadcast along a new axis before the heads, make head n from
+head n % K; those are left as they are.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Repeated:
 
 
 def without_repeats(view: CanonicalView, found: Match, region: Region) -> tuple[Region, Mapping[str, Repeated]] | None:
-    """The region as a function of the keys and values before their heads are repeated; None where they are not, or where the repeated
-    ones are needed anyway, by what is no backward pass, or where explicit mesh axes may split heads of the queries that share one.
+    """The region as a function of the keys and values before their heads are repeated; None if they are not repeated, if anything besides
+    a backward pass also needs the repeated ones, or if explicit mesh axes may split query heads that share a key head.
     """
     if any(is_split_in_type(v.aval) for v in region.inputs):
         return None
@@ -53,7 +53,7 @@ def without_repeats(view: CanonicalView, found: Match, region: Region) -> tuple[
 
 
 def _source(view: CanonicalView, found: Match, region: Region, name: str) -> tuple[Value, Repeated, list[Node]] | None:
-    """What a leaf repeats the heads of, and the nodes that do."""
+    """The value whose heads a leaf repeats, and the nodes that repeat them."""
     leaf = region.leaves[name]
     found_merge = _merge_of(view, leaf)
     if found_merge is None:
@@ -102,13 +102,13 @@ def _classes_before(found: Match, name: str, node: CNode) -> tuple[dict[int, int
 
 
 def _stay_for_a_backward(region: Region, nodes: Iterable[Node]) -> bool:
-    """Whether what nodes of a region, or of its support, make is read in it and by backward passes alone."""
+    """Whether the results of these nodes of a region, or of its support, are read only in it and by backward passes."""
     inside = {n.id for n in (*region.nodes, *region.support)}
     return all(_stays_for_a_backward(region.block, n, inside) for n in nodes)
 
 
 def _stays_for_a_backward(block: Block, node: Node, inside: set[int]) -> bool:
-    """Whether no code of the user's own reads what a node makes; what a body returns in a differentiated program may be kept for that."""
+    """Whether no code of the user's own reads a node's result; a body in a differentiated program may return it for the backward pass."""
     outside = [u for v in node.outputs for u in block.users.get(v.id, ()) if u.id not in inside]
     kept = bool(block.path) and in_differentiated(node)
     return (kept or not any(v.id in block.returned for v in node.outputs)) and all(map(in_backward, outside))

@@ -1,4 +1,4 @@
-"""The scores of an attention: the steps they go through from the product of queries and keys to the softmax.
+"""The scores of an attention: the steps from the product of queries and keys to the softmax.
 
 `readings` peels them off from the softmax inwards: a mask, a bias, a cap, a factor, until the product is left.
 """
@@ -38,7 +38,7 @@ class Step:
       kind: "kept" (where(m, z, fill)), "hidden" (where(m, fill, z)), "blended" (z * m + fill * (1 - m)), "added" (z + b), "gated"
         (z * m, and then added to), "capped" (c * tanh(z)), "times" (z * f) or "over" (z / f) or "negated" (-z; any other negative factor
         is a scale's).
-      has_gain: whether what it makes is multiplied by a number before anything else is done to it.
+      has_gain: whether its result is multiplied by a number right after it.
       lowered: whether it is written z * m + fill * (m - 1), with the fill's sign turned.
       leaf, scalar, gain: the names of its operand ("" where it has none), of its number and of that number in an example.
     """
@@ -55,7 +55,7 @@ class Step:
 
     @property
     def masks(self) -> bool:
-        """Whether it puts a number in place of scores."""
+        """Whether it replaces scores by a number."""
         return _LEAVES.get(self.kind) == "mask"
 
     @property
@@ -97,9 +97,9 @@ NEGATED = (Step("negated", 0),)  # a maximum passes positive factors alone, so b
 
 
 def readings(view: CanonicalView, scores: int, factor: Coef = 1.0) -> Iterator[Steps]:
-    """The ways to read what `factor` times canonical node `scores` went through since a product, the likeliest first; at least one.
+    """The ways to read the steps from a product to `factor` times canonical node `scores`, the likeliest first; at least one.
 
-    The last may end at a node that is no product: the nearest miss stands there.
+    The last may end at a node that is not a product: the place of the nearest miss.
     """
     ends = list(_ends(view, Operand(factor, scores, ()), ()))
     whole = [steps for steps, end in ends if is_dot(view, end)]
@@ -107,7 +107,7 @@ def readings(view: CanonicalView, scores: int, factor: Coef = 1.0) -> Iterator[S
 
 
 def _ends(view: CanonicalView, scores: Operand, steps: Steps) -> Iterator[tuple[Steps, int]]:
-    """Where the ways end, and what was peeled off until there."""
+    """Where the ways end, and the steps peeled off until there."""
     inner = list(_inner(view, scores, steps))
     if not inner:
         yield steps, scores.nid
@@ -171,7 +171,7 @@ _INNER: Mapping[tuple[str, int], Callable[[CanonicalView, Operand, Steps], Itera
 
 
 def _blended(view: CanonicalView, kept: Operand, filled: Operand) -> Iterator[tuple[Operand, bool]]:
-    """The scores z of z * m, where what is added to it is a number times 1 - m or m - 1 and m a bool; and whether it is m - 1."""
+    """The scores z of z * m, if the term added to it is a number times 1 - m or m - 1 with a bool m; and whether it is m - 1."""
     product, rest = view.nodes[kept.nid], view.nodes[filled.nid]
     if product.op != "prod" or product.params != (1, 1) or rest.op != "sum" or len(rest.operands) != 2:
         return
@@ -202,7 +202,7 @@ def _near_product(view: CanonicalView, nid: int) -> bool:
 
 
 def clip_of(view: CanonicalView, product: int) -> int | None:
-    """The canonical node that clips the scores at a number, below the exponentials that a product weighs values with; None where none does.
+    """The canonical node that clips the scores before the exponentials with which a product weighs values; None if there is none.
 
     `product` is the canonical node of the weights' product with the values.
     """

@@ -1,9 +1,8 @@
-"""Attention with a sink: a softmax over the keys and one logit more, whose weight is dropped; the ways it is written.
+"""Attention with a sink: a softmax over the keys and one more logit, whose weight is dropped; the ways to write it.
 
-The logit stands beside the scores and is sliced off after the softmax (gpt-oss; which end it stands at, and how, the canonical view does
-not tell), or it is in the sum of the exponentials alone; or weights without it are scaled by what it leaves of them, which is
-sigmoid(logsumexp(z) - sink), before the values are weighed or after. It may be a number of the program: with 1 + the sum of exp(z) for the
-sum it is 0.
+The logit is appended to the scores and sliced off after the softmax (gpt-oss; the canonical view does not distinguish at which end), or
+it is only in the sum of the exponentials; or weights without it are scaled by their remaining share, sigmoid(logsumexp(z) - sink), before
+or after they weigh the values. It may be a constant of the program: with 1 + the sum of exp(z) as the sum, it is 0.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ class Spelling:
     """A way to write the weights softmax(z), or all of softmax(z) @ v.
 
     Attributes:
-      name: of it among others.
-      fn: (scores, sink) -> weights; (scores, values, sink) -> result, where the product with the values is a part of it (`after`).
-      sink: what the one logit more is: an operand ("data"), a number of the program ("number"), or 0, which leaves other traces ("zero");
-        None where there is none.
-      holds: the canonical ops that it has and a plain softmax has not, where there are any.
-      subtracts_max: whether the exponentials are of scores less their maximum.
-      of_the_sink: whether there are exponentials of the sink less something of the scores'.
+      name: unique among the spellings.
+      fn: (scores, sink) -> weights; or (scores, values, sink) -> result, if the product with the values is part of it (`after`).
+      sink: the kind of the additional logit: an operand ("data"), a constant of the program ("number"), or 0, which is written
+        differently ("zero"); None if there is none.
+      holds: the canonical ops that it has and a plain softmax does not have, if any.
+      subtracts_max: whether the exponents are scores minus their maximum.
+      of_the_sink: whether the sink minus some value of the scores is exponentiated.
     """
 
     name: str
@@ -52,32 +51,32 @@ class Spelling:
     of_the_sink: bool = False
 
     def sink_of(self, given: Mapping[str, Any]) -> Any:
-        """The sink, of an example's operands and numbers by name."""
+        """The sink among an example's operands and numbers, by name."""
         if self.sink == "data":
             return given["sink"][..., None]
         return given["sink_number"] if self.sink == "number" else 0.0 if self.sink else None
 
     def may_be_in(self, view: CanonicalView) -> bool:
-        """Whether a view has the ops that only its like have."""
+        """Whether a view has the ops that only this kind of spelling has."""
         return set(self.holds.split()) <= view.by_op.keys()
 
     @property
     def note(self) -> str | None:
-        """What the fused op does otherwise where numbers are far apart."""
+        """The note on how the fused op differs if numbers are far apart."""
         if not self.of_the_sink:
             return None
-        return "a sink that is 88 above all scores of a row makes an overflow in the original and not in the fused op"
+        return "a sink 88 above all scores of a row overflows in the program but not in the fused op"
 
     @property
     def is_a_factor(self) -> bool:
-        """Whether the weights are a softmax times something, as where a mask or a factor on heads multiplies them."""
+        """Whether the weights are a softmax times a factor, as if a mask or a factor per head multiplied them."""
         return "logistic" in self.holds
 
     def number(self, found: Match) -> float | None:
-        """The number that the sink of a match is; None where it is an operand, or there is none.
+        """The sink of a match as a number; None if it is an operand, or if there is none.
 
         Raises:
-          Declined: what is added to the sum of the exponentials is no exponential.
+          Declined: the term added to the sum of the exponentials is not an exponential.
         """
         if self.sink in (None, "data"):
             return None
@@ -85,7 +84,7 @@ class Spelling:
         if self.fn is not _to_the_sum:
             return number
         if not 0 < number < math.inf:
-            raise Declined(f"{number:g} is added to the sum of its exponentials, needed a number above 0")
+            raise Declined(f"{number:g} is added to the sum of its exponentials; needed a number above 0")
         return math.log(number)
 
 
@@ -111,7 +110,7 @@ def _softmax(z: Any, sink: Any) -> Any:
 
 
 def _total(e: Any, sink: Any, top: Any = None) -> Any:
-    """The sum of exponentials, with that of a sink; of what both are less `top`."""
+    """The sum of the exponentials of the scores and of a sink, both minus `top`."""
     total = e.sum(-1, keepdims=True)
     return total if sink is None else total + jnp.exp(sink if top is None else sink - top)
 
@@ -201,7 +200,7 @@ SINKS = (
 
 
 def may_have_sink(view: CanonicalView, roots: Sequence[int]) -> bool:
-    """Whether there is more in the sum that divides the exponentials of scores than they are, as far as is soon told."""
+    """Whether the sum that divides the exponentials of scores has further terms, by a quick check."""
     stack, seen = list(roots), set[int]()
     while stack and len(seen) < _LOOKED_AT:
         nid = stack.pop()
@@ -217,7 +216,7 @@ def may_have_sink(view: CanonicalView, roots: Sequence[int]) -> bool:
 
 
 def _tells_of_more(view: CanonicalView, node: CNode) -> bool:
-    """Whether a node stands in a spelling of a softmax with a sink, and in none of a plain softmax."""
+    """Whether a node occurs in a spelling of a softmax with a sink but in none of a plain softmax."""
     if node.op == "sum":
         return _adds_to_exponentials(view, node)
     # logaddexp makes a log1p, and sigmoid(logsumexp(z) - sink) a logistic of a log.
@@ -225,7 +224,7 @@ def _tells_of_more(view: CanonicalView, node: CNode) -> bool:
 
 
 def _adds_to_exponentials(view: CanonicalView, added: CNode) -> bool:
-    """Whether a sum is of a sum of exponentials and something else, or of 1 and an exponential."""
+    """Whether a sum has a sum of exponentials and another term, or 1 and an exponential."""
     terms = [view.nodes[o.nid] for o in added.operands]
     if any(t.op == "reduce_sum" and view.nodes[t.operands[0].nid].op == "exp" for t in terms):
         return True
@@ -233,8 +232,8 @@ def _adds_to_exponentials(view: CanonicalView, added: CNode) -> bool:
 
 
 def reason_of_logits(view: CanonicalView, exponentials: int, weights: int) -> tuple[str, str | None] | None:
-    """What is said, and what would help, of weights that are a softmax over more than the keys, and no attention with a sink; None where
-    nothing stands beside the scores. `weights` is the canonical node that the values are weighed by.
+    """Sentence and edit for weights that are a softmax over more than the keys but not an attention with a sink; None if the softmax is
+    over the scores only. `weights` is the canonical node that weighs the values.
     """
     parts = _parts_of(view, exponentials)
     if sum(_of_a_product(view, nid) for _, nid in parts) != 1:
@@ -242,40 +241,40 @@ def reason_of_logits(view: CanonicalView, exponentials: int, weights: int) -> tu
     keys = next(n for n, nid in parts if _of_a_product(view, nid))
     more = sum(n for n, _ in parts) - keys
     beside = "one more logit" if more == 1 else f"{more} more logits"
-    start = f"its softmax is over {keys} scores and {beside} of each row"
+    start = f"its softmax is over {keys} scores and {beside} per row"
     if more > 1:
-        return f"{start}, and a sink of the fused op is one", None
+        return f"{start}, and a sink of the fused op is a single logit", None
     if view.nodes[weights].op not in SLICES:
-        return f"{start}, whose weight is kept: that of the fused op's sink is dropped", None
+        return f"{start}, whose weight is kept; the fused op drops its sink's weight", None
     return (
-        f"{start}, and what is sliced off is not its weight alone, or not right after the softmax",
-        "mask the scores before the sink is put beside them, and drop weights after its own is sliced off",
+        f"{start}, and the slice that follows removes more than its weight, or does not follow the softmax directly",
+        "mask the scores before appending the sink, and apply dropout after slicing off the sink's weight",
     )
 
 
 def _parts_of(view: CanonicalView, exponentials: int) -> list[tuple[int, int]]:
-    """What the logits of a softmax are put together of, as `joined` has it: those that it exponentiates, or takes the maximum of."""
+    """The parts of a softmax's logits, as in `joined`: of those that it exponentiates or whose maximum it takes."""
     tops = (o.nid for o in _below(view, exponentials) if view.nodes[o.nid].op == "reduce_max")
     over = [exponentials, *(view.nodes[t].operands[0].nid for t in tops)]
     return next((p for nid in over if (p := joined(view, nid))), [])
 
 
 def _of_a_product(view: CanonicalView, nid: int) -> bool:
-    """Whether a node is a product, or one that is scaled, masked, capped or biased."""
+    """Whether a node is a product, or a scaled, masked, capped or biased one."""
     return nearest_below(view, nid, is_dot, _STEPS - 1, _ON_SCORES) is not None
 
 
 def _below(view: CanonicalView, nid: int) -> list[Operand]:
-    """What a node reads, through sums."""
+    """The operands of a node, through sums."""
     own = list(view.nodes[nid].operands)
     return [*own, *(o for at in own if view.nodes[at.nid].op == "sum" for o in view.nodes[at.nid].operands)]
 
 
 def factor_of(view: CanonicalView, found: Match, region: Region) -> float:
-    """What the program multiplies the bound sink by.
+    """The program's factor on the bound sink.
 
     Raises:
-      Declined: another factor in one place than in another.
+      Declined: the factor differs between places.
     """
     leaf, own = found.leaf_id("sink"), float(view.ref[region.leaves["sink"].id].coef)
     factors = []
@@ -285,5 +284,5 @@ def factor_of(view: CanonicalView, found: Match, region: Region) -> float:
             if wanted.nid == leaf:
                 factors.append(float(operands[at].coef) / float(wanted.coef) / own)
     if any(not close(f, factors[0]) for f in factors):
-        raise Declined("its sink is multiplied by one number in one place, and by another in another")
+        raise Declined("its sink is multiplied by different numbers in different places")
     return factors[0]

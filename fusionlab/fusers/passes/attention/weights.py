@@ -1,4 +1,4 @@
-"""The weights of an attention: the exponentials that they are made of, and what changes them before they weigh the values."""
+"""The weights of an attention: their exponentials, and the changes before they weigh the values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CHANGE_LIMIT = 4  # between a softmax and its product; models have up to 3: a m
 
 
 def exponentials(view: CanonicalView, dot: CNode) -> tuple[int, int] | None:
-    """The operand of a product that is made of exponentials of another product, as the attention weights are; and the exponentials."""
+    """The operand of a product that is computed from exponentials of another product, as attention weights are; and the exponentials."""
     if dot.op != "dot":
         return None
     for operand in dot.operands:
@@ -40,14 +40,14 @@ def exponentials(view: CanonicalView, dot: CNode) -> tuple[int, int] | None:
 
 
 def _before_slices(view: CanonicalView, nid: int) -> int:
-    """What weights are sliced from: more than the weight of a sink, or something else than that."""
+    """The node from which weights are sliced; the node itself if it is not a slice."""
     while view.nodes[nid].op in SLICES:
         nid = view.nodes[nid].operands[0].nid
     return nid
 
 
 def weighs_a_part(view: CanonicalView, node: Node) -> bool:
-    """Whether a product is of one weight that was sliced off others: of a key, or a sink, beside the rest."""
+    """Whether a product reads a single weight that was sliced off others: that of a key or a sink, apart from the rest."""
     contracted = node.params["dimension_numbers"][0]
     for atom, axes in zip(node.inputs, contracted, strict=True):
         if any(atom.shape[i] != 1 for i in axes):
@@ -62,7 +62,7 @@ def weighs_a_part(view: CanonicalView, node: Node) -> bool:
 
 
 def _is_chosen(view: CanonicalView, nid: int) -> bool:
-    """Whether weights have others in their place, one choice after another maybe, but for factors."""
+    """Whether weights, factors aside, are replaced by others in one choice or several."""
     node = view.nodes[nid]
     return node.op == "select" or (node.op == "prod" and any(view.nodes[o.nid].op == "select" for o in node.operands))
 
@@ -79,7 +79,7 @@ def tails_of(view: CanonicalView, weights: int, roots: Sequence[int]) -> list[Ta
 
 
 def _changes(view: CanonicalView, nid: int) -> tuple[str, ...]:
-    """The kinds of what changes probabilities, the innermost first."""
+    """The kinds of changes of the probabilities, innermost first."""
     found: list[str] = []
     while len(found) < _CHANGE_LIMIT:
         kinds, inner = _change(view, view.nodes[nid])
@@ -91,7 +91,7 @@ def _changes(view: CanonicalView, nid: int) -> tuple[str, ...]:
 
 
 def _change(view: CanonicalView, node: CNode) -> tuple[list[str], int | None]:
-    """The outermost change that weights went through, and the weights before it; None where those are a softmax."""
+    """The outermost change of the weights, and the weights before it; None if they are a softmax."""
     choice = _choice(node)
     if choice is not None:
         return [choice[0]], choice[1]
@@ -103,7 +103,7 @@ def _change(view: CanonicalView, node: CNode) -> tuple[list[str], int | None]:
 
 
 def _choice(node: CNode) -> tuple[str, int] | None:
-    """(kind, weights) of a choice between weights and 0; None of any other node."""
+    """(kind, weights) of a choice between weights and 0; None for any other node."""
     operands = node.operands
     if node.op == "select" and len(operands) == 3:
         for kind, other, inner in (("kept", operands[1], operands[2]), ("hidden", operands[2], operands[1])):
@@ -115,10 +115,10 @@ def _choice(node: CNode) -> tuple[str, int] | None:
 def needless_changes(
     view: CanonicalView, read: Reading, region: Region, masks: Masking, factor: float, memo: Memo
 ) -> tuple[frozenset[str], bool]:
-    """The operands of a tail's changes that the op needs not, and whether it is to give a row 0 that sees no key.
+    """The operands of a tail's changes that the op does not need, and whether the op must give 0 for a fully masked row.
 
-    Those are factors that are all one, and choices by a mask that the scores had already: what they set to 0 is 0, but where a row sees no
-    key. One has to stay where the weights are multiplied by a number, `factor`.
+    These are factors that are all ones, and choices by a mask that the scores already have: the entries they set to 0 are already 0,
+    except in a fully masked row. One change must remain if the weights are multiplied by a number, `factor`.
     """
     needless, zeroed = [], False
     for change in read.tail.changes:
@@ -133,7 +133,7 @@ def needless_changes(
 
 
 def _masks_already(read: Reading, change: WeightChange, masks: Masking) -> str | None:
-    """The mask of the scores that a choice among the weights repeats, if that says all of which keys a row sees."""
+    """The mask of the scores that a choice among the weights repeats, if that mask alone decides which keys a row sees."""
     leaves = read.match.leaves
     alike = (s for s in read.steps if s.masks and (s.kind == "hidden") == (change.kind == "hidden"))
     step = next((s for s in alike if leaves[s.leaf] == leaves[change.leaf]), None)
@@ -141,9 +141,9 @@ def _masks_already(read: Reading, change: WeightChange, masks: Masking) -> str |
 
 
 def _is_alone(leaf: str, masks: Masking) -> bool:
-    """Whether a mask of the scores says all of which keys a row sees.
+    """Whether a mask of the scores alone decides which keys a row sees.
 
-    Where another mask or a bias hides keys too, a row may see none for both together, whose weights the mask alone does not set to 0.
+    If another mask or a bias hides keys too, the two together may mask a row fully, whose weights this mask alone does not set to 0.
     """
     if leaf in masks.masks:
         return not (len(masks.masks) > 1 or masks.row is not None or masks.biases)
@@ -151,14 +151,14 @@ def _is_alone(leaf: str, masks: Masking) -> bool:
 
 
 def _in_sigmoid(view: CanonicalView, exp: int) -> bool:
-    """Whether an exponential is read by 1 + exp alone, but for a backward pass: that of a sigmoid, which normalises nothing."""
+    """Whether 1 + exp is the only reader of an exponential, a backward pass aside: it belongs to a sigmoid, which normalises nothing."""
     users = view.users.get(exp, ())
     added = [u for u in users if {o.nid for o in view.nodes[u].operands} == {ONE, exp} and view.nodes[u].op == "sum"]
     return bool(added) and all(u in added or _is_derived(view, u) for u in users)
 
 
 def _is_derived(view: CanonicalView, nid: int) -> bool:
-    """Whether every operation that makes a canonical node's value belongs to a backward pass."""
+    """Whether every operation that computes a canonical node's value belongs to a backward pass."""
     makers = [m for v in view.values_of.get(nid, ()) if (m := view.block.producer.get(v.id)) is not None]
     return bool(makers) and all(is_backward(m.eqn) for m in makers)
 
@@ -167,7 +167,7 @@ _RULES = having("rule")
 
 
 def _is_exp(view: CanonicalView, nid: int) -> bool:
-    """An exponential, or a function with a derivative of the user's own that takes one and is summed: their softmax, or its exp."""
+    """Whether a node is an exponential, or a function with a user's derivative that takes one and is summed: their softmax, or its exp."""
     if view.nodes[nid].op not in _RULES:
         return view.nodes[nid].op == "exp"
     makers = (view.block.producer.get(v.id) for v in view.values_of.get(nid, ()))

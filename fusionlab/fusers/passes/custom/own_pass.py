@@ -1,7 +1,7 @@
-"""Passes of users' own: a pattern by example, and what is to run in its place.
+"""Passes written by users: a pattern by example, and its replacement.
 
-A plain JAX function says what is looked for, whatever its spelling in a program; the matcher proposes, certification decides, as with
-every other pass.
+A plain JAX function defines the pattern, however a program spells it; the matcher proposes and certification decides, as for every other
+pass.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _RESERVED = frozenset(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PatternPass(Pass):
-    """A pass made by `pattern_pass`; attributes as of `Pass`, and
+    """A pass made by `pattern_pass`; attributes as in `Pass`, and
 
     Attributes:
-      fused_op: the op, which only this pass knows.
-      gauged, bare: the pattern's spellings as examples, with leaves that may carry a factor, and with leaves that carry none.
+      fused_op: the op, known only to this pass.
+      gauged, bare: the pattern's spellings as examples, with leaves that may carry a factor, and with leaves that may not.
     """
 
     name: str
@@ -82,29 +82,29 @@ def pattern_pass(
     backward: Callable[..., Any] | None = None,
     formula: str | None = None,
 ) -> PatternPass:
-    """A pass of your own, by example: wherever a program computes `pattern`, however it is spelt, an op of yours can stand.
+    """A pass of your own, by example: wherever a program computes `pattern`, in any spelling, your op can replace it.
 
     Args:
       name: of the pass and of its op, which is one node of this name in a trace.
-      pattern: `fn(*operands, *scalars) -> array` in plain JAX, without side effects; or several that are the same function, where programs
-        spell it in ways that the matcher does not bring together. It knows no sizes: a program's axes may be several for one letter.
+      pattern: `fn(*operands, *scalars) -> array` in plain JAX, without side effects; or several spellings of one function, if the matcher
+        does not recognise them as equal. It must not depend on sizes: one letter may stand for several axes of a program.
       axes: operand -> its axis letters ({"x": "mn", "bias": "n"}); equal letters are equal lengths.
-      scalars: names of the numbers that follow the operands; whatever numbers a program has there are taken.
-      implementations: name -> what runs: functions like `pattern`, and `CudaKernel`s. "xla" is the op's meaning, by default the
-        (first) pattern; the others are taken before it, the first that can run. Every function is certified against the pattern, here and
+      scalars: names of the numbers that follow the operands; any number in a program matches.
+      implementations: name -> implementation: functions like `pattern`, and `CudaKernel`s. "xla" is the op's meaning, by default the
+        (first) pattern; the others take precedence, the first that can run. Every function is certified against the pattern, here and
         at every site: values and gradients in float64 and as rounded in the program's dtypes, on random numbers of many sizes, zeros
-        and ties; a kernel where it is about to run. What is wrong on a few numbers alone, at x == 1.7 or for x in (5, 5.01), can be
-        missed: nothing but its author knows of such a branch.
+        and ties; a kernel is certified before it runs. An error on a few numbers only, at x == 1.7 or for x in (5, 5.01), can be
+        missed: only its author knows of such a branch.
       backward: `fn(ct, *operands, *scalars) -> gradient of each operand`, certified as well, with its own gradients; None takes JAX's
-        own of "xla". Either is given the operands again: nothing else is kept for it.
-      formula: what it computes, for readers; by default "name(operands)".
+        own gradient of "xla". Both read the operands again: nothing else is kept for them.
+      formula: a readable formula; by default "name(operands)".
 
     Returns:
-      A pass, for `fl.register` and, called with arrays, the op itself. Both are differentiable, and pass jit, vmap (by the meaning in
-      "xla") and scan.
+      A pass, for `fl.register` and, called with arrays, the op itself. Both are differentiable and work under jit, vmap (by the
+      meaning in "xla") and scan.
 
     Raises:
-      ArgumentError: an implementation is not the pattern's function, or an argument does not fit; the message says what differs.
+      ArgumentError: an implementation does not compute the pattern's function, or an argument is invalid; the message names the difference.
 
     >>> import jax, jax.numpy as jnp
     >>> cap = pattern_pass("softcap", lambda x, cap: cap * jnp.tanh(x / cap), axes={"x": "m"}, scalars=["cap"])
@@ -145,18 +145,18 @@ class _Given:
         return ArgumentError(f"pattern_pass {self.name}: {problem}")
 
     def plain(self, reference: Callable[..., Any] | CudaKernel) -> Callable[..., Any]:
-        """The op's meaning, which is no kernel."""
+        """The op's meaning, which must not be a kernel."""
         if isinstance(reference, CudaKernel):
             raise self.error('"xla" is a CudaKernel, needed a plain JAX function; call the kernel "cuda"')
         return reference
 
     def check_words(self, others: Mapping[str, Any]) -> None:
-        """No name may be one that cannot be, or that means something else already."""
+        """Raises ArgumentError for names that are invalid or already taken."""
         name = self.name
         if not isinstance(name, str) or not name.isidentifier() or name.endswith(("_grad", "_tangent", "_cotangent")):
-            raise self.error("the name is no identifier, or ends in _grad, _tangent or _cotangent; choose another")
+            raise self.error("the name is not an identifier, or ends in _grad, _tangent or _cotangent; choose another")
         if name in OPS or name in primitive_names():
-            raise self.error("an operation of this name exists already; choose another name")
+            raise self.error("an operation of this name already exists; choose another name")
         self.check_operands()
         self.check_letters()
         self.check_functions(others)
@@ -164,19 +164,19 @@ class _Given:
     def check_operands(self) -> None:
         axes, scalars = self.axes, self.scalars
         if not isinstance(axes, Mapping) or not axes or isinstance(scalars, str):
-            raise self.error(f'axes={axes!r}, scalars={scalars!r}; needed a dict as {{"x": "mn"}}, and a list of names')
+            raise self.error(
+                f'axes={axes!r}, scalars={scalars!r}; needed a dict such as {{"x": "mn"}}, and a list of names'
+            )
         words = [*axes, *scalars]
         wrong = [
             w for w in words if not str(w).isidentifier() or w in _RESERVED or w.startswith("d_") or words.count(w) > 1
         ]
         if wrong:
-            raise self.error(
-                f"operand or scalar {wrong[0]!r} is used twice or has a meaning of its own; choose another name"
-            )
+            raise self.error(f"operand or scalar {wrong[0]!r} is used twice or reserved; choose another name")
 
     def check_letters(self) -> None:
         if any(not isinstance(x, str) or (x and not x.isalpha()) or len(set(x)) < len(x) for x in self.axes.values()):
-            raise self.error(f"axes={dict(self.axes)!r}, needed letters, each once for an operand")
+            raise self.error(f"axes={dict(self.axes)!r}, needed letters, each at most once per operand")
         if len(set("".join(self.axes.values()))) > _LETTERS or len(self.scalars) > _SCALARS:
             raise self.error(f"at most {_LETTERS} axis letters and {_SCALARS} scalars")
 
@@ -187,7 +187,7 @@ class _Given:
             raise self.error(f"implementation {bad[0]!r} is neither a function nor a CudaKernel")
 
     def examples(self, bare: bool) -> tuple[Example, ...]:
-        """The spellings as examples, each known to compile to a pattern."""
+        """The spellings as examples, each checked to compile to a pattern."""
         name, axes, scalars, many = self.name, self.axes, tuple(self.scalars), len(self.spellings) > 1
         examples = tuple(
             Example(f"{name}, spelling {i}" if many else name, fn, axes, scalars, bare=bare, jitted=True, concrete=True)
@@ -213,27 +213,27 @@ class _Given:
         if any(n not in letter for n in out.shape) or len(set(out.shape)) < len(out.shape):
             raise self.error(
                 f"the pattern's result has shape {list(out.shape)} where axes have lengths {letter}; needed a result "
-                f"whose axes are each one of the operands'"
+                f"each of whose axes is an axis of an operand"
             )
         return "".join(letter[n] for n in out.shape)
 
     def certify(self, subject: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-        """Whether a function is the pattern's."""
+        """Raises ArgumentError unless two functions are the same."""
         for numbers in _NUMBERS[: 2 if self.scalars else 1]:
             given = numbers[: len(self.scalars)]
             was, now = (lambda *leaves, fn=fn, given=given: fn(*leaves, *given) for fn in (old, new))
             try:
                 verdict = prove_function(was, now, list(self.axes), _shapes(self.axes), plain_meaning_of)
             except (TypeError, ValueError) as error:
-                raise self.error(f"{subject} does not take what the pattern takes: {error}") from error
+                raise self.error(f"{subject} does not take the pattern's arguments: {error}") from error
             if not verdict.ok:
                 with_numbers = "".join(f", {s} = {x:g}" for s, x in zip(self.scalars, given, strict=True))
                 raise self.error(
-                    f"{subject} is not the pattern's function{with_numbers}: {verdict.detail}; needed the same values and gradients"
+                    f"{subject} does not compute the pattern's function{with_numbers}: {verdict.detail}; needed equal values and gradients"
                 )
 
     def certify_derivatives(self, op: PatternOp) -> None:
-        """Whether the op's derivatives can be had as JAX has the pattern's, forwards, and from a gradient again."""
+        """Raises ArgumentError unless the op is differentiable like the pattern: in forward mode, and twice."""
         shapes, numbers, count = _shapes(self.axes), _NUMBERS[0][: len(self.scalars)], len(self.axes)
         pattern = self.spellings[0]
         try:
@@ -241,13 +241,13 @@ class _Given:
             forwards.lower(*shapes)  # where it is only traced, jax.custom_vjp does not complain
         except TypeError as error:
             raise self.error(
-                f'"xla" has no forward derivative: {error}; write it without jax.custom_vjp, and give its rule as `backward`'
+                f'"xla" has no forward derivative: {error}; write it without jax.custom_vjp, and pass its rule as `backward`'
             ) from error
         if op.same_code and not op.has_backward:
             return
 
         def pulled(fn: Callable[..., Any]) -> Callable[..., Any]:
-            """The gradients' product with given arrays: its own gradients are all second derivatives."""
+            """The gradients' product with given arrays, whose own gradients are all second derivatives."""
 
             def product(ct: Any, *given: Any) -> Any:
                 gradients = jax.vjp(lambda *xs: fn(*xs, *numbers), *given[:count])[1](ct)
@@ -284,7 +284,7 @@ def _reached(pattern: Pattern) -> set[int]:
 
 
 def _shapes(axes: Mapping[str, str]) -> list[Any]:
-    """Small shapes of the operands, each letter of another length."""
+    """Small shapes of the operands, with a different length for each letter."""
     size = dict(zip(dict.fromkeys("".join(axes.values())), _SIZES, strict=False))
     return [jax.ShapeDtypeStruct(tuple(size[x] for x in letters), jnp.float32) for letters in axes.values()]
 

@@ -1,4 +1,4 @@
-"""One place where a pattern of a user's own may stand: what its operands may be, and what is made of it."""
+"""One place where a user's pattern may match: the possible operands, and the outcome."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _WHOLE = 1 << 14  # elements that functions are compared at with all their posit
 
 
 def makers_of(view: CanonicalView, nid: int) -> list[Node]:
-    """The nodes that make a canonical node's value or a multiple of it, the last first; no views or casts, and none of a backward pass."""
+    """The nodes that compute a canonical node's value or a multiple of it, last first, without views, casts and backward passes."""
     found = (view.block.producer.get(v.id) for v in reversed(view.values_of.get(nid, ())))
     return [n for n in found if n is not None and n.primitive not in VIEWS | CASTS and not is_backward(n.eqn)]
 
@@ -59,7 +59,7 @@ class OwnSite(Site):
         self.pattern_pass, self.root_nid, self.makers = pass_, nid, makers
 
     def examine(self) -> Candidate | Rejection | None:
-        """The first that is no rejection, else the first rejection; None where it is not even nearly the pattern."""
+        """The first candidate, else the first rejection; None if it is not even close to the pattern."""
         declined: Rejection | None = None
         miss: Miss | None = None
         for maker in self.makers:
@@ -75,7 +75,7 @@ class OwnSite(Site):
         return declined or self.nearly(miss)
 
     def nearly(self, miss: Miss | None) -> Rejection | None:
-        """The rejection of what is nearly the pattern; None where the nearest miss is not."""
+        """The rejection of a near miss; None if the nearest miss is not near."""
         if miss is None or miss.matched < min(2, miss.total):
             return None
         self.anchor = self.makers[0]
@@ -83,15 +83,15 @@ class OwnSite(Site):
         # Two operations of twelve are no near miss, unless what stands there is made to stand in the way.
         if near.code == "structure" and 3 * miss.matched < miss.total:
             return None
-        return replace(near, edit=near.edit or f"write {self.pattern_pass.formula} as the pattern has it")
+        return replace(near, edit=near.edit or f"write {self.pattern_pass.formula} as in the pattern")
 
     # -- what may be the operands ---------------------------------------------------------------------------------
 
     def proposals(self, maker: Node) -> Iterator[dict[str, Value] | Miss]:
-        """The raw values that may be the leaves, by name; or why there are none.
+        """The raw values that may be the leaves, by name; or the miss if there are none.
 
-        In the block's view a product is one node with all its factors. Where the pattern is not found in it, it is looked for in views that
-        begin at one of the values that the result is made of.
+        In the block's view a product is one node with all its factors. A pattern that is not found in it is searched for in views that
+        begin at one of the values from which the result is computed.
         """
         found = False
         for view in (self.search.view, *(self.beginning_at(v, maker) for v in self.read_twice(maker)[:_NEAREST])):
@@ -102,14 +102,14 @@ class OwnSite(Site):
                 return
 
     def read_twice(self, maker: Node) -> list[Value]:
-        """The values of the block that several of the nodes read that make a result, nearest first."""
+        """The values of the block read by several of the nodes that compute a result, nearest first."""
         reads = [{a.id: a for a in n.inputs if isinstance(a, Value)} for n in self.cone(maker)]
         times = Counter(itertools.chain.from_iterable(reads))
         inner = {i: v for read in reads for i, v in read.items() if times[i] > 1 and i in self.search.block.producer}
         return [inner[i] for i in sorted(inner, reverse=True)]
 
     def cone(self, maker: Node) -> list[Node]:
-        """The nodes that a value is made by, nearest first."""
+        """The nodes that compute a value, nearest first."""
         producer, seen, order = self.search.block.producer, {maker.id}, [maker]
         for node in order:
             if len(order) > _CONE:
@@ -134,7 +134,7 @@ class OwnSite(Site):
         return [nodes[i] for i in sorted(nodes)]
 
     def beginning_at(self, value: Value, maker: Node) -> CanonicalView:
-        """The view of what a value is made into, on the way to `maker`; what else is read there is a leaf, under its views."""
+        """The view of the nodes from a value to `maker`; anything else that they read is a leaf, under its views."""
         reached, nodes = {value.id}, []
         for node in self.between([value], maker):
             if node.primitive in VIEWS or any(isinstance(a, Value) and a.id in reached for a in node.inputs):
@@ -176,7 +176,7 @@ class OwnSite(Site):
         )
 
     def chain(self, view: CanonicalView, value: Value) -> list[Value]:
-        """What a value is a multiple of by literal factors, furthest first, and the value."""
+        """The values of which a value is a multiple by literal factors, furthest first, and the value."""
         chain = [value]
         while (node := view.block.producer.get(chain[-1].id)) is not None and node.primitive in VIEWS | SCALINGS:
             sources = [
@@ -192,7 +192,7 @@ class OwnSite(Site):
     # -- the site -------------------------------------------------------------------------------------------------
 
     def at(self, maker: Node, leaves: Mapping[str, Value]) -> Candidate | Rejection | Miss:
-        """What is made of it with these operands: now a leaf carries no factor, so every number has to be the pattern's."""
+        """The outcome with these operands: leaves carry no factor now, so every number must be the pattern's."""
         root = maker.outputs[0]
         unique = list({v.id: v for v in leaves.values()}.values())
         view = self.search.view.over(unique, self.between(unique, maker))
@@ -212,11 +212,11 @@ class OwnSite(Site):
         return replace(missed, target=self.root_nid, bound={missed.pattern.root: self.root_nid})
 
     def numbers(self, found: Match, factor: float, nid: int) -> dict[str, float] | Miss:
-        """The pattern's numbers at a match whose result, a canonical node, is multiplied by `factor`; why they are none of a site's."""
+        """The pattern's numbers at a match whose result, a canonical node, is multiplied by `factor`; or why they are not a site's."""
         numbers, size = _numbers(found, factor), found.pattern.size
         if not isinstance(numbers, dict):
-            wanted = "what no number of its gives" if math.isnan(numbers) else f"{numbers:g}"
-            reason = f"the result is multiplied by {factor:g}, where {wanted} is needed"
+            wanted = "none of its scalars gives that factor" if math.isnan(numbers) else f"{numbers:g} is needed"
+            reason = f"the result is multiplied by {factor:g}, where {wanted}"
             return Miss(found.pattern, size, size, self.root_nid, reason, "scalar", {})
         if numbers and all(close(x, 1.0) for x in numbers.values()):  # every tanh is 1 * tanh(x / 1)
             return Miss(found.pattern, 0, size, nid, "its numbers are all 1", "scalar", {})
@@ -232,13 +232,13 @@ class OwnSite(Site):
         plan = self.plan(view, found, region)
         given, op = self.given(region, plan), self.pattern_pass.fused_op
         if unfit := op.unfit(op.meaning_fn, given, plan.attrs):
-            sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot stand here: {unfit}"
+            sentence = f"{anchor_text(self.anchor)}: {plan.formula} cannot be used here: {unfit}"
             edit = f"make {op.name} compute with these operands"
             self.decline("structure", sentence, edit=edit, site=region.nodes)
         self.check_width(region, plan, given)
         verdict = self.verdict(region, plan, given)
         if not verdict.ok:
-            sentence = f"{anchor_text(self.anchor)}: {plan.formula} would replace it, but {verdict.detail}"
+            sentence = f"{anchor_text(self.anchor)} could become {plan.formula}, but {verdict.detail}"
             self.decline(verdict.code or "value", sentence, site=region.nodes)
         names = ", ".join(leaves)
         return self.offered(region, plan, f"compute the outside use from {names} again")
@@ -249,7 +249,7 @@ class OwnSite(Site):
         return dict(zip(self.pattern_pass.fused_op.slots, jax.eval_shape(plan.operands, *types), strict=True))
 
     def check_width(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> None:
-        """Declines for what is computed wider than the op's meaning does, which may be of 16 bits throughout."""
+        """Declines arithmetic wider than the op's meaning, which may use 16 bits throughout."""
         op = self.pattern_pass.fused_op
         numbers, types = op.numbers(plan.attrs), [given[slot] for slot in op.slots]
         program = block_of_jaxpr(jax.make_jaxpr(lambda *leaves: op.meaning_fn(*leaves, *numbers))(*types))
@@ -261,7 +261,7 @@ class OwnSite(Site):
             self.decline("dtype", wider_text(wide, dtype), [wide], edit=edit, site=region.nodes)
 
     def verdict(self, region: Region, plan: Substitution, given: Mapping[str, Any]) -> ProofOutcome:
-        """What `propose` does not ask: extreme numbers, and the functions that may run instead of the op's meaning."""
+        """The checks that `propose` does not make: extreme numbers, and the functions that may run instead of the op's meaning."""
         op, plan_key = self.pattern_pass.fused_op, (plan.op.name, tuple(sorted(plan.attrs.items(), key=str)))
         certifier, numbers = self.search.certifier, op.numbers(plan.attrs)
         verdict = certifier.extremes(region, plan.call, plan_key)
@@ -278,9 +278,9 @@ class OwnSite(Site):
     def of_positions(
         self, given: Mapping[str, Any], attrs: Mapping[str, Any], functions: Mapping[str, Callable[..., Any]]
     ) -> ProofOutcome:
-        """Whether what may run is the pattern at the lengths of this site: at the few entries of a proof, arange(n) < 20 is a mask of True.
+        """Whether the implementation is the pattern at the lengths of this site: at a proof's few entries, arange(n) < 20 is all True.
 
-        At shorter ones, if these are long; there a function that does not take them is not asked.
+        Long axes are shortened; a function that does not accept the shorter ones is not checked.
         """
         op, certifier = self.pattern_pass.fused_op, self.search.certifier
         shapes, numbers = op.shortened(op.sizes({n: a.shape for n, a in given.items()}), _WHOLE)[1], op.numbers(attrs)
@@ -302,13 +302,13 @@ class OwnSite(Site):
         return ProofOutcome(None)
 
     def check_dtypes(self, region: Region) -> None:
-        """Declines for several dtypes, for one that the op does not take, and for what is rounded inside."""
+        """Declines several dtypes, a dtype that the op does not take, and rounding inside."""
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         inner = _rounding(region)
         where = anchor_text(self.anchor)
         if inner is not None:
             problem = (
-                f"reads what {anchor_text(inner)} rounds to {inner.outputs[0].dtype}; the op would not round there"
+                f"reads {anchor_text(inner)}, which rounds to {inner.outputs[0].dtype}; the op would not round there"
             )
         elif len(given) > 1:
             problem = f"mixes {', '.join(sorted(given))}; the op computes in one dtype"
@@ -349,29 +349,29 @@ def _rounding(region: Region) -> Node | None:
 
 
 def _precision(region: Region) -> str | None:
-    """The precision that the products of a region ask for, as `jax.default_matmul_precision` has it; None where they ask for none.
+    """The precision that the products of a region request, as in `jax.default_matmul_precision`; None if they request none.
 
     Raises:
-      Declined: they ask for several, and none of them would do for all.
+      Declined: they request several, and none of them serves for all.
     """
     asked = {n.params.get("precision") for n in all_nodes(region.nodes) if n.primitive == "dot_general"}
     names = {_precision_name(p) for p in asked}
     if len(names - {None}) <= 1 and (len(names) == 1 or names <= {None, "high", "highest"}):
         return next(iter(names - {None}), None)
-    raise Declined(f"its products ask for different precisions ({', '.join(sorted(map(str, asked)))})")
+    raise Declined(f"its products request different precisions ({', '.join(sorted(map(str, asked)))})")
 
 
 def _precision_name(precision: Any) -> str | None:
     each = set(precisions(precision)) - {jax.lax.Precision.DEFAULT}  # which is what None is
     if len(each) > 1:
-        raise Declined(f"a product asks for a precision for each operand ({precision})")
+        raise Declined(f"a product requests a precision per operand ({precision})")
     return next(
         (p.name.lower() if isinstance(p, jax.lax.Precision) else str(getattr(p, "name", p)) for p in each), None
     )
 
 
 def _number(value: float, dtype: Any) -> float:
-    """As the user wrote it: without the noise of its inverse, and, of a float32, the shortest number that is the same."""
+    """A number as the user wrote it: without the noise of its inverse, and for float32 the shortest equal number."""
     double = str(dtype) == "float64"
     short = float(f"{value:{'.13g' if double else '.10g'}}")
     if abs(short - value) <= (1e-15 if double else 1e-11) * abs(value):
@@ -381,9 +381,9 @@ def _number(value: float, dtype: Any) -> float:
 
 
 def _numbers(found: Match, factor: float) -> dict[str, float] | float:
-    """The scalars that a match captured, with the one that only `factor`, the multiple that the result is, tells.
+    """The scalars that a match captured, including one that only the result's `factor` determines.
 
-    Where that is another than the pattern's, the pattern's; NaN where no scalar gives it.
+    If the factor is not the pattern's, the pattern's factor; NaN if no scalar gives it.
     """
     wanted, known = found.pattern.factor, dict(found.scalars)
     if not isinstance(wanted, ScalarEdge):

@@ -1,4 +1,4 @@
-"""The names that mean something to the graph's rules: what no op of anybody else's may be called."""
+"""The names with a meaning in the graph's rules, which no other op may have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ....graph.program.trace import FLATTENED
 
 @functools.cache
 def primitive_names() -> frozenset[str]:
-    """Names of primitives that a rule knows by name, and of those that JAX shows."""
+    """Names of the primitives that rules know by name, and of JAX's public primitives."""
     tables = (
         rules.CANONICAL_RULES,
         rules.TRANSPARENT,

@@ -1,1 +1,1 @@
-"""Pass `lerp`: x + w * (y - x). Read `lerp` first, then `blends` (what makes it) and `examples` (the spellings)."""
+"""Pass `lerp`: x + w * (y - x). Read `lerp` first, then `blends` (the nodes of a blend) and `examples` (the spellings)."""

@@ -1,7 +1,7 @@
-"""lerp, as a program writes it: x + w * (y - x) and its relatives, w an array or a number.
+"""lerp as programs write it: x + w * (y - x) and its variants, w an array or a number.
 
 A number w is read off the program's own multiplications. In the canonical view it would be lost among the factors that x and y
-carry themselves: the gradient that Adam blends into its moments has the loss's 1/N in it.
+carry themselves: the gradient that Adam blends into its moments contains the loss's 1/N.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Blend:
 
     Attributes:
       form: its spelling.
-      nodes: its nodes; the last makes it.
-      view: of those nodes alone: a leaf is the value that they read, under views and casts, and carries no factor.
-      match: of the spelling, in that view.
+      nodes: its nodes; the last computes the result.
+      view: the view of those nodes alone: a leaf is a value that they read, under views and casts, and carries no factor.
+      match: the match of the spelling in that view.
     """
 
     form: Form
@@ -45,7 +45,7 @@ class Blend:
 
 
 def blends(view: CanonicalView, weighted_sums: bool = True) -> Iterator[Blend]:
-    """Every blend of a block outside of folded sites; without `weighted_sums`, not those that multiply both x and y by numbers."""
+    """Every blend of a block outside folded sites; those that multiply both x and y by numbers only with `weighted_sums`."""
     for node in view.block.nodes:
         wanted = node.primitive in _SUMS and node.id not in view.covered and is_float(node.outputs[0].dtype)
         if wanted and not is_backward(node.eqn):
@@ -67,7 +67,7 @@ def _blend(view: CanonicalView, root: Node, weighted_sums: bool) -> Blend | None
 def _may_be_blend(
     view: CanonicalView, root: Node, near: tuple[Node, ...], wide: tuple[Node, ...], weighted_sums: bool
 ) -> bool:
-    """Whether x and y are each multiplied, or their difference is: an optimizer has thousands of sums, and views of their own are dear."""
+    """Whether x and y, or their difference, are multiplied: an optimizer has thousands of sums, and a view for each is expensive."""
     inner = [n for n in near if n.primitive == "sub" and n is not root]
     if inner:
         return _moves_to(view, root, inner)
@@ -91,7 +91,7 @@ def _matched(view: CanonicalView, root: Node, nodes: tuple[Node, ...]) -> Blend 
 
 
 def _moves_to(view: CanonicalView, root: Node, differences: Sequence[Node]) -> bool:
-    """Whether a sum may read what one of the differences under it reads, too: in a norm, (x - mean) * scale + bias, it does not."""
+    """Whether a sum may also read an operand of one of the differences under it: in a norm, (x - mean) * scale + bias, it does not."""
     if sum(maker is not None and maker.primitive in ("mul", "add", "sub") for maker, _ in _makers(view, root)) != 1:
         return True
     own, others = _sources(view, [root]), _sources(view, differences)
@@ -99,12 +99,12 @@ def _moves_to(view: CanonicalView, root: Node, differences: Sequence[Node]) -> b
 
 
 def _sources(view: CanonicalView, nodes: Sequence[Node]) -> set[int | None]:
-    """The values under the views and casts of what some nodes read; None among them for numbers."""
+    """The operands of some nodes under views and casts; None stands for numbers."""
     return {getattr(_under(view, a)[0], "id", None) for n in nodes for a in n.inputs}
 
 
 def _under(view: CanonicalView, atom: Any) -> tuple[Any, tuple[Node, ...]]:
-    """What stands under the views and casts of an operand, and these."""
+    """The value under the views and casts of an operand, and these nodes."""
     crossed: list[Node] = []
     while (maker := _maker(view, atom)) is not None and maker.primitive in _TRANSPARENT:
         crossed.append(maker)
@@ -113,15 +113,15 @@ def _under(view: CanonicalView, atom: Any) -> tuple[Any, tuple[Node, ...]]:
 
 
 def _maker(view: CanonicalView, atom: Any) -> Node | None:
-    """What makes an operand; None for what is made elsewhere, or in a folded site."""
+    """The node that computes an operand; None if that is elsewhere or in a folded site."""
     maker = maker_of(view.block, atom)
     return None if maker is None or maker.id in view.covered else maker
 
 
 def _expanded(view: CanonicalView, roots: list[Node], into: dict[str, set[str]]) -> tuple[Node, ...]:
-    """The root, the nodes of the kinds in `into` that it reads, and of what they read those of the kinds `into` gives for them.
+    """The root, the nodes of the kinds in `into` that it reads, and their operands of the kinds that `into` gives for them.
 
-    The views and casts that their operands pass are among them, so that a leaf is the value underneath.
+    The views and casts of their operands are included, so that a leaf is the value underneath.
     """
     nodes = {n.id: n for n in roots}
     level = [(root, set(into)) for root in roots]
@@ -136,22 +136,22 @@ def _expanded(view: CanonicalView, roots: list[Node], into: dict[str, set[str]])
 
 
 def _makers(view: CanonicalView, node: Node) -> Iterator[tuple[Node | None, tuple[Node, ...]]]:
-    """What makes each operand of a node, as of `_maker`, and the views and casts between."""
+    """The node that computes each operand of a node, as in `_maker`, and the views and casts between."""
     for value in node.values:
         source, crossed = _under(view, value)
         yield _maker(view, source), crossed
 
 
 def _used(part: CanonicalView, found: Match, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
-    """Those of the nodes that show a value of the match's own."""
+    """The nodes that compute a value of the match."""
     inner = {t for p, t in found.nodes.items() if p not in found.pattern.leaf_of}
     return tuple(n for n in nodes if part.ref[n.outputs[0].id].nid in inner or n is nodes[-1] or n.primitive == "mul")
 
 
 def _adds_up(view: CanonicalView, root: Node, found: Match) -> bool:
-    """Whether the two numbers of a blend are w and 1 - w, as far as the dtype can tell: 0.999 is 1 in bfloat16.
+    """Whether the two numbers of a blend are w and 1 - w within the dtype's precision: 0.999 is 1 in bfloat16.
 
-    Both are to stand in the program: x + 0.001 * y is no blend.
+    Both must occur in the program: x + 0.001 * y is not a blend.
     """
     if "w" not in found.scalars:
         return True
@@ -165,7 +165,7 @@ def _adds_up(view: CanonicalView, root: Node, found: Match) -> bool:
 
 
 def _weighted(view: CanonicalView, root: Node) -> bool:
-    """Whether both operands are products. Where neither reads a difference, they can only be a blend by two numbers: 0.9 * x + 0.1 * y."""
+    """Whether both operands are products. If neither reads a difference, they can only be a blend by two numbers: 0.9 * x + 0.1 * y."""
     return all(maker is not None and maker.primitive == "mul" for maker, _ in _makers(view, root))
 
 

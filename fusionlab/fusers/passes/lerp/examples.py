@@ -1,4 +1,4 @@
-"""lerp by example: each way to write it that is known, with w an array and with w a number."""
+"""lerp by example: each known spelling, with w an array and with w a number."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pass `lerp`: x + w * (y - x), w an array or a number, broadcast in any way -> one `lerp` op.
 
-Spellings of the same number round differently. Those that round as the op does are taken; the others (x * (1 - w) + y * w and what is
-like it) are where `lerp=dict(reassociate=True)` asks for them. How a program writes a blend is read off the graph (`blends`).
+The spellings are mathematically equal but round differently. Those that round as the op does are fused; the others (x * (1 - w) + y * w
+and similar) only with `lerp=dict(reassociate=True)`. A blend's spelling is read off the graph (`blends`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...engine.wording import anchor_text
 from .blends import Blend, blends
 from .examples import AS_THE_OP_ROUNDS
 
-_DIGITS = "the number w is taken to 12 digits"
+_DIGITS = "the number w is read to 12 digits"
 
 
 class LerpPass(Pass):
@@ -38,9 +38,21 @@ class LerpPass(Pass):
     options: ClassVar = {
         "reassociate": Option(
             False,
-            "take x * (1 - w) + y * w and its relatives too: the same number, rounded differently, and infinite near the dtype's edge",
+            "also fuse x * (1 - w) + y * w and its variants: equal in exact arithmetic, rounded differently, infinite near the dtype's max",
         )
     }
+
+    summary = "Replaces a linear interpolation, x + w * (y - x), by one op."
+    spellings = (
+        "x, y and w may broadcast in any way.",
+        "Spellings that round as x + w * (y - x) does are taken. x * (1 - w) + y * w and its relatives round differently: they are "
+        "declined unless fl.Strategy(lerp=dict(reassociate=True)) asks for them.",
+    )
+    default = (
+        "On. On sm_90 values and gradients each take FusionLab's kernels where they were measured faster, which is mostly the gradient of "
+        "a broadcast operand. Elsewhere XLA's code runs."
+    )
+    codes = ("rounding",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
         return lambda x, y, w: x + w * (y - x), (jnp.zeros((8, 16)), jnp.zeros((8, 16)), jnp.zeros(16))
@@ -92,7 +104,7 @@ class _BlendSite(Site):
         return self.unless_read(region, "compute the outside use from x and y again", proposed)
 
     def check_dtypes(self, region: Region) -> None:
-        """Declines for a dtype the op does not take, and for what is rounded inside: an operand wider than the result is."""
+        """Declines a dtype that the op does not take, and rounding inside, which includes an operand wider than the result."""
         result_dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         rounding, narrow = _rounding(region), _narrow(region)
@@ -100,11 +112,13 @@ class _BlendSite(Site):
         if not given <= set(DTYPES):
             problem = f"blends {', '.join(sorted(given))} to {result_dtype}; the fused op takes {', '.join(DTYPES)}"
         elif rounding is not None:
-            problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            problem = f"reads {anchor_text(rounding)}, which rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
         elif narrow is not None:
             problem = f"reads {anchor_text(narrow)}, which is computed in {narrow.outputs[0].dtype}; the fused op would not round there"
         elif any(narrows(result_dtype, v.dtype) for v in region.leaves.values()):
-            problem = f"makes {result_dtype} of {', '.join(sorted(given))}; the fused op would round its operands first"
+            problem = (
+                f"computes {result_dtype} from {', '.join(sorted(given))}; the fused op would round its operands first"
+            )
         else:
             return
         self.decline("dtype", f"{where} {problem}", edit=edit, site=region.nodes)

@@ -1,4 +1,4 @@
-"""Pass `gemm_epilogue`: act(x @ w + b). Read `gemm_epilogue` first, then `linear_parts` (the example, and which operand is what),
-`epilogues` (which activation follows, by value), `linear_groups` (products that share an operand), `beyond` (what stands behind
-a product and is no epilogue) and `plan` (the op in the place of a site).
+"""Pass `gemm_epilogue`: act(x @ w + b). Read `gemm_epilogue` first, then `linear_parts` (the example, and the role of each operand),
+`epilogues` (the activation that follows, recognised by value), `linear_groups` (grouping of backward passes), `beyond` (activations of
+products that are not epilogues) and `plan` (the op that replaces a site).
 """

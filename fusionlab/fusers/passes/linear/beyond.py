@@ -1,8 +1,8 @@
-"""Activations of products that stand beyond what the pass `gemm_epilogue` fuses: what stands in between, told once for each such node.
+"""Activations of products that the pass `gemm_epilogue` does not reach: one rejection for each node in between.
 
-From a product forward the pass goes as far as its bias and what is elementwise behind it. Here the rest is read back, from each
-activation that no site has come to: over parts, other shapes, factors and sums, to the products that it is made of. A part that is
-multiplied with another part of the same product is a gated pair whose weights are packed in one.
+From a product the pass goes forward through its bias and the elementwise nodes after it. This module traces back from each activation
+that no site has reached, through slices, reshapes, factors and sums, to the products from which it is computed. A part that is
+multiplied by another part of the same product is a gated pair with packed weights.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ _ACTIVATES = having("sigmoid", "exponential") | {"log1p", "clamp"}
 _RULES = having("rule")
 _COPIES = having("cast", "mark", "precision", "variance") | {"copy"}
 _STEPS = 60  # back from an activation to its products
-_SIDE_BY_SIDE = (
-    "multiply once, by the weights on top of each other: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
-)
+_SIDE_BY_SIDE = "multiply once, with the weights stacked: jnp.concatenate([x, h], -1) @ jnp.concatenate([w, u])"
 
 
 @dataclass
 class Between:
-    """What is made of products and stands between them and activations.
+    """A node computed from products that comes between them and activations.
 
     Attributes:
-      node: the first node, in program order, that an epilogue is not read through.
-      products: what that is made of, and `activations` of it.
+      node: the first node, in program order, that is not part of an epilogue.
+      products: the products from which it is computed, and `activations` the activations of it.
     """
 
     node: Node
@@ -49,7 +47,7 @@ class Between:
 
 
 def is_float_product(node: Node) -> bool:
-    """A product of floats, or a convolution that is one."""
+    """Whether a node is a product of floats, or a convolution equivalent to one."""
     return is_float(node.outputs[0].dtype) if node.primitive == "dot_general" else is_pointwise_convolution(node)
 
 
@@ -62,7 +60,7 @@ def is_pointwise_convolution(node: Node) -> bool:
 
 
 def activations_beyond(pass_: Pass, search: Search, claimed: Collection[int]) -> Iterator[Candidate | Rejection]:
-    """A rejection for each node that keeps activations from the products they are made of; `claimed`: nodes that a site of the pass has."""
+    """A rejection for each node that separates activations from their products; `claimed`: the nodes of the pass's own sites."""
     found: dict[int, Between] = {}
     for node in search.block.nodes:
         if node.id in claimed or is_backward(node.eqn) or not activates(search, node):
@@ -75,7 +73,7 @@ def activations_beyond(pass_: Pass, search: Search, claimed: Collection[int]) ->
 
 
 def activates(search: Search, node: Node) -> bool:
-    """Whether a node makes an activation of what it reads."""
+    """Whether a node computes an activation of its operand."""
     if node.primitive in ("exp", "exp2"):
         return not _is_summed(search.block, node)
     if node.primitive == "log1p":  # a softplus; of anything else it is a loss
@@ -89,7 +87,7 @@ def activates(search: Search, node: Node) -> bool:
 
 
 def _maker(search: Search, node: Node, names: Collection[str]) -> Node | None:
-    """The node that a node's first operand comes from, if its primitive is one of these."""
+    """The node that computes a node's first operand, if its primitive is one of these."""
     maker = maker_of(search.block, node.inputs[0])
     return maker if maker is not None and maker.primitive in names else None
 
@@ -108,15 +106,17 @@ def _reads_a_number(search: Search, node: Node) -> bool:
 
 
 def _is_summed(block: Block, node: Node) -> bool:
-    """Whether exponentials are summed up, as a softmax's are."""
+    """Whether exponentials are summed, as in a softmax."""
     passes = VIEWS | _COPIES | {"mul", "select_n"}
     return any(n.primitive == "reduce_sum" for n in downstream(block, node.outputs, lambda n: n.primitive in passes))
 
 
 def _read_back(search: Search, activation: Node) -> Between | None:
-    """What an activation is made of; None where that is something else than products and what is given, or another activation's.
+    """The products of an activation and the node in between; None if it reads anything besides products and parameters, or another
+    activation.
 
-    Of the nodes in between it has where two products meet, else where one is taken apart, else the first that is no part of an epilogue.
+    Of the nodes in between, this is the one where two products meet, else one that takes a product apart, else the first that is not part
+    of an epilogue.
     """
     products: dict[int, Node] = {}
     on_the_way: dict[int, Node] = {}
@@ -141,7 +141,7 @@ def _read_back(search: Search, activation: Node) -> Between | None:
 
 
 def _passed_on(node: Node) -> list[Value] | None:
-    """Which of the values a node reads may be a product on its way to an activation; None where none gets through it."""
+    """The operands of a node that may be a product on its way to an activation; None if the node lets none through."""
     if node.primitive in ACTIVATION_PRIMITIVES | VIEWS | _COPIES | SUMS_OVER_DEVICES:
         return node.values
     source = node.inputs[0] if node.primitive in PARTS else None
@@ -151,7 +151,7 @@ def _passed_on(node: Node) -> list[Value] | None:
 def _ranked(
     search: Search, nodes: Mapping[int, Node], products: Mapping[int, Node]
 ) -> Iterator[tuple[int, Node, frozenset[int]]]:
-    """Each node that is made of products, in program order: its rank, itself, and the products."""
+    """Each node computed from products, in program order: its rank, itself, and the products."""
     below: dict[int, frozenset[int]] = {v.id: frozenset({n.id}) for n in products.values() for v in n.outputs}
     for _, node in sorted(nodes.items()):
         sources = {below[a.id] for a in node.values if a.id in below}
@@ -162,7 +162,7 @@ def _ranked(
 
 
 def _rank(search: Search, node: Node, operands: int) -> int:
-    """Which of several nodes to speak of, the least first; `operands` that are made of different products."""
+    """The order in which nodes are reported, lowest first; `operands` are computed from different products."""
     if operands > 1:
         return 0
     if node.primitive in PARTS:
@@ -173,7 +173,7 @@ def _rank(search: Search, node: Node, operands: int) -> int:
 
 
 def _adds_unit_axes(node: Node) -> bool:
-    """Whether a node is a view that has the same axes but for those of one entry."""
+    """Whether a node is a view that changes only axes of size 1."""
     before, after = (tuple(n for n in v.shape if n > 1) for v in (node.inputs[0], node.outputs[0]))
     return node.primitive in VIEWS and before == after
 
@@ -196,31 +196,31 @@ def _names(between: Between) -> str:
 
 
 def _gated(between: Between, gate: Node) -> tuple[str, str, str]:
-    """Code, what the node does, and edit, for a pair whose weights are packed in one."""
+    """Code, predicate of the node, and edit, for a gated pair with packed weights."""
     reason = (
-        f"takes a part of {_names(between)}, whose activation {gate.outputs[0]!r} multiplies with another part of it: "
-        f"a gated pair whose weights are packed in one, and the fused op has an activation of all that it makes"
+        f"takes a part of {_names(between)}, whose activation {gate.outputs[0]!r} is multiplied by another part of it: "
+        f"a gated pair with its weights packed into one; the fused op activates its whole result"
     )
-    return "activation", reason, "keep the two weights apart, act(x @ w) * (x @ v), if the fused product is wanted"
+    return "activation", reason, "to fuse the products, keep the two weights apart: act(x @ w) * (x @ v)"
 
 
 def _sentence(between: Between) -> tuple[str, str, str | None]:
-    """The code, what the node does and what was needed, and the edit."""
+    """The code, the node's predicate with the requirement, and the edit."""
     primitive, products = between.node.primitive, _names(between)
     before = f"before {anchor_text(between.activations[0])}"
     if len(between.products) > 1 and primitive == "add":
         reason = f"adds up {products} {before}; the fused op activates one product, with its bias"
         return "bias", reason, _SIDE_BY_SIDE
     if primitive in PARTS:
-        reason = f"takes a part of {products} {before}; the fused op activates all that it makes"
-        return "structure", reason, "multiply by that part of the weight (and of the bias) alone"
+        reason = f"takes a part of {products} {before}; the fused op activates its whole result"
+        return "structure", reason, "multiply only by that part of the weight (and of the bias)"
     if primitive in VIEWS:
-        reason = f"gives {products} another shape {before}; the fused op activates what it makes as it is"
+        reason = f"changes the shape of {products} {before}; the fused op activates its result in its own shape"
         return "axes", reason, "apply the activation first"
     if primitive in SUMS_OVER_DEVICES:
-        return "structure", f"sums {products} over devices {before}, which a fused op cannot wait for", None
+        return "structure", f"sums {products} over devices {before}, and a fused op cannot wait for that sum", None
     after = anchor_text(between.activations[0])
-    return "activation", f"stands between {products} and {after}; the fused op has a bias there and nothing else", None
+    return "activation", f"comes between {products} and {after}, where the fused op allows only a bias", None
 
 
 def _gates(search: Search, activation: Node) -> list[Node]:
@@ -241,7 +241,7 @@ def _gates(search: Search, activation: Node) -> list[Node]:
 
 
 def _parts_below(search: Search, node: Node) -> set[int]:
-    """The parts that a node is made of by elementwise steps: ids of the values."""
+    """Ids of the parts from which a node is computed by elementwise steps."""
 
     def is_part(node: Node) -> bool:
         return node.primitive in PARTS and not (node.primitive == "squeeze" and _maker(search, node, PARTS))

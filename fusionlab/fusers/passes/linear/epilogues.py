@@ -1,7 +1,7 @@
-"""What stands behind a product, or behind its sum with a bias: an activation to fuse with it, or why there is none.
+"""The epilogue of a product, or of its sum with a bias: an activation to fuse with it, or why there is none.
 
-The activation is recognised by value, whatever its spelling. It is fused where nothing else reads what stands before it, and
-where nothing stands between that means something of its own: a derivative of the user's, a name, a cast, a stop_gradient.
+The activation is recognised by value, in any spelling. It is fused if nothing else reads the pre-activation, and if no node with a
+meaning of its own comes in between: a derivative of the user's, a name, a cast, a stop_gradient.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _RULES = having("rule")
 
 
 def concepts_of(bias: bool, activation: str | None) -> tuple[str, ...]:
-    """What a site is made of: "linear" with a bias, and its activation by its usual name, whatever the spelling."""
+    """The concepts of a site: "linear" if it has a bias, and its activation by its usual name, whatever the spelling."""
     known = ACTIVATIONS.get(activation or "none")
     return (*(("linear",) if bias else ()), *((known.kind,) if known and known.name != "none" else ()))
 
 
 def activation_name(activation: str) -> str:
-    """An activation as a user calls it: "relu" for any spelling of it."""
+    """The usual name of an activation: "relu" for any spelling of it."""
     known = ACTIVATIONS.get(activation)
     return known.kind if known is not None else activation
 
 
 class Epilogue:
-    """What is made of one value of a site: of its product, or (`biased`) of the product with its bias."""
+    """The nodes that follow one value of a site: its product, or (`biased`) the product with its bias."""
 
     def __init__(self, site: Site, start: Value, biased: bool) -> None:
         self.site, self.start, self.biased = site, start, biased
         self.view, self.certifier = site.view, site.search.certifier
 
     def activation(self) -> tuple[tuple[Value, str] | None, Rejection | None]:
-        """Where the last recognised function of the start ends, and its name; and why it is not fused, or why there is none.
+        """The end of the last recognised function of the start, and its name; and why it is not fused, or why there is none.
 
-        With both, something else reads its inner values.
+        If both are given, something else reads its inner values.
         """
         nodes = cone(self.view, self.start)
         leaking: list[tuple[Value, str, Escape]] = []
@@ -74,7 +74,7 @@ class Epilogue:
         return None, self.unknown(nodes, *unknown[0]) if unknown else self.custom_rule()
 
     def recognised(self, start: Value, nodes: Sequence[Node]) -> Iterator[tuple[Node, Recognised]]:
-        """What the nodes that make something of a value, entry by entry, make of it, the last first; none where all of them are linear."""
+        """The functions that elementwise nodes compute from a value, last first; none if all of them are linear."""
         for node in reversed(nodes) if any(n.primitive in NONLINEAR for n in nodes) else ():
             value = node.outputs[0]
             if (value.shape, value.dtype) == (start.shape, start.dtype):
@@ -87,15 +87,15 @@ class Epilogue:
         return (found, None) if found is not None and fused else (None, problem)
 
     def leaks(self, leak: Escape, name: str, nodes: list[Node]) -> Rejection:
-        """For a known activation whose inner values are read elsewhere."""
+        """The rejection of a known activation whose inner values are read elsewhere."""
         edit = "let the activation be the only reader: recompute the linear result, or use its activated value"
         return self.site.escaping(leak, edit, nodes, activation_name(name), concepts_of(False, name))
 
     def is_applied(self, node: Node, nodes: list[Node]) -> bool:
-        """Whether the program goes on with what a node makes of the start, so that it may be meant for an activation.
+        """Whether the program uses a node's function of the start, so that it may be meant as an activation.
 
-        Not a derivative, which only a backward pass reads; nor a square or a magnitude that is only summed up, as a norm and a loss do;
-        nor what a loss is the sum of.
+        Excluded are a derivative, which only a backward pass reads; a square or a magnitude that is only summed, as in a norm or a loss;
+        and the terms of a loss.
         """
         value = node.outputs[0]
         primitives = {n.primitive for n in between(self.view, self.start, value)}
@@ -109,7 +109,7 @@ class Epilogue:
         return any(not (u in nodes or in_backward(u) or _sums_up(u, measured)) for u in users)
 
     def leak(self, end: Value) -> Escape | None:
-        """Who else reads the start or an inner value of the activation that ends in `end`; None when nobody does."""
+        """The outside reader of the start or of an inner value of the activation that ends in `end`; None if there is none."""
         block = self.site.search.block
         nodes = between(self.view, self.start, end)
         for value in (self.start, *(v for n in nodes for v in n.outputs)):
@@ -122,23 +122,23 @@ class Epilogue:
         return None
 
     def unknown(self, nodes: list[Node], node: Node, known: Recognised) -> Rejection:
-        """For a function that is no known activation."""
+        """The rejection of a function that is not a known activation."""
         known = known.explained()
         if known.origin:
             rejection = self.site.rejection(known.code, f"{anchor_text(node)}: {known.why}", [node], None, None, nodes)
             return replace(rejection, origin=known.origin, failed=True)
         name = activation_name(known.nearest)
         why = known.why.replace(known.nearest, name) if known.nearest else known.why
-        sentence = f"{anchor_text(node)} ends a function of the linear result that is no known activation: {why}"
-        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if that is what is meant"
+        sentence = f"{anchor_text(node)} ends a function of the linear result that is not a known activation: {why}"
+        edit = "use relu, gelu, silu, sigmoid or tanh of jax.nn if one of them is meant"
         if known.code == "gradient":
-            edit = f"use jax.nn.{name.partition('_')[0]}, if that is what is meant: it has the gradient of the fused op"
+            edit = f"use jax.nn.{name.partition('_')[0]}, if it is meant: it has the fused op's gradient"
         return self.site.rejection(known.code, sentence, [node], None, edit, nodes)
 
     # -- set apart: behind a rule of the user's, a name, a cast or a stop_gradient --------------------------------------
 
     def custom_rule(self) -> Rejection | None:
-        """Why an activation that is set apart is not fused: what stands right after the start and is no part of an activation."""
+        """The rejection of an activation separated from the start by a node that is not part of an activation."""
         for user in self.site.users(self.start):
             told = self.told_apart(user)
             if told is not None:
@@ -150,7 +150,7 @@ class Epilogue:
         return None
 
     def told_apart(self, user: Node) -> tuple[str, str, str | None] | None:
-        """Code, problem and edit for a node that sets apart what it reads; None for any other."""
+        """Code, problem and edit for a node that separates the start from its activation; None for any other."""
         kind = user.primitive
         if kind in _RULES:
             return "custom_rule", "has a derivative of the user's own, which a fused activation would replace", None
@@ -161,12 +161,12 @@ class Epilogue:
             return "named_residual", "names a value inside the site, which a remat policy may ask for", edit
         if kind in LAYS_OUT and self.goes_on(user.outputs[0]):
             start = "sum with the bias" if self.biased else "product"
-            where = f"where the {start} lies on the mesh before what follows"
-            edit = "say it of x, of w, or of the result behind the bias and the activation"
-            return "sharding", f"says {where}; a fused op has no such value", edit
+            where = f"the layout of the {start} on the mesh before it is used further"
+            edit = "fix the layout of x, of w, or of the result after the bias and the activation"
+            return "sharding", f"fixes {where}; that value does not exist in the fused op", edit
         if kind == "convert_element_type" and self.is_activated(user.outputs[0]):
             computed = f"the fused op would compute the activation in {self.start.dtype}"
-            problem = f"casts the linear result before what follows, and {computed}"
+            problem = f"casts the linear result before its activation; {computed}"
             return "dtype", problem, "apply the activation before the cast"
         return None
 
@@ -194,7 +194,7 @@ class Epilogue:
     # -- the name of the activation, fused or not -----------------------------------------------------------------------
 
     def known(self) -> str | None:
-        """The last known activation of the start, else one that is set apart from it."""
+        """The last known activation of the start, else one that is separated from it."""
         return self.known_after(self.start) or self.behind(self.start)
 
     def known_after(self, value: Value) -> str | None:
@@ -203,7 +203,7 @@ class Epilogue:
         return next((known.name for _, known in found if known.name), None)
 
     def behind(self, value: Value) -> str | None:
-        """The known activation of a value that a rule of the user's computes, or that follows a name, a cast or a stop_gradient."""
+        """The known activation of a value that a user's derivative rule contains, or that follows a name, a cast or a stop_gradient."""
         for user in self.site.users(value):
             if user.primitive in _RULES:
                 return value_name(user, KNOWN, self.certifier)
@@ -213,12 +213,12 @@ class Epilogue:
 
 
 def _sums_up(user: Node, measured: bool) -> bool:
-    """Whether a reader only sums up what a norm or a loss makes (`measured`), or anything to the one number of a loss."""
+    """Whether a reader only sums the squares of a norm or a loss (`measured`), or sums to the single number of a loss."""
     return user.primitive == "reduce_sum" and (measured or user.outputs[0].shape == ())
 
 
 def _goes_on_in(leak: Escape, nodes: list[Node]) -> bool:
-    """Whether it is another of some nodes that reads an inner value, and no backward pass does."""
+    """Whether the reader of an inner value is one of these nodes and not in a backward pass."""
     return leak.user is not None and leak.user in nodes and not is_in_derivative(leak.node.eqn)
 
 
@@ -226,7 +226,7 @@ def _goes_on_in(leak: Escape, nodes: list[Node]) -> bool:
 
 
 def feeds_softmax(site: Site, value: Value) -> bool:
-    """Whether exponentials are made of a value: it is the scores of an attention."""
+    """Whether a value is exponentiated, as the scores of an attention are."""
     view, level = site.view, {site.nid(value)}
     for _ in range(7):
         if any(view.nodes[n].op == "exp" for n in level):
@@ -236,7 +236,7 @@ def feeds_softmax(site: Site, value: Value) -> bool:
 
 
 def summed_over_devices(site: Site, product: Value) -> Node | None:
-    """The sum over devices between a row-parallel product and what is added to it, as its bias."""
+    """The sum over devices between a row-parallel product and the value added to it, its bias."""
     value, found = product, None
     while len(users := site.users(value)) == 1:
         (user,) = users

@@ -1,6 +1,6 @@
 """Pass `gemm_epilogue`: act(x @ w + b) -> one `gemm_epilogue` op.
 
-The anchor is a product. What is linear there is matched by example (`linear_parts`); the activation is recognised by value, from the
+The anchor is a product. The linear part is matched by example (`linear_parts`); the activation is recognised by value, from the
 linear result onwards (`epilogues`). Every product with a bias or an activation is a site; a bare product is not, since there is
 nothing to fuse.
 """
@@ -36,8 +36,8 @@ from .linear_groups import GROUPINGS, grouped
 from .linear_parts import Linear, LinearSite
 from .plan import linear_plan
 
-_KEPT = "what is activated is kept in {0} for its gradient, where the program may keep it in float32"
-_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated once more, the program's own maximum would have 1/2"
+_KEPT = "the pre-activation is kept in {0} for the gradient, where the program may keep it in float32"
+_BY_RULE = "its gradient at exactly 0 is relu's, 0, as in this program; differentiated again, the program's own maximum would give 1/2"
 _TAKES = "{} computes in {}; the fused op takes " + ", ".join(DTYPES)
 _FLOATS = "cast x, w and b to bfloat16 or float32"
 
@@ -48,18 +48,32 @@ class GemmEpiloguePass(Pass):
     name = op = "gemm_epilogue"
     formula = "act(x @ w + b), act one of " + ", ".join(ACTIVATIONS)
     needs = (
-        "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read by the "
-        "activation alone"
+        "w a matrix (unit axes aside), b along the output features, one dtype of f64/f32/bf16/f16, the pre-activation read only by "
+        "the activation"
     )
     options: ClassVar = {
         "strict_rank": Option(False, "judge the weight's rank before any squeeze, as the original pass did"),
         "grouping": Option(
             "per_layer",
-            "of backward passes that are in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
-            "layer behind, where that is the only one its result feeds",
+            "for backward passes in the program: act', dX, dW and dBias of a layer together, or \"chained\": act' with dX of the "
+            "next layer, where that layer is the only reader of the result",
             GROUPINGS,
         ),
     }
+    summary = "Replaces a matrix product, the bias added to it and the activation of the result by one op, forward and backward."
+    spellings = (
+        "x has rank 2 or more, and w is a matrix. The product may be any contraction that @, einsum or dot_general expresses, or a 1x1 "
+        "convolution.",
+        "The bias may stand on either side of the add. It may be absent if there is an activation.",
+        "The bias and the activation may follow a reshape of the product, or be computed in float32 from a 16-bit product.",
+        "The activation is recognised by its values and its gradient, in any spelling: none, relu, tanh-GELU, erf-GELU, quick GELU, silu, "
+        "sigmoid or tanh. An erf-GELU is never taken for a tanh-GELU.",
+    )
+    default = (
+        "On. On a GPU a site keeps XLA's code unless an implementation was measured faster at its shapes. On a CPU XLA's code runs too: "
+        "it fuses bias and activation by itself, so nothing is gained there."
+    )
+    codes = ("activation", "axes", "bias", "rank", "scalar", "structure")
 
     def together(self, found: list[Candidate | Rejection], options: Mapping[str, Any]) -> list[Candidate | Rejection]:
         return grouped(found, options.get("grouping", GROUPINGS[0]))
@@ -89,7 +103,7 @@ class GemmEpiloguePass(Pass):
 
 @dataclass(frozen=True)
 class Wide:
-    """What a site computes in float32 of operands of 16 bits.
+    """The part of a site with 16-bit operands that is computed in float32.
 
     Attributes: `dtype` of the operands, `start` where float32 begins (as the op's `wide`), `out` as the op's.
     """
@@ -125,21 +139,21 @@ class _ProductSite(LinearSite):
             yield from self.with_activation(linear)
 
     def check_convolution(self) -> None:
-        """Declines for a convolution of one point with a stride, padding or a dilation, with something to fuse behind it."""
+        """Declines a one-point convolution with a stride, padding or dilation that is followed by something to fuse."""
         added = self.addition()
         total = added[0].outputs[0] if added is not None else self.product
         nodes = [*(added[:1] if added is not None else ()), *Epilogue(self, total, added is not None).following(total)]
         if not nodes:
             return
         reason = (
-            "multiplies by one matrix, as a convolution whose window is one point, but not each position once: it has a stride, "
-            "padding or a dilation; the fused op is made of products"
+            "is a convolution with a window of one point, but its stride, padding or dilation keeps it from being a plain matrix "
+            "product, which the fused op needs"
         )
-        edit = "take the positions first, x[:, ::2, ::2], and multiply these by the matrix, x @ w[0, 0]"
+        edit = "select the positions first, x[:, ::2, ::2], and multiply them by the matrix, x @ w[0, 0]"
         self.decline("structure", f"{anchor_text(self.anchor)} {reason}", edit=edit, progress=(1, 2), site=nodes)
 
     def wrong_dtype(self) -> Iterator[Rejection]:
-        """For a product of integers with something to fuse behind it."""
+        """The rejection of an integer product that is followed by something to fuse."""
         users = self.users(self.product)
         if not is_float(self.product.dtype) and any(u.primitive in ("add", "max", "custom_jvp_call") for u in users):
             yield self.rejection("dtype", _TAKES.format(anchor_text(self.anchor), self.product.dtype), edit=_FLOATS)
@@ -170,7 +184,7 @@ class _ProductSite(LinearSite):
     def linear_part(
         self, linear: Linear, problem: Rejection | None, leaking: tuple[Value, str] | None
     ) -> Iterator[Candidate | Rejection]:
-        """The product with its bias, where the activation behind it is not fused, and why that is not."""
+        """The product with its bias, if the activation after it is not fused, and the reason for that."""
         if problem is not None:
             yield replace(problem, region=self.whole(linear, leaking))
         summed = None if linear.bias else summed_over_devices(self, self.product)
@@ -181,7 +195,7 @@ class _ProductSite(LinearSite):
             yield self.attempt(self.candidate, linear, linear.value, "none", notes)
 
     def whole(self, linear: Linear, leaking: tuple[Value, str] | None) -> Region | None:
-        """The product with the activation that was declined, as a region; None where it cannot be cut out."""
+        """The product with the declined activation, as a region; None if it cannot be cut out."""
         if leaking is None:
             return None
         read = frozenset({"x"})
@@ -196,9 +210,9 @@ class _ProductSite(LinearSite):
         views: tuple[Node, ...] = (),
         by_rule: bool = False,
     ) -> Candidate | Rejection:
-        """The site that ends in `end`, or where that is rounded.
+        """The site that ends in `end`, or in its rounding.
 
-        `views` stand between what is linear and its activation; `by_rule`: a maximum there has the derivative of relu.
+        `views` come between the linear part and its activation; `by_rule`: the maximum there has the derivative of relu.
         """
         dtype = self.narrow(linear) if np.dtype(end.dtype) == np.float32 else None
         region, more = self.region(linear, end, dtype)
@@ -210,7 +224,7 @@ class _ProductSite(LinearSite):
             region = replace(region, relus=_maximum(region))
         wide = Wide() if dtype is None else self.wide(region, dtype)
         if self.anchor not in region.nodes:
-            raise Declined("the product does not stand inside the site")
+            raise Declined("the product is not part of the site")
         concepts = concepts_of(linear.bias, activation)
         self.check_dtypes(region, wide, concepts)
         self.check_operands(linear, region, concepts)
@@ -220,7 +234,7 @@ class _ProductSite(LinearSite):
         return self.offered(region, plan, "compute the outside use from x, w and b again", notes, concepts)
 
     def region(self, linear: Linear, end: Value, dtype: Any) -> tuple[Region, tuple[Node, ...]]:
-        """The site that ends in `end`, or where that is rounded to `dtype`; and the views in between."""
+        """The site that ends in `end`, or in its rounding to `dtype`; and the views in between."""
         rounded = None if dtype is None else rounding(self, end, dtype)
         widened = frozenset[str]()  # the leaves that are read as they are before they are widened
         if dtype is not None:
@@ -229,7 +243,7 @@ class _ProductSite(LinearSite):
         return cut(self.view, root, linear.leaves, as_read=frozenset("x") - widened, through_casts=widened), views
 
     def narrow(self, linear: Linear) -> Any:
-        """The dtype of 16 bits that both operands of the product have, or are widened from; None where there is none."""
+        """The 16-bit dtype that both operands of the product have, or from which they are widened; None if there is none."""
         first, second = (narrow(self, a) for a in self.anchor.inputs)
         if first is None or first != second:
             return None
@@ -240,7 +254,7 @@ class _ProductSite(LinearSite):
         return first if narrow_bias and is_default(self.anchor.params.get("precision")) else None
 
     def wide(self, region: Region, dtype: Any) -> Wide:
-        """What of a site is computed in float32, of operands of 16 bits."""
+        """The part of a site with 16-bit operands that is computed in float32."""
         last = self.search.block.producer[region.root.id]
         rounds = any(
             n.primitive in CASTS and n.outputs[0].dtype == dtype and n is not last and narrows(dtype, n.inputs[0].dtype)
@@ -260,11 +274,11 @@ class _ProductSite(LinearSite):
         return wide and joined and all(is_float(d) and not narrows(dtype, d) for d in leaves)
 
     def refuse(self, region: Region, code: str, sentence: str, edit: str, concepts: Sequence[str] = ()) -> NoReturn:
-        """Declines for what the fused op does not take."""
+        """Declines operands that the fused op does not take."""
         self.decline(code, sentence, edit=edit, progress=(1, 1), site=region.nodes, concepts=concepts)
 
     def check_dtypes(self, region: Region, wide: Wide, concepts: Sequence[str]) -> None:
-        """Declines for several dtypes, for one that the op does not take, and for float32 sums of float16."""
+        """Declines several dtypes, a dtype that the op does not take, and float32 sums of float16."""
         values = (*region.leaves.values(), *(() if wide.start else (region.root,)))
         dtypes = {str(v.dtype) for v in values} if not self.mixed(region) else {str(region.root.dtype)}
         where = anchor_text(self.anchor)
@@ -272,21 +286,21 @@ class _ProductSite(LinearSite):
             sentence = f"{where} mixes {', '.join(sorted(dtypes))}; the fused op computes in one dtype"
             self.refuse(region, "dtype", sentence, "cast x, w and b to one dtype before the product", concepts)
         if wide.start == "product" and wide.dtype == "float16":
-            reason = "not every backend multiplies float16 so, and a gradient of float16 has not its range"
+            reason = "not every backend does that for float16, and a float16 gradient has a smaller range"
             sentence = f"{where} keeps its sum in float32; {reason}"
             self.refuse(region, "dtype", sentence, "use bfloat16, or give the product float16", concepts)
         if not dtypes <= set(DTYPES):
             self.refuse(region, "dtype", _TAKES.format(where, *dtypes), _FLOATS, concepts)
 
     def check_operands(self, linear: Linear, region: Region, concepts: Sequence[str]) -> None:
-        """Declines for a rank that the op, or the option `strict_rank`, does not take, for a convolution and for a factor."""
+        """Declines a rank that the op, or the option `strict_rank`, does not take, a convolution, and a factor."""
         x, w, where = region.leaves["x"], region.leaves["w"], anchor_text(self.anchor)
         if len(x.shape) < 2:
             edit = "give x a leading axis, or map the layer with jax.vmap"
             self.refuse(region, "rank", f"{where} multiplies a vector {x!r}; the fused op needs rows", edit)
         if is_pointwise_convolution(self.anchor) and self.search.device.platform == "cuda" and self.search.by_default:
-            reason = "multiplies every position by one matrix, as a convolution; a product in its place was not measured on a GPU"
-            edit = "name the pass to have it all the same: passes='gemm_epilogue'"
+            reason = "is a convolution that multiplies every position by one matrix; a product in its place was not measured on a GPU"
+            edit = "to fuse it anyway, name the pass: passes='gemm_epilogue'"
             self.decline("unmeasured", f"{where} {reason}", edit=edit, site=region.nodes, concepts=concepts)
         if self.pass_.option(self.search, "strict_rank") and len(w.shape) != 2:
             sentence = f"{where} multiplies by {w!r}, a weight of rank {len(w.shape)}"
@@ -316,7 +330,7 @@ def _maximum(region: Region) -> frozenset[int]:
     """
     found = frozenset(n.id for n in region.nodes if n.primitive == "max")
     if len(found) != 1:
-        raise Declined("it is made of several maxima")
+        raise Declined("it contains several maxima")
     return found
 
 

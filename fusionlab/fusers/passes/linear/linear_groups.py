@@ -1,8 +1,8 @@
 """The grouping `chained` of the linear family: an activation's derivative goes with the product of the layer behind it.
 
-`per_layer`, the default, gives each site's backward pass what belongs to the site: act', dX, dW, dBias. cuBLASLt's epilogues group
-otherwise (DRELU and DGELU stand behind dX), and so did the pass of PaddlePaddle/Paddle pull request 39437: where one linear layer feeds
-only the next, the first one's act' goes behind the second one's dX; an activation that feeds anything else has its act' by itself.
+`per_layer`, the default, keeps each site's own gradients in its backward pass: act', dX, dW, dBias. cuBLASLt's epilogues group
+differently (DRELU and DGELU follow dX), and so did the pass of PaddlePaddle/Paddle pull request 39437: if a linear layer feeds
+only the next one, its act' follows the next layer's dX; an activation that feeds anything else has its act' separately.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def grouped(found: Sequence[Candidate | Rejection], grouping: str) -> list[Candi
 
 
 def _chained(c: Candidate, pair: Pair, maker: Mapping[int, Candidate]) -> Candidate:
-    """A site with its derivative behind another layer's product, and that of the layer before behind its own where that feeds it alone.
+    """A site with its act' after the next layer's product, and act' of the layer before after its own product if that layer feeds only it.
 
     Args:
-      c, pair: the site, and its backward pass as it is told.
-      maker: value -> the site that makes it.
+      c, pair: the site, and its backward pass as reported.
+      maker: value -> the site that computes it.
     """
     assert c.region is not None
     before = maker.get(c.region.leaves["x"].id)
@@ -53,9 +53,9 @@ def _chained(c: Candidate, pair: Pair, maker: Mapping[int, Candidate]) -> Candid
 
 
 def _is_linear(c: Candidate) -> bool:
-    """Whether a site is a linear layer, fused with the op's own backward pass, which keeps its activation's residual and no more.
+    """Whether a site is a linear layer, fused with the op's own backward pass, which keeps only its activation's residual.
 
-    Not one whose derivative is computed in float32 of 16 bits: behind another layer's product it would be rounded.
+    Layers with 16-bit operands and a derivative in float32 are excluded: after another layer's product it would be rounded.
     """
     part = c.site.backward if c.site is not None else None
     if c.op != "gemm_epilogue" or part is None or any(c.attrs.get(key) is not None for key in ("gradient", "wide")):
@@ -65,7 +65,7 @@ def _is_linear(c: Candidate) -> bool:
 
 
 def _feeds_only(before: Candidate, c: Candidate) -> bool:
-    """Whether the first site's activated result is read by the second alone, whose gradient of it is the first one's cotangent."""
+    """Whether the second site is the only reader of the first one's activated result, and its gradient is the first one's cotangent."""
     first, second = before.site.backward, c.site.backward
     if before.attrs.get("activation", "none") == "none" or not _in_same_block(first, second):
         return False
@@ -79,17 +79,17 @@ def _feeds_only(before: Candidate, c: Candidate) -> bool:
 
 
 def _in_same_block(first: BackwardPart, second: BackwardPart) -> bool:
-    """Whether two sites and their backward passes all stand in one block."""
+    """Whether two sites and their backward passes are all in one block."""
     return len({first.block_path, first.site_path, second.block_path, second.site_path}) == 1
 
 
 def _is_read_in(block: Block, value: Value, nodes: Collection[int]) -> bool:
-    """Whether nothing but some nodes reads a value."""
+    """Whether only these nodes read a value."""
     return value.id not in block.returned and all(u.id in nodes for u in block.users.get(value.id, ()))
 
 
 def _in_place(c: Candidate) -> bool:
-    """Whether the op takes x, and gives its result, as the program has them: nothing transposed or reshaped in between."""
+    """Whether the op takes x and returns its result in the program's layout, without a transpose or reshape."""
     plan: Substitution = c.plan
     avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in c.site.leaves]
     eqns = jax.make_jaxpr(lambda *a: plan.operands(*a)[0])(*avals).eqns

@@ -1,6 +1,6 @@
 """The linear part of a site: x @ w + b, or x @ w, found at its product.
 
-It is matched by example. What is added to a product and is no bias is declined here, unless it shows that the product belongs to
+It is matched by example. An added term that is not a bias is declined here, unless it shows that the product belongs to
 something else: the scores of an attention, or one of two products that are summed.
 """
 
@@ -27,7 +27,7 @@ PRODUCT = Example("product", lambda x, w: x @ w, {"x": "mk", "w": "kn"})
 
 @dataclass(frozen=True)
 class Addend:
-    """What is added to a product behind views of it, `added`, its canonical node, and the views."""
+    """A term added to a product after views of it: `added`, its canonical node, and the views."""
 
     added: Value
     nid: int
@@ -36,10 +36,10 @@ class Addend:
 
 @dataclass(frozen=True)
 class Linear:
-    """x @ w (+ b) found at an anchor: the raw value it makes, and the match.
+    """x @ w (+ b) found at an anchor: the raw value it computes, and the match.
 
     Attributes:
-      behind: of a bias that is added behind views of the product: what is added there, with the views. The match is the product's.
+      behind: for a bias added after views of the product: the added term, with the views. The match is then the product's.
     """
 
     value: Value
@@ -66,10 +66,10 @@ class Linear:
 
 
 class LinearSite(Site):
-    """A site whose anchor is a product: what is linear there.
+    """A site anchored at a matrix product; finds `x @ w` or `x @ w + b`.
 
     Attributes:
-      product: the anchor's result, or, of rows that were merged for it, the value in which they are apart again.
+      product: the anchor's result, or, if rows were merged for it, the value in which they are split again.
     """
 
     def __init__(self, pass_: Pass, search: Search, anchor: Node) -> None:
@@ -77,7 +77,7 @@ class LinearSite(Site):
         self.product = self.rows_apart(anchor.outputs[0])
 
     def rows_apart(self, product: Value) -> Value:
-        """The product itself, or, of rows that were merged for it, the value in which they are apart again."""
+        """The product itself, or, if rows were merged for it, the value in which they are split again."""
         users = self.users(product)
         if len(users) == 1 and users[0].primitive == "reshape":
             apart = users[0].outputs[0]
@@ -86,10 +86,10 @@ class LinearSite(Site):
         return product
 
     def linear(self) -> Linear | None:
-        """The product with its bias, or bare; None when it is no site.
+        """The product with its bias, or bare; None if it is not a site.
 
         Raises:
-          Declined: something is added that is no bias, or the weight is no matrix.
+          Declined: an added term is not a bias, or the weight is not a matrix.
         """
         added = self.addition()
         if added is None:
@@ -108,11 +108,11 @@ class LinearSite(Site):
         return Linear(total, found, True)
 
     def refuse_bias(self, node: Node, problem: str, edit: str | None, **more: Any) -> NoReturn:
-        """Declines for what a node adds to the product, or takes from it."""
+        """Declines a term that a node adds to the product or subtracts from it."""
         self.decline("bias", f"{anchor_text(node)} {problem}", [node], (1, 2), edit, **more)
 
     def difference(self, node: Node, total: Value, other: Any) -> Linear | None:
-        """What becomes of a product that something is subtracted from, or that is subtracted from something."""
+        """The outcome for a product in a difference, on either side."""
         if self.batch() and feeds_softmax(self, total):
             return None  # attention scores
         if self.span(other) >= len(self.view.nodes[self.nid(self.product)].shape):
@@ -122,11 +122,11 @@ class LinearSite(Site):
         return self.refuse_bias(node, f"subtracts {taken} from {whole}, where a bias is added", "add the negated bias")
 
     def span(self, atom: Any) -> int:
-        """How many axes an operand does not repeat itself along."""
+        """The number of axes along which an operand is not broadcast."""
         return sum(d >= 0 for d in self.view.read(atom).dims)
 
     def bare(self) -> Linear | None:
-        """The product without a bias: the weight is told by rank (it has one free axis), else by order (it stands on the right)."""
+        """The product without a bias: the weight is the operand with one free axis, else the one on the right."""
         found = match(pattern_of(PRODUCT), self.view, self.nid(self.product))
         if not isinstance(found, Match):
             return self.check_batch()
@@ -135,7 +135,7 @@ class LinearSite(Site):
         return Linear(self.product, found, False, rows == 1 if rows != columns else found.leaves["x"] != left)
 
     def biased_behind(self) -> Linear | None:
-        """The product with a bias that is added to it in another shape. Declines where that is given, and no bias."""
+        """The product with a bias that is added to it in another shape. Declines an added parameter that is not a bias."""
         way = passage(self, self.product)
         node, other = self.added_behind(way)
         thin = thin_shape(self, other, len(way.end.shape)) if other is not None else None
@@ -151,22 +151,22 @@ class LinearSite(Site):
         if thin == tuple(way.end.shape) or not self.given(other):
             return None  # as large as the product, as a residual connection is, or made of something else
         problem = (
-            f"adds {list(thin)} behind {anchor_text(way.views[-1])}, which is no bias along the output features: "
-            f"seen before that it varies along other axes of {self.product!r}"
+            f"adds {list(thin)} after {anchor_text(way.views[-1])}, which is not a bias along the output features: "
+            f"in the layout before that it varies along other axes of {self.product!r}"
         )
-        edit = "add the bias to the product as it is, x @ w + b, before it is given another shape"
+        edit = "add the bias to the product itself, x @ w + b, before changing its shape"
         following = Epilogue(self, node.outputs[0], True).following(node.outputs[0])
         return self.refuse_bias(node, problem, edit, site=[node, *way.views, *following])
 
     def added_behind(self, way: Passage) -> tuple[Node | None, Any]:
-        """The add that reads the product behind views of it, and its other operand; None for each where there is none."""
+        """The add that reads the product through views, and its other operand; None for both if there is none."""
         node = next((u for u in self.users(way.end) if u.primitive == "add"), None) if way.views else None
         others = [a for a in node.inputs if a is not way.end] if node is not None else []
         return (node, others[0]) if len(others) == 1 else (None, None)
 
     def of_features(self, found: Match, thin: tuple[int, ...], last: bool) -> Linear | None:
-        """The product, its weight the operand along whose free axes, and no others, something of this shape varies: the features, which
-        come last in the product, or behind its views (`last`).
+        """The product, whose weight is the operand with exactly the free axes along which a term of this shape varies: the features, which
+        come last in the product, or after its views (`last`).
         """
         axes = axes_of(found, self.view, found.pattern.root, self.product, broadcast=True)
         if BROADCAST in axes:
@@ -179,7 +179,7 @@ class LinearSite(Site):
         return None
 
     def check_batch(self, total: Value | None = None) -> None:
-        """Declines for a product over a batch of matrices with a bias (`total` is the sum), a known activation behind it, or both."""
+        """Declines a product over a batch of matrices with a bias (`total` is the sum), a known activation after it, or both."""
         start = total or self.product
         behind = Epilogue(self, start, total is not None)
         name, nodes = behind.known(), behind.following(start)
@@ -187,7 +187,7 @@ class LinearSite(Site):
         if feeds_softmax(self, start) or (total is None and not activated):
             return
         rank = len(self.anchor.inputs[1].shape)
-        sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices, and the fused op takes one"
+        sentence = f"{anchor_text(self.anchor)} multiplies by a weight of rank {rank}: a batch of matrices; the fused op takes one"
         site = [self.anchor, *nodes, *([self.search.block.producer[start.id]] if total is not None else ())]
         self.decline("rank", sentence, progress=(1, 1), site=site, concepts=concepts_of(total is not None, name))
 
@@ -217,20 +217,20 @@ class LinearSite(Site):
         return node.primitive in ("add", "sub") and self.view.nodes[self.nid(node.outputs[0])].op == "sum"
 
     def check_hoisted(self, node: Node, bias: Value) -> None:
-        """Declines for an input of the block that is broadcast in the block around.
+        """Declines a bias that is an input of the block and was broadcast in the enclosing block.
 
-        What a scan's body reads and does not change is a constant of the scan, and may be broadcast before it.
+        A value that a scan's body reads but does not change is a constant of the scan, and may be broadcast before it.
         """
         index = input_index(self.view.block, bias)
         if self.view.outer is None or index is None or index >= passed_whole(self.view.outer[1]):
             return
         outer, loop = self.view.outer
         if min(outer.read(loop.inputs[index]).dims, default=0) < 0:
-            problem = "adds a bias that the loop around is given broadcast to every row"
+            problem = "adds a bias that was broadcast to every row before the surrounding loop"
             self.refuse_bias(node, problem, "broadcast the bias inside the loop", concepts=concepts_of(True, None))
 
     def check_rows(self, found: Match, total: Value, node: Node) -> None:
-        """Declines for a vector added down the rows of a 2-D product, x @ w + b with x and w swapped: true algebra, but no bias."""
+        """Declines a vector added along the rows of a 2-D product: x @ w + b with x and w swapped is valid algebra, but not a bias."""
         axes = axes_of(found, self.view, found.pattern.root, total, broadcast=True)
         rows, features = found.letters["m"], found.letters["n"]
         if len(features) == len(rows) == 1 and present(axes)[-1] not in features:
@@ -238,7 +238,7 @@ class LinearSite(Site):
             self.refuse_bias(node, problem, "transpose the product so that the features come last: (x @ w).T + b")
 
     def shown(self, atom: Any) -> str:
-        """What is added, as the program has it: a number, or a value with the line that makes it."""
+        """The added term as the program has it: a number, or a value with the line that computes it."""
         ref = self.view.read(atom)
         if self.view.is_literal(ref):
             return f"{ref.coef:g}"
@@ -246,7 +246,7 @@ class LinearSite(Site):
         return repr(atom) if maker is None else anchor_text(maker)
 
     def check_addend(self, node: Node, other: Any) -> None:
-        """Declines for what is added and is no bias, unless the product is no linear layer at all."""
+        """Declines an added term that is not a bias, unless the product is not a linear layer at all."""
         rank = len(self.view.nodes[self.nid(self.product)].shape)
         if self.view.nodes[self.view.read(other).nid].op == "dot":
             return  # a sum of two products
@@ -268,5 +268,5 @@ class LinearSite(Site):
         else:
             axes = real_axes(other.shape)
             of = f"{'axis' if len(axes) == 1 else 'axes'} {', '.join(map(str, axes))} of {self.shown(other)}"
-            addend = f"{list(other.shape)}, which is no bias along the output features: it varies along {of}"
+            addend = f"{list(other.shape)}, which is not a bias along the output features: it varies along {of}"
         self.refuse_bias(node, f"adds {addend}", edit)

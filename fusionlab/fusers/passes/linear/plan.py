@@ -1,4 +1,4 @@
-"""The `gemm_epilogue` op that stands in for a site: its operands out of the inputs of the site, its attributes, and its result."""
+"""The `gemm_epilogue` op that replaces a site: its operands from the site's inputs, its attributes, and its result."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .linear_parts import Linear, LinearSite
 
 @dataclass(frozen=True)
 class _Product:
-    """The axis classes of a product: of `x`, of `w`, and of these the rows, those that are contracted and the columns.
+    """The axis classes of a product: those of `x` and of `w`, grouped into rows, contracted axes and columns.
 
-    `pointwise`: whether it is a convolution, whose weight has axes of one entry.
+    `pointwise`: whether it is a convolution, whose weight has axes of size 1.
     """
 
     x: AxisClasses
@@ -38,14 +38,14 @@ class _Product:
 
     @property
     def direct(self) -> bool:
-        """Whether the op takes x as it lies, and w but for axes of one entry; otherwise their axes are merged first."""
+        """Whether the op takes x in its layout, and w up to axes of size 1; otherwise their axes are merged first."""
         if len(self.contracted) != 1 or len(self.columns) != 1 or len(self.x) < 2:
             return False
         return len(self.w) == 2 or (self.pointwise and None not in self.x)
 
     @property
     def contracts(self) -> tuple[int, int]:
-        """Which axis the op contracts, of its x and of its w."""
+        """The axes of x and of w that the op contracts."""
         if not self.direct:
             return -1, 0
         return self.x.index(self.contracted[0]), self._long.index(self.contracted[0])
@@ -71,12 +71,12 @@ def linear_plan(
     attributes: tuple[str, Mapping[str, Any]],
     widened: Any,
 ) -> Substitution:
-    """Operands into x [*M, K], w [K, N] or [N, K], b [N]; the result back to the axes of what is matched, and through its views.
+    """Arranges the operands as x [*M, K], w [K, N] or [N, K], b [N]; restores the result to the axes of the match, and through its views.
 
     Args:
-      site, linear, region: the site, what is linear in it, and what it is cut out as.
-      after: the views behind the site.
-      attributes: the activation, and what is computed in float32.
+      site, linear, region: the site, its linear part, and its region.
+      after: the views after the site.
+      attributes: the activation, and the part computed in float32.
       widened: the dtype that operands are widened to first; None where none is.
     """
     search, behind, m = site.search, linear.behind, linear.match

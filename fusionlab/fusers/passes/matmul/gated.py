@@ -1,7 +1,7 @@
 """Pass `gated_matmul`: the gated pair of a feed-forward, act(x @ w) * (x @ v) -> one `gated_matmul` op.
 
-What it is made of is read off the raw layer (`gates`), as products are. Taken where an implementation is named, or was measured faster
-than what XLA makes of the pair.
+Its parts are read off the raw graph (`gates`), as products are. It is fused if an implementation is requested, or was measured faster
+than XLA's code for the pair.
 """
 
 from __future__ import annotations
@@ -36,27 +36,37 @@ from .products import region_with
 _PREFERRED = {None: None, "concatenated": "concatenated", "kernel": "cuda"}  # what the option names
 OP = OPS["gated_matmul"]
 _ALIKE = CASTS | {"pvary"}  # what each product may have of its own before the x they share
-_BIAS = "adds a bias, which the fused op has none of"
-_ROUNDED_ONCE = "x @ w, its activation and x @ v are not rounded to {0} on the way: float32, rounded once at the end"
+_BIAS = "adds a bias, and the fused op has none"
+_ROUNDED_ONCE = "x @ w, its activation and x @ v stay in float32 and are rounded to {0} once, at the end"
 
 
 class GatedMatmulPass(Pass):
     """See the module docstring."""
 
     name = op = "gated_matmul"
-    formula = "act(x @ w) * (x @ v), by one product with the weights side by side or by one kernel"
+    formula = "act(x @ w) * (x @ v), by one product with concatenated weights or by one kernel"
     needs = (
-        "two products of the same rows, by matrices of one size that lie alike, the gate's read by the activation alone; an implementation "
-        "that was measured faster than XLA's two products, or is asked for"
+        "two products of the same rows with matrices of equal size and layout, the gate's product read only by the activation; an "
+        "implementation that was measured faster than XLA's two products, or that is requested"
     )
     options: ClassVar = {
         "prefer": Option(
             None,
-            '"concatenated": one product with the weights side by side; "kernel": one kernel of our own; None: where one of them was '
-            "measured faster",
+            '"concatenated": one product with concatenated weights; "kernel": one kernel of our own; None: whichever was measured '
+            "faster, if any",
             tuple(_PREFERRED),
         )
     }
+    summary = "Replaces a gated pair of products, as in a SwiGLU feed-forward, by one product or one kernel."
+    spellings = (
+        "Both products read the same rows, and their matrices have one size. Neither product may have a bias.",
+        "The kernel takes bfloat16 and float16.",
+    )
+    default = (
+        "Off unless measured or asked for: on a GPU a pair is replaced where the table of the device has an implementation that was "
+        "measured faster than XLA's two products, or where prefer names one. On a CPU nothing was measured, and prefer has to name one."
+    )
+    codes = ("activation", "axes", "bias", "structure")
     primitives = ("mul",)
     sample_for = "cpu", MappingProxyType({"prefer": "concatenated"})
 
@@ -67,14 +77,14 @@ class GatedMatmulPass(Pass):
         return gated, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros((4, 16)))
 
     def preferred(self, search: Search) -> str | None:
-        """The implementation asked for, by the option, or by name where the pass is named too; None for what was measured."""
+        """The implementation requested by the option, or by name if the pass is named too; None to follow the measurements."""
         preferred = _PREFERRED[self.option(search, "prefer")]
         if preferred is None and not search.options.get(BY_DEFAULT) and search.implementation in _PREFERRED.values():
             return search.implementation
         return preferred
 
     def anchors(self, search: Search) -> Iterable[tuple[Node]]:
-        """None where an implementation is named that is not preferred, nor on a CPU, where nothing was measured."""
+        """The anchors; none if a different implementation is requested, nor on a CPU, where nothing was measured."""
         named = self.preferred(search)
         if search.implementation not in (None, named) or (named is None and search.device.platform != "cuda"):
             return ()
@@ -85,11 +95,11 @@ class GatedMatmulPass(Pass):
 
 
 class GatedSite(Site):
-    """One multiplication, from what it multiplies to a candidate or a rejection."""
+    """One multiplication, from its operands to a candidate or a rejection."""
 
     @property
     def named(self) -> str | None:
-        """The implementation asked for; None for what was measured. Then nothing is declined either: a pair stays as it is written."""
+        """The requested implementation; None to follow the measurements."""
         assert isinstance(self.pass_, GatedMatmulPass)
         return self.pass_.preferred(self.search)
 
@@ -99,7 +109,7 @@ class GatedSite(Site):
         return found if isinstance(found, Candidate) or self.named is not None else None
 
     def refuse(self, code: str, sentence: str, *guilty: Node, edit: str | None = None) -> NoReturn:
-        """Declines for two products that are no gated pair, or none that the op takes."""
+        """Declines two products that are not a gated pair, or not one that the op takes."""
         self.decline(code, sentence, guilty, (1, 2), edit)
 
     # -- from a pair to what becomes of it ---------------------------------------------------------------------------------
@@ -112,76 +122,78 @@ class GatedSite(Site):
             if problem is not None:
                 return problem
             self.check_biased(gate)
-            sentence = f"{anchor_text(gate)} is multiplied with a product of the same value, but not by way of an activation that is known"
+            sentence = (
+                f"{anchor_text(gate)} is multiplied by a product of the same value, but not through a known activation"
+            )
             self.refuse("activation", sentence, gate)
         name, end = found[1], self.rounded(found[0], activated)
         if end is not activated:
             node = self.search.block.producer[activated.id]
             between = f"{name} of {anchor_text(gate)} and {anchor_text(self.anchor)}"
             code = BETWEEN.get(node.primitive, "structure")
-            self.refuse(code, f"{anchor_text(node)} stands between {between}", node)
+            self.refuse(code, f"{anchor_text(node)} comes between {between}", node)
         return self.candidate(gate, up, end, name)
 
     def widened(self, product: Value) -> Value:
-        """A product of 16 bits, or the float32 that it alone is widened to: the fused op computes in that, and rounds once."""
+        """A 16-bit product, or the float32 value to which its only reader widens it: the fused op computes in float32, and rounds once."""
         way = passage(self, product)
         return product if way.views else way.end
 
     def rounded(self, end: Value, activated: Value) -> Value:
-        """The activated gate as it is multiplied, if all that stands between is that it is rounded again to what its product has."""
+        """The activated gate as it is multiplied, if only a rounding back to its product's dtype comes in between."""
         last = None if end is activated or not is_half(activated.dtype) else rounding(self, end, activated.dtype)
         return end if last is None or last.views else last.end
 
     def check_bare(self, up: GateSide) -> None:
-        """Declines where the side that is not activated is no bare product."""
+        """Declines a pair whose side without activation is not a bare product."""
         if up.between and self.widened(up.product.outputs[0]) is not up.between[0].outputs[0]:
             node = up.between[-1]
-            problem = _BIAS if node.primitive == "add" else "stands between"
-            sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply a product as it is"
+            problem = _BIAS if node.primitive == "add" else "comes in between"
+            sentence = f"{anchor_text(node)} {problem}: {anchor_text(self.anchor)} does not multiply the product itself"
             self.refuse(BETWEEN[node.primitive], sentence, node)
 
     def check_biased(self, gate: Node) -> None:
-        """Declines where a bias is added before the activation."""
+        """Declines a pair with a bias before the activation."""
         node = next((n for n in self.users(gate.outputs[0]) if n.primitive == "add"), None)
         if node is not None and any(map(self.given, node.inputs)):
             self.refuse("bias", f"{anchor_text(node)} {_BIAS}", node)
 
     def check_alike(self, gate: Node, up: Node) -> None:
-        """Declines where two products of one value are not act(x @ w) and x @ v."""
+        """Declines two products of one value that are not act(x @ w) and x @ v."""
         both = f"{anchor_text(gate)} and {anchor_text(up)}"
         (_, w), (_, v) = gate.inputs, up.inputs
         if not all(isinstance(a, Value) for a in (*gate.inputs, *up.inputs)):
             self.decline("structure", f"{both} have a literal operand", [up])
         if not _are_of_rows(gate, up):
-            sentence = f"{both} are not both a product of rows, by their last axis, with a matrix that lies as the other's does"
+            sentence = f"{both}: expected two row-by-matrix products over the last axis with weights in the same layout"
             self.refuse("axes", sentence, gate, up)
         if self.view.read(w) == self.view.read(v) or w.shape != v.shape:
-            self.decline("structure", f"{both} have the same weight, or weights of other sizes", [gate, up])
+            self.decline("structure", f"{both} have the same weight, or weights of different sizes", [gate, up])
         if gate.params.get("precision") != up.params.get("precision"):
-            self.decline("structure", f"{both} are asked for in different precisions", [gate, up])
+            self.decline("structure", f"{both} request different precisions", [gate, up])
         if _are_sharded(gate, up):
             self.decline("sharding", f"{both} are sharded over explicit mesh axes", [gate, up], edit=AUTO_AXES)
         self.check_dtypes(gate, up, both)
 
     def check_dtypes(self, gate: Node, up: Node, both: str) -> None:
-        """Declines for dtypes that are not one, for results that are neither in it nor in float32 and then rounded to it, and for sums that
-        the program keeps in float32 for its gradient, and the op in float16, where they may be infinite or 0.
+        """Declines several dtypes, results that are neither in that dtype nor in float32 and then rounded to it, and sums that the program
+        keeps in float32 for its gradient but the op would keep in float16, where they may become infinite or 0.
         """
         given, results = _dtypes((*gate.inputs, *up.inputs)), _dtypes((gate.outputs[0], up.outputs[0]))
         one = len(given) == 1 and given <= set(DTYPES) and given == _dtypes([self.root(gate)])
         if not one or not (results == given or results == {"float32"}):
             sentence = (
                 f"{both} multiply {', '.join(sorted(given))} to {', '.join(sorted(results))}; "
-                f"the fused op takes one dtype of {', '.join(DTYPES)} and gives a result of it"
+                f"the fused op takes one dtype of {', '.join(DTYPES)} and returns the same"
             )
-            self.refuse("dtype", sentence, gate, up, edit="give both products, and the result, one dtype")
+            self.refuse("dtype", sentence, gate, up, edit="use one dtype for both products and the result")
         if results != given == {"float16"} and self.search.gradient:
-            kept = "are kept in float32 for the gradient; the fused op keeps them in float16, which has not their range"
+            kept = "are kept in float32 for the gradient; the fused op stores them in float16, whose range is smaller"
             edit = "give both products the dtype of their operands, or use bfloat16"
             self.refuse("dtype", f"{both} {kept}", gate, up, edit=edit)
 
     def root(self, gate: Node) -> Value:
-        """What the pair makes: of products in float32 of 16 bits, what alone reads it and rounds it to these."""
+        """The pair's result; for float32 products of 16-bit operands, its rounding to 16 bits if that is its only reader."""
         result = self.anchor.outputs[0]
         if not is_half(gate.inputs[0].dtype) or np.dtype(result.dtype) != np.float32:
             return result  # a cast behind it stays behind it
@@ -190,9 +202,9 @@ class GatedSite(Site):
         return user.outputs[0] if user is not None and rounds else result
 
     def common(self, gate: Node, up: Node) -> tuple[Value, list[Any], list[Node]]:
-        """The x of both products, the dtypes it is cast to for each in the same way, and the nodes that do.
+        """The x of both products, the dtypes to which both cast it, and the nodes that do.
 
-        Inside a `shard_map` x may also be marked as varying for each: the op does so itself.
+        Inside a `shard_map`, x may also be marked as varying for each product; the op does so itself.
 
         Raises:
           Declined: there is none.
@@ -204,7 +216,7 @@ class GatedSite(Site):
             makers = [m for a in (first, second) if (m := maker_of(self.search.block, a)) is not None]
             kinds = {m.primitive for m in makers}
             if len(makers) != 2 or len(kinds) > 1 or not kinds <= _ALIKE or first.dtype != second.dtype:
-                raise Declined("its products do not read the same x: one of it is cast or laid out in another way")
+                raise Declined("its products do not read the same x: one of them casts it or changes its layout")
             dtypes.append(first.dtype)
             passed += makers
             first, second = (m.inputs[0] for m in makers)
@@ -243,7 +255,7 @@ class GatedSite(Site):
         return self.offered(region, plan, "compute the outside use from x, w and v again", notes, concepts)
 
     def check_runs(self, gate: Node, up: Node, attrs: Mapping[str, Any]) -> None:
-        """Declines where an implementation is named and cannot run the call, or none is and none was measured faster than XLA's."""
+        """Declines if a requested implementation cannot run the call, or, without a request, none was measured faster than XLA's."""
         nodes = zip(("x", "w", "v"), (*gate.inputs, up.inputs[1]), strict=True)
         shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
         given, full = OP.prepare(shapes, attrs)
@@ -276,7 +288,7 @@ class GatedSite(Site):
 
 
 def _are_of_rows(gate: Node, up: Node) -> bool:
-    """Whether two products are of rows, by their last axis, with matrices that lie alike."""
+    """Whether two products multiply rows, over the last axis, by matrices in the same layout."""
     x, w = gate.inputs
     gate_dims, up_dims = (canonical(n.params["dimension_numbers"]) for n in (gate, up))
     plain = (((len(x.shape) - 1,), (0,)), ((), ())), (((len(x.shape) - 1,), (1,)), ((), ()))
@@ -284,7 +296,7 @@ def _are_of_rows(gate: Node, up: Node) -> bool:
 
 
 def _are_sharded(gate: Node, up: Node) -> bool:
-    """Whether one of two products of one x, or an operand of theirs, lies on explicit mesh axes."""
+    """Whether one of two products of one x, or one of their operands, is sharded over explicit mesh axes."""
     asked = any(n.params.get("out_sharding") is not None for n in (gate, up))
     return asked or any(is_explicitly_sharded(a.aval) for a in (*gate.values, *up.values[1:]))
 

@@ -1,6 +1,6 @@
-"""What a gated pair is made of, act(x @ w) * (x @ v), read off the raw layer: from the multiplication back to a bare product on one
-side, and on the other to a product of the same value through its activation. What becomes of it is for the pass `matmul_schedule`
-(`gated`) and for the structures to say.
+"""The parts of a gated pair, act(x @ w) * (x @ v), read off the raw graph: from the multiplication back to a bare product on one
+side, and through an activation to a product of the same value on the other. The pass `gated_matmul` (`gated`) and the structures use
+them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BY_ENTRY = ACTIVATION_PRIMITIVES | COPIES | _RULES | BETWEEN.keys()
 
 @dataclass(frozen=True)
 class GateSide:
-    """A product, and what stands between it and a value, from the value back; `copies` set nothing apart."""
+    """A product and the nodes between it and a value, from the value back; `copies` do not separate them."""
 
     product: Node
     between: tuple[Node, ...]
@@ -44,7 +44,7 @@ class GateSide:
 
 @dataclass(frozen=True)
 class Sides:
-    """The sides of a multiplication: what is activated, of which product, and the product beside it."""
+    """The sides of a multiplication: the activated value, its product, and the other product."""
 
     activated: Value
     gate: Node
@@ -57,14 +57,14 @@ class Sides:
         return same and gate.params["dimension_numbers"] == up.params["dimension_numbers"]
 
     def nodes(self, view: CanonicalView) -> dict[int, Node]:
-        """Both products, and what stands between them and the multiplication, by their ids."""
+        """Both products, and the nodes between them and the multiplication, by id."""
         found = {n.id: n for n in (self.gate, self.up.product, *self.up.between, *self.up.copies)}
         way = upstream(view.block, [self.activated], lambda n: () if n.id in found else n.values)
         return found | {n.id: n for _, n in way}
 
 
 def sides_of(view: CanonicalView, multiplication: Node) -> Sides | None:
-    """What a multiplication of two products with one operand in common is made of; None for any other."""
+    """The sides of a multiplication of two products that share an operand; None for any other."""
     left, right = multiplication.inputs
     for activated, bare in ((left, right), (right, left)):
         if not isinstance(activated, Value) or not isinstance(bare, Value):
@@ -79,7 +79,7 @@ def sides_of(view: CanonicalView, multiplication: Node) -> Sides | None:
 
 @dataclass(frozen=True)
 class _Origin:
-    """The value that another is made of, the node that makes it, whether by way of an activation, and all nodes on the way."""
+    """The value from which another is computed, its node, whether an activation lies in between, and all nodes on the way."""
 
     value: Value
     node: Node
@@ -88,7 +88,7 @@ class _Origin:
 
 
 def packed(view: CanonicalView, multiplication: Node) -> dict[int, Node] | None:
-    """The nodes of a pair whose weights are packed in one product: a part of it, activated, times another part of it."""
+    """The nodes of a pair with packed weights: an activated part of one product times another part of it."""
     left, right = (_made_of(view, a, _PARTS) for a in multiplication.inputs)
     if left is None or right is None or left.activated == right.activated:
         return None
@@ -102,8 +102,8 @@ def packed(view: CanonicalView, multiplication: Node) -> dict[int, Node] | None:
 
 
 def _made_of(view: CanonicalView, atom: Any, ends: Collection[str]) -> _Origin | None:
-    """The one result of a node of the primitives `ends` that an operand is made of, entry by entry, whatever else is read on the way if
-    it is given (a bias); None for what is made otherwise.
+    """The one result of a node of the primitives `ends` from which an operand is computed elementwise, with only parameters (a bias) as
+    further operands; None if there is no such result.
     """
     nodes: dict[int, Node] = {}
     found: dict[int, tuple[Value, Node]] = {}
@@ -131,7 +131,7 @@ def _is_number(view: CanonicalView, value: Value) -> bool:
 
 
 def _product_behind(view: CanonicalView, value: Value) -> GateSide | None:
-    """The product that a value is, or would be but for a step or two that set it apart."""
+    """The product that a value is, or would be without a step or two that separate it."""
     passed: list[Node] = []
     copies: list[Node] = []
     while (node := maker_of(view.block, value)) is not None and len(passed) < _STEPS:
@@ -147,7 +147,7 @@ def _product_behind(view: CanonicalView, value: Value) -> GateSide | None:
 
 
 def _share_a_value(view: CanonicalView, gate: Node, up: Node) -> bool:
-    """Whether the products have an operand in common, as numbers."""
+    """Whether the products share an operand, by value."""
     first, second = ({getattr(_as_read(view, a), "nid", a) for a in node.inputs} for node in (gate, up))
     return bool(first & second)
 

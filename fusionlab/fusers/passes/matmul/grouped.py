@@ -1,7 +1,7 @@
 """Pass `grouped_matmul`: `jax.lax.ragged_dot` and `ragged_dot_general`, each product of groups of rows -> one op.
 
-A program that is differentiated already has the gradients as two more such products, in the backward pass. Each is a site of its own: it
-reads what the program keeps anyway, and nothing of the others.
+An already differentiated program has the gradients as two more such products, in the backward pass. Each is a site of its own: it
+reads only values that the program keeps anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,17 @@ class GroupedMatmulPass(Pass):
 
     name = op = "grouped_matmul"
     formula = "jax.lax.ragged_dot: each row times the matrix of its group"
-    needs = "matrices of rows (rank 2), with no axes of a batch; f64/f32/bf16/f16; on a Hopper GPU bf16/f16 and axes of multiples of 64"
+    needs = "matrices of rows (rank 2), no batch axes; f64/f32/bf16/f16; on a Hopper GPU bf16/f16 and axis sizes that are multiples of 64"
+    summary = "Replaces the grouped products of a mixture of experts by kernels in which a row meets the matrix of its own group alone."
+    spellings = (
+        "jax.lax.ragged_dot and jax.lax.ragged_dot_general, with rows x K operands and one matrix for each group, without batch axes.",
+        "Each of the two gradients is a site of its own.",
+    )
+    default = (
+        "On. Its kernels run on Hopper GPUs, in bfloat16 and float16, for 1,024 rows or more and axes that are multiples of 64. Elsewhere "
+        "the product keeps XLA's code."
+    )
+    codes = ("axes",)
     primitives = ("ragged_dot_general",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
@@ -55,11 +65,11 @@ class _Grouped(Site):
         node, params = self.anchor, self.anchor.params
         found = _KNOWN.get(params["ragged_dot_dimension_numbers"])
         if found is None:
-            raise Declined("its axes are not those of jax.lax.ragged_dot or of its gradients", "axes", edit=_OWN_AXES)
+            raise Declined("its axes are not those of jax.lax.ragged_dot or its gradients", "axes", edit=_OWN_AXES)
         kind, contract = found
         x, w, sizes = node.inputs
         if (len(x.shape), len(w.shape), len(sizes.shape)) != (2, 2 if kind == "weights" else 3, 1):
-            raise Declined(f"it has further axes: x {x!r}, w {w!r}, group_sizes {sizes!r}", "axes", edit=_OWN_AXES)
+            raise Declined(f"it has more axes: x {x!r}, w {w!r}, group_sizes {sizes!r}", "axes", edit=_OWN_AXES)
         self.check_dtypes()
         attrs = {
             "kind": kind,
@@ -81,7 +91,7 @@ class _Grouped(Site):
         return replace(outcome, alone=True) if isinstance(outcome, Candidate) else outcome
 
     def check_dtypes(self) -> None:
-        """Declines for an operand of no float dtype that the op takes."""
+        """Declines an operand whose dtype the op does not take."""
         dtypes = {np.dtype(a.dtype).name for a in self.anchor.inputs[:2]}
         if len(dtypes) > 1 or not dtypes <= set(FLOATS):
             sentence = (
@@ -90,6 +100,6 @@ class _Grouped(Site):
             raise Declined(sentence, "dtype", edit="cast x and w to one dtype before the product")
 
 
-_OWN_AXES = "write it as jax.lax.ragged_dot of rows x K and groups x K x N"
+_OWN_AXES = "write it as jax.lax.ragged_dot of arrays rows x K and groups x K x N"
 
 PASSES = {48: GroupedMatmulPass()}

@@ -1,7 +1,7 @@
 """Pass `matmul_schedule`: every product that no larger fusion claims -> the route that takes it.
 
-A route takes a product with all it can absorb (factors, a bias, an activation, a cast), or says why it does not (`kernels.matmul.routes`).
-A product that stays with XLA as it is written is no candidate and no rejection: it has a route, and `Findings.routes()` tells which.
+A route takes a product with all that it can absorb (factors, a bias, an activation, a cast), or gives a reason (`kernels.matmul.routes`).
+A product left to XLA as written is neither a candidate nor a rejection: it has a route, listed by `Findings.routes()`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ...engine.proposing import propose
 from .products import ProductCall, ProductSite
 from .route_table import ProductRoute, Routes, tag_of
 
-_WIDENED = "{0} operands are multiplied as they are, not widened to float32 first: the same products, summed in float32 all the same"
+_WIDENED = "{0} operands are multiplied as they are, without widening to float32 first: the same products, still summed in float32"
 
 
 class MatmulSchedulePass(Pass):
@@ -40,14 +40,26 @@ class MatmulSchedulePass(Pass):
     name = "matmul_schedule"
     op = "matmul"
     formula = "cast(act(alpha * (a @ b) + beta * bias)), by a library, by a kernel or by XLA"
-    needs = "a product that no larger fusion claims; a route that was measured faster than XLA's, or is asked for"
+    needs = "a product that no larger fusion claims; a route that was measured faster than XLA's, or that is requested"
     options: ClassVar = {
         "library": Option(
             None,
-            "True: a library call wherever a library takes the product; False: nowhere; None: where that was measured fastest",
+            "True: a library call wherever a library takes the product; False: never; None: where it was measured fastest",
             (None, True, False),
         ),
     }
+    summary = "Chooses for each matrix product that no larger fusion claims whether a library, a kernel or XLA runs it."
+    spellings = (
+        "The product may contract any axes. A bias may run along the columns or along the rows.",
+        "Operands that the program only widens to float32 are multiplied in their own dtype, and summed in float32.",
+        "found.routes() lists every product with its route and the reason of each route that does not take it.",
+    )
+    default = (
+        "On for GPUs: a product leaves XLA where another route was measured faster on the device. "
+        "fl.Strategy(matmul_schedule=dict(library=True)) takes cuBLASLt wherever it can run, library=False nowhere. On a CPU all products "
+        "stay with XLA."
+    )
+    codes = ("axes", "structure")
     primitives = ("dot_general",)
     sample_for = "sm_90", MappingProxyType({"library": True})
 
@@ -69,7 +81,7 @@ class MatmulSchedulePass(Pass):
 
         Args:
           searched: a search of the pass over each block, with the custom rule that it belongs to, if it does.
-          findings: whose candidates claim products.
+          findings: the findings, whose candidates claim products.
         """
         mine = [c for c in findings.candidates if c.pass_name == self.name]
         claims, own = _by_node(c for c in findings.candidates if c not in mine), _by_node(mine)
@@ -82,18 +94,18 @@ class MatmulSchedulePass(Pass):
 
 
 class Routed(ProductSite):
-    """One product, what stands behind it, and what each route says of it."""
+    """One product, the nodes after it, and the answer of each route."""
 
     @property
     def library(self) -> bool | None:
-        """The switch."""
+        """The option `library`."""
         return self.pass_.option(self.search, "library")
 
     def decided(self) -> tuple[ProductCall, tuple[Answer, ...]] | None:
-        """What a route takes, with what the routes say; None for no product of the op's.
+        """The call that a route takes, with the routes' answers; None if the op does not take the product.
 
-        All of it, or all stays with XLA, which would fuse the rest with a product of its own: unless the switch is on. Then the library
-        takes the most that it can.
+        Either a route takes all of it, or all is left to XLA, which would fuse the rest with a product of its own. If the option is True,
+        the library takes as much as it can.
         """
         steps = self.steps()
         if not steps:
@@ -105,7 +117,7 @@ class Routed(ProductSite):
         return next(((call, answers) for call, answers in parts if answers[-1].route.name != "xla"), whole)
 
     def left_behind(self, call: ProductCall) -> str:
-        """What stands before and behind the product in a kernel of its own, in a few words; "" where nothing does."""
+        """The activations before and after the product in kernels of their own, in a few words; "" if there are none."""
         parts = []
         for operand in (call.a, call.b):
             maker = maker_of(self.search.block, operand)
@@ -113,7 +125,7 @@ class Routed(ProductSite):
                 parts.append(f"{operand.name} = {maker.primitive} before it")
         readers = self.users(call.value)
         if len(readers) == 1 and readers[0].primitive in ACTIVATION_PRIMITIVES:
-            parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} behind it")
+            parts.append(f"{readers[0].outputs[0].name} = {readers[0].primitive} after it")
         return ", ".join(parts)
 
     def answers(self, call: ProductCall) -> tuple[Answer, ...]:
@@ -136,7 +148,7 @@ class Routed(ProductSite):
     def candidate(self, call: ProductCall) -> Candidate | Rejection:
         region = self.region(call)
         if escapes(region):
-            raise Declined("an inner value is read outside of it")
+            raise Declined("an inner value is read outside it")
         plan, note = _plan(self, call, region.inputs), _WIDENED.format(call.a.dtype)
         notes = (note,) if call.widened else ()
         outcome = propose(self.search, self.pass_.name, region, plan, self.anchor, notes, ("matmul",))
@@ -166,7 +178,7 @@ def _plan(site: Routed, call: ProductCall, inputs: tuple[Any, ...]) -> Substitut
 
 
 def _by_node(candidates: Iterable[Candidate]) -> dict[int, Candidate]:
-    """Node -> the candidate that it is fused with."""
+    """Node -> the candidate with which it is fused."""
     return {n: c for c in candidates for n in c.all_node_ids}
 
 
@@ -189,12 +201,14 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
             **about, formula=bare, reason=f"inside a {rule.primitive}, whose derivative is the user's own"
         )
     if is_backward(node.eqn):
-        fused = f"of the backward pass of {site}, whose products stay XLA's"
-        reason = fused if own else "of a backward pass that no fusion claims"
+        fused = f"in the backward pass of {site}, whose products are left to XLA"
+        reason = fused if own else "in a backward pass that no fusion claims"
         return ProductRoute(**about, formula=bare, reason=reason, site=site)
     found = routed.decided()
     if found is None:
-        return ProductRoute(**about, formula=bare, reason="of operands or shardings that the op matmul does not take")
+        return ProductRoute(
+            **about, formula=bare, reason="its operands or shardings are not supported by the op matmul"
+        )
     call, answers = found
     formula = MATMUL.formula(**call.attrs, bias=call.bias is not None)
     tag, split = answers[-1].route.tag, routed.left_behind(call)
@@ -202,7 +216,7 @@ def _row(routed: Routed, claim: Candidate | None, own: Candidate | None, rule: N
 
 
 def _claimed(claim: Candidate) -> str:
-    """Why no route is asked of a product that is a larger fusion's."""
+    """Why no route is sought for a product that a larger fusion claims."""
     backend = claim.backend
     return f"claimed by {claim.pass_name}" + (f", {backend.name}: {backend.reason}" if backend else "")
 

@@ -1,7 +1,7 @@
-"""A matrix product and what stands around it, as the program writes it: casts of its operands, factors, a bias, an activation, a cast.
+"""A matrix product and its surroundings, as the program writes them: casts of its operands, factors, a bias, an activation, a cast.
 
-Read off the raw layer, not off the canonical view: what is rounded where, and the dtype a product is summed in, is what matters here.
-Each step goes on only where nothing else reads what it leaves behind.
+They are read off the raw graph rather than the canonical view, because roundings and the dtype of a product's sum matter here.
+Each step is taken only if nothing else reads the value before it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class ProductCall:
     """A call of the op `matmul` as read off the program so far.
 
     Attributes:
-      value: what it makes; `after`: the nodes behind the product that make it.
+      value: the result; `after`: the nodes after the product that compute it.
       a, b, bias: raw values at the cut, and `thin`, the shape in which the bias broadcasts to the result.
       product, out: dtypes; `alpha`, `beta`, `activation`: as of the op.
-      widened: the program widens both operands first, which multiplying them as they are leaves out.
+      widened: the program widens both operands first, which multiplying them directly avoids.
     """
 
     value: Value
@@ -81,7 +81,7 @@ class ProductSite(Site):
     """A site whose anchor is a product: reads the call there, one step after another."""
 
     def bare(self) -> ProductCall | None:
-        """The product alone; None where the op takes no such product."""
+        """The product alone; None if the op does not take it."""
         node = self.anchor
         result, operands = node.outputs[0], _operands(node)
         if operands is None:
@@ -97,7 +97,7 @@ class ProductSite(Site):
         return replace(call, a=a, b=b, widened=True)
 
     def narrow(self, operand: Value) -> Value | None:
-        """What a float32 operand is widened from, if that has 16 bits."""
+        """The 16-bit value from which a float32 operand is widened, if any."""
         maker = maker_of(self.search.block, operand)
         if maker is None or not widens(maker) or np.dtype(operand.dtype).name != "float32":
             return None
@@ -105,8 +105,8 @@ class ProductSite(Site):
         return source if isinstance(source, Value) and is_half(source.dtype) else None
 
     def steps(self) -> list[ProductCall]:
-        """The product alone, then with one more step behind it each time that nothing else reads; none where the op takes no such
-        product."""
+        """The product alone, then with one more step at a time while nothing else reads the value before it; none if the op does not take
+        the product."""
         call, found = self.bare(), []
         while call is not None:
             found.append(call)
@@ -114,7 +114,7 @@ class ProductSite(Site):
         return found
 
     def further(self, call: ProductCall) -> ProductCall | None:
-        """The call with the next step behind it; None where there is none that it could take."""
+        """The call with the next step; None if it can take no further step."""
         user = self.reader_once(call.value)
         if call.out != call.product:  # a cast is the last
             return None
@@ -130,13 +130,13 @@ class ProductSite(Site):
         return found or self.activated(call)
 
     def reader_once(self, value: Value) -> Node | None:
-        """The node without a body that alone reads a value, by one operand."""
+        """The only reader of a value, if it has no body and reads the value once."""
         user = self.only_reader(value)
         once = user is not None and not user.blocks and sum(a is value for a in user.inputs) == 1
         return user if once else None
 
     def cast(self, call: ProductCall, user: Node) -> ProductCall | None:
-        """To fewer bits: one that widens leaves a rounding point of the program's before it."""
+        """The call with a cast to fewer bits; a cast that widens would leave a rounding of the program's before it."""
         result = user.outputs[0]
         if not is_float(result.dtype) or not narrows(result.dtype, call.value.dtype):
             return None
@@ -152,7 +152,7 @@ class ProductSite(Site):
         return replace(call, value=user.outputs[0], after=(*call.after, user), alpha=alpha, beta=beta)
 
     def factor(self, value: Value, user: Node) -> float | None:
-        """The number a value is multiplied by, or by whose inverse."""
+        """The number by which a node multiplies a value, or by whose inverse it divides; None for any other node."""
         first, second = user.inputs
         other = second if first is value else first
         ref = self.view.read(other)
@@ -179,7 +179,7 @@ class ProductSite(Site):
         return replace(call, value=result, after=(*call.after, user), **more)
 
     def bias(self, call: ProductCall, value: Value) -> tuple[Value, tuple[int, ...]] | None:
-        """What is added, before it is broadcast and widened, with the shape in which it broadcasts; None for what is no bias."""
+        """An added value before it is broadcast and widened, with the shape in which it broadcasts; None if it is not a bias."""
         result = call.value.shape
         if self.view.is_literal(self.view.read(value)):
             return None
@@ -190,7 +190,7 @@ class ProductSite(Site):
         return (value, thin) if self.is_bias(call.sizes, thin) and is_float(value.dtype) else None
 
     def unbroadcast(self, value: Value) -> tuple[Value, tuple[int, ...]]:
-        """What a value is broadcast from, before it is widened, and the shape in which that broadcasts to it; itself where it is not."""
+        """The value before it is broadcast and widened, and the shape in which it broadcasts; itself if it is not broadcast."""
         maker = maker_of(self.search.block, value)
         # Further operands are sizes that are not known when the program is traced.
         if maker is not None and maker.primitive == "broadcast_in_dim" and len(maker.inputs) == 1:
@@ -201,7 +201,7 @@ class ProductSite(Site):
         return value, tuple(value.shape)
 
     def widened(self, value: Value) -> Value:
-        """What a value is widened from, if it is: the op widens again what is added, and XLA adds none that it has to widen in a product's
+        """The value before it is widened, if it is: the op widens an added term again, and XLA does not add a widened term in a product's
         own kernel (84 us against 55 on an H200: `python -m benchmarks matmul_schedule --only "to f32, bias"`)."""
         while (maker := maker_of(self.search.block, value)) is not None and widens(maker):
             (source,) = maker.inputs
@@ -228,10 +228,10 @@ class ProductSite(Site):
         return replace(call, value=end, after=(*call.after, *nodes), activation=name)
 
     def region(self, call: ProductCall) -> Region:
-        """The raw nodes between a call's operands and what it makes.
+        """The raw nodes between a call's operands and its result.
 
         Raises:
-          Declined: something is read inside that is no operand.
+          Declined: a value read inside is not an operand.
         """
         block, leaves = self.search.block, call.leaves
         stop = {v.id for v in leaves.values()} | self.view.known_inputs.keys()
@@ -241,7 +241,7 @@ class ProductSite(Site):
             read = [a for a in node.values if a.id not in stop]
             for value in read:
                 if value.id not in block.producer:
-                    raise Declined(f"{value!r} is read inside the site but is none of its operands")
+                    raise Declined(f"{value!r} is read inside the site but is not one of its operands")
             return read
 
         read = [a for n in inner.values() for a in above(n)]
@@ -260,7 +260,7 @@ def _operands(product: Node) -> tuple[Value, Value] | None:
 
 
 def _is_held(factor: float, dtype: str) -> bool:
-    """Whether a factor is neither infinite nor 0 in the dtype it is applied in: several that are not may have a product that is."""
+    """Whether a factor is neither infinite nor 0 in the dtype in which it is applied, as a product of several factors may be."""
     with np.errstate(over="ignore", under="ignore"):
         held = float(np.asarray(factor).astype(dtype))
     return math.isfinite(held) and held != 0.0
@@ -269,7 +269,7 @@ def _is_held(factor: float, dtype: str) -> bool:
 def region_with(
     view: CanonicalView, root: Value, leaves: Mapping[str, Value], inner: dict[int, Node], support: dict[int, Node]
 ) -> Region:
-    """The region of some nodes, and of those of their `support` that nothing else reads, which goes with them."""
+    """The region of some nodes and of those nodes of their `support` that nothing else reads."""
     gone = {**inner, **dead_with(view.block, inner, support, leaves.values())}
     kept = tuple(support[i] for i in sorted(support) if i not in gone)
     nodes = tuple(gone[i] for i in sorted(gone))

@@ -20,7 +20,7 @@ TAGS = ("evaluate", "kernel", "xla")
 
 
 def tag_of(candidate: Candidate) -> str:
-    """The tag of a product that a fusion claims: by what it runs on."""
+    """The tag of a product that a fusion claims, by the implementation that runs it."""
     return _TAGS.get(candidate.backend.name, "xla") if candidate.backend else "xla"
 
 
@@ -29,15 +29,15 @@ class ProductRoute(Shown):
     """One product and its route.
 
     Attributes:
-      node, value, scope, source: where it stands: the node's number and the value it makes ("%12").
+      node, value, scope, source: where it is: the node's number and the value it computes ("%12").
       sizes: batch, rows, columns, inner.
       dtype: of operands and result, "bf16 x bf16 -> f32".
-      formula: the product with what its route absorbs.
+      formula: the product with the operations that its route absorbs.
       tag: "evaluate" (a library computes it), "kernel" or "xla".
       site: the candidate it belongs to, "" for none.
-      answers: what each route said, in order, up to the one that takes it; none where a larger fusion claims the product.
-      reason: why no route was asked, "" where they were.
-      split: what stands beside the product in a kernel of its own.
+      answers: the answer of each route, in order, up to the one that takes it; none if a larger fusion claims the product.
+      reason: why no route was tried, "" if they were.
+      split: the operations next to the product that run in kernels of their own.
     """
 
     _says = "{0.value} {0.formula}, {0.shape}: {0.tag}; {0.why}"
@@ -65,6 +65,7 @@ class ProductRoute(Shown):
 
     @property
     def why(self) -> str:
+        """What each route answered, or the one reason; and how the product is split."""
         reason = "; ".join(map(str, self.answers)) if self.answers else self.reason
         return f"{reason}; split: {self.split}" if self.split else reason
 
@@ -83,7 +84,7 @@ class ProductRoute(Shown):
 class Routes(Shown):
     """The routes of all products of a program, in program order; a sequence of `ProductRoute`s.
 
-    Attributes: `device` (what they were decided for), `rows`.
+    Attributes: `device` (for which they were decided), `rows`.
     """
 
     _listed = "rows"
@@ -101,12 +102,12 @@ class Routes(Shown):
         return self.rows[index]
 
     def counts(self) -> dict[str, int]:
-        """Tag -> how many products have it, zeros too."""
+        """Tag -> number of products with it, zeros included."""
         found = Counter(row.tag for row in self.rows)
         return {tag: found[tag] for tag in TAGS}
 
     def __str__(self) -> str:
-        """A line a product, alike ones together, and why each goes as it does."""
+        """One line per product, similar ones grouped, with the reason for each route."""
         groups: dict[tuple[str, ...], list[ProductRoute]] = {}
         for row in self.rows:
             groups.setdefault((row.tag, row.formula, row.shape, row.dtype, nameless(row.why)), []).append(row)

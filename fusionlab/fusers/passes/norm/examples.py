@@ -1,4 +1,4 @@
-"""What a norm looks like, by example, and what is nearly one."""
+"""Norms by example, and near misses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _norms(root: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
 
 
 def _may_be_in(name: str) -> Callable[[CanonicalView], bool]:
-    """Whether a view has the sums that a norm of this name has, and the maximum."""
+    """Whether a view has the sums, and the maximum, of the norm of this name."""
     alone, nested = (1, 0) if name.startswith("rms") else (2, 0) if "mean(x)^2" in name else (1, 1)
     clamped = "max(0," in name
 
@@ -65,7 +65,7 @@ def _may_be_in(name: str) -> Callable[[CanonicalView], bool]:
 
 
 def _derives_from_sum(view: CanonicalView, nid: int) -> bool:
-    """Whether a sum is of what another sum has a part in, as that of (x - mean)^2."""
+    """Whether a sum depends on another sum, as that of (x - mean)^2 does."""
     level = [o.nid for o in view.nodes[nid].operands]
     for _ in range(_STEPS):
         if any(view.nodes[n].op == "reduce_sum" for n in level):
@@ -108,7 +108,7 @@ PLAIN_NORM = next(e for e in EXAMPLES if e.name == "layer_norm by var(x), scale 
 
 @dataclass(frozen=True)
 class Near:
-    """What is nearly a norm: the examples, and what to say of a site that matches one."""
+    """A near miss of a norm: its examples, and the rejection of a site that matches one."""
 
     examples: tuple[Example, ...]
     problem: str
@@ -128,12 +128,12 @@ NEAR = (
         "epsilon outside",
         lambda variance, epsilon: jnp.sqrt(variance) + epsilon,
         "has epsilon added outside the root, to the standard deviation; the fused op adds it inside, to the variance",
-        "divide by jnp.sqrt(variance + epsilon) if that is what is meant",
+        "divide by jnp.sqrt(variance + epsilon) if that is meant",
     ),
     _near(
         "no epsilon",
         lambda variance, epsilon: jnp.sqrt(variance),
-        "has no epsilon: a row without variance divides by 0",
+        "has no epsilon: a row of zero variance divides by 0",
         "add a small epsilon to the variance, inside the root",
     ),
 )

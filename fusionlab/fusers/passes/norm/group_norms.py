@@ -1,11 +1,11 @@
 """GroupNorm as a form of the norm pass: channels in groups, statistics over a group's channels and over positions -> one `group_norm` op,
-with the scale and the bias of the channels and the SiLU behind it.
+with the scale and the bias of the channels and the SiLU after it.
 
-Programs part the channels by a reshape and join them again before the scale, behind it, or never (Flax repeats the statistics for each
-channel). An axis that a reshape takes apart is no one axis of the canonical view, so that the raw nodes between a result and what is taken
-apart are gone through: whatever else they read is a scale or a bias, by what reads it. Whether the whole is a GroupNorm the proof says. It
-compares numbers, and numbers tell functions apart where these are smooth: between x and a result stands nothing that has a threshold (a
-variance that is at least 0.1 is one on most numbers), but for a maximum with 0, which a variance is never below.
+Programs split the channels by a reshape and join them again before the scale, after it, or never (Flax repeats the statistics for each
+channel). An axis that a reshape splits is not a single axis of the canonical view, so the raw nodes between a result and the split value
+are examined instead: any other operand is a scale or a bias, depending on its reader. The proof decides whether the whole is a GroupNorm.
+It compares numbers, which distinguish functions only if these are smooth: nodes with a threshold are not allowed between x and a result
+(a variance clipped at 0.1 is unchanged on most numbers), except a maximum with 0, which never changes a variance.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class GroupSite(NormSite):
     """One GroupNorm, from anchor to candidates and rejections.
 
     Attributes:
-      channels: what is taken apart, and how.
-      odd: a node between x and a result that a norm has not.
+      channels: the value that is split, and how.
+      odd: a node between x and a result that a norm does not have.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GroupSite(NormSite):
         self.odd: Node | None = None
 
     def outcomes(self) -> Iterator[Candidate | Rejection]:
-        """What becomes of each value that may be the norm's result: the furthest first, behind a SiLU and as it is."""
+        """The outcome for each value that may be the norm's result: the furthest first, with and without a SiLU after it."""
         for value in self.around.results if self.channels.batch_axes is not None else ():
             vectors = self.vectors(value)
             if vectors is None:
@@ -64,12 +64,12 @@ class GroupSite(NormSite):
                     yield outcome
 
     def joined(self, value: Value) -> Value:
-        """Past the reshape that joins the channels again, where that alone reads a result."""
+        """The value after the reshape that joins the channels again, if that is the only reader of a result."""
         user = self.only_reader(value)
         return user.outputs[0] if user is not None and user.primitive == "reshape" else value
 
     def vectors(self, root: Value) -> dict[str, Value] | None:
-        """The scale and bias of the channels between x and a result; None where it is made of anything else."""
+        """The scale and bias of the channels between x and a result; None if the result depends on anything else."""
         found: dict[str, Value] = {}
         stack, seen = [root], set[int]()
         while stack:
@@ -90,16 +90,16 @@ class GroupSite(NormSite):
         return found
 
     def read(self, node: Node) -> list[Value]:
-        """What a node reads, but x itself and numbers."""
+        """The operands of a node other than x itself and numbers."""
         return [a for a in node.values if a != self.channels.x and self.number(a) is None]
 
     def number(self, atom: Atom) -> Any:
-        """The number that a value is everywhere; None where it is none."""
+        """The number that all entries of a value equal; None if they differ."""
         ref = self.view.read(atom)
         return ref.coef if self.view.is_literal(ref) else None
 
     def is_smooth(self, node: Node) -> bool:
-        """Whether a node is a smooth function of its operands, wherever it has a value, or takes a variance for what it is."""
+        """Whether a node is a smooth function of its operands on its domain, or leaves a variance unchanged."""
         if node.primitive in ROOTS:  # of the variance alone: the root of a square is a threshold
             return self.nid(node.outputs[0]) == self.nid(self.anchor.outputs[0])
         if node.primitive == "max":
@@ -109,7 +109,7 @@ class GroupSite(NormSite):
         return node.primitive in _SMOOTH or self.around.summed(node) is not None
 
     def flat(self, value: Value) -> Value | None:
-        """The array of an entry for each channel, in their order, that a value repeats; None where it has more entries, or fewer."""
+        """The array with one entry per channel, in order, of which a value is a broadcast; None if it has more or fewer entries."""
         while True:
             vector = self.around.base(value)
             maker = self.around.maker(vector)
@@ -118,7 +118,7 @@ class GroupSite(NormSite):
             value = maker.inputs[0]
 
     def outcome(self, root: Value, activation: str, vectors: Mapping[str, Value]) -> Candidate | Rejection | None:
-        """The site that ends in a value; None where it cannot be cut out."""
+        """The site that ends in a value; None if it cannot be cut out."""
         leaves = {"x": self.channels.x, **vectors}
         shapes = {name: tuple(v.shape) for name, v in leaves.items()}
         nids = {name: self.nid(v) for name, v in leaves.items()}
@@ -136,14 +136,14 @@ class GroupSite(NormSite):
         )
 
     def epsilon(self) -> float:
-        """The number added under the root; 0 where there is none."""
+        """The number added under the root; 0 if there is none."""
         ref = self.view.read(self.anchor.inputs[0])
         node = self.view.nodes[ref.nid]
         added = (o.coef for o in node.operands if node.op == "sum" and self.view.nodes[o.nid].op == "one")
         return float(ref.coef) * float(next(added, 0.0))
 
     def plan(self, region: Region, activation: str, epsilon: float) -> Substitution:
-        """x as it stands, [*B, *P, C]; the vectors [C], in the order of the groups."""
+        """Takes x unchanged, [*B, *P, C]; the vectors [C], in the order of the groups."""
         where, root = input_positions(region), region.root
 
         def operands(*inputs: Any) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class GroupSite(NormSite):
 
 
 def _slot(node: Node, atom: Value) -> str | None:
-    """What a vector is to a norm, by the node that reads it: x is multiplied by a scale, and a bias is added to."""
+    """The role of a vector in a norm, by its reader: x is multiplied by a scale, and a bias is added."""
     if node.primitive == "mul":
         return "scale"
     added = node.primitive == "add" or (node.primitive == "sub" and node.inputs[0] == atom)

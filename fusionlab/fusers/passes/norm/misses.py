@@ -1,4 +1,4 @@
-"""What every norm is asked, and what one that is nearly one is told: another share of the sum, an epsilon that is no number, statistics
+"""The conditions on every norm, and the rejections of near misses: another share of the sum, an epsilon that is not a number, statistics
 along another axis.
 """
 
@@ -22,31 +22,33 @@ from ...engine.wording import anchor_text
 from .surroundings import ChannelGroups, Surroundings, crossing, reduced_axes
 
 _CANCELS = (
-    "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op takes "
-    "the mean of (x - mean)^2, and is right there"
+    "mean(x^2) - mean(x)^2 cancels where |mean| is far above the standard deviation, and overflows sooner; the fused op computes "
+    "the mean of (x - mean)^2 and is accurate there"
 )
 _SPREAD = (
-    "x * inv - mean * inv cancels where |mean| is far above the standard deviation; the fused op takes the mean from x first, and is "
-    "right there"
+    "x * inv - mean * inv cancels where |mean| is far above the standard deviation; the fused op subtracts the mean first and is "
+    "accurate there"
 )
 _EPSILON_LIMIT = 1e-2  # at or above this it is no guard against a division by 0 any more
-_NO_VECTOR = "it reads what is no scale and no bias of the channels, one entry for each"
-_STATISTICS_EDIT = "take mean and variance as they are, the variance at least 0, with epsilon added to it"
+_NO_VECTOR = "it reads an operand that is neither a scale nor a bias with one entry per channel"
+_STATISTICS_EDIT = (
+    "use mean and variance unchanged (the variance clipped at 0 at most), and add epsilon to the variance"
+)
 BY_COUNT = "divide the sums by the number of entries (ddof=0)"
 # What the operations of a norm are to a reader.
 _WORDS = {
-    "reduce_sum": "a sum over the axis that is normalised",
-    "sum": "the mean of the squares and epsilon, or x without its mean,",
+    "reduce_sum": "a sum over the normalised axis",
+    "sum": "the mean of the squares plus epsilon, or x minus its mean,",
     "prod": "x over the root, or a square,",
 }
 
 
 class NormSite(Site):
-    """A site at the root of a mean of squares: what is said where it matches no example.
+    """A site at the root of a mean of squares, with the rejections for a site that matches no example.
 
     Attributes:
-      around: what stands around the root.
-      x: the canonical node of what is normalised, by its name in the examples.
+      around: the surroundings of the root.
+      x: the canonical node of the normalised value, by its name in the examples.
     """
 
     words = _WORDS
@@ -66,38 +68,40 @@ class NormSite(Site):
             else:
                 edit = "make epsilon a Python number, known when the program is traced"
         elif miss.wanted is not None and miss.pattern.leaf_of.get(miss.wanted) == "x":
-            stands = f"{canonical_text(self.view, miss.target, self.anchor)} stands where that is needed"
-            near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, and {stands}")
+            instead = f"{canonical_text(self.view, miss.target, self.anchor)} is found in its place"
+            near = replace(near, sentence=f"{anchor_text(self.anchor)} normalises {self.around.x!r}, but {instead}")
         return replace(near, code="structure" if near.code == "mask" else near.code, edit=edit)
 
     def grouped(self, channels: ChannelGroups, odd: Node | None) -> Rejection:
-        """The rejection of a GroupNorm in a layout that the op has not, or with something in it that a norm has not."""
+        """The rejection of a GroupNorm in a layout that the op does not take, or with a node that a norm does not have."""
         groups, each, guilty = channels.groups, channels.each, [odd] if odd is not None else []
-        subject = f"{anchor_text(self.anchor)} is of a GroupNorm, of {groups} groups of {each} channels"
+        subject = f"{anchor_text(self.anchor)} belongs to a GroupNorm with {groups} groups of {each} channels"
         if channels.batch_axes is not None:
             code, edit = "structure", _STATISTICS_EDIT
-            where = f"{anchor_text(odd)} stands in it, which the fused op has not" if odd is not None else _NO_VECTOR
+            where = (
+                f"it contains {anchor_text(odd)}, which the fused op does not have" if odd is not None else _NO_VECTOR
+            )
         else:
-            code, where = "axes", "it is fused where the channels stand last, behind the batch and the positions"
+            code, where = "axes", "it can be fused if the channels are the last axis, after the batch and the positions"
             edit = f"call fusionlab.ops.group_norm(x, scale, bias, groups={groups}) there, with the channels last"
             guilty = []
         return self.rejection(code, f"{subject}; {where}", guilty, edit=edit, concepts=("group_norm",))
 
     def check_guarded(self, epsilon: float) -> None:
-        """Declines for an epsilon that is none: below it nothing guards a division by 0, and above it is another function."""
+        """Declines an epsilon out of range: one of 0 does not prevent a division by 0, and a large one makes another function."""
         if not 0 < epsilon < _EPSILON_LIMIT:
             limits = f"above 0 and below {_EPSILON_LIMIT:g}"
             sentence = f"{anchor_text(self.anchor)} has epsilon {epsilon:g}; a norm's is {limits}"
             self.decline("scalar", sentence, edit=f"use an epsilon {limits}")
 
     def notes(self, region: Region) -> tuple[str, ...]:
-        """What the fused op does better: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
+        """Where the fused op is more accurate: a variance by squares has two sums below its root, that of (x - mean)^2 has one."""
         by_squares = len({self.search.view.ref[n.outputs[0].id].nid for n in self.around.sums}) > 1
         spread = any(n in region.nodes for n in self.around.shifts)
         return (_CANCELS,) * by_squares + (_SPREAD,) * spread
 
     def check_dtypes(self, region: Region) -> None:
-        """Declines for what the op does not compute in, or would not round."""
+        """Declines dtypes in which the op does not compute, and roundings that it would not make."""
         dtype = region.root.dtype
         given = {str(v.dtype) for v in (*region.leaves.values(), region.root)}
         where, edit = anchor_text(self.anchor), None
@@ -106,28 +110,30 @@ class NormSite(Site):
             self.decline("dtype", problem, site=region.nodes)
         computed, rounding = np.dtype(arithmetic_dtype(dtype)), _rounding(region, region.leaves["x"].dtype)
         if any(narrows(computed, v.dtype) for v in region.leaves.values()):
-            problem = f"takes parameters wider than the {computed.name} it would be computed in"
+            problem = f"has parameters wider than {computed.name}, in which it would be computed"
         elif rounding is not None:
-            problem = f"reads what {anchor_text(rounding)} rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
+            problem = f"reads {anchor_text(rounding)}, which rounds to {rounding.outputs[0].dtype}; the fused op would not round there"
             edit = "keep the statistics in the dtype of x, or a wider one"
         else:
             return
         self.decline("dtype", f"{where} {problem}", edit=edit, site=region.nodes)
 
     def check_shifted(self) -> None:
-        """Declines for multiples of the root that are added up and are not x less its mean."""
+        """Declines a sum of multiples of the root that is not x minus its mean."""
         for node in self.around.shifts[:1]:
-            problem = "adds two multiples of the root, which are not x and minus its mean by the same factor"
-            edit = "shift x * inv by -mean(x) * inv: one root, one epsilon, and the scale in both or in neither"
+            problem = "adds two multiples of the root that are not x and -mean(x) times the same factor"
+            edit = (
+                "shift x * inv by -mean(x) * inv: with one root, one epsilon, and the scale in both terms or in neither"
+            )
             self.decline("structure", f"{anchor_text(node)} {problem}", [node], edit=edit)
 
     def check_transposed(self) -> None:
-        """Declines for statistics that stand along another axis than they were taken for: without keepdims, in a square array."""
+        """Declines statistics that are broadcast along the wrong axis: without keepdims, in a square array."""
         crossed = next((c for v in self.around.results if (c := crossing(self.view, self.x["x"], self.nid(v)))), None)
         node = None if crossed is None else self.view.maker(crossed)
         if node is None:
             return
-        sentence = f"{anchor_text(node)} reads statistics along another axis than that of the rows they were taken of"
+        sentence = f"{anchor_text(node)} reads statistics along a different axis from the one whose rows they describe"
         sums = self.around.sums_of_x[:1]
         for total in sums:
             axes = ", ".join(map(str, reduced_axes(total, self.around.x)))
@@ -136,7 +142,7 @@ class NormSite(Site):
 
 
 def _scalar_at(miss: Miss) -> str | None:
-    """The number of the example that stands where a match ended, by its name; None where there is none."""
+    """The name of the example's number at which a match ended; None if there is none."""
     edge = miss.pattern.edges.get(miss.at) if miss.at is not None else None
     return None if edge is None else edge.scalar
 

@@ -1,4 +1,4 @@
-"""What a norm's input is a sum of: a residual, or a vector of its features, that the fused op adds up itself."""
+"""The terms of a norm's input: a residual, or a vector of its features, that the fused op adds itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ADDS = ("add", "add_any")
 
 @dataclass(frozen=True)
 class Summands:
-    """x = base + shift + residual, those that are there, by the nodes given.
+    """x = base + shift + residual, as far as present, and the nodes that add them.
 
     Attributes:
       base, residual: of the shape and dtype of x.
       shift: a vector with one entry for each feature, of any shape; of the dtype of x.
-      nodes: the additions, and what broadcasts the shift.
+      nodes: the additions, and the broadcast of the shift.
     """
 
     base: Value
@@ -31,7 +31,7 @@ class Summands:
     nodes: tuple[Node, ...]
 
     def joined_to(self, region: Region, others: tuple[Value, ...] = ()) -> Region:
-        """The region of a norm with its additions; `others`: the sum, where it is one of its results."""
+        """The region of a norm with its additions; `others`: the sum, if it is one of its results."""
         named: Mapping[str, Value | None] = {"x": self.base, "residual": self.residual, "shift": self.shift}
         leaves = {n: v for n, v in ({**region.leaves, **named}).items() if v is not None}
         nodes = {n.id: n for n in (*region.nodes, *self.nodes)}
@@ -42,14 +42,14 @@ class Summands:
 
 
 def summands_of(block: Block, x: Value, feature: int | None, norm_results: Collection[int]) -> Summands | None:
-    """How x is added up right before the norm; None where it is not, or where folding that in would be no gain.
+    """The sum that makes x right before the norm; None if there is none, or if folding it in would not help.
 
-    Only additions in the dtype of x: one that widens its operands is XLA's to join with their casts. A vector added to a product stays with
+    Only additions in the dtype of x count: XLA joins one that widens its operands with their casts. A vector added to a product stays with
     the product, and the bias of another norm with that norm.
 
     Args:
-      feature: the axis that is normalised over; None for several, of which no vector is looked for.
-      norm_results: ids of the results of norms that were found before.
+      feature: the normalised axis; None for several, in which case no vector is sought.
+      norm_results: ids of the results of norms found earlier.
     """
     outer = _addition(block, x, norm_results)
     if outer is None:
@@ -71,7 +71,7 @@ def summands_of(block: Block, x: Value, feature: int | None, norm_results: Colle
 
 
 def _shifted(block: Block, x: Value, added: Node, feature: int | None) -> Summands | None:
-    """An addition of a vector of features; None where neither of its sides is one."""
+    """An addition of a vector of features; None if neither operand is one."""
     for full, vector in itertools.permutations(added.values):
         found = _vector(block, x, full, vector, feature)
         if found is not None:
@@ -80,7 +80,7 @@ def _shifted(block: Block, x: Value, added: Node, feature: int | None) -> Summan
 
 
 def _addition(block: Block, value: Value, norm_results: Collection[int]) -> Node | None:
-    """The node that adds a value up of two others of its dtype; None for the result of another norm, whose own bias that is."""
+    """The node that computes a value as a sum of two others of its dtype; None for the result of another norm, which adds its own bias."""
     node = block.producer.get(value.id)
     if node is None or node.primitive not in _ADDS or is_backward(node.eqn) or value.id in norm_results:
         return None
@@ -97,15 +97,15 @@ def _fits(value: Value, x: Value) -> bool:
 def _vector(
     block: Block, x: Value, full: Value, value: Value, feature: int | None
 ) -> tuple[Value, tuple[Node, ...]] | None:
-    """The vector of features that a value is, as the addition or a node broadcasts it, and that node; None where it is none, or is added to
-    a product."""
+    """The vector of features of which a value is a broadcast, by the addition or by a node, and that node; None if there is none, or if it
+    is added to a product."""
     if feature is None or not _fits(full, x) or _is_product(block, full):
         return None
     return (value, ()) if _along(value, x, feature) else _broadcast(block, x, value, feature)
 
 
 def _broadcast(block: Block, x: Value, value: Value, feature: int) -> tuple[Value, tuple[Node, ...]] | None:
-    """The vector of features that a node broadcasts to a value, and that node; None where there is none."""
+    """The vector of features that a node broadcasts to a value, and that node; None if there is none."""
     node = block.producer.get(value.id)
     source = node.inputs[0] if node is not None and node.primitive == "broadcast_in_dim" else None
     if node is None or not isinstance(source, Value) or not _fits(value, x):

@@ -1,5 +1,5 @@
-"""What stands around the root of a mean of squares, in the raw program: what is normalised, how far the norm may reach, and
-the canonical view of the nodes in between. What it is a norm of, and whether, is for the examples of a pass to say.
+"""The surroundings of the root of a mean of squares in the raw program: the normalised value, how far the norm may reach, and
+the canonical view of the nodes in between. The examples of a pass decide whether it is a norm, and which.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def as_written(epsilon: float) -> float:
 
 
 def reduced_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
-    """The axes that a sum is over; of a product, those of an operand (the first that has the shape of x)."""
+    """The axes of a sum; for a product, the contracted axes of an operand (the first that has the shape of x)."""
     if node.primitive == "reduce_sum":
         return tuple(sorted(int(a) for a in node.params["axes"]))
     side = next((i for i, a in enumerate(node.inputs) if x is not None and a.shape == x.shape), 0)
@@ -48,7 +48,7 @@ def reduced_axes(node: Node, x: Value | None = None) -> tuple[int, ...]:
 
 
 class DerivedFrom:
-    """Whether a value is computed from x by what a norm is made of.
+    """Whether a value is computed from x by the operations of a norm.
 
     Attributes:
       known: value id -> the answer.
@@ -79,17 +79,17 @@ class DerivedFrom:
 
 
 class Surroundings:
-    """What stands around a root of a mean of squares.
+    """The surroundings of a root of a mean of squares.
 
     Attributes:
-      x: what is normalised.
+      x: the normalised value.
       sums: the sums below the root.
-      results: what may be the norm's result, the furthest first.
+      results: the values that may be the norm's result, the furthest first.
       view: the canonical view of the nodes between x and the results.
-      is_norm: whether the root is one of a mean of x or its squares, and divides (or multiplies) what is made of x.
-      is_mean: whether a factor may make a mean of the sums below the root; where none does x is divided by its length.
-      quotients: the nodes in which the root divides (or multiplies) what is made of x.
-      shifts: those that add up two values that are made of the root.
+      is_norm: whether the root is that of a mean of x or its squares, and divides (or multiplies) a value computed from x.
+      is_mean: whether a factor may turn the sums below the root into means; if none does, x is divided by its length.
+      quotients: the nodes in which the root divides (or multiplies) a value computed from x.
+      shifts: those that add two values computed from the root.
     """
 
     def __init__(self, search: Search, anchor: Node) -> None:
@@ -111,7 +111,7 @@ class Surroundings:
 
     @property
     def sums_of_x(self) -> list[Node]:
-        """The sums of x, or of what is made of it, in program order."""
+        """The sums of x, or of values computed from it, in program order."""
         sums = ((n, self.summed(n)) for _, n in sorted(self._nodes.items()))
         return [n for n, of in sums if of is not None and of.shape == self.x.shape]
 
@@ -119,7 +119,7 @@ class Surroundings:
         return next((n for _, n in sorted(self._nodes.items()) if n.primitive == primitive), None)
 
     def is_inner(self, node: Node) -> bool:
-        """Whether a node may stand between x and a norm of it."""
+        """Whether a node may come between x and a norm of it."""
         return node.primitive in INNER or self.summed(node) is not None
 
     def summed(self, node: Node) -> Value | None:
@@ -139,12 +139,12 @@ class Surroundings:
         return maker_of(self.block, atom)
 
     def _made(self, atom: Any, above: Callable[[Node], bool]) -> Iterator[Node]:
-        """The nodes that an operand is made by, the nearest first, as far as there are those that are looked `above`."""
+        """The nodes that compute an operand, nearest first, as far as the search `above` continues."""
         made = upstream(self.block, [atom], lambda n: n.inputs if above(n) else ())
         return (node for _, node in itertools.islice(made, _NODE_LIMIT))
 
     def _sums(self) -> list[Node]:
-        """The sums that the anchor is a root of, nearest first."""
+        """The sums below the anchor's root, nearest first."""
         found: list[Node] = []
 
         def above(node: Node) -> bool:
@@ -161,14 +161,14 @@ class Surroundings:
         return found
 
     def _of_x_alone(self) -> bool:
-        """Whether all sums below the root are of x, or of its squares: the length of several arrays is no statistic of one."""
+        """Whether all sums below the root are of x, or of its squares: the length of several arrays is not a statistic of one."""
         return all(self._normalised(total) is self.x for total in self.sums)
 
     def _literal(self, atom: Any) -> bool:
         return isinstance(atom, Literal) or self.search.view.is_literal(self.search.view.ref[atom.id])
 
     def base(self, value: Value, through: frozenset[str] = VIEWS) -> Value:
-        """Through views and widening casts that show the same canonical node."""
+        """The value below views and widening casts of the same canonical node."""
         view = self.search.view
         while (node := self.maker(value)) is not None and (node.primitive in through or widens(node)):
             below = node.inputs[0]
@@ -180,11 +180,11 @@ class Surroundings:
         return value
 
     def _as_read(self, value: Any) -> Value:
-        """Through widening casts and reshapes of unit axes."""
+        """The value below widening casts and reshapes of unit axes."""
         return self.base(value, frozenset({"reshape", "squeeze", "expand_dims", "broadcast_in_dim"}))
 
     def _normalised(self, total: Node) -> Value:
-        """What a sum of squares, or of x itself, is a sum of: past the square, and past the subtraction of a mean of it."""
+        """The value whose squares, or which itself, is summed: below the square, and below the subtraction of its mean."""
         of = self.summed(total)
         assert of is not None
         value = self._past_square(self._as_read(of))
@@ -196,7 +196,7 @@ class Surroundings:
         return value
 
     def _past_square(self, value: Value) -> Value:
-        """What a value is the square of, through what wraps it; the value itself where it is none."""
+        """The value of which another is the square, through wrappers; the value itself if it is not a square."""
         for _ in range(4):
             node = self.maker(value)
             if node is None or node.primitive not in _WRAPPERS | {"square", "integer_pow", "pow", "mul", "abs"}:
@@ -214,7 +214,7 @@ class Surroundings:
         return any((of := self.summed(n)) is not None and self._as_read(of).id == x.id for n in made)
 
     def _results(self) -> list[Value]:
-        """Forward from the root, through factors and one added term: values as large as x."""
+        """The values as large as x that follow the root through factors and one added term."""
         found: list[Value] = []
         stack = [(self.anchor.outputs[0], False)]
         seen = {self.anchor.id}
@@ -236,14 +236,14 @@ class Surroundings:
         return sorted(found, key=lambda v: -v.id)
 
     def _others(self, node: Node, value: Value) -> list[Value]:
-        """What a node reads beside a value, but numbers."""
+        """The operands of a node other than this value and numbers."""
         return [a for a in node.values if a.id != value.id and not self._literal(a)]
 
     def _join(self, node: Node, others: Sequence[Value]) -> bool:
-        """Keeps a node behind the root as a quotient or a shift, if it is one; whether it adds a term that is not made of the root.
+        """Records a node after the root as a quotient or a shift, if it is one; returns whether it adds a term not computed from the root.
 
         Args:
-          others: what it reads beside what is made of the root.
+          others: its operands that are not computed from the root.
         """
         scales, shifted = node.primitive in ("mul", "div"), all(map(self._after_root, others))
         # Each of the others is looked at, for its nodes: x, or a mean that x is shifted by.
@@ -263,14 +263,14 @@ class Surroundings:
         return self._is_whole(result) and node.primitive not in VIEWS and is_float(result.dtype)
 
     def _after_root(self, value: Value) -> bool:
-        """Whether a value is made of the root, as the shift of a norm is that is written as a scale and a shift."""
+        """Whether a value is computed from the root, like the shift of a norm written as a scale and a shift."""
         view = self.search.view
         root = view.ref[self.anchor.outputs[0].id].nid  # which may be made more than once
         behind = self._made(value, lambda n: n.primitive in _LINEAR and n.id >= self.anchor.id)
         return any(n.id >= self.anchor.id and view.ref[n.outputs[0].id].nid == root for n in behind)
 
     def _factor(self, view: CanonicalView) -> None:
-        """The root before the sums whose terms it is a factor of: `x * r + (b - mean * r)` as `(x - mean) * r + b`."""
+        """The view with the root factored out of the sums: `x * r + (b - mean * r)` as `(x - mean) * r + b`."""
         root = view.nodes[view.ref[self.anchor.outputs[0].id].nid]
         if root.op != "prod" or len(root.operands) != 1:
             return
@@ -283,7 +283,7 @@ class Surroundings:
                 view.values_of.setdefault(product.nid, []).append(value)
 
     def _view(self) -> CanonicalView:
-        """Over the nodes between x and the results, and those of whatever else these read that make numbers, or views."""
+        """The view of the nodes between x and the results, with the nodes that compute numbers or views of their other operands."""
 
         def made(node: Node) -> list[Value]:
             return [a for a in node.values if a is not self.x and (self._literal(a) or self.base(a) is not a)]
@@ -295,12 +295,13 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class ChannelGroups:
-    """Channels in groups: what a reshape makes of them, with statistics over a group's channels and over another axis, or more.
+    """Channels in groups: channels split by a reshape, with statistics over a group's channels and over one more axis, or several.
 
     Attributes:
       x: the value before the reshape.
-      groups, each: their number, and the channels of one.
-      batch_axes: leading axes of x that no sum is over, where those of positions and then the channels follow; None in another layout.
+      groups, each: the number of groups, and of channels per group.
+      batch_axes: the number of leading axes of x over which nothing is summed, followed by the positions and then the channels; None in any
+        other layout.
     """
 
     x: Value
@@ -310,7 +311,7 @@ class ChannelGroups:
 
     @classmethod
     def of(cls, around: Surroundings) -> ChannelGroups | None:
-        """What is normalised at a root, as groups; None where it is none."""
+        """The groups that are normalised at a root; None if there are none."""
         value, sums = source_of(around.block, around.x, CASTS), around.sums_of_x or around.sums
         maker = around.maker(value)
         if maker is None or maker.primitive != "reshape" or not isinstance(x := maker.inputs[0], Value):
@@ -323,7 +324,7 @@ class ChannelGroups:
 
 
 def _taken_apart(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Where a reshape makes two axes of one: the first of them, and the lengths of both."""
+    """The first of the two axes into which a reshape splits one, and the lengths of both."""
     starts = {math.prod(before[:i]): n for i, n in enumerate(before)}  # entries before an axis -> its length
     for i, (outer, inner) in enumerate(itertools.pairwise(after)):
         if min(outer, inner) > 1 and starts.get(math.prod(after[:i])) == outer * inner:
@@ -331,17 +332,17 @@ def _taken_apart(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[
 
 
 def _batch_axes(before: Sequence[int], after: Sequence[int], i: int, summed: set[int]) -> int | None:
-    """How many axes are no positions, where the channels are the last axis, and axes `i` and the next one behind the reshape."""
+    """The number of axes before the positions, if the channels are the last axis, and axes `i` and `i + 1` after the reshape."""
     batch = min(a for a in summed if a != i + 1)
     last = (*before[:-1],) == (*after[:i],) and len(after) == i + 2
     return batch if last and summed == {*range(batch, i), i + 1} else None
 
 
 def crossing(view: CanonicalView, x: int, root: int) -> int | None:
-    """The canonical node in which one axis of x is met by another of its axes, as where a mean over rows is read along columns.
+    """The canonical node in which two different axes of x meet, as where a mean over rows is read along columns.
 
     Args:
-      x, root: canonical nodes; the nodes between them are looked at.
+      x, root: canonical nodes; the nodes between them are examined.
     """
     known: dict[int, dict[int, int]] = {x: {i: i for i in range(len(view.nodes[x].shape))}}
     for node in view.nodes[: root + 1]:  # operands stand before their readers

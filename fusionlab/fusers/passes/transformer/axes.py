@@ -160,7 +160,7 @@ class Walk:
                 part.append(rest.pop(0))
             parts.append(tuple(part))
         if rest or [self.length(part) for part in parts] != list(sizes):
-            raise Unread("axes are split or merged across those of heads, features or rows", nid, "axes")
+            raise Unread("a reshape splits or merges across the axes of heads, features or rows", nid, "axes")
         return parts
 
     def in_two(self, outer: int) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ class Walk:
         long = [own for size, own in zip(shape, atoms, strict=True) if size != 1]
         for axis, own in zip(edge.axes, long, strict=False):
             if axis < 0:
-                raise Unread(f"{what} that is repeated along an axis", node.id, "axes")
+                raise Unread(f"{what} that is broadcast along an axis", node.id, "axes")
             found[axis] = own
         return Side(edge.nid, tuple(found))
 
@@ -228,7 +228,7 @@ class Walk:
 def _check_once(axis: int, node: CNode) -> None:
     """Raises Unread where a value is repeated along an axis of a reshape's operand."""
     if axis < 0:
-        raise Unread("a value is repeated along an axis before it is reshaped", node.id, "axes")
+        raise Unread("a value is broadcast along an axis before it is reshaped", node.id, "axes")
 
 
 def raw_params(node: CNode) -> tuple[Sequence[Any], Mapping[str, Any], int] | None:
@@ -312,7 +312,7 @@ def raw_axes(view: CanonicalView, value: Value, shown: Shown) -> tuple[Atoms, ..
     for size in value.shape:
         d = next(dims) if size != 1 else None
         if d is not None and d < 0:
-            raise Unread(f"{value!r} is repeated along an axis of size {size}", view.ref[value.id].nid, "axes")
+            raise Unread(f"{value!r} is broadcast along an axis of size {size}", view.ref[value.id].nid, "axes")
         found.append(() if d is None else shown[d])
     return tuple(found)
 

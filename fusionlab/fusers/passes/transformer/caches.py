@@ -57,7 +57,7 @@ class CacheWalk(Walk):
     def appended(self, node: CNode, side: Side) -> tuple[CacheJoin, Side]:
         sides, (shapes, axis) = self.joined(node, side), joins(node)
         if len(sides) != 2 or not is_plain(node):
-            raise Unread("keys or values are put together in a way that is not known", node.id)
+            raise Unread("keys or values are concatenated in an unknown way", node.id)
         self.met.append(node.id)
         before, fresh = renamed(sides[0], {"s": "p"}), renamed(sides[1], {"s": "t"})
         self.sizes["p"] = int(shapes[0][axis])
@@ -74,14 +74,14 @@ class CacheWalk(Walk):
     def written(self, node: CNode, side: Side) -> tuple[CacheJoin, Side]:
         known = raw_params(node)
         if known is None:
-            raise Unread("a cache is written in a way that is not known", node.id)
+            raise Unread("a cache is written in an unknown way", node.id)
         shape, update, *_ = known[0]
         _, _, *starts = node.operands
         atoms = raw_letters(side.shown, shape)
         axis = self.axis_written(node, atoms, shape, update)
         at = starts.pop(axis)
         if any(s.nid != ONE or s.coef != 0 for s in starts):
-            raise Unread("a cache is written at other than its first head, feature or batch entry", node.id, "axes")
+            raise Unread("a cache is written at a head, feature or batch entry other than the first", node.id, "axes")
         if at.coef != 1 and at.nid != ONE:
             raise Unread("a cache is written at a multiple of a step", node.id)
         self.met.append(node.id)
@@ -102,7 +102,7 @@ class CacheWalk(Walk):
         """
         moving = [d for d, n in enumerate(update) if n != shape[d]]
         if len(moving) != 1 or atoms[moving[0]] != ("s",) or any(o.coef != 1 for o in node.operands[:2]):
-            raise Unread("a cache is written otherwise than at one place along its positions", node.id, "axes")
+            raise Unread("a cache is not written at a single place along its positions", node.id, "axes")
         return moving[0]
 
     def before_wrapping(self, nid: int, length: int) -> int | None:
@@ -120,7 +120,7 @@ class CacheWalk(Walk):
         if keys is None or values is None:
             return
         if keys.kind != values.kind:
-            raise Unread("keys are appended and values are written, or the other way round", values.node)
+            raise Unread("keys are appended but values are written into the cache, or the reverse", values.node)
         if (keys.step, keys.from_the_end) != (values.step, values.from_the_end):
             raise Unread("keys and values are written at different positions", values.node)
         if keys.before.nid == values.before.nid:

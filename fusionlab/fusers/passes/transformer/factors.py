@@ -111,8 +111,8 @@ def factors_of(product: Projection, slot: str, leaves: Mapping[str, Any]) -> tup
     if (number != 1.0 or vector is not None) and (len(dtypes) > 1 or not dtypes <= set(_WIDE)):
         factor = "by a vector along its features" if vector is not None else f"by {number:g}, as in a quick gelu,"
         raise Unread(
-            f"a product is multiplied {factor} where the op has its weight multiplied so, and {' and '.join(sorted(dtypes))} would be "
-            "rounded once more than the program rounds",
+            f"a product is multiplied {factor} where the op multiplies its weight instead, which would round "
+            f"{' and '.join(sorted(dtypes))} once more than the program does",
             product.nid,
             "rounding",
         )

@@ -43,7 +43,7 @@ _PIECES: tuple[Pass, ...] = (GemmEpiloguePass(), DotProductAttentionPass(), Laye
 _NOT_BEGUN = (0, READING_STEPS)  # the progress at an attention around which nothing was read
 _REPORTED = 5  # steps of a reading from which on an attention is told of where nobody named the pass
 _ATTENTION = "dot_product_attention"
-_SUMMED = ", both of devices' parts that are summed before the bias"
+_SUMMED = ", both summed over devices before the bias"
 SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 
 
@@ -110,6 +110,41 @@ def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejec
     return known
 
 
+_BY_NAME = (
+    "Off: it runs only if it is named. A whole layer runs the same kernels as its pieces fused one by one, gains nothing over them, and is "
+    "not differentiable as one op."
+)
+_DEFAULT = (
+    _BY_NAME,
+    f"{_BY_NAME} The exception is a decoding step, one token for each of up to 16 texts in bfloat16 or float16 on sm_90: the op has "
+    "kernels of its own there, and takes them where they were measured faster.",
+)
+
+
+def _summary(spread: bool, decoder: bool) -> str:
+    what = "Replaces a whole transformer layer by one op"
+    if decoder:
+        what += ", which also returns the cache's new keys and values"
+    return f"{what}, in two parts with the program's own sums over devices between them." if spread else f"{what}."
+
+
+def _spellings(spread: bool, decoder: bool, fused: bool) -> Iterator[str]:
+    yield "The norms may stand before attention and feed-forward or after their residual sums."
+    yield "The feed-forward may be gated. A rotary embedding has to cover whole heads, with halves as pairs."
+    if fused:
+        yield "Queries, keys and values come from one product, whose columns are split as a whole or by head."
+    else:
+        yield "Queries, keys and values come from a product each."
+    if decoder:
+        yield "Keys and values may be appended to a cache or written into one at a position."
+    if spread:
+        yield (
+            "The layer stands in a shard_map, with check_vma or without. Heads and inner features are split over the devices of a mesh "
+            "axis, and a psum follows the output projection and the feed-forward, before the bias. No collective is added, removed or "
+            "reordered."
+        )
+
+
 class MultiTransformerPass(Pass):
     """One of them; see the module docstring.
 
@@ -121,10 +156,10 @@ class MultiTransformerPass(Pass):
 
     op = "multi_transformer"
     needs = (
-        "self-attention, output projection, both residual sums, a layer or RMS norm for each with epsilon up to 0.001, a feed-forward "
-        "with a known activation; a rotary embedding by halves; nothing inside read elsewhere but keys and values; no dropout; forward "
-        "only"
+        "self-attention, output projection, both residual sums, each with a layer norm or RMS norm of epsilon up to 0.001, a feed-forward "
+        "with a known activation; a rotary embedding by halves; only keys and values are read outside; no dropout; forward only"
     )
+    codes = ("activation", "axes", "bias", "dropout", "mask", "rotary", "scalar", "structure", "rounding")
     whole = forward_only = True
     named_only = True  # for now its pieces run the same kernels when they are fused one by one, and are differentiable
 
@@ -136,6 +171,9 @@ class MultiTransformerPass(Pass):
             f"a = x + attend(norm(x)), y = a + mlp(norm(a)), or the norms after the sums{_SUMMED * spread}; attention over "
             f"{'a cache and ' * decoder}the call's own keys, {'one product' if fused else 'a product each'} for queries, keys and values"
         )
+        self.summary = _summary(spread, decoder)
+        self.spellings = tuple(_spellings(spread, decoder, fused))
+        self.default = _DEFAULT[decoder and not spread]
         if not spread:  # collectives stand between layers over devices
             self.options = {"stacked": Option(False, "identical layers in a row become one call")}
 
@@ -269,8 +307,8 @@ class _Place(Site):
 
     def differentiated(self) -> Rejection:
         sentence = (
-            f"{anchor_text(self.anchor)}: inner values of the layer around it are read outside, as by the backward pass of a program that "
-            "is differentiated already; the op runs forward only, and is its pieces under jax.grad"
+            f"{anchor_text(self.anchor)}: inner values of the surrounding layer are read outside it, for example by the backward pass "
+            "of a program that is already differentiated; the op runs forward only, and splits into its pieces under jax.grad"
         )
         return self.rejection("escapes", sentence, (), _NOT_BEGUN, FUSE_FIRST)
 
@@ -301,7 +339,7 @@ def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))
     notes = (note for piece in pieces for note in piece.notes if note not in (MADE_OUTSIDE, LEFT + piece.idle))
     return (
-        f"weights are read as they lie: {weights} for queries, keys and values, nothing is repacked",
+        f"weights are read in place: {weights} for queries, keys and values, nothing is repacked",
         *dict.fromkeys(notes),
     )
 

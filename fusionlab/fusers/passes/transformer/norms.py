@@ -39,17 +39,17 @@ class NormWalk(ResidualWalk):
         inner, behind = self._without(side)
         node = self.node(inner.nid)
         if node.op != "layer_norm" or not isinstance(node.params, Labelled):
-            raise Unread(f"{self.node(side.nid).op} stands where the op has a norm", side.nid)
+            raise Unread(f"found {self.node(side.nid).op} where the op has a norm", side.nid)
         known = dict(zip(node.params.labels, inner.shown, strict=True))
         over = [x for x, name in enumerate(node.params.names) if name == "n"]
         if [known.get(x) for x in over] != [("e",)]:
-            raise Unread("a norm is taken over other axes than the model's width", side.nid, "axes")
+            raise Unread("a norm is taken over axes other than the model's width", side.nid, "axes")
         sides = behind | self.operands_of(node, known, side.nid, bool(behind))
         epsilon = float(node.operands[slots_of(node)["epsilon"]].coef)
         if epsilon > EPSILON_LIMIT:
             raise Unread(
                 f"epsilon is {epsilon:g}, above the {EPSILON_LIMIT:g} up to which a layer is fused", side.nid, "scalar",
-                "take a smaller epsilon, if that is what is meant",
+                "use a smaller epsilon, if that is acceptable",
             )  # fmt: skip
         self.met += dict.fromkeys((inner.nid, side.nid))
         kind = str(dict(node.params.traits)["kind"])
@@ -69,7 +69,7 @@ class NormWalk(ResidualWalk):
             if node.operands[i].coef != 1:
                 raise Unread("a norm's operand is multiplied by a number", nid, "scalar")
             if slot != "x" and is_scaled:
-                raise Unread(f"a norm has a {slot}, and more behind it", nid)
+                raise Unread(f"a norm has a {slot}, and another one after it", nid)
             sides[slot] = side_of(node, i, known)
         return sides
 

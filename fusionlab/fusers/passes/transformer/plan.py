@@ -76,7 +76,7 @@ def _check_attention(site: LayerSite) -> None:
     """Raises Unread for an attention that changes its weights, or its scores by more than a scale and masks."""
     layer, attention = site.layer, site.attention
     if {"factors", "dropout_key"} & attention.leaves.keys():
-        raise Unread("its attention drops weights, or has factors on them", layer.attention, "dropout")
+        raise Unread("its attention has dropout or other factors on its weights", layer.attention, "dropout")
     for name, plain in _PLAIN.items():
         if attention.attrs.get(name, plain) != plain:
             raise Unread(f"its attention has {name} = {attention.attrs[name]}", layer.attention)
@@ -86,8 +86,10 @@ def _check_rotary(site: LayerSite) -> None:
     """Raises Unread for pairs of neighbours where the columns of queries and keys cannot be put in the order of halves."""
     layer = site.layer
     if layer.rotary is not None and layer.rotary.neighbours and (layer.fused or layer.key_cache or site.others):
-        reason = "one product makes queries, keys and values" if layer.fused else "its keys are read beside the layer"
-        raise Unread(f"{NEIGHBOURS}, and {reason}", layer.attention, "rotary", "take halves for pairs")
+        reason = "one product makes queries, keys and values" if layer.fused else "its keys are read outside the layer"
+        raise Unread(
+            f"{NEIGHBOURS}, and {reason}", layer.attention, "rotary", "pair the two halves instead of neighbours"
+        )
 
 
 def _check_masks(site: LayerSite, is_causal: bool) -> None:
@@ -97,7 +99,7 @@ def _check_masks(site: LayerSite, is_causal: bool) -> None:
         raise Unread(f"its attention has window = {window} and a mask or bias", layer.attention, "mask")
     if (is_causal or window is not None) and layer.key_cache is not None:
         raise Unread(
-            "its attention hides keys by their place in the cache from its first position on, whatever the step",
+            "its attention masks keys by their position in the cache regardless of the step",
             layer.attention,
             "mask",
         )
@@ -218,7 +220,7 @@ class Planned:
         axes, rotary = raw_axes(self.view, table.value, table.side.shown), self.layer.rotary
         batch = {a for axis in axes for a in axis if a.startswith("b")}
         if batch and batch != set(self.layer.batch):
-            why = "the tables of its rotary embedding differ along some of its batch axes"
+            why = "the tables of its rotary embedding vary along only some of its batch axes"
             raise Unread(why, self.layer.attention, "rotary")
         at = [self.where[f"table:{v.id}"] for v in table.inputs]
         program = table.program(self.region.block, self.region.known)
@@ -325,8 +327,8 @@ def _misfit(region: Region, plan: Substitution) -> tuple[str, str] | None:
     try:
         avals = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
     except (ArgumentError, UnknownNameError) as error:
-        return "structure", f"the op does not take it: {error}"
+        return "structure", f"the op does not accept it: {error}"
     for root, aval in zip(region.roots, avals, strict=True):
         if (root.shape, root.dtype) != (aval.shape, aval.dtype):
-            return "dtype", f"the op would give {aval.dtype}{list(aval.shape)} for {root!r}"
+            return "dtype", f"the op would return {aval.dtype}{list(aval.shape)} for {root!r}"
     return None

@@ -74,7 +74,7 @@ class ProjectionWalk(RotaryWalk):
         known = dict(zip(node_labels(node) or (), out.shown, strict=False))
         slots = product_slots(node, _having(node, known, feature))
         if node.op not in PRODUCTS:
-            raise Unread(f"{node.op} stands where the op has a projection", node.id)
+            raise Unread(f"found {node.op} where the op has a projection", node.id)
         if slots is None or not slots.are_plain(node):
             raise Unread("a product is multiplied by a number", node.id, "scalar")
         self.met.append(node.id)
@@ -110,25 +110,27 @@ class ProjectionWalk(RotaryWalk):
         t = self.sizes.get("t", 1)
         s = self.sizes.get("s", t)
         if s != t and not self.decoder:
-            raise Unread(f"{t} queries see {s} keys of another value, as in a cross attention", self.attention)
+            raise Unread(f"{t} queries see {s} keys computed from another value, as in cross-attention", self.attention)
         query, keys = self.turned_alike(query, keys)
         found: list[Projection] = []
         for side, feature, name in ((query, "c", "queries"), (keys, "c", "keys"), (values, "d", "values")):
             self.positioned(side, name)
             projection = self.product(side, feature)
             if projection.activation != "none":
-                why = f"the {name} are activated: {projection.activation} stands behind their product"
+                why = f"the {name} are activated: {projection.activation} follows their product"
                 raise Unread(why, projection.nid, "activation")
             found.append(projection)
             if projection.x.nid != found[0].x.nid:
-                raise Unread(f"queries and {name} are made of different values", projection.nid)
+                raise Unread(f"queries and {name} are computed from different values", projection.nid)
             self.steps += 1
         q, k, v = found
         products = len({q.nid, k.nid, v.nid})
         self.is_fused = products == 1
         self.check_heads(q)
         if products == 2:
-            raise Unread("two of queries, keys and values are one product, and the third is another", v.nid)
+            raise Unread(
+                "one product makes two of queries, keys and values, and another product makes the third", v.nid
+            )
         return q, k, v, self.columns(q, k, v) if self.is_fused else "separate"
 
     def check_heads(self, queries: Projection) -> None:
@@ -141,7 +143,7 @@ class ProjectionWalk(RotaryWalk):
             return
         each = self.sizes["t"]
         raise Unread(
-            f"queries of one position, {each} heads of them for each head of keys on an axis of their own; needed all heads on one axis",
+            f"the queries of one position keep the {each} heads that share a head of keys on a separate axis; needed all heads on one axis",
             queries.nid,
             "axes",
             f"repeat keys and values for the heads that share them, jnp.repeat(k, {each}, axis=...): the op reads them without a copy",
@@ -156,9 +158,9 @@ class ProjectionWalk(RotaryWalk):
         (self.rotary, before), (theirs, keys_before) = self.unturned(query), self.unturned(keys)
         if (self.rotary is None) != (theirs is None):
             name, whose = ("queries", query) if theirs is None else ("keys", keys)
-            raise Unread(f"only the {name} are turned by a rotary embedding", whose.nid, "rotary")
+            raise Unread(f"a rotary embedding is applied only to the {name}", whose.nid, "rotary")
         if self.rotary != theirs:
-            raise Unread("queries and keys are turned by different tables", keys.nid, "rotary")
+            raise Unread("the rotary embeddings of queries and keys use different tables", keys.nid, "rotary")
         if self.rotary is not None and theirs is not None:
             self.rotary = replace(self.rotary, products=self.rotary.products | theirs.products)
         return before, keys_before
@@ -173,13 +175,11 @@ class ProjectionWalk(RotaryWalk):
         node = self.node(self.up(side).nid)
         products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in PRODUCTS}
         if node.op == "prod" and len(products) == 1:
-            why = (
-                f"the {name} are multiplied by a value that is no number known when tracing, as by a scale of each head"
-            )
+            why = f"the {name} are multiplied by a value unknown at trace time, such as a scale per head"
             raise Unread(why, node.id, "scalar")
         below = {self.node(o.nid).op for o in node.operands} & {"prod", "concatenate"}
         if node.op == "concatenate" or (node.op in ("sum", "prod") and below):
-            why = f"the {name} are changed between their product and the attention, as by a rotary embedding in another form"
+            why = f"the {name} are changed between their product and the attention, e.g. by a rotary embedding in another form"
             raise Unread(why, node.id, "rotary")
 
     def up_of(self, edge: Any) -> int:
@@ -200,7 +200,9 @@ class ProjectionWalk(RotaryWalk):
                 return "concatenated"
             if few == heads and by_head <= {3 * c} and starts == [0, c, 2 * c]:
                 return "interleaved"
-        why = "the columns of its one projection are in another order than queries, keys, values, as a whole or by head"
+        why = (
+            "the columns of its one projection are not ordered as queries, keys, values, neither as a whole nor by head"
+        )
         raise Unread(why, q.nid, "axes")
 
     def are_dense(self, read: list[tuple[int, dict[str, int]]], product: Projection, heads: int) -> bool:
@@ -237,7 +239,7 @@ class ProjectionWalk(RotaryWalk):
         if not q.x.shown == k.x.shown == v.x.shown:
             raise Unread("queries, keys and values read one value along different axes", self.attention, "axes")
         if any(a not in ("t", "e") and str(a)[0] != "b" for a in q.x.atoms):
-            raise Unread("its attention has rows along an axis of heads, as of one head alone", self.attention, "axes")
+            raise Unread("its attention has rows along an axis of heads, as with a single head", self.attention, "axes")
         return q.x
 
 

@@ -110,7 +110,7 @@ class LayerReader(NormWalk):
         assert isinstance(why, Unread)
         op = self.node(why.nid).op
         if why.code == "structure" and op in CODES_OF_OPS:
-            why = Unread(HELD.get(op, f"{op} stands inside the layer"), why.nid, CODES_OF_OPS[op])
+            why = Unread(HELD.get(op, f"the layer contains {op}"), why.nid, CODES_OF_OPS[op])
         return Partial(why, self.steps, self.decoder, self.is_fused, tuple(self.met), self.axes)
 
     def _read(self) -> LayerRead:
@@ -182,7 +182,7 @@ class LayerReader(NormWalk):
         rows, weight = known.keys() & (node_labels(node) or ()), node.operands[slots.w]
         fresh = [x for x in weight.axes if x not in known]
         if len(fresh) > 1 or not rows.isdisjoint(weight.axes):
-            raise Unread("a weight has rows, or columns along several axes", node.id, "axes")
+            raise Unread("a weight has its rows or its columns along several axes", node.id, "axes")
         self.name_new(node, slots, known, dict.fromkeys(fresh, feature))
         self.met.append(node.id)
         return self.projection(node, slots, known)
@@ -201,13 +201,13 @@ class LayerReader(NormWalk):
         self.steps += 1
         down, root, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
         if not self.same_value(rest, total if pre else fed):
-            raise Unread("the feed-forward's result is added to another value than what it was made of", root.nid)
+            raise Unread("the feed-forward's result is added to a value other than its own input", root.nid)
         self.steps += 1
         if norm2 is None:
             norm2 = self.norm_after(root)
             root = norm2.out
         if self.held is not None:
-            raise Unread(f"{self.node(self.held).op} stands inside", self.held)
+            raise Unread(f"it contains {self.node(self.held).op}", self.held)
         return LayerRead(
             self.parted_again(root, x), x, out, norm1, norm2, up, gate, down, pre, self.attention,
             self.factor, self.rotary, self.axes, self.sizes, self.halves, **attended,
@@ -224,10 +224,10 @@ class LayerReader(NormWalk):
         """
         norm, pre = self.normed(source), not self.same_value(rest, source)
         if pre and norm is None:
-            why = "queries, keys and values read no norm, nor what is added to the attention's result"
+            why = "queries, keys and values read neither a norm nor the value that is added to the attention's result"
             raise Unread(why, source.nid, about="norm before")
         if not pre and norm is not None and any(n.op == "sum" for n in self.users(total.nid)):
-            why = "what is added to the attention's result is its norm's result, needed what that norm was taken of"
+            why = "the norm's result is added to the attention's result; needed the norm's input"
             raise Unread(why, total.nid)
         return pre
 
@@ -235,12 +235,12 @@ class LayerReader(NormWalk):
         norm1 = self.norm(source)
         if not self.same_value(norm1.x, rest):
             if norm1.x.nid == rest.nid:
-                raise Unread("what is added to the attention's result has other axes", total.nid, "axes")
-            raise Unread("what is added to the attention's result is not what its norm was taken of", total.nid)
+                raise Unread("the value added to the attention's result has different axes", total.nid, "axes")
+            raise Unread("the value added to the attention's result is not the norm's input", total.nid)
         total = self.towards(total, ("layer_norm",))
         found = [n.id for n in self.users(total.nid) if n.op == "layer_norm"]
         if len(found) != 1:
-            why = f"{len(found)} norms read the sum after the attention, needed one"
+            why = f"{len(found)} norms read the sum after the attention; needed one"
             raise Unread(why, total.nid, about="norm after")
         return norm1, self.norm(self.norm_from(Side(found[0], total.shown))), norm1.x
 
@@ -256,7 +256,7 @@ class LayerReader(NormWalk):
         if len(products) == 2:
             return self.gated(products)
         if len(products) != 1:
-            why = f"{len(products)} products read the feed-forward's norm, needed one, or two of a gate"
+            why = f"{len(products)} products read the feed-forward's norm; needed one, or two for a gate"
             raise Unread(why, fed.nid)
         (up,) = products
         if (quick := self.quick(up)) is not None:
@@ -270,29 +270,29 @@ class LayerReader(NormWalk):
     def unactivated(self, user: int) -> Unread:
         """What is said where a node without an activation that the op knows reads the feed-forward's first product."""
         if self.node(user).op in CODES_OF_OPS:
-            return Unread("it stands behind the feed-forward's first product", user)
+            return Unread("it comes after the feed-forward's first product", user)
         if self.node(user).op in ("split", "slice"):
             return Unread(
                 "one product makes both sides of the feed-forward's gate, where the op has two",
                 user,
-                edit="multiply by each part of the weight, w1, w2 = jnp.split(w, 2, -1)",
+                edit="multiply by each part of the weight: w1, w2 = jnp.split(w, 2, -1)",
             )
-        return Unread("the feed-forward has no activation that the op knows", user, "activation")
+        return Unread("the feed-forward has no activation known to the op", user, "activation")
 
     def gated(self, products: list[Projection]) -> tuple[Projection, Projection, Projection]:
         """Up, gate and down products, where two read what a norm gave."""
         up, gate = sorted(products, key=lambda p: p.activation != "none")
         if up.activation != "none" or gate.activation == "none":
-            why = "two products read the feed-forward's norm, and not one of them is activated"
+            why = "two products read the feed-forward's norm, but not exactly one of them is activated"
             raise Unread(why, products[0].nid, "activation")
         node = self.reader(gate.out, "the gate", {"prod"}, "the product with the other")
         if not is_product_of(node, 2) or read_by(node) != {gate.nid, up.nid}:
-            raise Unread("the gate is not multiplied with the other product", node.id)
+            raise Unread("the gate is not multiplied by the other product", node.id)
         if not is_plain(node):
             raise Unread("the gate is multiplied by a number", node.id, "scalar")
         known, other = self.beside(node, gate.out)
         if other != up.out:
-            raise Unread("the gate is multiplied along other axes", node.id, "axes")
+            raise Unread("the gate is multiplied along different axes", node.id, "axes")
         self.met.append(node.id)
         return up, gate, self.last(self.result(node, known))
 

@@ -99,11 +99,11 @@ class ResidualWalk(FactorWalk):
         if len(fit) == 1:
             return fit[0]
         if not users:
-            raise Unread(f"nothing reads {name}, needed {needed}", side.nid, about=about)
+            raise Unread(f"nothing reads {name}; needed {needed}", side.nid, about=about)
         if not fit:
             readers = ", ".join(sorted({n.op for n in users}))
             raise Unread(f"{readers} reads {name} where the op has {needed}", users[0].id, about=about)
-        raise Unread(f"{len(fit)} of {', '.join(sorted(wanted))} read {name}, needed one", side.nid, about=about)
+        raise Unread(f"{len(fit)} nodes ({', '.join(sorted(wanted))}) read {name}; needed one", side.nid, about=about)
 
     def sum_of(self, side: Side, name: str, of: Collection[int]) -> CNode:
         """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
@@ -132,7 +132,7 @@ class ResidualWalk(FactorWalk):
         if summed is product.out:
             if self.axes:
                 over = ", ".join(self.axes)
-                why = f"{name} is not summed over {over}, as the output projection's is"
+                why = f"{name} is not summed over {over}, but the output projection's is"
                 raise Unread(why, summed.nid, "region")
             self.alone = product.nid
             return product, total, rest
@@ -163,24 +163,26 @@ class ResidualWalk(FactorWalk):
         _check_sum_over_devices(node, params, axes)
         if self.alone is not None:
             raise Unread(
-                f"the output projection's result is not summed over {over}, as the feed-forward's is",
+                f"the output projection's result is not summed over {over}, but the feed-forward's is",
                 self.alone,
                 "region",
             )
         if known not in ((), self.axes):
-            raise Unread(f"sums over {', '.join(known)} and over {over}", node.id, "region")
+            raise Unread(
+                f"one projection is summed over {', '.join(known)} and the other over {over}", node.id, "region"
+            )
         if coef != 1:
-            raise Unread(f"what is summed over {over} is the product times {coef:g}", node.id, "scalar")
+            raise Unread(f"the value summed over {over} is the product times {coef:g}", node.id, "scalar")
         if product.bias is not None:
             raise Unread(
-                "a bias is added before the sum over devices, and so by each of them",
+                "a bias is added before the sum over devices, so every device adds it",
                 product.nid,
                 "bias",
-                "add it behind the sum",
+                "add it after the sum",
             )
         self.met.append(node.id)
         if sorted(node.operands[0].axes) != list(range(len(product.out.shown))):
-            raise Unread("it is repeated along an axis before it is summed over devices", node.id, "axes")
+            raise Unread("it is broadcast along an axis before it is summed over devices", node.id, "axes")
         return self.part_side(node, product.out)
 
 
@@ -191,8 +193,8 @@ def _check_sum_over_devices(node: CNode, params: Mapping[str, Any], axes: Collec
       Unread: it sums several, over groups of devices, or over an axis of the array; or leaves each device a part.
     """
     if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
-        raise Unread(f"{node.op} is no sum over all devices along an axis", node.id, "region")
+        raise Unread(f"{node.op} is not a sum over all devices along an axis", node.id, "region")
     # JAX has an axis of the array, as psum under vmap sums over, by its number among the mesh axes' names.
     if not all(isinstance(axis, str) for axis in axes):
         over = ", ".join(sorted(map(str, axes)))
-        raise Unread(f"it sums over {over}, which is no name of a mesh axis", node.id, "region")
+        raise Unread(f"it sums over {over}, which is not the name of a mesh axis", node.id, "region")

@@ -21,7 +21,9 @@ from .axes import AxisPart, Side, Unread, is_plain, raw_params, read_by, renamed
 from .caches import CacheWalk, joins
 
 _FEATURE, _HALF = "c", "w"
-NEIGHBOURS = "pairs of neighbours are turned, needed pairs of entry j of the one half and of the other"
+NEIGHBOURS = (
+    "the rotary embedding pairs neighbouring features; needed entry j of one half paired with entry j of the other"
+)
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,9 @@ def _check_table(table: Side, width: str, nid: int) -> None:
       Unread: it has not.
     """
     if any(not isinstance(a, str) or not (a in (width, "t") or a.startswith("b")) for a in table.atoms):
-        raise Unread("heads are turned by tables of their own", nid, "rotary")
+        raise Unread("each head has rotary tables of its own", nid, "rotary")
     if width not in table.atoms:
-        raise Unread("all features are turned by one angle, where the op has one for each pair", nid, "rotary")
+        raise Unread("one angle rotates all features, where the op has one per pair", nid, "rotary")
 
 
 def _is_in_order(edge: Operand) -> bool:
@@ -69,7 +71,12 @@ class RotaryWalk(CacheWalk):
         """
         merged = self.node(side.nid)
         if merged.op == "reshape" and self.node(merged.operands[0].nid).op == "stack":
-            raise Unread(NEIGHBOURS, merged.id, "rotary", "take halves for pairs, and the features in that order")
+            raise Unread(
+                NEIGHBOURS,
+                merged.id,
+                "rotary",
+                "pair the two halves instead of neighbours, with the features in that order",
+            )
         side = self.up(side)
         node = self.node(side.nid)
         found = self.by_width(side) if node.op == "sum" else None

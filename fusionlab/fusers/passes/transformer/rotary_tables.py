@@ -105,7 +105,7 @@ def _common_sources(
             continue
         makers = _like_makers(block, values)
         if not makers or len(nodes) >= _NODES:
-            raise Unread("the tables of its rotary embedding are made in different ways", nid, "rotary")
+            raise Unread("the tables of its rotary embedding are computed in different ways", nid, "rotary")
         nodes[makers[0].id] = makers[0]
         stack += _inputs_of(makers)
     return tuple(inputs.values()), tuple(nodes[i] for i in sorted(nodes))

@@ -195,7 +195,7 @@ def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
     """Raises Declined where the region does not read what its tables are made of as they do."""
     for name, value in read.items():
         if region.leaves[name].id != value.id:
-            raise Declined(f"{value!r}, which its rotary embedding is made of, is read in another form beside it")
+            raise Declined(f"{value!r}, from which its rotary tables are computed, is also read in another form")
 
 
 def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) -> None:
@@ -212,7 +212,9 @@ def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) ->
             continue
         wide = look_through(view, read[0], through_casts=True)[0].dtype
         if narrows(x, wide):
-            raise Unread(f"{node!r} reads {wide}, where the op has the {x} of the layer's input", nid, "rounding")
+            raise Unread(
+                f"{node!r} reads {wide}, where the op reads {x}, the dtype of the layer's input", nid, "rounding"
+            )
 
 
 def _factor(base: CanonicalView, region: Region, layer: LayerRead) -> float:
@@ -225,7 +227,7 @@ def _factor(base: CanonicalView, region: Region, layer: LayerRead) -> float:
     if layer.factor == 1 and layer.fused:
         return 1.0
     if layer.fused and weights != [1]:
-        why = f"queries and keys have the factor {layer.factor:g}, and their weight one too"
+        why = f"queries and keys have the factor {layer.factor:g}, and their weight has one too"
         raise Unread(why, layer.q.nid, "scalar")
     return layer.factor / math.prod(weights)
 
@@ -246,7 +248,7 @@ def _sums(view: CanonicalView, region: Region) -> tuple[Any, ...]:
         parts = [look_through(view, a, through_casts=True)[0].dtype for a in node.inputs if isinstance(a, Value)]
         wide = [dtype for dtype in parts if narrows(x, dtype)]
         if wide:
-            why = f"devices sum products of {wide[0]}, where the op has parts of the {x} of the layer's input"
+            why = f"devices sum products in {wide[0]}, where the op sums in {x}, the dtype of the layer's input"
             raise Unread(why, nid, "rounding")
         if found.setdefault(nid, total.dtype) != total.dtype:
             raise Unread(f"devices sum one value as {found[nid]} and as {total.dtype}", nid, "rounding")
@@ -276,14 +278,14 @@ def _cut(
         alike = attempted(shaped, lambda why, region=region: region)
         x = alike.leaves["x"]
         return alike if (x.shape, x.dtype) == (root.shape, root.dtype) else region
-    raise Declined(f"its mask {next(iter(masks.values()))!r} is read in another form than its attention's")
+    raise Declined(f"its mask {next(iter(masks.values()))!r} is read in a different form from its attention's")
 
 
 def _raw(view: CanonicalView, nid: int) -> Value:
     """The raw value in the block that first shows a node."""
     for value in view.values_of.get(nid, ()):
         return value
-    raise Declined("one of its operands is no value of the program's own")
+    raise Declined("one of its operands is not a value of the program")
 
 
 def _base_id(view: CanonicalView, base: CanonicalView, nid: int) -> int:
@@ -327,10 +329,10 @@ def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
                 found[top.id in own][str(asked)] = asked
     products, inner = found
     if len(products) > 1 or len(inner) > 1:
-        raise Declined(f"its products ask for different precisions: {', '.join(sorted({**products, **inner}))}")
+        raise Declined(f"its products request different precisions: {', '.join(sorted({**products, **inner}))}")
     of_products, of_attention = (next(iter(f.values()), None) for f in found)
     if str(of_products) == str(of_attention):
         return of_products, None
     if of_attention is None:
-        raise Declined(f"its products ask for precision {of_products}, and those of the attention for none")
+        raise Declined(f"its products request precision {of_products}, and those of the attention request none")
     return of_products, of_attention

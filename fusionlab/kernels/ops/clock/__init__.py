@@ -51,8 +51,8 @@ def device() -> Any:
 
 @functools.cache
 def mark(slot: int) -> Any:
-    """A compiled program that records the event of a slot on the stream of the default CUDA device; call it between others, and wait for
-    what it returns: an error would surface there."""
+    """A compiled program that records the event of a slot on the stream of the default CUDA device; call it between others, and
+    wait for its result: an error would surface there."""
     return _alone(EventPlan(slot))
 
 
@@ -64,7 +64,7 @@ def wait(nanoseconds: int) -> Any:
 
 
 def step(x: Any) -> Any:
-    """x + 1 (float32, a multiple of 4 elements) by one launch that does nothing else; for timing what a launch costs."""
+    """x + 1 (float32, a multiple of 4 elements) by one launch that does nothing else; for timing a launch."""
     params = (("operand", 0), ("result", 0), ("i64", x.size))
     plan = KernelPlan(
         "clock/step.cu", (), (Launch("step", (-(-x.size // 512), 1, 1), (128, 1, 1), 0, params, early=True),)

@@ -1,4 +1,4 @@
-"""What describes `dot_product_attention` in the lists of all ops."""
+"""The entry of `dot_product_attention` in the lists of all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of `dot_product_attention` has to be: ranks, sizes, dtypes and numbers, each with an error that names the argument."""
+"""Checks of a call of `dot_product_attention`: ranks, sizes, dtypes and numbers, each with an error that names the argument."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def check_broadcast(slot: str, operand: Any, scores: tuple[int, ...], dtype: Any
 
 
 def for_each_head(sink: Any) -> Any:
-    """A sink, or its shape with a dtype, with the axes of rows and keys beside its heads if it has these alone."""
+    """A sink, or its shape with a dtype; with the axes of rows and keys added if it has only an axis of heads."""
     if len(sink.shape) != 1:
         return sink
     if isinstance(sink, jax.Array):
@@ -161,7 +161,7 @@ def _check_key(key: Any) -> None:
 
 def checked_window(window: Any, is_causal: bool, t: int, s: int) -> tuple[bool, tuple[int, int] | None]:
     """(is_causal, window) as the implementations take them: a window that ends at the row is causal, one that hides nothing more than
-    `is_causal` does is none, and it reaches no further than there are rows and keys.
+    `is_causal` does is dropped, and it reaches no further than there are rows and keys.
     """
     if window is None:
         return is_causal, None

@@ -1,12 +1,13 @@
-"""Which implementation a call of `dot_product_attention` takes: what was measured for it, or a rule.
+"""The implementation of a call of `dot_product_attention`: the measured one, or a rule.
 
-The rule for CUDA devices is what was measured on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features) by
-`python -m benchmarks attention` (benchmarks/results/h200). XLA's code of scores and softmax in bfloat16, cuDNN and kernels of our own take
-0.118, 0.083 and 0.078 ms at batch 32, 12 heads, 128 x 128 scores, and 4.94, 1.35 and 2.91 ms at batch 32, 16 heads, 1024 x 1024. With a
-mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in float32 XLA's code takes 2.2
-and our kernels 3.7. So from 128 x 128 scores a head on cuDNN where it takes the call, and where it does not our kernels, if no mask, bias
-or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN gives away for that in precision
-(`cudnn.PRECISION`) is said with the choice: nothing before the call tells how far its softmax saturates.
+The rule for CUDA devices comes from measurements on an H200 with jax 0.11.2 (forward and backward, bfloat16, 64 features) by
+`python -m benchmarks attention` (benchmarks/results/h200). XLA's code of scores and softmax in bfloat16, cuDNN and FusionLab's
+kernels take 0.118, 0.083 and 0.078 ms at batch 32, 12 heads, 128 x 128 scores, and 4.94, 1.35 and 2.91 ms at batch 32, 16 heads,
+1024 x 1024. With a mask of all scores (batch 8) XLA's code takes 1.5, cuDNN, which is given a bias, 0.55, our kernels 2.5 ms; in
+float32 XLA's code takes 2.2 and our kernels 3.7. So from 128 x 128 scores per head on cuDNN where it takes the call, and where it
+does not our kernels, if no mask, bias or factors are read and the dtype has 16 bits; below that nothing was measured. What cuDNN
+gives away for that in precision (`cudnn.PRECISION`) is stated with the choice: nothing before the call shows how far its softmax
+saturates.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .settings import ROUNDED_OFF
 
 MEASURED = ("sm_90",)
 SIZES = ("batch", "heads", "queries", "keys")
-FEW_ON_CUDA = 128 * 128  # scores a head
+FEW_ON_CUDA = 128 * 128  # scores per head
 FEW_MASKED_ON_CUDA = 1024 * 1024  # of those with a mask of all scores, as cuDNN's bias: fewer were not measured
 # Per head. Below, the composite fits in a CPU's cache, and keeping the probabilities is cheaper than computing them again.
 FEW_ON_CPU = 512 * 512
@@ -42,7 +43,8 @@ def refuses_blockwise(shapes: Mapping[str, Any], device: Device, **attrs: Any) -
 
 
 def saves(shapes: Mapping[str, Any], attrs: Mapping[str, Any], name: str) -> str:
-    """What the forward of an implementation keeps for the backward: probabilities cost memory, computing them again costs time."""
+    """The residuals that an implementation's forward keeps for the backward: probabilities cost memory, computing them again costs
+    time."""
     if name == "xla":
         return "probabilities"
     far = "bias" in shapes or ("mask" in shapes and attrs["mask_value"] != -math.inf)  # a whole row may be far from 0
@@ -56,11 +58,11 @@ def keeps(role: str, attrs: Mapping[str, Any]) -> bool:
 
 
 def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
-    """What runs where nothing that can run was measured."""
+    """The choice if no implementation that can run was measured."""
     if device.platform == "cpu":
         return _on_cpu(role, shapes, device, attrs)
     if keeps(role, attrs):
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the probabilities are what is kept")
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the probabilities are kept")
     # JAX's call of cuDNN is a `custom_vjp`, which has no forward mode, and our kernels have none.
     if role == "tangent":
         return ImplementationChoice("xla", ChoiceKind.DEVICE, "forward mode has no implementation of its own")
@@ -72,12 +74,12 @@ def rule(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[st
 
 def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]) -> ImplementationChoice:
     t, s = lengths(shapes, attrs["layout"])
-    size = f"{t} x {s} scores a head"
+    size = f"{t} x {s} scores per head"
     verdicts = {name: _verdict(name, role, shapes, device, attrs) for name in FUSED}
     kinds = frozenset(kind for kind, _ in verdicts.values()) - {None}
     # Where nothing can run it, the refusals say more than its size.
     if role == "call" and t * s < FEW_ON_CUDA and kinds:
-        why = f"fewer than 128 x 128 scores a head ({size}) were not measured"
+        why = f"fewer than 128 x 128 scores per head ({size}) were not measured"
         return ImplementationChoice("xla", ChoiceKind.UNMEASURED, why)
     refusals: list[str] = []
     for name, (kind, why) in verdicts.items():
@@ -88,7 +90,7 @@ def _on_gpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
         refusals.append(f"not {name}: {why}")
     text = "; ".join(refusals)
     if role != "call" and not refuses_blockwise(shapes, device):
-        return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, f"the statistics are what is kept; {text}")
+        return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, f"only the statistics are kept; {text}")
     all_alike = {frozenset(): ChoiceKind.DEVICE, frozenset({ChoiceKind.SLOWER}): ChoiceKind.SLOWER}
     return ImplementationChoice("xla", all_alike.get(kinds, ChoiceKind.UNMEASURED), text)
 
@@ -137,14 +139,14 @@ def _on_cpu(role: str, shapes: Mapping[str, Any], device: Device, attrs: Mapping
     few = t * s < FEW_ON_CPU
     deciding = role == "call" and attrs["implementation"] is None
     if attrs["saves"] == "probabilities" or (deciding and few) or refuses_blockwise(shapes, device):
-        why = refuses_blockwise(shapes, device) or f"{size} scores a head are few enough to be kept"
+        why = refuses_blockwise(shapes, device) or f"{size} scores per head are few enough to be kept"
         return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)
-    why = f"{size} scores a head: measured faster on a CPU, and the score matrix never exists"
+    why = f"{size} scores per head: measured faster on a CPU, and the score matrix never exists"
     return ImplementationChoice("xla_blockwise", ChoiceKind.CHOSEN, why)
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
-    """The call as text: all that its speed hangs on."""
+    """The call as text: all that its speed depends on."""
     query, key, drawn = shapes["query"], shapes["key"], attrs["dropout_shape"]
     q, k = AttentionSizes.of(query.shape, attrs["layout"]), AttentionSizes.of(key.shape, attrs["layout"])
     # A backward need not read the value: its cotangent has as many features.

@@ -1,6 +1,6 @@
 """Dropout made of a key: the factors are `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit, wherever they are made.
 
-The generator is jax.random's default, threefry2x32 with `jax_threefry_partitionable=True`, under which an entry's bits hang on the key and
+The generator is jax.random's default, threefry2x32 with `jax_threefry_partitionable=True`, where an entry's bits depend on the key and
 the entry's number alone: so a kernel makes those of its block, forward and again backward, and nothing of the scores' shape is kept.
 """
 

@@ -1,4 +1,4 @@
-"""Where length and heads stand in query, key, value and the result: "BTNH" (*B, length, heads, features) or "BNTH".
+"""The positions of length and heads in query, key, value and the result: "BTNH" (*B, length, heads, features) or "BNTH".
 
 The statistics, and all that has the shape of the scores, are *B N T (S) in both.
 """

@@ -68,7 +68,7 @@ class DotProductAttention(Op):
         ),
         "cudnn": implementation(
             "cudnn",
-            f"cuDNN's fused attention through JAX's own call of it; backward from one statistic a row: {cudnn.PRECISION}",
+            f"cuDNN's fused attention through JAX's own call of it; backward from one statistic per row: {cudnn.PRECISION}",
             cudnn.forward,
             cudnn.cotangent,
             unable=cudnn.refuses,
@@ -76,8 +76,8 @@ class DotProductAttention(Op):
         ),
         "cuda": implementation(
             "cuda",
-            "kernels of our own: the T x S matrix never exists, masks and biases are read where they stand; for the backward of 16-bit "
-            "operands it keeps what the result was rounded by",
+            "FusionLab's own kernels: the T x S matrix never exists, masks and biases are read in place; for the backward of 16-bit "
+            "operands they keep the rounding error of the result",
             cuda.forward,
             cuda.cotangent,
             unable=cuda.refuses,
@@ -294,7 +294,7 @@ def dot_product_attention(
 ) -> Array:
     """softmax(scale * query @ key^T + bias) * factors @ value as one op, differentiable to any order.
 
-    With a sink, the softmax is over the keys and one logit more, whose weight is dropped: exp(s) / (sum of exp(s) + exp(sink)).
+    With a sink, the softmax is over the keys and one more logit, whose weight is dropped: exp(s) / (sum of exp(s) + exp(sink)).
 
     Args:
       query: *B x T x N x H: any number of batch axes (also none), length, heads, features.
@@ -307,13 +307,13 @@ def dot_product_attention(
       dropout_key: uint32[2], the data of a threefry2x32 key, in place of factors: they are then
         `jax.random.bernoulli(key, keep, dropout_shape)`, to the bit (with jax_threefry_partitionable, JAX's default, and a float32
         `keep`, also where 64 bits are enabled).
-      sink: float, N numbers, one for each head, or what broadcasts to *B x N x T x 1: one more logit beside each row's scores, which no
-        scale, softcap, bias or mask reaches and whose weight no value gets. A row that sees no key has all of its weight there, and is
-        0. It has a gradient of its own, in its dtype and shape. (A sink of 0 is softmax with 1 added to the sum.)
+      sink: float, N numbers, one for each head, or a shape that broadcasts to *B x N x T x 1: one more logit for each row, which no
+        scale, softcap, bias or mask changes and whose weight goes to no value. A row that sees no key gives all of its weight to
+        the sink, and is 0. It has a gradient of its own, in its dtype and shape. (A sink of 0 is softmax with 1 added to the sum.)
       scale: multiplies the scores; None is 1/sqrt(H).
       is_causal: row t sees keys s <= t, aligned at the top left, as `jax.nn.dot_product_attention` does; applied last.
-      window: (left, right), or one number for both: row t sees keys t - left to t + right alone, with is_causal up to t, aligned as that
-        is; what is outside is not computed, but for the rest of a block. A row for which that leaves no key is 0. None: no such limit.
+      window: (left, right), or one number for both: row t sees only keys t - left to t + right, with is_causal up to t, aligned
+        like it; scores outside are not computed, except to fill a block. A row without a key is 0. None: no such limit.
       softcap: scores become softcap * tanh(scores / softcap); None leaves them.
       mask_value: -inf, or a finite number. A query row that sees no key (all its scores are -inf) is 0, and so are its gradients,
         where a softmax would be NaN; a row masked as a whole with a finite number far from 0 is the mean of the values.
@@ -323,15 +323,16 @@ def dot_product_attention(
         same entries in every head of every batch entry. None is the scores' own.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
       layout: "BTNH", or "BNTH" for query, key, value and result with heads before length; bias, mask and factors stay as they are.
-      deterministic: the same bits every time, also of the gradients: leaves out cuDNN's backward, which adds to the query's by atomics.
-      implementation: None may choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is cuDNN's
-        fused attention, "cuda" kernels of our own: neither of these two takes a sink.
+      deterministic: the same bits in every run, also of the gradients: excludes cuDNN's backward, which adds to the query's
+        gradient with atomics.
+      implementation: None lets the op choose; "xla" is the plain jnp code; "xla_blockwise" never makes the T x S matrix; "cudnn" is
+        cuDNN's fused attention, "cuda" FusionLab's own kernels: neither of these two takes a sink.
 
     Returns:
       *B x T x N x Hv in the dtype of query, key and value (float32, bfloat16, float16 or float64; they must agree). Scores
-      and softmax are float32 (float64 for float64); no bias, factors or sink may be wider. Differentiated, it keeps the result
-      and one statistic a row, or two where whole rows may be masked; or, where the "xla" implementation runs (below 512 x 512
-      scores a head, and off the CPU), the probabilities.
+      and softmax are float32 (float64 for float64); no bias, factors or sink may be wider. When differentiated, it keeps the result
+      and one statistic per row, or two if whole rows may be masked; or the probabilities, if the "xla" implementation runs (below
+      512 x 512 scores per head, and off the CPU).
 
     Raises:
       ArgumentError: a wrong rank, size, dtype or number; the message names the argument.

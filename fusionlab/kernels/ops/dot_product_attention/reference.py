@@ -20,7 +20,7 @@ Scores and statistics are float32 for float32, bfloat16 and float16 operands, fl
     Of a row that sees no key it is kept as 0, so that p = exp(-inf) is 0.
   "max_and_log_sum": the row's largest score, and the log of the sum of exp(s - row_max). Where a whole row is masked by -1e9,
     logsumexp is -1e9 + log(S), which float32 rounds to -1e9: p would be 1 in place of 1 / S.
-  Either of these with "_and_rounded_off": beside them what out was rounded by, in its dtype. rowsum(ct * out) needs it: where a softmax is
+  Either of these with "_and_rounded_off": also the rounding error of out, in its dtype. rowsum(ct * out) needs it: where a softmax is
     near one key, dp - rowsum(p * dp) is far below what out was rounded by.
 With dp the cotangent of p, the softmax gives ds = p * (dp - rowsum(p * dp)), and rowsum(p * dp) = rowsum(ct * out). Source:
 Dao et al. 2022, arXiv:2205.14135, appendix B.2. The weight of a sink has the cotangent 0: dsink = -weight * rowsum(p * dp).
@@ -56,7 +56,7 @@ def rounded(wide: Array, dtype: Any, keeps: bool) -> tuple[Array, list[Array]]:
 def _dot(a: Array, b: Array, axes: str, form: Settings, dtype: Any, sharding: Any = None) -> Array:
     """einsum in `dtype`, where n are query heads and k those of key and value.
 
-    `sharding` says, on explicit mesh axes, what becomes of a sum over the query heads that share one. 16-bit operands are widened first,
+    `sharding` gives, on explicit mesh axes, the sharding of a sum over the query heads that share one. 16-bit operands are widened first,
     unless the device is known to take them: a CPU has no such product for every layout. The numbers are the same, since products of 16-bit
     floats are exact in float32.
     """
@@ -257,8 +257,8 @@ def _tangent_of_scores(
 def _through_softmax(
     p: Array, moved: Array, of_sink: Array | None = None, sink_moved: Array | float = 0.0
 ) -> tuple[Array, Array | None]:
-    """The softmax's Jacobian, which is symmetric, applied to `moved`, and `sink_moved` beside it where a row has the weight `of_sink` of a
-    sink: a row of the result, with the second beside the first, sums to 0.
+    """The softmax's Jacobian, which is symmetric, applied to `moved`, and to `sink_moved` where a row has the weight `of_sink` of a
+    sink: a row of the result, both parts together, sums to 0.
 
     Rounded, one sums to (1 - sum of p) times what all of `moved` shares, which may be far larger than what its entries differ
     by; the product with the keys (forward: values) multiplies it by what those share. So the sum is taken off once more. A

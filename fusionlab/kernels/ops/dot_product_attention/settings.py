@@ -1,4 +1,4 @@
-"""The attributes of a call of `dot_product_attention` as one record, for all that computes it or says whether it can."""
+"""The attributes of a call of `dot_product_attention` as one record, for all that computes it or checks whether it can."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(Attributes
 
 @dataclass(frozen=True)
 class Settings(Attributes):
-    """What a call is besides its operands: what a user gives, and what the op and its primitives add to that.
+    """A call without its operands: the user's arguments, and the settings that the op and its primitives add.
 
     Attributes:
       group: query heads that read one head of key and value: N / K.
       broadcast: (slot, shape, dtype) of the operands that broadcast and have a gradient.
-      saves: what is kept for the backward (reference.py).
+      saves: the residuals kept for the backward (reference.py).
       present: the slots that are given; `live`: for each of them, whether it moves.
       role: of the primitive; `residuals`: whether a call keeps what it saves.
-      device: what it is lowered for, where that is known.
+      device: the target of lowering, if known.
     """
 
     group: int = 1
@@ -60,7 +60,7 @@ class Settings(Attributes):
 
     @property
     def is_local(self) -> bool:
-        """Whether a row's number says which keys it may see."""
+        """Whether a row's number determines which keys it may see."""
         return self.is_causal or self.window is not None
 
     def may_be_blind(self, t: int, s: int) -> bool:
@@ -81,7 +81,7 @@ class Settings(Attributes):
 
     @property
     def saved_names(self) -> tuple[str, ...]:
-        """What the forward keeps beside its result."""
+        """The residuals that the forward keeps in addition to its result."""
         if self.saves == "probabilities":
             beside = (("tanh", self.softcap is not None), ("sink_weight", "sink" in self.present))
             return ("probabilities", *(name for name, is_there in beside if is_there))

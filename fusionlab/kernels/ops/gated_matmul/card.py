@@ -1,4 +1,4 @@
-"""What describes `gated_matmul` in the lists of all ops."""
+"""The entry of `gated_matmul` in the lists of all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`gated_matmul` on a GPU by one kernel of our own (gated.cu): both products over one pass of x, the gate in registers.
+"""`gated_matmul` on a GPU by one of FusionLab's own kernels (gated.cu): both products in one pass over x, the gate in registers.
 
 It takes 16-bit operands of any sizes. The backward's products are XLA's.
 """

@@ -31,7 +31,7 @@ XLA = Implementation.of_reference("two products and the gate as jnp code", refer
 class GatedMatmul(Op):
     """act(x . w) * (x . v); see `gated_matmul` below for shapes and attributes.
 
-    Attributes beside those: `prefer`, the implementation to take wherever it can run (where it cannot, "xla" does; `implementation` names
+    Further attributes: `prefer`, the implementation to take wherever it can run (where it cannot, "xla" does; `implementation` names
     the one that has to run).
     """
 
@@ -52,7 +52,7 @@ class GatedMatmul(Op):
         ),
         "cuda": XLA.by_kernels(
             "cuda",
-            "one kernel of our own: both products over one pass of x, and the gate in it",
+            "one of FusionLab's own kernels: both products in one pass over x, with the gate",
             cuda,
             roles=("call",),
         ),
@@ -83,7 +83,7 @@ class GatedMatmul(Op):
             return super().decide(role, shapes, device, **attrs)
         if unable := self.implementations[wanted].refuses(shapes, device, role=role, **attrs):
             return ImplementationChoice("xla", ChoiceKind.SAME_CODE, f"not {wanted}: {unable}")
-        return ImplementationChoice(wanted, ChoiceKind.CHOSEN, "asked for where it can run")
+        return ImplementationChoice(wanted, ChoiceKind.CHOSEN, "named by `prefer`, and it can run")
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"
@@ -170,13 +170,13 @@ def gated_matmul(
       activation: a key of `ACTIVATIONS`, as for `gemm_epilogue`; "none" for a bilinear pair.
       w_contract: the contracted axis of both weights, 0 or 1.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      implementation: None may choose; "xla" is two products and the gate as jnp code, "concatenated" one product with both weights side
-        by side (which are copied for it at each call), "cuda" one kernel of our own, for bfloat16 and float16.
+      implementation: None lets the op choose; "xla" is two products and the gate as jnp code, "concatenated" one product with both
+        weights side by side (which are copied for it at each call), "cuda" one of FusionLab's own kernels, for bfloat16 and float16.
 
     Returns:
       *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree). Both products are summed in float32
       (float64 for float64), activation and product computed in that, and rounded once: `jax.nn.silu(x @ w) * (x @ v)` in 16 bits rounds
-      four times. Differentiated it keeps x @ w and x @ v in the operands' dtype.
+      four times. When differentiated, it keeps x @ w and x @ v in the operands' dtype.
 
     Raises:
       ArgumentError: a wrong rank, size or dtype; names the argument.

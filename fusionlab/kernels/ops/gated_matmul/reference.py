@@ -50,7 +50,7 @@ def forward_concatenated(
 
 
 def gated(gate: Array, up: Array, dtype: Any, activation: str, residuals: bool) -> list[Array]:
-    """What stands behind both products."""
+    """The epilogue of both products."""
     out = (ACTIVATIONS[activation].fn(gate) * up).astype(dtype)
     return [out, gate.astype(dtype), up.astype(dtype)] if residuals else [out]
 

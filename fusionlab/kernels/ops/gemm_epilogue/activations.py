@@ -1,6 +1,6 @@
-"""The activations of `gemm_epilogue`, by name. Adding one is adding one entry to `ACTIVATIONS`.
+"""The activations of `gemm_epilogue`, by name. A new activation is one more entry in `ACTIVATIONS`.
 
-Each says what the forward must save so that the backward can multiply by its derivative: nothing, a mask, or the
+Each names what the forward must save so that the backward can multiply by its derivative: nothing, a mask, or the
 pre-activation h = x @ w + b. Spellings of one function that differ at ties, infinities or NaN are several entries: users' code holds
 them all, and each is fused as itself.
 """
@@ -27,14 +27,14 @@ class Activation:
     """An elementwise function and its derivative.
 
     Attributes:
-      name: what `activation=` takes.
+      name: the value for `activation=`.
       formula: for a reader, in h.
       looks: its values at -2.7, -0.5, 0.9 and 2.7 to three digits, by which a search passes over what is unlike it.
       fn: the plain jnp meaning.
-      residual: what backward needs: "none", "mask" or "preactivation".
+      residual: the value that backward needs: "none", "mask" or "preactivation".
       save: h -> the residual, or None where `residual` is "none".
       scale: (residual, t) -> derivative * t, elementwise.
-      source: where formula and derivative come from.
+      source: the origin of formula and derivative.
     """
 
     name: str

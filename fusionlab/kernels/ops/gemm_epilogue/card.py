@@ -1,4 +1,4 @@
-"""What describes `gemm_epilogue` in the lists of all ops."""
+"""The entry of `gemm_epilogue` in the lists of all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which implementation a call of `gemm_epilogue` takes: what was measured for it, or a rule per architecture."""
+"""The implementation of a call of `gemm_epilogue`: the measured one, or a rule per architecture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_CPU = "on a CPU the product dominates and XLA already fuses bias and activati
 
 
 def case(role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str:
-    """The call as text: all that its speed hangs on. `shapes` by operand name; `attrs` those of the primitive."""
+    """The call as text: all that its speed depends on. `shapes` by operand name; `attrs` those of the primitive."""
     content: dict[str, Any] = {
         "activation": attrs["activation"],
         "bias": "bias" in attrs["present"],
@@ -59,7 +59,7 @@ def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
 
 
 def rule(call: Call, unable: str) -> ImplementationChoice:
-    """What runs where nothing that can run was measured: XLA's code."""
+    """The choice if no implementation that can run was measured: XLA's code."""
     if call.device.platform == "cpu":
         why = ON_CPU
     elif call.role == "tangent":

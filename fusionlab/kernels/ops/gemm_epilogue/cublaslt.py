@@ -1,8 +1,8 @@
-"""`gemm_epilogue` by cuBLASLt's own epilogues: one call a product.
+"""`gemm_epilogue` by cuBLASLt's own epilogues: one call per product.
 
 Forward, bias and activation are the epilogue of the product, and the auxiliary output is what the backward needs. Backward, the
 derivative of the activation that made x is the epilogue of dx (DRELU, DGELU) and the bias gradient that of dw (BGRADA, BGRADB); the
-derivative of the op's own activation has no product before it and takes our own kernel. Limits: the cuBLAS documentation,
+derivative of the op's own activation has no product before it and takes FusionLab's kernel. Limits: the cuBLAS documentation,
 cublasLtEpilogue_t.
 """
 
@@ -57,14 +57,14 @@ def _refuses_attributes(role: str, *, activation: str, precision: Any, **attrs: 
         return "it writes its results in the dtype of its operands"
     # gelu_tanh saves the product itself, in the dtype of the result; relu's mask, which is bits, loses nothing by that.
     if attrs.get("wide") == "product" and (role != "call" or (attrs.get("residuals") and activation == "gelu_tanh")):
-        return "the program keeps the product, and what goes back through it, in float32; it would be rounded here"
+        return "the program keeps the product and its cotangent in float32; they would be rounded here"
     return refuses_precision(precision)
 
 
 def refuses_precision(precision: Any) -> str | None:
-    """Why a product of this precision is none that cuBLASLt makes, or None."""
+    """Why cuBLASLt makes no product of this precision, or None."""
     if lax.Precision.HIGH in precisions(precision):
-        return "precision HIGH (several products of lower precision) is no compute type of cuBLASLt"
+        return "precision HIGH (several products of lower precision) is not a compute type of cuBLASLt"
     if names_algorithm(precision):
         return f"precision {precision} names an algorithm, which cuBLASLt does not take"
     return None
@@ -84,7 +84,7 @@ def _refuses_shapes(shapes: Named, role: str, **attrs: Any) -> str | None:
 def _refuses_gelu(shapes: Named, attrs: Named) -> str | None:
     """Why gelu_tanh cannot be a call's epilogue, or None."""
     if "w" in shapes and (n := shapes["w"].shape[1 - attrs["w_contract"]]) % 8:
-        return f"N = {n} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
+        return f"N = {n} is not a multiple of 8, which cuBLASLt needs for a saved pre-activation"
     if not shapes:
         return None
     dtype = np.dtype(next(iter(shapes.values())).dtype).name
@@ -99,16 +99,17 @@ def _refuses_chain(activation: str, saved: Any, x_contract: int) -> str | None:
     if activation not in EPILOGUES:
         return f"cuBLASLt has no epilogue for the derivative of {activation}"
     if x_contract != len(saved.shape) - 1:
-        return "x is contracted along its first axis; the derivative that made it is no epilogue of dx then"
+        return "x is contracted along its first axis; the derivative that made it is then not an epilogue of dx"
     if activation == "relu" and saved.dtype != np.uint8:
         return "the mask of the activation that made x is not packed into bits"
     if activation == "gelu_tanh" and saved.shape[-1] % 8:
-        return f"K = {saved.shape[-1]} is no multiple of 8, which cuBLASLt needs of a saved pre-activation"
+        return f"K = {saved.shape[-1]} is not a multiple of 8, which cuBLASLt needs for a saved pre-activation"
     return None
 
 
 def compute_of(dtype: str, precision: Any) -> str:
-    """What is multiplied and accumulated in: as XLA does on a GPU, float32 operands are rounded to TF32 unless precision is HIGHEST."""
+    """The dtype of multiplication and accumulation: as in XLA on a GPU, float32 operands are rounded to TF32 unless precision is
+    HIGHEST."""
     if dtype == "float64":
         return "f64"
     exact = bool(precisions(precision)) and all(p == lax.Precision.HIGHEST for p in precisions(precision))
@@ -246,20 +247,20 @@ def run(
 
 
 def epilogue_name(activation: str, saves: bool, bias: bool) -> str:
-    """cuBLASLt's name for what follows a product: "RELU_AUX_BIAS", say."""
+    """cuBLASLt's name for the epilogue of a product, for example "RELU_AUX_BIAS"."""
     words = [EPILOGUES[activation], "AUX" if saves else "", "BIAS" if bias else ""]
     return "_".join(word for word in words if word) or "DEFAULT"
 
 
 def aux_pitch(activation: str, saves: bool, columns: int) -> int:
-    """The leading dimension of what an epilogue saves, of relu's mask in bits; 0 where it saves nothing."""
+    """The leading dimension of an epilogue's saved array, in bits for relu's mask; 0 if it saves nothing."""
     if not saves:
         return 0
     return 8 * reference.mask_pitch(columns) if activation == "relu" else columns
 
 
 def saved_array(activation: str, rows: int, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    """What an epilogue saves for the backward: relu a packed mask, gelu_tanh the pre-activation."""
+    """The array that an epilogue saves for the backward: relu a packed mask, gelu_tanh the pre-activation."""
     if activation == "relu":
         return jax.ShapeDtypeStruct((rows, reference.mask_pitch(columns)), np.uint8)
     return jax.ShapeDtypeStruct((rows, columns), dtype)

@@ -1,4 +1,4 @@
-"""`gemm_epilogue` on a GPU by XLA's product and one kernel of our own beside it.
+"""`gemm_epilogue` on a GPU by XLA's product and one of FusionLab's own kernels.
 
 Forward, the kernel adds the bias, applies the activation and writes what the backward needs, in one pass over the product. Backward,
 one pass multiplies by the derivative and sums the bias gradient (in two stages, always in the same order). The products stay XLA's.
@@ -30,9 +30,9 @@ def refuses(shapes: Named, device: Device, **attrs: Any) -> str | None:
 
 
 def refuses_activation(activation: str) -> str | None:
-    """Why no kernel stands behind a product with this activation, or None."""
+    """Why no kernel follows a product with this activation, or None."""
     if activation == "none":
-        return "without an activation there is nothing for a kernel beside the product to do"
+        return "without an activation there is nothing left for a kernel after the product"
     if activation not in KERNEL_ACTIVATIONS:
         return f"no kernel for the activation {activation}, only for {', '.join(KERNEL_ACTIVATIONS)}"
     return None
@@ -58,7 +58,7 @@ def _refuses_wide(
 
 
 def saves_of(activation: str, packed: bool) -> str:
-    """What the kernels call the residual of an activation."""
+    """The kernels' name for the residual of an activation."""
     kind = ACTIVATIONS[activation].residual
     return kind if kind != "mask" else "bits" if packed else "bytes"
 
@@ -71,7 +71,7 @@ def forward(x: Array, w: Array, bias: Array | None = None, x_saved: Array | None
 def behind(
     h: Array, bias: Array | None, *, activation: str, residuals: bool, packed: bool = False, **_: Any
 ) -> list[Array]:
-    """What stands behind a product: [act(h + bias)], and the residual if asked for; h is (*M, N), bias N."""
+    """The epilogue of a product: [act(h + bias)], and the residual if asked for; h is (*M, N), bias N."""
     saves = saves_of(activation, packed) if residuals else "none"
     keeps_h = saves == "preactivation"
     if keeps_h and bias is not None:

@@ -25,7 +25,7 @@ _SUM_BLOCK = (32, 32, 1)  # kSumColumns, kSumRows
 
 
 def saves_for_backward(activation: str) -> tuple[str, ...]:
-    """What the backward kernel of an activation may read, the smallest first; ("none",) for the activation "none"."""
+    """The arrays that the backward kernel of an activation may read, the smallest first; ("none",) for the activation "none"."""
     if activation == "none":
         return ("none",)
     if activation in ("relu", "relu_where"):

@@ -30,7 +30,7 @@ class GemmEpilogue(Op):
     epilogues): with `x_activation` the name of that activation and `x_saved` its residual, in the shape of x, the gradient "of x" is
     that of the layer's pre-activation. Forward, neither is read.
 
-    Of operands of 16 bits a program may compute in float32 from the "product" or from its "epilogue" on: `wide` says which, and `out` is
+    Of operands of 16 bits a program may compute in float32 from the "product" or from its "epilogue" on: `wide` names which, and `out` is
     "float32" where it does not round the result either. Kernels of a product's epilogue compute so anyway.
     """
 
@@ -52,11 +52,11 @@ class GemmEpilogue(Op):
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
         "cublaslt": XLA.by_kernels(
-            "cublaslt", "one cuBLASLt call a product, bias and activation in its epilogue", cublaslt, plain=False
+            "cublaslt", "one cuBLASLt call per product, bias and activation in its epilogue", cublaslt, plain=False
         ),
         "cuda": XLA.by_kernels(
             "cuda",
-            "XLA's product and one kernel of our own for bias, activation, derivative and bias gradient",
+            "XLA's product and one of FusionLab's own kernels for bias, activation, derivative and bias gradient",
             cuda,
             plain=False,
         ),
@@ -245,16 +245,15 @@ def gemm_epilogue(
         relu_where (as jnp.where(h > 0, h, 0)), gelu_tanh, gelu_erf, silu, sigmoid, tanh.
       x_contract, w_contract: the contracted axes.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      implementation: None may choose; "xla" is the plain jnp code.
-      return_residual: also return what backward saves: relu's mask (bool, h > 0), or the pre-activation h.
+      implementation: None lets the op choose; "xla" is the plain jnp code.
+      return_residual: also return the saved residual: relu's mask (bool, h > 0), or the pre-activation h.
 
     Returns:
-      *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree), computed as jnp computes
-      `act(x @ w + bias)`: no wider accumulation is asked for than `@` asks for. With `return_residual`,
-      `(out, residual)`.
+      *M x N in the operands' dtype (float32, bfloat16, float16 or float64; they must agree), computed as jnp computes `act(x @ w +
+      bias)`, with no wider accumulation than `@` has. With `return_residual`, `(out, residual)`.
 
     Raises:
-      ArgumentError: a wrong rank, size or dtype, or a residual asked for where there is none; names the argument.
+      ArgumentError: a wrong rank, size or dtype, or a residual asked for that does not exist; names the argument.
       UnknownNameError: no activation or implementation has that name.
       BackendError: the named implementation cannot run this call here.
 

@@ -1,4 +1,4 @@
-"""What describes `group_norm` in the lists of all ops."""
+"""The entry of `group_norm` in the lists of all ops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernels of `group_norm` are taken: where XLA's code was measured to take much longer than memory does.
+"""When the kernels of `group_norm` are chosen: where XLA's code was measured to take much longer than the memory traffic needs.
 
 On an H100 XLA takes 1.4 to 2.3 times as long as they do forward, and 1.4 to 3.2 times forward and backward, at 16x64x64x320, 4x128x128x512
 and 2x64x64x320 in bfloat16; they take 1.5 to 1.8 times what memory allows at the larger ones (`python -m benchmarks group_norms`; the
@@ -22,7 +22,7 @@ def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
     """Why XLA's code is taken although the kernels can run: they were not measured. None where they were."""
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
-        why = f"measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes the kernels)"
+        why = f"measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes the kernels)"
         return ChoiceKind.UNMEASURED, why
     if (elements := math.prod(first_given(call.shapes, "x", "ct").shape)) < LEAST:
         return ChoiceKind.UNMEASURED, f"x has {elements} elements; below {LEAST} nothing was measured"

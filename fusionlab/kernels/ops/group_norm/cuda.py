@@ -1,4 +1,4 @@
-"""`group_norm` on a GPU by kernels of our own: x is read twice forward, x and the cotangent twice backward."""
+"""`group_norm` on a GPU by FusionLab's own kernels: x is read twice forward, x and the cotangent twice backward."""
 
 from __future__ import annotations
 

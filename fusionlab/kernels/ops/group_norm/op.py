@@ -37,7 +37,7 @@ class GroupNorm(NormOp):
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
-            "kernels of our own: x is read twice forward, x and the cotangent backward; the second time from the cache, in part",
+            "FusionLab's own kernels: x is read twice forward, x and the cotangent twice backward, the second time partly from the cache",
             cuda,
         ),
     }
@@ -121,10 +121,10 @@ def group_norm(
     batch_axes: int = 1,
     implementation: str | None = None,
 ) -> Array:
-    """GroupNorm over the positions of an image and the channels of a group as one op, with SiLU behind it or without; differentiable to
-    any order.
+    """GroupNorm over the positions of an image and the channels of a group as one op, optionally followed by SiLU; differentiable
+    to any order.
 
-    act((x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * scale + bias), means for each image and group of channels
+        act((x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * scale + bias), means for each image and group of channels
 
     Args:
       x: the axes of the batch, then any number of positions, then C channels; a group is C / groups neighbours among them.
@@ -133,13 +133,13 @@ def group_norm(
       epsilon: added to the variance, inside the root; a number, 0 or more.
       activation: "none" or "silu".
       batch_axes: how many axes are the batch's; 0 for one image.
-      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own (up to 4,096 channels and 65,535 images, no
-        float64).
+      implementation: None lets the op choose; "xla" is the plain jnp code, "cuda" FusionLab's own kernels (up to 4,096 channels and
+        65,535 images, no float64).
 
     Returns:
       As x, in x's shape and dtype (float32, bfloat16, float16 or float64). Statistics and arithmetic are float32 (float64 for float64 x),
       and the result is rounded once. `scale` and `bias` may have another dtype than x (float32 parameters of a bfloat16 model),
-      but none wider than the arithmetic. Differentiated, it keeps x and two statistics for each image and group.
+      but none wider than the arithmetic. When differentiated, it keeps x and two statistics for each image and group.
 
     Raises:
       ArgumentError: a wrong rank, size, dtype, number of groups or of axes, or epsilon; the message names the argument.

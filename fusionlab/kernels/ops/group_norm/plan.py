@@ -20,7 +20,7 @@ _BACKWARD_OPERANDS = ("ct", "x", "scale", "bias", "mean", "rstd")  # as the kern
 
 @dataclass(frozen=True)
 class Images:
-    """What all kernels of a call are told.
+    """The parameters that all kernels of a call share.
 
     Attributes:
       batch, positions, channels, groups: of x.

@@ -1,4 +1,4 @@
-"""What describes `grouped_matmul` in the lists of all ops."""
+"""The entry of `grouped_matmul` in the lists of all ops."""
 
 from __future__ import annotations
 

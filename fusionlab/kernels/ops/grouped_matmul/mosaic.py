@@ -1,9 +1,9 @@
-"""`grouped_matmul` on a Hopper GPU by Mosaic kernels: each row meets the matrix of its own group alone.
+"""`grouped_matmul` on a Hopper GPU by Mosaic kernels: each row is multiplied only by the matrix of its own group.
 
 The product of rows is the kernel that JAX ships (`jax.experimental.pallas.ops.gpu.ragged_dot_mgpu`). It leaves rows of no group unwritten,
-which `jax.lax.ragged_dot` has as zeros: they are made so behind it. The product that gives a group's matrix (the gradient of weights) is
-written here after `transposed_ragged_dot_mgpu`, which multiplies rows of other groups by a mask: a NaN or an infinity there would reach
-this group's matrix. Here such rows are left out by a selection.
+which `jax.lax.ragged_dot` defines as zeros: they are zeroed afterwards. The product that gives a group's matrix (the gradient of
+weights) is written here after `transposed_ragged_dot_mgpu`, which multiplies rows of other groups by a mask: a NaN or an infinity
+there would reach this group's matrix. Here such rows are selected out.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _SHIPPED = "jax.experimental.pallas.ops.gpu.ragged_dot_mgpu"
 
 @dataclass(frozen=True)
 class Tile:
-    """What one step of a program computes: rows (or, of a group's matrix, its rows), columns, entries of a sum; how many steps are under
-    way at once, and how many columns of tiles are gone through before the next row of them."""
+    """The work of one step of a program: rows (or, of a group's matrix, its rows), columns, entries of a sum; how many steps are
+    under way at once, and how many columns of tiles are gone through before the next row of them."""
 
     rows: int
     columns: int
@@ -72,7 +72,7 @@ def refuses(
     if names_algorithm(precision):
         return f"precision {precision} names an algorithm"
     if rows_of(shapes) % _ROWS:
-        return f"{rows_of(shapes)} rows, no multiple of {_ROWS}"
+        return f"{rows_of(shapes)} rows, not a multiple of {_ROWS}"
     groups = shapes["group_sizes"].shape[0]
     if groups > MOST_GROUPS:
         return f"{groups} groups, more than {MOST_GROUPS}"
@@ -80,12 +80,12 @@ def refuses(
         if 0 in a.shape:
             return f"{slot} is empty: there is nothing to compute"
         if any(size % BLOCK for size in a.shape[1:]):
-            return f"{slot} has axes of {a.shape[1:]}, no multiples of {BLOCK}"
+            return f"{slot} has axes of {a.shape[1:]}, not multiples of {BLOCK}"
     return None
 
 
 def rows_of(shapes: Mapping[str, Any]) -> int:
-    """How many rows there are: the first axis of any operand that is no matrix for each group."""
+    """The number of rows: the first axis of any operand that is not one matrix per group."""
     return next(a.shape[0] for a in shapes.values() if len(a.shape) == 2)
 
 
@@ -100,7 +100,7 @@ def refuses_device(device: Device) -> str | None:
 
 @functools.cache
 def missing() -> str | None:
-    """What the shipped kernel needs and is not here, or None; the kernel itself is not imported, which takes long."""
+    """The missing requirement of the shipped kernel, or None; the kernel itself is not imported, since that takes long."""
     for module, advice in (
         (_SHIPPED, "install jax>=0.10"),
         ("absl", "the module of JAX's kernel imports it: pip install absl-py"),
@@ -132,7 +132,7 @@ def cotangent(
     w_contract: int,
     **attrs: Any,
 ) -> list[Array]:
-    """The gradients of x and w that are wanted, each one of the two products again."""
+    """The wanted gradients of x and w, each by one of the two products again."""
     found = []
     for slot in wanted:
         kind_of_it, x, w, contract = as_product(slot, saved, ct, kind, w_contract)

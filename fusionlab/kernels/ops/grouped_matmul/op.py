@@ -27,7 +27,7 @@ _WHY = "XLA multiplies every row by the matrix of each group, and the kernels we
 class GroupedMatmul(Op):
     """Products of groups of rows; see `grouped_matmul` below for shapes and attributes.
 
-    Attributes beside those: `kind`, "rows", or "weights" for what the gradient of w is made of: w is then rows x N, and the result
+    Further attributes: `kind`, "rows", or "weights" for what the gradient of w is made of: w is then rows x N, and the result
     groups x K x N, for each group the product of its rows of x, turned, and of w. `out`, the dtype of the result; None for the
     operands'.
     """
@@ -100,7 +100,7 @@ def _check(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
             f"(groups x N x K with w_contract=1) and groups"
         )
     if kind == "weights" and x[0] != w[0]:
-        raise ArgumentError(f"grouped_matmul: x {x} and w {w} have not the same rows")
+        raise ArgumentError(f"grouped_matmul: x {x} and w {w} have different numbers of rows")
     check_dtypes("grouped_matmul", {slot: given[slot] for slot in ("x", "w")})
     if np.dtype(given["group_sizes"].dtype).kind not in "iu":
         raise ArgumentError(f"grouped_matmul: group_sizes has dtype {given['group_sizes'].dtype}, needed whole numbers")

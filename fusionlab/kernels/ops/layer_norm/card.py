@@ -1,4 +1,4 @@
-"""What describes `layer_norm` in the lists of all ops."""
+"""The entry of `layer_norm` in the lists of all ops."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the kernels of `layer_norm` are taken: a rule of what was measured on an H200 (`python -m benchmarks norms` measures it again; only
-its two largest cases are on record so far, in that of `python -m benchmarks multi_transformer`).
+"""When the kernels of `layer_norm` are chosen: a rule from measurements on an H200 (`python -m benchmarks norms` measures it again;
+only its two largest cases are on record so far, in that of `python -m benchmarks multi_transformer`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
     """Why XLA's code is taken although the kernels can run; None where they were measured faster."""
     if call.device.arch not in MEASURED:
         where = call.device.arch or "this architecture"
-        why = f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+        why = f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes them)"
         return ChoiceKind.UNMEASURED, why
     why = _why_slower(call.role, first_given(call.shapes, *cuda.WHOLE), call.attrs.get("residuals", False))
     return (ChoiceKind.SLOWER, why) if why else None

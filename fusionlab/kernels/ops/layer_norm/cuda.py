@@ -1,4 +1,4 @@
-"""`layer_norm` on a GPU by kernels of our own: one pass forward, and one backward with every gradient."""
+"""`layer_norm` on a GPU by FusionLab's own kernels: one pass forward, and one backward with every gradient."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def forward(
 def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
     """The gradients of the slots wanted, each of its operand's dtype. Sums are in float32, always in the same order, rounded once.
 
-    The gradients of x and residual are one array. Without a cotangent of out, or with bias alone wanted, there is no norm to go through,
-    and it is XLA's code. The cotangent of out may be a tuple of arrays, whose sum it is.
+    The gradients of x and residual are one array. Without a cotangent of out, or if only the bias gradient is wanted, no norm is
+    involved, and XLA's code runs. The cotangent of out may be a tuple of arrays to be summed.
     """
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     terms = _terms(cts)
@@ -88,7 +88,7 @@ def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, 
 
 
 def _terms(cts: Named) -> tuple[Array, ...]:
-    """The arrays whose sum the cotangent of out is; none where there is none."""
+    """The addends of the cotangent of out; empty if there is no cotangent."""
     if "out" not in cts:
         return ()
     return cts["out"] if isinstance(cts["out"], tuple) else (cts["out"],)

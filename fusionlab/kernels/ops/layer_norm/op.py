@@ -44,13 +44,13 @@ class LayerNorm(NormOp):
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
-            "kernels of our own: one pass over memory forward, and one backward with every gradient and sum",
+            "FusionLab's own kernels: one pass over memory forward, and one backward with every gradient and sum",
             cuda,
             adds=True,
         ),
         "pallas": XLA.by_kernels(
             "pallas",
-            "one kernel in Pallas, of Mosaic GPU: one pass over memory, forward",
+            "one Pallas kernel, by Mosaic GPU: one pass over memory, forward only",
             pallas,
             roles=("call",),
         ),
@@ -110,9 +110,9 @@ class LayerNorm(NormOp):
         found = super().left(call, decisions)
         if found is None or call.device.platform != "cuda":
             return found
-        as_xla = "as an op of its own XLA's code was measured to take longer (benchmarks attention, encoder)"
+        as_xla = "XLA's code as a separate op was measured to take longer (benchmarks attention, encoder)"
         if call.device.arch not in choosing.MEASURED:
-            as_xla = "what XLA's code of an op of its own takes was not measured there either"
+            as_xla = "XLA's code as a separate op was not measured there either"
         return replace(found, reason=f"{found.reason}; and {as_xla}")
 
     def form(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> FusedForm | None:
@@ -176,28 +176,29 @@ def layer_norm(
     axis: int = -1,
     implementation: str | None = None,
 ) -> Array:
-    """LayerNorm or RMSNorm over one axis as one op, differentiable to any order, of x or of a sum that it adds up itself.
+    """LayerNorm or RMSNorm over one axis as one op, differentiable to any order, of x or of a sum that it computes itself.
 
-    s = round(x + shift + residual), or x where there are neither
-    kind "layer": (s - mean(s)) / sqrt(mean((s - mean(s))^2) + epsilon) * scale + bias
-    kind "rms":   s / sqrt(mean(s^2) + epsilon) * scale + bias
+        s = round(x + shift + residual), or x where there are neither
+        kind "layer": (s - mean(s)) / sqrt(mean((s - mean(s))^2) + epsilon) * scale + bias
+        kind "rms":   s / sqrt(mean(s^2) + epsilon) * scale + bias
 
     Args:
       x: rank 1 or more; N features at `axis`.
       scale, bias: N, or None.
-      shift: N, added to x before the norm (the bias of a product, say); or None.
+      shift: N, added to x before the norm (for example the bias of a product); or None.
       residual: of x's shape and dtype, added to x before the norm; or None.
       kind: "layer" or "rms".
       epsilon: added to the mean square, inside the root; a number, 0 or more.
-      axis: the axis that is normalised over.
-      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own (the last axis, up to 65,536 features, no
-        float64), "pallas" one of Mosaic GPU (x alone, up to 8,192 features; forward).
+      axis: the axis to normalise over.
+      implementation: None lets the op choose; "xla" is the plain jnp code, "cuda" FusionLab's own kernels (the last axis, up to
+        65,536 features, no float64), "pallas" a kernel by Mosaic GPU (only x, up to 8,192 features; forward).
 
     Returns:
       As x, in x's shape and dtype (float32, bfloat16, float16 or float64). Statistics and arithmetic are float32 (float64 for
       float64 x) and the result is rounded once; s is rounded once as well, to x's dtype, before its statistics are taken: the result is
       the norm of the s that `layer_norm_and_sum` gives. `scale`, `bias` and `shift` may have another dtype than x (float32 parameters of a
-      bfloat16 model), but none wider than the arithmetic. Differentiated, it keeps x (with a residual: s) and one or two statistics a row.
+      bfloat16 model), but none wider than the arithmetic. When differentiated, it keeps x (with a residual: s) and one or two
+      statistics per row.
 
     Raises:
       ArgumentError: a wrong rank, size, dtype, axis or epsilon; the message names the argument.

@@ -1,6 +1,6 @@
 """`layer_norm` forward by a kernel in Pallas (Mosaic GPU): each program, one warpgroup, normalises a row that it holds in registers.
 
-It needs neither CuPy nor a compiler beside JAX's own. The backward is the reference's.
+It needs neither CuPy nor a compiler other than JAX's own. The backward is the reference's.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ def refuses_device(device: Device) -> str | None:
     """Why the kernel cannot run on a device, or None."""
     if device.platform != "cuda":
         return f"needs a CUDA device, this is {device}"
-    return None if device.arch == ARCH else f"the kernel was tried on {ARCH} alone, this is {device.arch or device}"
+    return None if device.arch == ARCH else f"the kernel was tried only on {ARCH}, this is {device.arch or device}"
 
 
 def missing() -> str | None:
-    """What the kernel needs and is not here, or None."""
+    """The missing requirement of the kernel, or None."""
     here = importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu")
     return None if here else "this JAX has no Pallas for Mosaic GPU: install jax>=0.10"
 
 
 def why_taken(call: Call, found: ImplementationChoice) -> str:
-    """Why the kernel runs a call that it can run, in place of what was found for it; "" where that runs."""
+    """Why this kernel runs a call instead of the implementation chosen so far; "" if it does not."""
     x = call.shapes["x"]
     if found.kind is ChoiceKind.DEVICE and math.prod(x.shape) >= LEAST:
         return f"measured faster than XLA's code (benchmarks norms --each); the CUDA kernel cannot run: {found.reason}"

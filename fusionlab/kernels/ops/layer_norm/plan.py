@@ -23,7 +23,7 @@ COLUMNS_BLOCKS = 6  # of them, for each multiprocessor
 
 @dataclass(frozen=True)
 class NormLaunch:
-    """What all kernels of a call are told.
+    """The parameters that all kernels of a call share.
 
     Attributes:
       kind: "layer" or "rms".
@@ -81,7 +81,7 @@ def backward_passes(
       wanted: slots; not bias alone.
       ct_sum: whether the sum has a cotangent too.
       shifted: whether the shift is still to be added to what is read.
-      addends: of how many arrays the cotangent of out is the sum; more than one only where `adds_up` says so.
+      addends: of how many arrays the cotangent of out is the sum; more than one only if `adds_up` allows it.
 
     Returns:
       One pass, which reads `COTANGENTS`, "ct_sum", "x" (what was normalised, less the shift that is read), "shift", "scale", "mean",

@@ -116,7 +116,7 @@ def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Na
 
 
 def _moved(moving: Named, whole: Callable[[Array], Array]) -> Any:
-    """ds: the sum of the tangents of what is summed up before the norm; None where there are none."""
+    """ds: the sum of the tangents of what is summed up before the norm; None without any."""
     terms = [whole(moving[slot]) if slot == "shift" else moving[slot] for slot in SUMMANDS if slot in moving]
     return sum(terms[1:], terms[0]) if terms else None
 

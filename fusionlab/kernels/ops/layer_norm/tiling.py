@@ -107,7 +107,7 @@ def _lanes(units: int, most: int, each: tuple[int, ...]) -> int:
 
 
 def _until_added(addends: int, vec: int, vecs: int, groups: int, dtype: str) -> int:
-    """Registers of the arrays whose sum the cotangent is, beside the first: of more than two, those of two rows at a time."""
+    """Registers of the cotangent's addends after the first: of more than two, those of two rows at a time."""
     if addends == 1:
         return 0
     rows = 2 if addends > 2 or vec == 1 else 1

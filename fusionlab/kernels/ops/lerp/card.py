@@ -1,4 +1,4 @@
-"""What describes `lerp` in the lists of all ops."""
+"""The entry of `lerp` in the lists of all ops."""
 
 from __future__ import annotations
 

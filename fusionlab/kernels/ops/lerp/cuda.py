@@ -1,4 +1,4 @@
-"""`lerp` on a GPU by kernels of our own: one pass forward, and backward one over the cotangent, whatever is broadcast."""
+"""`lerp` on a GPU by FusionLab's own kernels: one pass forward, and one backward over the cotangent, whatever is broadcast."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[
 
 
 def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
-    """The gradients of the slots wanted, each of its operand's shape; `broadcast` says those of all three.
+    """The gradients of the slots wanted, each of its operand's shape; `broadcast` has the shapes of all three.
 
     Sums are accumulated in float32 (float64 for float64), always in the same order, and rounded once.
     """
@@ -54,7 +54,7 @@ def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named
 def run_passes(
     passes: Iterable[KernelPass], saved: Named, ct: Array, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Array]:
-    """What the passes make, by slot; `shapes` are those of x, y and w."""
+    """The results of the passes, by slot; `shapes` are those of x, y and w."""
     sums: dict[str, Array] = {}
     known = {**saved, "ct": ct}
     types = {slot: jax.ShapeDtypeStruct(shape, ct.dtype) for slot, shape in shapes.items()}

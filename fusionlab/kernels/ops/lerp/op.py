@@ -42,7 +42,7 @@ class Lerp(Op):
         "xla": XLA,
         "cuda": XLA.by_kernels(
             "cuda",
-            "kernels of our own: every gradient and sum of the backward in one pass over the cotangent",
+            "FusionLab's own kernels: every gradient and sum of the backward in one pass over the cotangent",
             cuda,
         ),
     }
@@ -65,7 +65,7 @@ class Lerp(Op):
     ) -> tuple[list[Array], dict[str, Any]] | None:
         """One more leading axis, of size 1 where neither an operand nor its tangent is batched.
 
-        A gradient has the whole batch, also that of an operand the batch shares. `broadcast` says one shape for an operand, its tangent and
+        A gradient has the whole batch, also that of an operand the batch shares. `broadcast` has one shape for an operand, its tangent and
         its gradient: one that is not batched but has one of these that is becomes a batch of the same.
         """
         size = batch_size(values, dims)
@@ -144,16 +144,16 @@ def lerp(x: Array, y: Array, w: Array | float, *, implementation: str | None = N
 
     Args:
       x, y, w: arrays of any ranks that broadcast against each other as NumPy's do; a Python number for w is taken in x's dtype.
-      implementation: None may choose; "xla" is the plain jnp code, "cuda" kernels of our own.
+      implementation: None lets the op choose; "xla" is the plain jnp code, "cuda" FusionLab's own kernels.
 
     Returns:
       Of the shape all three broadcast to, in their dtype (float32, bfloat16, float16 or float64; they must agree). Arithmetic is float32
-      (float64 for float64), rounded once. Differentiated it keeps w, and x and y where the gradient of w is wanted; each gradient is
-      computed only where it is asked for: dx = (1 - w) * ct, dy = w * ct, dw = (y - x) * ct, summed to its operand's shape in the
+      (float64 for float64), rounded once. When differentiated, it keeps w, and also x and y if the gradient of w is wanted; only
+      the wanted gradients are computed: dx = (1 - w) * ct, dy = w * ct, dw = (y - x) * ct, summed to its operand's shape in the
       arithmetic's dtype.
 
     Raises:
-      ArgumentError: shapes that do not broadcast, dtypes that differ or are no floats; the message names the argument.
+      ArgumentError: shapes that do not broadcast, dtypes that differ or are not floats; the message names the argument.
       UnknownNameError: no implementation has that name.
       BackendError: the named implementation cannot run this call here.
 

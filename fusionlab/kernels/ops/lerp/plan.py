@@ -208,7 +208,7 @@ def _axes_text(call: LanedPass, rows: Rows) -> str:
 
 
 def _axes_of_vectors(axes: tuple[BroadcastAxes, ...], reads: Sequence[str], vec: int) -> str:
-    """The axes as a kernel that goes vector by vector is told them: the last one has as many steps as vectors."""
+    """The axes for a kernel that goes vector by vector: the last one has as many steps as vectors."""
     texts = []
     for i, axis in enumerate(axes):
         inner = axes[i + 1 :]
@@ -254,7 +254,7 @@ def _flat(
 def _common(
     kind: int, dtype: str, most: int, vec: int, lanes: Sequence[str], grads: Sequence[str]
 ) -> dict[str, object]:
-    """What every kernel is told; `most`: elements of the largest array."""
+    """The parameters of every kernel; `most`: elements of the largest array."""
     on = ("ct", *lanes)
     return {
         "KIND": kind,

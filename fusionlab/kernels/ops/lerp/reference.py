@@ -20,7 +20,7 @@ Array = Any
 
 
 def forward(x: Array, y: Array, w: Array, *, residuals: bool, **_: Any) -> list[Array]:
-    """[out]; nothing is saved beside the operands."""
+    """[out]; nothing is saved except the operands."""
     start = wide(x)
     return [(start + wide(w) * (wide(y) - start)).astype(x.dtype)]
 

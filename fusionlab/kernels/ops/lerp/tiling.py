@@ -76,12 +76,12 @@ class LanedPass:
 
     @functools.cached_property
     def base_bytes(self) -> int:
-        """What every way to do it reads and writes."""
+        """The bytes that every tiling reads and writes."""
         return ITEM_BYTES[self.dtype] * (self.elements + sum(self.sizes[s] for s in (*self.reads, *self.grads)))
 
     @functools.cached_property
     def rows(self) -> tuple[tuple[BroadcastAxes, int], ...]:
-        """The axes beside the lanes, each with its number: what is left of the last one is one of them."""
+        """The axes other than the lanes, each with its number: the rest of the last one is one of them."""
         last = len(self.axes) - 1
         rows = [(BroadcastAxes(self.row_size(i), axis.slots), i) for i, axis in enumerate(self.axes)]
         return tuple(rows if rows[last][0].size > 1 else rows[:last])
@@ -184,7 +184,7 @@ class Tiling:
 
     @functools.cached_property
     def step_bytes(self) -> int:
-        """Shared memory that one step along q takes for sums over p, in two halves; 0 where there are none."""
+        """Shared memory that one step along q takes for sums over p, in two halves; 0 without sums."""
         words = [1 if self.sums_over[s][2] else self.call.vec for s in self.call.grads if self.passed_on(s)]
         return 2 * sum(words) * self.threads * self.rows_q * ITEM_BYTES[accumulator(self.call.dtype)]
 
@@ -299,7 +299,7 @@ class PartSum:
     size: int
 
     def __str__(self) -> str:
-        """As the kernel is told it."""
+        """As the kernel's parameters."""
         return f"{{{self.parts},{self.size},{self.width}}}"
 
     @property

@@ -1,4 +1,4 @@
-"""A matrix product with factors, a bias, an activation and a cast behind it; by which route it goes is said call by call."""
+"""A matrix product followed by factors, a bias, an activation and a cast; its route is chosen call by call."""
 
 from .op import MATMUL as MATMUL
 from .op import matmul as matmul

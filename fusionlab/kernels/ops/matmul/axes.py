@@ -16,7 +16,7 @@ def canonical(dimensions: Any) -> Dimensions:
     """As tuples of ints.
 
     Raises:
-      TypeError, ValueError: it is none.
+      TypeError, ValueError: they are not dimension numbers.
     """
     (lc, rc), (lb, rb) = (tuple(tuple(int(i) for i in axes) for axes in pair) for pair in dimensions)
     return ((lc, rc), (lb, rb))
@@ -59,7 +59,7 @@ class ProductAxes:
     def bias(self, shape: Sequence[int]) -> str:
         """Along what a bias of the result's rank runs: "columns", "rows", "nothing", "all" (rows and columns), or "batch".
 
-        Told by its axes, so that it is right where there are as many rows as columns.
+        Determined by its axes, so that it is right where there are as many rows as columns.
         """
         parts, at = [], 0
         for name, sizes in (("batch", self.batch), ("rows", self.rows), ("columns", self.columns)):

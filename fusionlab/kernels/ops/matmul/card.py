@@ -1,4 +1,4 @@
-"""What describes `matmul` in the lists of all ops."""
+"""The entry of `matmul` in the lists of all ops."""
 
 from ...op.card import CUBLASLT, CUDA, XLA, Card
 from ..gemm_epilogue.elementwise import SOURCE

@@ -1,4 +1,4 @@
-"""`matmul` by cuBLASLt: one call for the product and all that stands behind it.
+"""`matmul` by cuBLASLt: one call for the product and its epilogue.
 
 A bias along the columns is the epilogue's. One along the rows, or with a factor of its own, is the matrix C of beta C: it is written out
 in the shape of the result first, which costs writing and reading that once. The backward's products are XLA's.

@@ -26,13 +26,13 @@ Array = Any
 
 _ROWS = ("a", "d_a", "ct", "mask", "preactivation")  # operands with one entry for each row of a
 _BIASES = ("bias", "d_bias")
-XLA = Implementation.of_reference("the same product, and what stands behind it as jnp code", reference)
+XLA = Implementation.of_reference("the same product, and its epilogue as jnp code", reference)
 
 
 class Matmul(Op):
     """cast(act(alpha * (a . b) + beta * bias)); see `matmul` below for shapes and attributes.
 
-    Attributes beside those of `matmul`: `dimensions`, as of `jax.lax.dot_general`, for products of any axes; `product`, the dtype of
+    Further attributes than `matmul`'s: `dimensions`, as of `jax.lax.dot_general`, for products of any axes; `product`, the dtype of
     a . b, by default that of the operands.
     """
 
@@ -62,7 +62,7 @@ class Matmul(Op):
         ),
         "cuda": XLA.by_kernels(
             "cuda",
-            "XLA's product and one kernel of our own for bias and activation",
+            "XLA's product and one of FusionLab's own kernels for bias and activation",
             cuda,
             plain=False,
             roles=("call",),
@@ -138,7 +138,7 @@ class Matmul(Op):
         return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
 
     def routes(self, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> tuple[routes.Answer, ...]:
-        """What each route says of a call with these operands and attributes, as `prepare` gives them."""
+        """The answer of each route to a call with these operands and attributes, as `prepare` gives them."""
         measured = functools.partial(self.measured, Call("call", shapes, device, attrs))
         return routes.answers(measured, shapes, device, **attrs)
 
@@ -159,7 +159,7 @@ class Matmul(Op):
         return {"a": a, "b": b, **dict.fromkeys(("bias", "out", "mask", "preactivation"), result)}
 
     def summed_call(self, params: Mapping[str, Any]) -> SummedCall:
-        """The bare product of the parts; what stands behind it follows once it is summed."""
+        """The bare product of the parts; its epilogue follows once it is summed."""
         bare = {
             "activation": "none",
             "alpha": 1.0,
@@ -331,19 +331,20 @@ def matmul(
       bias: broadcasts to the result: N runs along the columns, M x 1 along the rows.
       alpha, beta: finite numbers.
       activation: a key of `ACTIVATIONS`, as for `gemm_epilogue`.
-      product: the dtype a @ b is given in, and alpha, bias and activation computed in; None for that of the operands.
+      product: the dtype of a @ b, in which alpha, bias and activation are computed; None for that of the operands.
       out: the dtype of the result; None for `product`.
       dimensions: as of `jax.lax.dot_general`; None for matrices.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      library: True: cuBLASLt where it can; False: never; None: where it was measured fastest.
-      implementation: None may choose; "xla" is the plain jnp code, "cublaslt" one library call, "cuda" XLA's product and our kernel.
-      return_residual: also return what backward saves: relu's mask (bool, h > 0), or h, in the dtype `product`.
+      library: True: cuBLASLt wherever it can run; False: never; None: where it was measured fastest.
+      implementation: None lets the op choose; "xla" is the plain jnp code, "cublaslt" one library call, "cuda" XLA's product and
+        FusionLab's kernel.
+      return_residual: also return the saved residual: relu's mask (bool, h > 0), or h, in the dtype `product`.
 
     Returns:
-      *B x M x N; with `return_residual`, `(out, residual)`.
+      *B x M x N in the dtype `out`; with `return_residual`, `(out, residual)`.
 
     Raises:
-      ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for where there is none; names the argument.
+      ArgumentError: shapes, dtypes or numbers that do not fit, or a residual asked for that does not exist; names the argument.
       UnknownNameError: no activation or implementation has that name.
       BackendError: the named implementation cannot run this call here.
 

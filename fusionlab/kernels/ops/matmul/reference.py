@@ -32,7 +32,7 @@ def forward(a: Array, b: Array, bias: Array | None = None, *, residuals: bool, *
 
 
 def epilogue(summed: Array, bias: Array | None, residuals: bool, **attrs: Any) -> list[Array]:
-    """What stands behind the product."""
+    """The epilogue of the product."""
     h = _scaled(summed, attrs["alpha"])
     if bias is not None:
         h = h + _scaled(bias.astype(h.dtype), attrs["beta"])

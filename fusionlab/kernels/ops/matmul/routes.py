@@ -1,4 +1,4 @@
-"""By which route a product goes, and why: a list of routes in order of priority, each of which says "I take it" or why not.
+"""The route of a product, and why: a list of routes in order of priority, each of which takes the product or explains why not.
 
 A route is asked what it supports first, which is plain arithmetic, and only then what was measured: on a device that a library knows
 nothing of, nobody asks the library.
@@ -53,7 +53,7 @@ ROUTES = (
 
 @dataclass(frozen=True, repr=False)
 class Answer(Shown):
-    """What a route said of a product.
+    """The answer of a route for a product.
 
     Attributes: `route`; `takes`; `code` ("" where it takes it, else a key of `errors.ROUTE_REASONS`); `sentence`.
     """
@@ -73,12 +73,12 @@ class Answer(Shown):
 def answers(
     measured: FindMeasured, shapes: Mapping[str, Any], device: Device, library: bool | None, **attrs: Any
 ) -> tuple[Answer, ...]:
-    """What each route says, in order, up to the one that takes the product.
+    """The answers of the routes, in order, up to the one that takes the product.
 
     Args:
-      measured: what was measured for the product, if anything was.
+      measured: the measurement of the product, if there is one.
       shapes: of a, b and bias, by name, with dtypes.
-      device: what it is to run on.
+      device: the device to run on.
       library: True: the library takes what it can; False: it takes nothing; None: it takes what it was measured fastest for.
       attrs: of the primitive.
     """
@@ -131,7 +131,7 @@ def _by_measurement(route: Route, found: Choice | None, device: Device) -> Answe
 
 
 def case(shapes: Mapping[str, Any], **attrs: Any) -> str:
-    """The product as text: all that its speed hangs on."""
+    """The product as text: all that its speed depends on."""
     dimensions, activation, is_biased = attrs["dimensions"], attrs["activation"], "bias" in shapes
     sizes = ProductAxes.of(shapes["a"].shape, shapes["b"].shape, dimensions)
     dtype = np.dtype(shapes["a"].dtype).name

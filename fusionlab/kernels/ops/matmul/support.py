@@ -1,4 +1,4 @@
-"""What each way to run a product takes: pure functions of a call and a device, which touch no library and no GPU.
+"""The products that each route can run: pure functions of a call and a device, which touch no library and no GPU.
 
 Limits: the cuBLAS documentation, cublasLtMatmul (table of supported types), cublasLtEpilogue_t and cublasLtMatrixLayoutAttribute_t.
 """
@@ -41,14 +41,14 @@ def library(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
     if "nvmath" in device.missing:
         return Reason("device", lt.NOT_INSTALLED)
     if attrs.get("role", "call") != "call":
-        return Reason("role", "of a backward the products stay XLA's")
+        return Reason("role", "the products of a backward stay XLA's")
     return (
         _types(shapes, **attrs) or _factors(shapes, **attrs) or _layout(shapes, **attrs) or _epilogue(shapes, **attrs)
     )
 
 
 def refuses_device(device: Device) -> Reason | None:
-    """Why nothing of ours runs on a device."""
+    """Why no kernel of FusionLab's runs on a device."""
     return _reason("device", refuses_compiled(device))
 
 
@@ -72,7 +72,7 @@ def _factors(shapes: Named, *, alpha: float, beta: float, product: str, **_: Any
     used = (alpha, beta) if "bias" in shapes else (alpha,)
     held = [float(np.asarray(factor).astype(kind)) for factor in used]
     if 0.0 in held:
-        return Reason("scale", "what it multiplies by a factor of 0 it does not read: NaN and infinities would be lost")
+        return Reason("scale", "it does not read an operand whose factor is 0: NaN and infinities would be lost")
     return None
 
 
@@ -89,7 +89,7 @@ def _layout(shapes: Named, *, dimensions: Any, **_: Any) -> Reason | None:
 
 
 def layouts(shapes: Named, dimensions: Any) -> tuple[Stored | None, Stored | None]:
-    """How the matrices of a and b stand in memory."""
+    """The layouts of the matrices of a and b in memory."""
     (lc, rc), (lb, rb) = dimensions
     pairs = sorted(zip(lc, rc, strict=True))  # in any order the sum is the same
     lc, rc = [i for i, _ in pairs], [i for _, i in pairs]
@@ -120,11 +120,11 @@ def _bias(shapes: Named, out: str) -> Reason | None:
 
 
 def kernel(shapes: Named, device: Device, **attrs: Any) -> Reason | None:
-    """Why XLA's product with a kernel of our own behind it cannot compute a call, or None."""
+    """Why XLA's product followed by one of FusionLab's own kernels cannot compute a call, or None."""
     if unable := refuses_device(device):
         return unable
     if attrs.get("role", "call") != "call":
-        return Reason("role", "of a backward the products and what stands before them stay XLA's")
+        return Reason("role", "the products of a backward, and what comes before them, stay XLA's")
     return _behind(shapes, **attrs)
 
 
@@ -141,5 +141,5 @@ def _behind(shapes: Named, *, activation: str, product: str, out: str, **attrs: 
             return Reason("bias", f"a bias along {along}: its kernels add one along the columns")
         dtype = np.dtype(shapes["bias"].dtype).name
         if dtype != out:
-            return Reason("bias", f"a bias of {dtype} beside a result of {out}: its kernels take one dtype")
+            return Reason("bias", f"a bias of {dtype} with a result of {out}: its kernels take one dtype")
     return None

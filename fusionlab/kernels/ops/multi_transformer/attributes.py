@@ -1,4 +1,4 @@
-"""What the attributes of a call of `multi_transformer` have to be: names and numbers, each with an error that names the attribute."""
+"""Checks of the attributes of a call of `multi_transformer`: names and numbers, each with an error that names the attribute."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def _turned(slots: Any) -> tuple[str, ...]:
 
 
 def checked_attributes(full: dict[str, Any]) -> dict[str, Any]:
-    """The attributes in canonical form, but for those that the operands have a part in.
+    """The attributes in canonical form, except those that depend on the operands.
 
     Raises:
-      ArgumentError: names the attribute, what it is and what was needed.
+      ArgumentError: names the attribute, its value and the allowed ones.
       UnknownNameError: there is no layout, norm, activation, cache or part of that name.
     """
     _check_choices(full)
@@ -63,13 +63,13 @@ def _check_part(full: Mapping[str, Any]) -> None:
         return
     if full["layers"] != 1:
         raise refused(
-            f"part is {part!r} of {full['layers']!r} layers, needed one: what comes between parts is not theirs"
+            f"part is {part!r} of {full['layers']!r} layers, needed one: the sum between two parts belongs to neither"
         )
     if part == "feed_forward":
         for name, none in (("cache", None), ("gives_keys", False), ("rotary", None)):
             if full[name] != none:
                 raise refused(
-                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it is of the attention"
+                    f"part is 'feed_forward', and {name} is {full[name]!r}; needed {none!r}: it belongs to the attention"
                 )
 
 
@@ -105,10 +105,10 @@ def _mask_value(value: Any) -> float:
 
 
 def scale_of(scale: Any, size: int) -> float:
-    """What multiplies the scores: as given, or 1/sqrt(size) for heads of this size.
+    """The factor of the scores: as given, or 1/sqrt(size) for heads of this size.
 
     Raises:
-      ArgumentError: it is no finite number known when tracing.
+      ArgumentError: it is not a finite number known when tracing.
     """
     if scale is None:
         return 1.0 / math.sqrt(size)

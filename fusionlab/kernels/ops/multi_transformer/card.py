@@ -1,4 +1,4 @@
-"""What describes `multi_transformer` in the lists of all ops."""
+"""The entry of `multi_transformer` in the lists of all ops."""
 
 from __future__ import annotations
 

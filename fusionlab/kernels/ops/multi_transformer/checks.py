@@ -1,4 +1,4 @@
-"""What the operands of a call of `multi_transformer` have to be: names, shapes and dtypes, each with an error that names the argument."""
+"""Checks of the operands of a call of `multi_transformer`: names, shapes and dtypes, each with an error that names the argument."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OF_ATTENTION = (*SHARED[1:], *PER_LAYER[:12], "cache_k", "cache_v")
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """The lengths of the axes of a call, by the letters of layer.py; `past` is what the caches hold along the sequence."""
+    """The lengths of the axes of a call, by the letters of layer.py; `past` is the length of the caches along the sequence."""
 
     b: int
     s: int
@@ -48,7 +48,7 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """The attributes in canonical form, and the size of a head with them.
 
     Raises:
-      ArgumentError: names the operand or attribute, what it is and what was needed.
+      ArgumentError: names the operand or attribute, its value and the allowed ones.
       UnknownNameError: there is no operand, layout, norm or activation of that name.
     """
     full = checked_attributes(full)
@@ -155,7 +155,7 @@ def _check_hidden(given: Mapping[str, Any], full: Mapping[str, Any]) -> None:
     ):
         raise refused(
             f"mask_value is {full['mask_value']:g}, which hides less than lengths and is_causal do; "
-            f"needed -inf, or all that is hidden in mask"
+            f"needed -inf, or a mask that hides all of it"
         )
 
 

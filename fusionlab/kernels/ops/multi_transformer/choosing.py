@@ -1,4 +1,4 @@
-"""Where the kernels of `multi_transformer` are taken: a rule of what was measured on an H200 (`python -m benchmarks decoding`)."""
+"""When the kernels of `multi_transformer` are chosen: a rule from measurements on an H200 (`python -m benchmarks decoding`)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool =
     """Why the pieces are preferred for a call; None where the kernels are."""
     if device.arch not in MEASURED:
         where = device.arch or "this architecture"
-        return f"the kernels were measured on {', '.join(MEASURED)} alone, not on {where} (implementation='cuda' takes them)"
+        return f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes them)"
     if residuals:
         return "they run only forward"
     rows, tokens, width = shapes["x"].shape
     if tokens != 1:
-        return f"{tokens} tokens a text, the kernels are for one"
+        return f"{tokens} tokens per text, the kernels are for one"
     least, most = WIDTHS
     if not least <= width <= most:
         return f"tokens of {width} features; the kernels were measured for {least} to {most}"
@@ -44,7 +44,7 @@ def _why_not_several(width: int, device: Device, attrs: Mapping[str, Any]) -> st
     if (device.units or 0) < BLOCKS:
         return f"needs {BLOCKS} multiprocessors, there are {device.units or 'none known'}"
     if not attrs["pre_norm"]:
-        return "has the norms ahead of the products"
+        return "needs the norms before the products"
     if attrs["heads"] * attrs["head_size"] > width:
-        return "was measured with heads of no more features together than a token has"
+        return "was measured only with heads that together have no more features than a token"
     return ""

@@ -1,4 +1,4 @@
-"""A transformer layer of parts: what `multi_transformer` computes, whichever way its parts are computed.
+"""A transformer layer made of parts: the computation of `multi_transformer`, however its parts are computed.
 
 Letters: B batch, S tokens of this call, T keys they attend to, Smax the size of a cache, E model width, H query heads, G key/value heads,
 D head size, F feed-forward width. Products, norms and the attention round to the dtype of x; parameters are cast to it. Softmax and
@@ -25,7 +25,7 @@ Weights = Mapping[str, Array]  # slot, without the layer's number -> array; abse
 
 @dataclass(frozen=True)
 class LayerOps:
-    """How the parts of a layer are computed: each takes what the op of that name does.
+    """The functions that compute a layer's parts: each takes the arguments of the op of that name.
 
     Attributes: `linear` (gemm_epilogue), `gated` (gated_matmul), `attention` (dot_product_attention), `norm` (layer_norm).
     """
@@ -38,7 +38,7 @@ class LayerOps:
 
 @dataclass(frozen=True)
 class LayerForm:
-    """The attributes that say what is computed, with their defaults; see `multi_transformer`."""
+    """The attributes that define the computation, with their defaults; see `multi_transformer`."""
 
     layers: int = 1
     heads: Any = None  # an int, as kv_heads and head_size, and scale a float, once they are checked
@@ -75,7 +75,7 @@ class LayerForm:
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a query sees: as the attention takes it."""
+    """The keys that a query sees, as the attention takes them."""
 
     bias: Array | None
     mask: Array | None
@@ -173,7 +173,7 @@ def _feed_forward(ops: LayerOps, x: Array, w: Weights, form: LayerForm) -> Array
 
 
 def _attend(ops: LayerOps, x: Array, w: Weights, sight: Sight, form: LayerForm) -> tuple[Array, list[Array]]:
-    """What the attention adds to x, and the layer's keys and values as they are given back."""
+    """The term that the attention adds to x, and the layer's keys and values in the form they are returned."""
     q, k, v = _queries_keys_values(ops, x, w, form)
     if form.rotary is not None:
         q, k = (rotated(a, w["cos"], w["sin"], form.rotary) for a in (q, k))
@@ -274,7 +274,7 @@ def _sight(given: Mapping[str, Array], form: LayerForm) -> Sight:
 
 
 def _by_position(given: Mapping[str, Array], form: LayerForm, causal: bool) -> Array | None:
-    """True where a key is seen for where it stands, [1|B, 1, 1|S, T]; None where all are."""
+    """True where the position of a key makes it visible, [1|B, 1, 1|S, T]; None if all keys are visible."""
     lengths = given.get("lengths")
     if not causal and lengths is None:
         return None
@@ -292,5 +292,5 @@ def _by_position(given: Mapping[str, Array], form: LayerForm, causal: bool) -> A
 
 
 def _column(rows: Array) -> Array:
-    """A number, or one for each of B, as it stands before scores [B, H, S, T]."""
+    """A number, or one for each of B, shaped to broadcast with scores [B, H, S, T]."""
     return rows.astype(jnp.int32).reshape(-1, 1, 1, 1)

@@ -56,11 +56,13 @@ class MultiTransformer(CompositeOp):
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": composite_implementation("xla", "norms, products and attention as jnp code", reference.forward),
         "composed": composite_implementation(
-            "composed", "of the project's attention, products and norms, each by what it chooses", composed.forward
+            "composed",
+            "FusionLab's attention, products and norms, each with the implementation it chooses",
+            composed.forward,
         ),
         "cuda": composite_implementation(
             "cuda",
-            "one token a text: own CUDA kernels, five a layer or one for all of them, caches in place",
+            "one token per text: FusionLab's own CUDA kernels, five per layer or one for all layers, caches updated in place",
             cuda.forward,
             cuda.refuses,
             opaque=True,

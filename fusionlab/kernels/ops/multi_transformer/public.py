@@ -50,42 +50,43 @@ def multi_transformer(
 ) -> Any:
     """A row of transformer layers as one op: one named node, made of fused attention, products and norms.
 
-    pre_norm:  a = x + attend(norm1(x)) @ out + out_bias;  y = a + mlp(norm2(a))
-    post-norm: a = norm1(x + attend(x) @ out + out_bias);  y = norm2(a + mlp(a))
+        pre_norm:  a = x + attend(norm1(x)) @ out + out_bias;  y = a + mlp(norm2(a))
+        post-norm: a = norm1(x + attend(x) @ out + out_bias);  y = norm2(a + mlp(a))
 
     Letters: B batch, S tokens of this call, E model width, H query heads, G key/value heads, D head size, Smax the size of a cache.
 
     Args:
-      x: [B, S, E].
-      layers: one `TransformerLayer`, or several, alike in form, that follow one another. They are read as they lie.
-      heads, kv_heads: H and G; None reads them off the weights, and what is given has to agree.
-      mask: [1|B, 1|H, 1|S, T], bool or an integer (a key is seen where it is not 0), or a float that is added to the scores. T are the
-        keys that are attended to: S; with a prefix of P tokens P + S; with a cache and a step Smax.
-      lengths: [B], how many of the S tokens are there in each row; the keys of the others are hidden, and what stands at them in y
-        means nothing.
-      cache: for each layer its keys and values (k, v), each [B, Smax, G, D]. Without a step they are filled from the start with those
-        of x ("prefill"); with a step those of x are written from there on and all up to them is attended to. Donated to a `jax.jit`
-        around the call they are updated where they are.
+      x: [B, S, E], of float32, bfloat16, float16 or float64, as the weights are.
+      layers: one `TransformerLayer`, or several of the same form, in order. They are read in place.
+      heads, kv_heads: H and G; None reads them from the weights; given values must agree with them.
+      mask: [1|B, 1|H, 1|S, T], bool or an integer (a key is seen where it is not 0), or a float that is added to the scores. T is
+        the number of keys attended to: S; with a prefix of P tokens P + S; with a cache and a step Smax.
+      lengths: [B], the number of real tokens among the S in each row; the keys of the others are hidden, and their entries in y
+        mean nothing.
+      cache: for each layer its keys and values (k, v), each [B, Smax, G, D]. Without a step they are filled from the start with
+        those of x ("prefill"); with a step those of x are written from there on, and the call attends to everything up to them. If
+        donated to a `jax.jit` around the call, they are updated in place.
       step: how many tokens the caches hold, an integer or one for each row, [B]. Where it is known when tracing, it is checked.
       prefix: for each layer keys and values (k, v) that come before those of x, each [B, P, G, D]; filled into the caches as well.
       rotary: (cos, sin), each [S, W] or [1|B, S, W], of the positions of the S tokens (`rotary_tables`): queries and keys are turned.
       rotary_dims: 1, one turn over W features of a head, or 2, one over each half of them.
-      is_causal: token i sees no key behind its own; None is True with a cache, else False.
+      is_causal: token i sees no key after its own; None is True with a cache, else False.
       pre_norm, norm ("layer" or "rms"), epsilon: one for both norms or a pair; None in the pair leaves that norm out.
       activation: as of `gemm_epilogue`; with a `gate` in the layers the feed-forward is act(h @ gate) * (h @ up).
       scale: multiplies the scores; None is 1/sqrt(D).
       precision: as for `jax.lax.dot_general`.
       cache_layout: "BSHD", or "BHSD" for caches and prefix with heads before tokens.
-      implementation: None or "composed" runs the project's own ops, "xla" plain jnp code; "cuda" one token a text of up to 16 texts by
-        CUDA kernels of its own, in bfloat16 or float16 on a GPU of sm_90 or sm_100, where it takes the call.
+      implementation: None or "composed" runs FusionLab's own ops, "xla" plain jnp code; "cuda" runs one token per text, for up to
+        16 texts, by FusionLab's own CUDA kernels, in bfloat16 or float16 on a GPU of sm_90 or sm_100, if it takes the call.
 
     Returns:
-      y [B, S, E] in x's dtype; with a cache (y, caches), the caches as they were given. Differentiated it is its pieces.
+      y [B, S, E] in x's dtype; with a cache (y, caches), the caches in the given form. When differentiated, it dissolves into its
+      pieces.
 
     Raises:
       ArgumentError: a wrong shape, dtype or number, a step of 0 or one that leaves no room; names the argument.
       UnknownNameError: no activation, norm or implementation has that name.
-      BackendError: the implementation that is named cannot run this call here; says why.
+      BackendError: the implementation that is named cannot run this call here; gives the reason.
 
     >>> import jax.numpy as jnp
     >>> layer = TransformerLayer(qkv=jnp.ones((4, 2, 3, 2)), out=jnp.ones((2, 2, 4)), up=jnp.ones((4, 8)), down=jnp.ones((8, 4)))
@@ -119,7 +120,7 @@ def multi_transformer(
 
 
 def _attributes_of(row: list[TransformerLayer]) -> dict[str, Any]:
-    """What the layers say by their form."""
+    """The attributes implied by the form of the layers."""
     if not row or not all(isinstance(layer, TransformerLayer) for layer in row):
         raise refused("layers has to be a TransformerLayer, or one or more of them in a sequence")
     forms = [(layer.layout, layer.gate is not None) for layer in row]

@@ -1,4 +1,5 @@
-"""The weights of a layer as its owner holds them, and the ways to lay them out: pure functions, which leave what they are given alone.
+"""The weights of a layer as the model holds them, and functions that lay them out: pure functions, which do not change their
+arguments.
 
 Letters: E model width, H query heads, G key/value heads, D head size, F feed-forward width; B batch, Smax the size of a cache.
 
@@ -32,15 +33,22 @@ ONE_ARRAY = LAYOUTS[1:]  # the layouts in which the three projections are one
 class TransformerLayer(Shown):
     """One layer's parameters, a pytree. Either q, k and v are given or qkv; biases and norms' parameters may be None.
 
+    Letters: E model width, H query heads, G key/value heads, D head size, F inner width of the feed-forward.
+
     Attributes:
       norm1_scale, norm1_bias: [E], of the attention's norm.
-      q, k, v: [E, H, D], [E, G, D], [E, G, D]; q_bias, k_bias, v_bias: [H, D], [G, D], [G, D].
-      qkv, qkv_bias: the three in one, [E, (H + 2 G) D] and [(H + 2 G) D], [E, H, 3, D] and [H, 3, D], or [3, H, D, E] and [3, H, D].
-      out, out_bias: [H, D, E], [E].
+      q: [E, H, D].
+      k, v: [E, G, D].
+      q_bias: [H, D].
+      k_bias, v_bias: [G, D].
+      qkv: the three in one: [E, (H + 2 G) D], [E, H, 3, D] or [3, H, D, E].
+      qkv_bias: likewise [(H + 2 G) D], [H, 3, D] or [3, H, D].
+      out: [H, D, E].
       norm2_scale, norm2_bias: [E], of the feed-forward's norm.
-      up, up_bias: [E, F], [F].
-      gate, gate_bias: [E, F], [F]; with a gate the feed-forward is act(h @ gate) * (h @ up).
-      down, down_bias: [F, E], [E].
+      up, gate: [E, F]; with a gate the feed-forward is act(h @ gate) * (h @ up).
+      up_bias, gate_bias: [F].
+      down: [F, E].
+      out_bias, down_bias: [E].
     """
 
     out: Array
@@ -74,7 +82,7 @@ class TransformerLayer(Shown):
         """How q, k and v are laid out.
 
         Raises:
-          ArgumentError: both or neither of q and qkv are given, or qkv is none of the forms.
+          ArgumentError: both or neither of q and qkv are given, or qkv is in none of the forms.
         """
         if (self.q is None) == (self.qkv is None):
             raise refused(f"q and qkv are {'both' if self.q is not None else 'neither'} given, needed one of them")
@@ -110,6 +118,9 @@ def pack_qkv(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: 
       heads: H.
       layout: "packed", "interleaved" or "concatenated".
 
+    Returns:
+      [3, H, D, E] for "packed", [E, H, 3, D] for "interleaved", [E, (H + 2 G) D] for "concatenated", in the dtype of q, k and v.
+
     Raises:
       ArgumentError: a shape that does not fit; names the argument. UnknownNameError: no layout has that name.
 
@@ -126,6 +137,14 @@ def unpack_qkv(
 ) -> tuple[Array, Array, Array]:
     """The three projections [E, H, D] (k and v [E, G, D]) of an array in one of the layouts; "concatenated" needs `heads`.
 
+    Args:
+      qkv: as `pack_qkv` returns it.
+      layout: "packed", "interleaved" or "concatenated".
+      heads, kv_heads: H and G, for "concatenated"; None for G is H.
+
+    Returns:
+      (q, k, v), in the dtype of `qkv`.
+
     Raises:
       ArgumentError: a shape that does not fit, or no heads where they are needed. UnknownNameError: no layout has that name.
     """
@@ -134,7 +153,11 @@ def unpack_qkv(
 
 @own_lines_hidden
 def pack_qkv_bias(q: Array, k: Array, v: Array, *, heads: int | None = None, layout: str = "packed") -> Array:
-    """As `pack_qkv`, of the biases [H, D] or [H D]: [3, H, D], [H, 3, D] or [(H + 2 G) D]."""
+    """As `pack_qkv`, of the biases [H, D] or [H D]: [3, H, D], [H, 3, D] or [(H + 2 G) D].
+
+    Raises:
+      ArgumentError, UnknownNameError: as `pack_qkv`.
+    """
     return _packed(_by_head(q, k, v, heads, 1), layout)
 
 
@@ -142,7 +165,11 @@ def pack_qkv_bias(q: Array, k: Array, v: Array, *, heads: int | None = None, lay
 def unpack_qkv_bias(
     bias: Array, *, layout: str = "packed", heads: int | None = None, kv_heads: int | None = None
 ) -> tuple[Array, Array, Array]:
-    """As `unpack_qkv`, of a bias: three of [H, D]."""
+    """As `unpack_qkv`, of a bias: three of [H, D] (k and v [G, D]).
+
+    Raises:
+      ArgumentError, UnknownNameError: as `unpack_qkv`.
+    """
     return _unpacked(bias, layout, heads, kv_heads, 0)
 
 
@@ -185,7 +212,7 @@ def _packed(by_head: tuple[Array, Array, Array], layout: str) -> Array:
 def _unpacked(
     qkv: Array, layout: str, heads: int | None, kv_heads: int | None, lead: int
 ) -> tuple[Array, Array, Array]:
-    """`lead`: how many axes there are beside heads, the three and D."""
+    """`lead`: how many axes there are apart from heads, the three and D."""
     check_name("multi_transformer qkv", layout, ONE_ARRAY)
     qkv = jnp.asarray(qkv)
     three = {"concatenated": None, "interleaved": lead + 1, "packed": 0}[layout]
@@ -213,6 +240,9 @@ def _split(qkv: Array, heads: int | None, kv_heads: int | None, lead: int) -> tu
 def pack_keys(keys: Array) -> Array:
     """Cached keys [B, Smax, H, D] as [B, H, D / x, Smax, x], with x the entries in 16 bytes (4 of float32, 8 of float16 and bfloat16).
 
+    Args:
+      keys: [B, Smax, H, D], of any dtype; the result has the same.
+
     Raises:
       ArgumentError: another rank, or a D that x does not divide.
     """
@@ -227,6 +257,9 @@ def pack_keys(keys: Array) -> Array:
 @own_lines_hidden
 def unpack_keys(packed: Array) -> Array:
     """The other way: [B, H, D / x, Smax, x] as [B, Smax, H, D].
+
+    Args:
+      packed: as `pack_keys` returns it; the result has its dtype.
 
     Raises:
       ArgumentError: another rank, or a last axis that is not x.

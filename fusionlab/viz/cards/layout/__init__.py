@@ -1,1 +1,1 @@
-"""What `plan` is made of: geometry (`picture`), widths of texts (`measure`), faces of cards, rows, lanes, pills, edges, opened cards."""
+"""The parts of `plan`: geometry (`picture`), widths of texts (`measure`), faces of cards, rows, lanes, pills, edges, opened cards."""

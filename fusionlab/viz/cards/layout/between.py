@@ -1,4 +1,4 @@
-"""What stands between a program and the same program with its sites fused: the bytes of each row on both sides."""
+"""The column between a program and the same program with its sites fused: the bytes of each row on both sides."""
 
 from __future__ import annotations
 

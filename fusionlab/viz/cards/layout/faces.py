@@ -1,4 +1,4 @@
-"""What is written in a closed card: title, numbers, a line for each pass, a cell for each part; and in a box of one line."""
+"""The text of a closed card: title, numbers, a line for each pass, a cell for each part; and of a box of one line."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _BOLD_FROM = 0.2
 
 @dataclass(frozen=True)
 class Scale:
-    """What shares are of: the program."""
+    """The whole that shares refer to: the program."""
 
     total: Amount
 
     @property
     def unit(self) -> str:
-        """What the second share is of: "time" where kernels were timed, else "bytes"."""
+        """The unit of the second share: "time" if kernels were timed, else "bytes"."""
         return "time" if self.total.seconds else "bytes"
 
     def counted(self, cost: Amount) -> tuple[float, float]:
@@ -44,7 +44,7 @@ class Scale:
         return operations, cost.seconds / self.total.seconds if self.total.seconds else moved
 
     def share(self, cost: Amount) -> float:
-        """The share that is said where there is room for one: of time or bytes."""
+        """The share that is shown if there is room for only one: of time or bytes."""
         return self.shares(cost)[1]
 
     def said(self, cost: Amount) -> str:
@@ -75,7 +75,7 @@ def height_of(card: Card, detail: int) -> float:
 
 
 def closed_face(card: Card, rect: Rect, scale: Scale, detail: int) -> tuple[Mark, ...]:
-    """What is written in a closed card."""
+    """The text of a closed card."""
     detail = says(card, detail)
     if detail == COMPACT:
         return tuple(_compact(card, rect, scale))
@@ -151,7 +151,7 @@ def _params(card: Card, rect: Rect, y: float) -> list[Mark]:
 
 
 def _narrow_head(card: Card, rect: Rect, scale: Scale, detail: int) -> list[Mark]:
-    """The prefix over the name; without a prefix the sites stand below the name, or where there are none the numbers."""
+    """The prefix above the name; without a prefix, the sites below the name, or if there are no sites, the numbers."""
     share = _share(card.cost, rect.right - PAD, rect.y + (16 if card.prefix else 18), scale, line=1)
     if share and share[0].rect.x - 8 < rect.x + PAD + text_width(card.prefix, 10):
         share = []
@@ -198,7 +198,7 @@ def _share(cost: Amount, right: float, y: float, scale: Scale, line: int) -> lis
 
 
 def chip_text(card: Card) -> str:
-    """What stands in the chip beside a name: how many, or how often it runs."""
+    """The text of the chip after a name: how many copies, or how often it runs."""
     if card.turns:
         return f"×{card.turns:,} turns" if card.turns > 0 else "a loop"
     return f"×{card.count:,}" if card.count > 1 else ""

@@ -42,7 +42,7 @@ def _natural(phases: Sequence[str], room: float, buses: Sequence[float]) -> tupl
 
 
 def spans_of(phases: Sequence[str], width: float, buses: Sequence[float], depths: Mapping[str, int]) -> list[Span]:
-    """Where each lane stands. `buses`: what vertical lines take between lanes; `depths`: how deep cards of a lane are open.
+    """The position of each lane. `buses`: the width of the vertical lines between lanes; `depths`: how deep cards of a lane are open.
 
     The first lane with an open card takes the width; those before it stay, so that the card stays where it is, those after it go to
     their narrow form. Where it does not get the least width then, the picture is wider than the pane.
@@ -102,7 +102,7 @@ _SIDES = {
 
 
 def _side_texts(overview: Overview, phase: str, span: Span, title: Text) -> list[Text]:
-    """What a side is, and the bytes of the whole program on it."""
+    """The name of a side, and the bytes of the whole program on it."""
     moved, turns = (overview.totals or {}).get(phase, Amount()).bytes, _turns(overview)
     total = Text(span.right - 12, TOP + 19, bytes_text(moved), TITLE, True, kind="lane-share", anchor="end")
     x = title.rect.right + 8
@@ -112,14 +112,14 @@ def _side_texts(overview: Overview, phase: str, span: Span, title: Text) -> list
 
 
 def _turns(overview: Overview) -> str:
-    """How often a program that is one loop runs what the lane shows."""
+    """How often a program that is one loop runs the content of the lane."""
     if not overview.turns:
         return ""
     return f"×{overview.turns:,} turns" if overview.turns > 0 else "in a loop, turns unknown"
 
 
 def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float], overview: Overview) -> list[Text]:
-    """What stands over the columns between lanes."""
+    """The headings of the columns between lanes."""
     heads: list[Text] = []
     if overview.is_beside:
         x = (spans[0].right + spans[1].x) / 2
@@ -138,9 +138,9 @@ def heads_of(phases: Sequence[str], spans: Sequence[Span], buses: Sequence[float
 
 
 _BESIDE_NOTES = (
-    "one row is the same work before and after · bars between: bytes of all copies, one scale · what XLA runs anyway stays",
-    "one row is the same work before and after · bars between: bytes of all copies, one scale",
-    "one row is the same work before and after",
+    "each row shows the same work before and after · bars between: bytes of all copies, one scale · parts that XLA runs anyway stay",
+    "each row shows the same work before and after · bars between: bytes of all copies, one scale",
+    "each row shows the same work before and after",
     "a row: the same work",
 )
 
@@ -148,7 +148,7 @@ _BESIDE_NOTES = (
 def legend_of(
     spans: Sequence[Span], y: float, backward: bool, mesh: str = "", beside: bool = False, unit: str = "bytes"
 ) -> list[Mark]:
-    """What forms, widths and bars mean, and the mesh that the program's work is spread over."""
+    """The meaning of shapes, widths and bars, and the mesh that the program is spread over."""
     marks: list[Mark] = []
     x, right = spans[0].x + 2, spans[-1].right - 2
     entries = [(s, word, False) for s, word in STATE_WORDS.items()]

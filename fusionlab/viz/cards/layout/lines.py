@@ -1,4 +1,4 @@
-"""Edges: straight between neighbours, in channels beside the cards where they skip some, level from lane to lane."""
+"""Edges: straight between neighbours, in channels next to the cards where they skip some, level from lane to lane."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def widths_of(edges: Iterable[Edge]) -> Widths:
 
 @dataclass(frozen=True)
 class Slot:
-    """What edges of a column begin and end at: a card, or a pill, whose own text says what flows (`plain`)."""
+    """The ends of a column's edges: a card, or a pill, whose own text names the value that flows (`plain`)."""
 
     id: str
     rect: Rect
@@ -163,7 +163,7 @@ def _label(edge: Edge, x: float, middle: float, right: float) -> tuple[Text, ...
 
 
 def spoken(edge: Edge) -> str:
-    """What an edge says when it is pointed at."""
+    """The tooltip of an edge."""
     values = f"{edge.values} values" if edge.values > 1 else edge.type
     kind = {"kept": "kept for the backward pass", "gradients": "gradients"}.get(edge.kind, "")
     return ", ".join(filter(None, (bytes_text(edge.bytes), values, kind)))
@@ -235,7 +235,7 @@ def _meeting(
 
 
 def bus_room(buses: Mapping[str, int]) -> float:
-    """What vertical lines take of the space between two lanes."""
+    """The width that vertical lines take between two lanes."""
     return 7.0 * (max(buses.values()) + 1) + 3 if buses else 0.0
 
 

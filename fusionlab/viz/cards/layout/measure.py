@@ -1,4 +1,4 @@
-"""How wide a text is, how it is cut to the room there is, and how amounts and shares are written."""
+"""Text: its width, how it is cut to the available room, and the formats of amounts and shares."""
 
 from __future__ import annotations
 

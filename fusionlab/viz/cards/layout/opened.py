@@ -33,7 +33,7 @@ _RUN = re.compile(r"^(.*?)[_\s\[]?(\d+) … (?:.*?[_\s])?(\d+)\]?$")
 
 @dataclass(frozen=True)
 class Inside:
-    """What is drawn of a card, the boxes that hold others first, and how high it is."""
+    """The drawing of a card, outer boxes first, and its height."""
 
     boxes: tuple[Box, ...]
     wires: tuple[Wire, ...]
@@ -42,7 +42,7 @@ class Inside:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What all cards of a picture are drawn with."""
+    """The common settings of all cards of a picture."""
 
     scale: Scale
     widths: Widths
@@ -128,7 +128,7 @@ def opened_inside(card: Card, x: float, y: float, width: float, drawing: Drawing
 def _parts(
     card: Card, edges: Sequence[Edge], x: float, y: float, width: float, drawing: Drawing, lane: str, level: int
 ) -> list[Inside]:
-    """What is in an opened card, from above; what it is the backward pass of is not said again."""
+    """The content of an opened card, from the top; the name of its forward part is not repeated."""
     linked = {frozenset((e.start, e.end)) for e in edges}
     parts: list[Inside] = []
     for before, child in zip((None, *card.inside), card.inside, strict=False):

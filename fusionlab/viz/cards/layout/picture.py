@@ -71,7 +71,7 @@ class Text:
 
     @property
     def rect(self) -> Rect:
-        """What its letters cover."""
+        """The rectangle that its letters cover."""
         left = self.x - self.width * {"start": 0, "middle": 0.5, "end": 1}[self.anchor]
         return Rect(left, self.y - 0.74 * self.size, self.width, 0.95 * self.size)
 
@@ -136,9 +136,9 @@ class Box:
       id, kind: the card's.
       rect: without the sheets behind it.
       state: "opened" or "closed" of what opens; the state of a site; else "".
-      level: how many opened cards it stands in.
+      level: how many opened cards contain it.
       lane: its phase.
-      label: one line that says it all.
+      label: one line that describes the card completely.
       marks: what is written and drawn in it.
       stack: whether two sheets stand behind it.
       line: whether it is one line high and has no ground but its own.
@@ -203,8 +203,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Picture:
-    """Everything that is drawn. `heads` are those of the columns between lanes; `legend` stands below; `between`: what
-    stands in these columns for each row."""
+    """Everything that is drawn. `heads` are those of the columns between lanes; `legend` is at the bottom; `between`: the content of
+    these columns for each row."""
 
     width: float
     height: float

@@ -28,7 +28,7 @@ class PillGroup:
 
 
 def pill_groups(overview: Overview) -> list[PillGroup]:
-    """An input stands in the first lane that reads it, a result in the last that makes it."""
+    """An input is drawn in the first lane that reads it, a result in the last lane that makes it."""
     lanes = {c.id: p for row in overview.rows for p, c in row.cards.items()}
     found: dict[tuple[str, str], list[Card]] = {}
     for card in (*overview.inputs, *overview.results):

@@ -1,4 +1,5 @@
-"""Which rows there are, how much their cards say and how far they stand apart, so that a program fits into the height of a pane."""
+"""The rows of a picture, the amount of text in their cards and the gaps between them, chosen so that a program fits a pane's
+height."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class Grid:
 
 
 def grid_of(overview: Overview, height: float, above: bool, below: bool, narrow: bool) -> Grid:
-    """The rows of a picture; `above` and `below`: whether pills stand there; `narrow`: titles have no room for sites beside them."""
+    """The rows of a picture; `above` and `below`: whether there are pills; `narrow`: titles have no room for sites after them."""
     rows = overview.rows
     scale = Scale(overview.total)
     shares = [_share(row, scale) for row in rows]
@@ -126,7 +127,7 @@ class _Fit:
 
 
 def gap_after(row: Row, gap: float) -> float:
-    """What is free below a row: sheets of a stack stand in it."""
+    """The gap below a row, which holds the sheets of a stack."""
     return max(gap, STACK_GAP) if is_stack(row) else gap
 
 

@@ -1,4 +1,4 @@
-"""Further lines in the box of a site: what it is of, why it is fused or stays."""
+"""Further lines in the box of a site: its operation, and why it is fused or stays."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`dot_product_attention` by cuDNN's fused attention, forward and backward, through JAX's own calls of it.
 
-What it takes is decided without a GPU. The limits are those that JAX and cuDNN state:
+Whether cuDNN takes a call is decided without a GPU. The limits are those that JAX and cuDNN state:
 https://docs.nvidia.com/deeplearning/cudnn/frontend/latest/operations/Attention.html and
 `jax._src.cudnn.fused_attention_stablehlo.check_is_flash_attention`.
 
@@ -10,7 +10,7 @@ backward would take each of its probabilities for 1. So a bias is taken only whe
 Its backward adds the parts of the query's gradient by atomics, unless it is asked for a deterministic algorithm, which JAX's call does
 not do (same page, "SDPA Backward"): a call that must give the same bits every time takes another backward.
 
-cuDNN knows of a mask only how many keys it leaves in a batch entry. Of a mask of keys, which is data, a small kernel says whether it is
+cuDNN knows of a mask only how many keys it leaves in a batch entry. For a mask of keys, which is data, a small kernel checks whether it is
 that (probe.py), and `lax.cond` takes cuDNN where it is and the kernels of cuda.py where it has a hole, or leaves an entry nothing. Any
 other mask is written out as a bias of 0 and of numbers so far below it that nothing is left of their weight, as jax.nn does it; where some
 query sees no key at all, the statistic would be such a number too, and the kernels of cuda.py run instead.
@@ -95,7 +95,7 @@ def _refuses_features(features: Collection[int], device: Device) -> str | None:
     for n in features:
         if n % 8 or n > most:
             where = f" on {device.arch}" if device.arch else ""
-            return f"{n} features a head: cuDNN's fused attention takes multiples of 8 up to {most}{where}"
+            return f"{n} features per head: cuDNN's fused attention takes multiples of 8 up to {most}{where}"
     return None
 
 
@@ -103,7 +103,7 @@ def _refuses_form(shapes: Mapping[str, Any], form: Settings) -> str | None:
     if not {"factors", "dropout_key"}.isdisjoint(form.present):
         return "factors on the probabilities: cuDNN's dropout has a seed fixed when compiling, never the caller's key"
     if "sink" in form.present:
-        return "a sink beside the scores, for which JAX's call of cuDNN has no operand"
+        return "a sink next to the scores, for which JAX's call of cuDNN has no operand"
     # JAX's call of cuDNN has no parameter for one.
     if form.softcap is not None:
         return "a softcap on the scores"
@@ -122,11 +122,13 @@ def _refuses_form(shapes: Mapping[str, Any], form: Settings) -> str | None:
 def _refuses_backward(form: Settings) -> str | None:
     """Of a call that keeps something for a backward, or of that backward."""
     if form.saves == "probabilities":
-        return "the probabilities are what is kept for the backward, which cuDNN never writes"
+        return "the probabilities are kept for the backward, and cuDNN never writes them"
     if form.keeps_rounded_off:
-        return "what the result was rounded by is kept for the backward, which cuDNN neither writes nor reads"
+        return "the rounding error of the result is kept for the backward, and cuDNN neither writes nor reads it"
     if form.deterministic and form.role != "call":
-        return "the same bits every time are asked for: cuDNN's backward adds to the gradient of the query by atomics"
+        return (
+            "the same bits in every run are required: cuDNN's backward adds to the gradient of the query with atomics"
+        )
     if form.role == "cotangent" and form.wanted == ("value",):
         return "the gradient of the value alone, for which the statistics suffice: cuDNN computes all three"
     return None
@@ -165,7 +167,7 @@ def _refuses_bias(shapes: Mapping[str, Any], form: Settings) -> str | None:
     if "mask" in form.present:
         return "a bias and a mask"
     if form.has_backward:
-        return "a bias with a backward: cuDNN keeps one statistic a row, too little for a row the bias masks"
+        return "a bias with a backward: cuDNN keeps one statistic per row, too little for a row the bias masks"
     bias, query = shapes["bias"], shapes["query"]
     if np.dtype(bias.dtype) != np.dtype(query.dtype):
         return f"a bias of dtype {np.dtype(bias.dtype).name}: it would be rounded to {np.dtype(query.dtype).name}"

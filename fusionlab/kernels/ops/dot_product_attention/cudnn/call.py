@@ -2,7 +2,7 @@
 
 The public `jax.nn.dot_product_attention(implementation="cudnn")` rounds the log of the sum to the operands' dtype and offers the backward
 only with its own forward. So the two primitives beneath it, in `jax._src.cudnn.fused_attention_stablehlo`, are bound here: those that
-stand for the custom calls themselves, since FusionLab says by itself how they are split among devices. `why_missing` compares them with
+represent the custom calls themselves, since FusionLab itself splits them among devices. `why_missing` compares them with
 what this file was written for; a test does so too.
 """
 
@@ -74,7 +74,7 @@ def forward(
 def backward(
     qkv: Sequence[Array], bias: Array | None, lengths: tuple[Array, Array] | None, form: Settings, *more: Array
 ) -> list[Array]:
-    """The gradients of query, key and value; arguments as for `forward`, beside what it gave (logsumexp, out) and the cotangent of out."""
+    """The gradients of query, key and value; arguments as for `forward`, then its results (logsumexp, out) and the cotangent of out."""
     return list(_bind("bwd", qkv, bias, lengths, form, *more)[:3])
 
 

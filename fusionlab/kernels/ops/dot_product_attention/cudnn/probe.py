@@ -1,4 +1,4 @@
-"""What a mask passed as data is: the lengths it stands for, and whether it stands for lengths at all.
+"""The meaning of a mask passed as data: its lengths, and whether it is a mask of lengths at all.
 
 A mask of keys, the same for every row of queries, that is a prefix is a padding mask, for which there are faster kernels; with a hole in
 it, it is not. Only its values tell, so this is asked on the device, once for each mask.
@@ -44,7 +44,7 @@ def lengths_of(mask: Array) -> tuple[Array, Array]:
 
 
 def lengths_on_cuda(mask: Array) -> tuple[Array, Array]:
-    """The same by one launch of our own kernel; to be called while a program is traced for a CUDA device."""
+    """The same by one launch of FusionLab's kernel; call it while a program is traced for a CUDA device."""
     _check(mask)
     *batch, keys = mask.shape
     rows = math.prod(batch)

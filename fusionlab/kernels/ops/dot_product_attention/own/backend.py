@@ -1,8 +1,9 @@
-"""`dot_product_attention` on a GPU by kernels of our own (attention.cu): any mask, bias and factors where they stand, in any precision.
+"""`dot_product_attention` on a GPU by FusionLab's own kernels (attention.cu): any mask, bias and factors, read in place, in any
+precision.
 
 The matrix of scores never exists, and no mask or bias is written out: one that broadcasts is read with strides of 0. Forward keeps the
-statistics that the blockwise form keeps too; backward is one kernel for the query's gradient and one for those of key and value, both
-without atomics, so the same bits every time.
+statistics that the blockwise form keeps too; backward is one kernel for the query's gradient and one for those of key and value,
+both without atomics, so with the same bits in every run.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _refuses_heads(slot: str, a: Any, layout: str) -> str | None:
     if math.prod(a.shape) == 0:
         return f"{slot} has shape {tuple(a.shape)}: there is nothing to compute"
     if size.features % 8 or size.features > tiles.MOST_FEATURES:
-        return f"{size.features} features a head: there are kernels for multiples of 8 up to {tiles.MOST_FEATURES}"
+        return f"{size.features} features per head: there are kernels for multiples of 8 up to {tiles.MOST_FEATURES}"
     if max(size.heads, math.prod(size.batch)) > tiles.MOST_BLOCKS:
         return (
             f"{slot} has more than {tiles.MOST_BLOCKS} heads or batch entries, the most that a grid has along one axis"
@@ -89,9 +90,9 @@ def _refuses_role(form: Settings) -> str | None:
     if form.role == "tangent":
         return "forward mode has no kernel"
     if form.saves == "probabilities" and form.has_backward:
-        return "the probabilities are what is kept for the backward, which these kernels never write"
+        return "the probabilities are kept for the backward, and these kernels never write them"
     if "sink" in form.present:
-        return "a sink beside the scores, which these kernels do not sum"
+        return "a sink next to the scores, which these kernels do not sum"
     unsummed = those(form.wanted, "bias", "factors") if form.role == "cotangent" else ()
     return f"the gradient of the {unsummed[0]}, which no kernel sums" if unsummed else None
 

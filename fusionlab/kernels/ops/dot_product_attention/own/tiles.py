@@ -42,7 +42,7 @@ class TiledAttention:
       batch, heads, queries, keys: sizes; `group` query heads share a head of key and value.
       features, value_features: of a head, multiples of 8 up to `MOST_FEATURES`.
       query, key, value, out: (batch, head, row) strides, in elements.
-      bias, mask, factors: their dtype and (batch, head, row, column) strides, 0 where it broadcasts; None where there is none.
+      bias, mask, factors: their dtype and (batch, head, row, column) strides, 0 where it broadcasts; None if absent.
       window: keys before and after a row's own that it sees; None: all (or with is_causal those before).
       terms: of a product of floats: 3 TF32 products or 1.
       dropout: the same strides among the entries that are drawn, where the factors are made of a key, with probability `keep` each;
@@ -197,7 +197,7 @@ def _two(stats: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _kind(call: TiledAttention) -> tuple[str, int, bool]:
-    """What tiles hang on."""
+    """The settings that tiles depend on."""
     return call.dtype, max(call.features, call.value_features), len(call.read) > 3 or call.softcap is not None
 
 

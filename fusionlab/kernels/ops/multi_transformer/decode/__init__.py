@@ -1,3 +1,3 @@
-"""The kernels for one token a text over caches. Read `backend` first (which calls they take), then `phased/` (five kernels a layer)
-and `persistent/` (all layers in one kernel). The headers here are what both include.
+"""The kernels for one token per text over caches. Read `backend` first (which calls they take), then `phased/` (five kernels per
+layer) and `persistent/` (all layers in one kernel). Both include the headers here.
 """

@@ -1,6 +1,7 @@
-"""`multi_transformer` for one token a text over caches, by our own kernels (decode.cu): all layers of a call in one launch plan.
+"""`multi_transformer` for one token per text over caches, by FusionLab's own kernels (decode.cu): all layers of a call in one launch
+plan.
 
-The caches are updated where they are. Texts of several tokens are for `composed`.
+The caches are updated in place. Texts of several tokens are for `composed`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def refuses_device(device: Device) -> str | None:
     if unable := refuses_compiled(device):
         return unable
     if device.arch and device.arch not in SOURCE.archs:
-        return f"{device.arch} is none of {', '.join(SOURCE.archs)}, which the kernels are written for"
+        return f"{device.arch} is not among {', '.join(SOURCE.archs)}, which the kernels are written for"
     return None
 
 
@@ -64,7 +65,7 @@ def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | No
 def _refuses_call(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> str | None:
     form = LayerForm.of(attrs)
     if form.cache != "write" or form.part is not None or shapes["x"].shape[1] != 1:
-        return f"its kernels decode: one token a text, cache='write', whole layers; {OTHERS}"
+        return f"its kernels decode: one token per text, cache='write', whole layers; {OTHERS}"
     if reason := refuses_shardings(shapes) or _refuses_dtypes(shapes):
         return reason
     if form.activation not in KERNEL_ACTIVATIONS:
@@ -118,7 +119,7 @@ def _refuses_dtypes(shapes: Mapping[str, Any]) -> str | None:
         return f"tokens of {dtype}: its products are of 16-bit numbers ({', '.join(CODES)}); {OTHERS}"
     for name, a in shapes.items():
         if name.partition(".")[0] in (*_WEIGHTS, *_CACHES) and np.dtype(a.dtype).name != dtype:
-            return f"{name} is {np.dtype(a.dtype).name}, tokens are {dtype}: it reads weights and caches as they lie; {OTHERS}"
+            return f"{name} is {np.dtype(a.dtype).name}, tokens are {dtype}: it reads weights and caches without conversion; {OTHERS}"
     return None
 
 
@@ -207,7 +208,8 @@ def _places(operands: Mapping[str, Param], results: Mapping[str, Param], layers:
 
 
 def row_of(shapes: Mapping[str, Any], form: LayerForm, parameters: bool) -> Row:
-    """What the kernels are compiled for, by the operands' shapes; `parameters`: whether the norms' are of the tokens' dtype."""
+    """The compile-time settings of the kernels, from the operands' shapes; `parameters`: whether the norms' are of the tokens'
+    dtype."""
     (rows, _, width), heads, size = shapes["x"].shape, form.heads, form.head_size
     between, hidden = heads * size, _feed_forward_width(shapes, form, 0)
     if form.qkv == "separate":

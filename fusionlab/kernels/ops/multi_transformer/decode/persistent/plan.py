@@ -129,7 +129,7 @@ def _products(row: Row) -> dict[str, ProductPhase]:
 
 
 def _beside(row: Row) -> int:
-    """Bytes of shared memory beside the ring."""
+    """Bytes of shared memory outside the ring."""
     tile = max(map(tile_of, _products(row).values()))
     normed = max(
         (_held(p, slice_of(row))[0] for p, norm in zip((row.qkv, row.up), row.norms, strict=True) if norm), default=0
@@ -155,7 +155,7 @@ def depth_of(row: Row) -> int:
 
 
 def takes(row: Row) -> bool:
-    """Whether the kernel is for such layers: norms ahead of the products, and room in shared memory for x beside a ring of some depth."""
+    """Whether the kernel is for such layers: norms before the products, and room in shared memory for x and a ring of some depth."""
     whole = [row.out, *(p for p, norm in zip((row.qkv, row.up), row.norms, strict=True) if norm)]
     fits = all(_is_kept(p, slice_of(row)) for p in whole)
     return row.pre_norm and fits and depth_of(row) * slice_of(row) >= _RING[0]

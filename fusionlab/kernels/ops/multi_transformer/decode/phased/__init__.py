@@ -1,3 +1,3 @@
-"""Five kernels a layer: `plan` says how `decode.cu` is compiled and launched; `project.cuh` has the products, `attend.cuh` the
+"""Five kernels per layer: `plan` compiles and launches `decode.cu`; `project.cuh` has the products, `attend.cuh` the
 attention.
 """

@@ -106,7 +106,7 @@ class ProductPhase:
         return replace(best, depth=max(1, min(own, fit)))
 
     def _cost(self, tile: ProductTile) -> float:
-        """Bytes that the busiest multiprocessor reads, and what short pieces and sums over blocks cost beside: factors and terms that put
+        """Bytes that the busiest multiprocessor reads, plus the cost of short pieces and of sums over blocks: factors and terms that put
         the tiles tried on an H200, at widths of 1024 and 4096, in their order; there is no record of those trials."""
         own = self.own(tile)
         wide = tile.step if self.turned else tile.columns // 2 if self.gated else tile.columns
@@ -186,12 +186,12 @@ class AttentionPhase:
 
 @dataclass(frozen=True)
 class Row:
-    """What the kernels are compiled for: all layers of a call alike.
+    """The compile-time settings of the kernels, the same for all layers of a call.
 
     Attributes:
       dtype: of x, weights and caches.
       parameters: whether the norms' parameters are of that dtype; else they are float32.
-      norms: of the attention and of the feed-forward, a key of `NORMS`, None where there is none; `epsilons`: theirs.
+      norms: of the attention and of the feed-forward, a key of `NORMS`, None without a norm; `epsilons`: theirs.
     """
 
     dtype: str

@@ -1,0 +1,218 @@
+"""Runs a program piece by piece in float64, and pulls cotangents back through it the same way.
+
+Between pieces a value is where it fits: results come to the host as they are made, and are let go of after their last use. Backwards,
+each piece is computed once more from what it read. Pieces that are the same program are compiled once: their lowered text decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+from .pieces import Literal, Loop, Piece, Program
+from .widen import PLAIN, Interpreter, Val, is_inexact, plain
+
+Told = Callable[[], Any]  # called before each piece; what it raises ends the run
+
+
+@dataclass(frozen=True, eq=False)
+class Tape:
+    """What was read on the way forward, for the way back: by item, a list of values, or the tapes of a loop's steps."""
+
+    program: Program
+    read: list[list[Val]]
+    steps: dict[int, list[list[Val]]]
+
+
+@dataclass(eq=False)
+class Stepwise:
+    """Runs programs in pieces.
+
+    Attributes:
+      interpreter: what an equation means in float64.
+      told: is called before each piece.
+    """
+
+    interpreter: Interpreter
+    told: Told = lambda: None
+    _compiled: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def forward(self, program: Program, args: Sequence[Val], taped: bool = False) -> tuple[list[Val], Tape]:
+        """The outputs of a program; with `taped` what `pull` needs instead, so that what only makes outputs is not run."""
+        values: dict[int, Val] = dict(zip(program.inputs, args, strict=True))
+        for number, const, aval in program.constants:
+            values[number] = self.interpreter.constant(const, aval)
+        tape = Tape(program, [], {})
+        for i, item in enumerate(program.items):
+            read = [self._value(values, n) for n in item.reads]
+            if taped:
+                tape.read.append(read)
+            if isinstance(item, Piece):
+                if taped and not program.read_later(i):
+                    continue
+                outs = self._run(item, read)
+            else:
+                outs, carried = self._loop(item, read)
+                if taped:
+                    tape.steps[i] = carried
+            values.update(zip(item.gives, outs, strict=True))
+            for n in program.done_with(i):
+                del values[n]
+        return [] if taped else [self._value(values, n) for n in program.outputs], tape
+
+    def pull(self, tape: Tape, cotangents: Sequence[Any], active: Sequence[bool]) -> list[Any]:
+        """The cotangents of the inputs that are `active`, None of the others and where nothing depends on one.
+
+        Args:
+          cotangents: of the outputs, float64; None for one that has none.
+        """
+        program = tape.program
+        depends = _dependent(program, active)
+        sums: dict[int, Any] = {}
+        for n, ct in zip(program.outputs, cotangents, strict=True):
+            _add(sums, n, ct, depends)
+        for i in reversed(range(len(program.items))):
+            item, read = program.items[i], tape.read[i]
+            cts = [sums.pop(n, None) for n in item.gives]
+            wanted = [
+                n in depends and v.kind == PLAIN and is_inexact(v.high.dtype)
+                for n, v in zip(item.reads, read, strict=True)
+            ]
+            if not any(wanted) or all(ct is None for ct in cts):
+                continue
+            if isinstance(item, Piece):
+                back = self._pull_piece(item, read, cts, wanted)
+            else:
+                back = self._pull_loop(item, read, tape.steps[i], cts, wanted)
+            for n, ct in zip(item.reads, back, strict=True):
+                _add(sums, n, ct, depends)
+        return [sums.get(n) if a else None for n, a in zip(program.inputs, active, strict=True)]
+
+    def _value(self, values: dict[int, Val], n: int | Literal) -> Val:
+        return self.interpreter.literal(n.value) if isinstance(n, Literal) else values[n]
+
+    # Pieces.
+
+    def _evaluated(self, piece: Piece, read: Sequence[Val]) -> list[Val]:
+        values = dict(zip(piece.reads, read, strict=True))
+        for step in piece.steps:
+            with step.eqn.ctx.manager:
+                outs = self.interpreter.equation(step.eqn, [self._value(values, n) for n in step.reads])
+            values.update(zip(step.gives, outs, strict=True))
+        return [values[n] for n in piece.gives]
+
+    def _run(self, piece: Piece, read: list[Val]) -> list[Val]:
+        return self._call(lambda *vals: self._evaluated(piece, vals), read)
+
+    def _pull_piece(self, piece: Piece, read: list[Val], cts: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        live = [i for i, ct in enumerate(cts) if ct is not None]
+
+        def back(vals: list[Val], cts: list[Any]) -> list[Any]:
+            def forward(floats: list[Any]) -> list[Any]:
+                rest = iter(floats)
+                full = [plain(next(rest)) if w else v for v, w in zip(vals, wanted, strict=True)]
+                outs = self._evaluated(piece, full)
+                return [outs[i].wide for i in live]
+
+            return jax.vjp(forward, [v.high for v, w in zip(vals, wanted, strict=True) if w])[1](cts)[0]
+
+        grads = iter(self._call(back, read, [cts[i] for i in live], one=True))
+        return [next(grads) if w else None for w in wanted]
+
+    def _call(self, fn: Callable[..., Any], *args: Any, one: bool = False) -> Any:
+        self.told()
+        given = args if one else tuple(args[0])
+        lowered = jax.jit(fn).lower(*given)
+        key = lowered.as_text(), jax.tree.structure(given), jax.tree.structure(lowered.out_info)
+        if key not in self._compiled:
+            self._compiled[key] = lowered.compile()
+        return jax.tree.map(on_host, self._compiled[key](*given))
+
+    # Loops.
+
+    def _loop(self, loop: Loop, read: list[Val]) -> tuple[list[Val], list[list[Val]]]:
+        """The outputs, and what each step was given."""
+        constants, carry, xs = _parts(loop, read)
+        carry, given, made = [plain(v.wide) for v in carry], [], {}
+        for t in loop.times:
+            given.append([*constants, *carry, *(_at(x, t) for x in xs)])
+            outs, _ = self.forward(loop.body, given[-1])
+            carry, made[t] = [plain(o.wide) for o in outs[: loop.carries]], outs[loop.carries :]
+        stacked = [_stacked([made[t][i] for t in range(loop.length)]) for i in range(len(loop.gives) - loop.carries)]
+        return [*carry, *stacked], given
+
+    def _pull_loop(
+        self, loop: Loop, read: list[Val], given: list[list[Val]], cts: Sequence[Any], wanted: Sequence[bool]
+    ) -> list[Any]:
+        n, m = loop.constants, loop.constants + loop.carries
+        carried = [v.kind == PLAIN and is_inexact(v.high.dtype) for v in given[0][n:m]]
+        active = [*wanted[:n], *carried, *wanted[m:]]
+        of_carry, of_constants = list(cts[: loop.carries]), [None] * n
+        of_xs: list[list[Any]] = [[None] * loop.length for _ in read[m:]]
+        for t, vals in reversed(list(zip(loop.times, given, strict=True))):
+            _, tape = self.forward(loop.body, vals, taped=True)
+            of_outs = [*of_carry, *(None if ct is None else ct[t] for ct in cts[loop.carries :])]
+            back = self.pull(tape, of_outs, active)
+            of_constants = [
+                a if b is None else b if a is None else a + b for a, b in zip(of_constants, back, strict=False)
+            ]
+            of_carry = back[n:m]
+            for x, ct in zip(of_xs, back[m:], strict=True):
+                x[t] = ct
+        stacked = [_cotangent(x, v) if w else None for x, v, w in zip(of_xs, read[m:], wanted[m:], strict=True)]
+        return [*of_constants, *(ct if w else None for ct, w in zip(of_carry, wanted[n:m], strict=True)), *stacked]
+
+
+def _parts(loop: Loop, read: Sequence[Val]) -> tuple[list[Val], list[Val], list[Val]]:
+    n, m = loop.constants, loop.constants + loop.carries
+    return list(read[:n]), list(read[n:m]), list(read[m:])
+
+
+def _at(value: Val, t: int) -> Val:
+    return jax.tree.map(lambda x: x[t], value)
+
+
+def _stacked(values: Sequence[Val]) -> Val:
+    def stack(*xs: Any) -> Any:
+        return jnp.stack(xs) if _is_key(xs[0]) else np.stack(xs)
+
+    return jax.tree.map(stack, *values)
+
+
+def _cotangent(steps: Sequence[Any], value: Val) -> Any:
+    """Of what a loop reads an entry of in each step; None where no entry has one."""
+    if all(ct is None for ct in steps):
+        return None
+    zero = np.zeros(np.shape(value.high)[1:], value.high.dtype)
+    return np.stack([zero if ct is None else ct for ct in steps])
+
+
+def _dependent(program: Program, active: Sequence[bool]) -> set[int | Literal]:
+    """The values that depend on an active input."""
+    found: set[int | Literal] = {n for n, a in zip(program.inputs, active, strict=True) if a}
+    for item in program.items:
+        if isinstance(item, Loop):
+            found |= set(item.gives) if found.intersection(n for n in item.reads if isinstance(n, int)) else set()
+            continue
+        for step in item.steps:
+            if any(n in found for n in step.reads if isinstance(n, int)):
+                found.update(step.gives)
+    return found
+
+
+def _add(sums: dict[int, Any], n: int | Literal, ct: Any, depends: set[int | Literal]) -> None:
+    if ct is not None and isinstance(n, int) and n in depends:
+        sums[n] = sums[n] + ct if n in sums else ct
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def on_host(x: Any) -> Any:
+    return x if _is_key(x) else np.asarray(x)
