@@ -8,12 +8,14 @@ from tests.docs.numbers import quoted, with_records, without_record
 from tests.docs.snippets import ROOT, lines_of, outputs, pages, pattern_of
 
 PAGES = {str(path.relative_to(ROOT)): path for path in pages()}
-# README's snippets run in tests/house/test_readme.py. Pages of >>> examples have tests of their own.
-WITH_SNIPPETS = [n for n, path in PAGES.items() if re.search(r"^```(python\n(?!>>>)|sh\n)", path.read_text(), re.M)]
+# README's snippets run in tests/house/test_readme.py. Pages of >>> examples, and those of frameworks, have tests of their own.
+ELSEWHERE = ("README.md", "docs/frameworks/")
+SNIPPET = re.compile(r"^```(python\n(?!>>>)|sh\n)", re.MULTILINE)
+WITH_SNIPPETS = [n for n, path in PAGES.items() if not n.startswith(ELSEWHERE) and SNIPPET.search(path.read_text())]
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("name", [n for n in WITH_SNIPPETS if n != "README.md"])
+@pytest.mark.parametrize("name", WITH_SNIPPETS)
 def test_the_snippets_of_a_page_run_and_print_what_it_shows(name):
     wrong = [shown.difference for shown in outputs(PAGES[name].read_text(encoding="utf-8")) if not shown.is_right]
     assert not wrong, "\n\n".join(wrong) + "\n\npython -m tests.docs.snippets --write writes them anew"
