@@ -38,7 +38,9 @@ def _drawable(cell: dict[str, Any]) -> None:
             width = output.get("metadata", {}).get("image/png", {}).get("width")
             if width:
                 options.setdefault("width", f"{width}px")
-        elif "fl-still" in "".join(data.get("text/html", "")):  # its style sheet hides it beside the explorer that is left out here
+        elif "fl-still" in "".join(
+            data.get("text/html", "")
+        ):  # its style sheet hides it beside the explorer that is left out here
             data["text/html"] = STYLE.sub("", "".join(data["text/html"]))
 
 
