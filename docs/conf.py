@@ -50,6 +50,7 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css"]
 html_show_sourcelink = False
 html_copy_source = False
+html_domain_indices = False  # the API pages list the modules
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0072b2", "color-brand-content": "#0072b2"},
     "dark_css_variables": {"color-brand-primary": "#56b4e9", "color-brand-content": "#56b4e9"},
@@ -58,6 +59,7 @@ html_theme_options = {
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 nb_execution_mode = "off"
+nb_merge_streams = True
 nb_ipywidgets_js = {}  # they would come from others' servers; the pages have pictures
 
 autodoc_member_order = "bysource"

@@ -26,7 +26,7 @@ class UnknownNameError(FusionLabError, ValueError):
 
 
 class BackendError(FusionLabError, RuntimeError):
-    """A named implementation cannot run this call here; the message says why."""
+    """A requested implementation cannot run this call here; the message gives the reason."""
 
 
 class MissingDependencyError(FusionLabError, ImportError):

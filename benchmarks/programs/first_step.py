@@ -13,6 +13,9 @@ is a process of its own that has imported everything and has the arguments on th
     compile  XLA, with the choice of kernels for matrix products on a GPU
     run      the first execution
 
+Each phase has the time of the clock and the processor time of all threads. On a machine that does other work at the same time the second is
+the one to quote.
+
 `cold` starts with empty folders. `kernels cached` keeps FusionLab's folder of compiled kernels (`FUSIONLAB_CACHE_DIR`), which is what a
 second process has without any setting; it is left out where no kernel is compiled. `all cached` keeps JAX's compilation cache
 (`jax_compilation_cache_dir`) as well.
@@ -47,23 +50,27 @@ SIZES = {
 
 
 class Clock:
-    """Seconds by phase. A phase inside another one is not counted for that one too."""
+    """Seconds by phase, of a clock. A phase inside another one is not counted for that one too."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self._inner: list[float] = []
+        self.processor_seconds = dict.fromkeys(PHASES, 0.0)
+        self._inner: list[tuple[float, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        self._inner.append(0.0)
-        start = time.perf_counter()
+        self._inner.append((0.0, 0.0))
+        start, processor = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            taken = time.perf_counter() - start
-            self.seconds[name] += taken - self._inner.pop()
+            taken, used = time.perf_counter() - start, time.process_time() - processor
+            inner, inner_used = self._inner.pop()
+            self.seconds[name] += taken - inner
+            self.processor_seconds[name] += used - inner_used
             if self._inner:
-                self._inner[-1] += taken
+                outer, outer_used = self._inner[-1]
+                self._inner[-1] = outer + taken, outer_used + used
 
     def around(self, owner: Any, attribute: str, name: str) -> None:
         """Counts each call of `owner.attribute` for a phase."""
@@ -141,6 +148,7 @@ def sample(version: str, layers: int, sizes: Mapping[str, int]) -> dict[str, Any
     counters = kernels.DEFAULT_CACHE.counters()
     return {
         "seconds": clock.seconds,
+        "processor_seconds": clock.processor_seconds,
         "cubins": {"found": counters.hits, "compiled": counters.misses},
         "launcher": "compiled" if ffi_call.LAUNCHER is not None else native.why_not() or "python",
         "load": os.getloadavg()[0],  # of the machine: on a busy one the times are those of the others, too
@@ -189,14 +197,24 @@ def measured(layers: int, sizes: Mapping[str, int], repeats: int) -> dict[str, d
     return {state: {v: samples for v, samples in versions.items() if samples} for state, versions in found.items()}
 
 
-def medians(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def medians(samples: Sequence[Mapping[str, Any]], clock: str = "seconds") -> dict[str, float]:
     """Median seconds of each phase, and of their sum."""
-    each = {phase: statistics.median(s["seconds"][phase] for s in samples) for phase in PHASES}
-    return each | {"sum": statistics.median(sum(s["seconds"].values()) for s in samples)}
+    each = {phase: statistics.median(s[clock][phase] for s in samples) for phase in PHASES}
+    return each | {"sum": statistics.median(sum(s[clock].values()) for s in samples)}
+
+
+def summed(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Samples of one version in one state of the caches, as a record has them."""
+    kept = ("seconds", "processor_seconds", "cubins", "launcher", "load")
+    return {
+        "median_s": medians(samples),
+        "processor_median_s": medians(samples, "processor_seconds"),
+        **{key: [s[key] for s in samples] for key in kept},
+    }
 
 
 def row(label: str, seconds: Mapping[str, float]) -> str:
-    return f"{label:32}" + "".join(f"{seconds[name]:9.2f}" for name in (*PHASES, "sum"))
+    return f"{label:40}" + "".join(f"{seconds[name]:9.2f}" for name in (*PHASES, "sum"))
 
 
 def _platform() -> str:
@@ -227,30 +245,30 @@ def main(argv: list[str]) -> int:
 
     platform = _platform()
     sizes = SIZES["cpu" if asked.quick or platform == "cpu" else "gpu"]
+    repeats = 1 if asked.quick else asked.repeats
+    layers_asked = " ".join(map(str, asked.layers))
     record: dict[str, Any] = {
         "benchmark": "first_step",
-        "command": " ".join(["python -m benchmarks first_step", *argv]),
+        "command": f"python -m benchmarks first_step --layers {layers_asked} --repeats {repeats}",
+        "sizes": sizes,
+        "programs": {},
     }
-    print(" " * 32 + "".join(f"{name:>9}" for name in (*PHASES, "sum")), file=sys.stderr)
-    programs: dict[str, Any] = {}
+    print(" " * 40 + "".join(f"{name:>9}" for name in (*PHASES, "sum")), file=sys.stderr)
     for layers in asked.layers:
-        found = measured(layers, sizes, 1 if asked.quick else asked.repeats)
+        found = measured(layers, sizes, repeats)
         record["environment"] = found["cold"]["fused"][0]["environment"]
-        programs[f"{layers} layers"] = {
-            state: {
-                version: {"median_s": medians(samples)}
-                | {key: [s[key] for s in samples] for key in ("seconds", "cubins", "launcher", "load")}
-                for version, samples in versions.items()
-            }
+        record["programs"][f"{layers} layers"] = {
+            state: {version: summed(samples) for version, samples in versions.items()}
             for state, versions in found.items()
         }
-        for state, versions in programs[f"{layers} layers"].items():
+        for state, versions in record["programs"][f"{layers} layers"].items():
             for version, one in versions.items():
-                print(row(f"{layers} layers, {state}, {version}", one["median_s"]), file=sys.stderr)
-    record |= {"sizes": sizes, "programs": programs}
+                label = f"{layers} layers, {state}, {version}"
+                print(row(label, one["median_s"]), file=sys.stderr)
+                print(row(f"{label}, processor", one["processor_median_s"]), file=sys.stderr)
+        if asked.output is not None:  # after each, since all take long
+            asked.output.parent.mkdir(parents=True, exist_ok=True)
+            save_json(asked.output, record)
     if asked.json:
         print(to_json(record))
-    if asked.output is not None:
-        asked.output.parent.mkdir(parents=True, exist_ok=True)
-        save_json(asked.output, record)
     return 0

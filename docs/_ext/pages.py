@@ -47,8 +47,12 @@ def _drawable(cell: dict[str, Any]) -> None:
 def write_root_files(folder: Path) -> None:
     """What stands in the repository's root for those who look there first; its links are rewritten with all others."""
     for name, page in ROOT_FILES.items():
-        if (ROOT / name).exists():
-            (folder / page).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+        text = (
+            (ROOT / name).read_text(encoding="utf-8")
+            if (ROOT / name).exists()
+            else f"# {name.partition('.')[0].capitalize()}\n"
+        )
+        (folder / page).write_text(text, encoding="utf-8")
 
 
 def write_placeholders(folder: Path) -> None:

@@ -26,7 +26,11 @@ PAGES = {
     "CHANGELOG.md": "generated/changelog.md",
     "CONTRIBUTING.md": "generated/contributing.md",
 }
-LINK = re.compile(r"(?<!`)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(
+    r"\[(?P<text>(?:[^\[\]]|\[[^\[\]]*\])*)\]"  # a picture may stand in it
+    r"\((?!\w+:|#)(?P<to>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
+)
+INDEXES = ("index.md", "__init__.py", "README.md")  # what a link to a folder leads to
 SCHEME = "fusionlab-source:"
 MOST_CHARACTERS = 300_000  # of a file that is shown as a page; a larger one is downloaded
 
@@ -37,22 +41,20 @@ def _rewritten(docname: str, text: str) -> str:
     read_from = ROOT if f"{docname}.md" in PAGES.values() and docname != "index" else page.parent
 
     def replaced(found: re.Match[str]) -> str:
-        path = Path(os.path.normpath(read_from / found[1]))
+        path = Path(os.path.normpath(read_from / found["to"]))
         if not path.is_relative_to(ROOT) or not path.exists():
             return found[0]
         inside = path.relative_to(ROOT).as_posix()
         if path.is_dir():
-            index = next(
-                (path / name for name in ("index.md", "__init__.py", "README.md") if (path / name).exists()), None
-            )
-            if index is None:
-                return f"]({found[1]})" if read_from == page.parent else found[0]
-            path = index
+            path = next((path / name for name in INDEXES if (path / name).exists()), path)
+            if path.is_dir():
+                return found["text"]
         elif inside in PAGES:
             path = DOCS / PAGES[inside]
         elif path.suffix == ".ipynb" and path.parent == ROOT / "notebooks":
             path = DOCS / "generated" / "notebooks" / path.name
-        return f"]({Path(os.path.relpath(path, page.parent)).as_posix()}{found[2] or ''})"
+        to = Path(os.path.relpath(path, page.parent)).as_posix()
+        return f"[{found['text']}]({to}{found['anchor'] or ''})"
 
     return LINK.sub(replaced, text)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+_WIDTH = 90  # of a line of code on a page
 
 
 def text_of(*blocks: str) -> str:
@@ -22,6 +24,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def code(text: str, language: str = "") -> str:
     return f"```{language}\n{text.rstrip()}\n```"
+
+
+def printed(text: str) -> str:
+    """What a program prints, with its long lines wrapped."""
+    return code("\n".join(map(_wrapped, text.splitlines())), "text")
+
+
+def _wrapped(line: str) -> str:
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def bullets(sentences: Iterable[str]) -> str:

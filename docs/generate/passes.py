@@ -13,7 +13,7 @@ from fusionlab.fusers.engine.base import COMMON_CODES
 from fusionlab.kernels import OPS
 
 from .examples import example
-from .markdown import bullets, code, literal, plain, table, text_of
+from .markdown import bullets, code, literal, plain, printed, table, text_of
 from .performance import tables_about
 from .records import CARDS, NONE
 
@@ -97,7 +97,7 @@ def _page(pass_: Pass, page: Path) -> str:
         "## Example",
         code(shown.text, "python"),
         "prints",
-        code(shown.printed, "text"),
+        printed(shown.printed),
         "## What it declines",
         _codes(pass_.codes) if pass_.codes else "",
         f"{'It can also give' if pass_.codes else 'It gives'} the codes that [every pass may give](#common-codes).",

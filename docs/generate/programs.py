@@ -20,6 +20,7 @@ import numpy as np
 from .inline import Inlining
 
 NAME = "program.py"
+_LONG = 86  # characters of a line that a page shows as a whole
 _HEAD = {
     "jax": "import jax",
     "jnp": "import jax.numpy as jnp",
@@ -91,6 +92,7 @@ def as_function(node: ast.expr | ast.FunctionDef, name: str, module: ast.Module 
     plain = _bare(node, module)
     if isinstance(plain, ast.FunctionDef):
         plain.name = name
+        plain.body[-1:] = _short(plain.body[-1], {n.id for n in ast.walk(plain) if isinstance(n, ast.Name)})
         return written(plain).splitlines()
     if isinstance(plain, ast.Lambda):
         lines = [f"    {written(line)}" for line in _steps(plain)]
@@ -111,7 +113,43 @@ def _steps(function: ast.Lambda) -> list[ast.stmt]:
         if param.arg not in {a.arg for a in function.args.args}:
             first = ast.Assign([ast.Name(param.arg)], called.args[0], lineno=1)
             return [first, ast.Return(called.func.body)]
-    return [ast.Return(called)]
+    return _short(ast.Return(called), {n.id for n in ast.walk(function) if isinstance(n, ast.Name)})
+
+
+def _short(statement: ast.stmt, taken: set[str]) -> list[ast.stmt]:
+    """A statement that returns; where its line is long, in two steps of which the longer is as short as can be."""
+    if not isinstance(statement, ast.Return) or len(written(statement)) <= _LONG:
+        return [statement]
+    name = next(name for name in "shy" if name not in taken)
+    splits = [_split(statement, i, name) for i in _movable(statement)]
+    return min(splits, key=lambda steps: max(len(written(step)) for step in steps), default=[statement])
+
+
+def _movable(statement: ast.Return) -> list[int]:
+    """The expressions inside a statement, by their place in a walk, that are not inside a lambda of it."""
+    inside = {id(n) for f in ast.walk(statement) if isinstance(f, ast.Lambda) for n in ast.walk(f)}
+    nodes = enumerate(ast.walk(statement))
+    return [
+        i for i, n in nodes if isinstance(n, ast.Call | ast.BinOp) and n is not statement.value and id(n) not in inside
+    ]
+
+
+def _split(statement: ast.Return, place: int, name: str) -> list[ast.stmt]:
+    """The expression at a place of the walk by itself, and the statement with its name there."""
+    rest = copy.deepcopy(statement)
+    moved = list(ast.walk(rest))[place]
+    first = ast.Assign([ast.Name(name)], copy.deepcopy(moved), lineno=1)  # type: ignore[arg-type]
+    return [first, _Replacing(moved, ast.Name(name)).visit(rest)]
+
+
+class _Replacing(ast.NodeTransformer):
+    """Another node in the place of one."""
+
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.new if node is self.old else super().visit(node)
 
 
 def _bare(node: Any, module: ast.Module | None = None) -> Any:

@@ -103,6 +103,11 @@ def duration(value: float) -> str:
     return _together(seconds(value).replace(" us", " µs"))
 
 
+def _memory(size: float) -> str:
+    """As reports write it, but for what has more than a gibibyte."""
+    return _together(f"{size / 2**30:.1f} GiB" if size >= 2**30 else mebibytes(size))
+
+
 def _together(quantity: str) -> str:
     """A quantity whose unit stays in the line of its number."""
     return quantity.replace(" ", "\N{NO-BREAK SPACE}")
@@ -112,11 +117,13 @@ def cell(value: Any) -> str:
     """A measurement of a record, for a table: a time, a number of seconds, samples of either, or the memory of a program."""
     if value is None:
         return NONE
+    if isinstance(value, int):  # bytes; times are no whole numbers
+        return _memory(value)
     if isinstance(value, Mapping):
-        return _together(mebibytes(value["temp"])) if "temp" in value else duration(value["median_s"])
+        return _memory(value["temp"]) if "temp" in value else duration(value["median_s"])
     if isinstance(value, Sequence):
         if isinstance(value[0], Mapping):
-            return _together(mebibytes(statistics.median(sample["growth_bytes"] for sample in value)))
+            return _memory(statistics.median(sample["growth_bytes"] for sample in value))
         return duration(statistics.median(value))
     return duration(value)
 
@@ -139,14 +146,15 @@ def ratio(before: Any, after: Any, name: str) -> str:
         return NONE
     if isinstance(after, Mapping) and after.get("ratio_to") == name:
         return _with_interval(after["ratio"], after["interval"])
-    sampled = _samples(before), _samples(after)
-    if sampled[0] and sampled[1]:
-        medians = statistics.median(sampled[0]), statistics.median(sampled[1])
-        return _with_interval(medians[0] / medians[1], ratio_interval(*sampled))
+    first, last = _samples(before), _samples(after)
+    if first and last:
+        return _with_interval(statistics.median(first) / statistics.median(last), ratio_interval(first, last))
     return f"{_bytes(before) / _bytes(after):.2f}x"
 
 
 def _bytes(value: Any) -> float:
+    if isinstance(value, int):
+        return value
     return (
         value["temp"] if isinstance(value, Mapping) else statistics.median(sample["growth_bytes"] for sample in value)
     )

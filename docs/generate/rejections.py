@@ -12,7 +12,7 @@ from fusionlab.errors import REJECTIONS, ROUTE_REASONS
 from fusionlab.fusers.engine.base import COMMON_CODES
 
 from .by_hand import WITHOUT, programs
-from .markdown import code, literal, plain, table, text_of
+from .markdown import code, literal, plain, printed, table, text_of
 from .near import NearMiss, near_misses
 from .programs import Program, run
 
@@ -40,7 +40,7 @@ def _page() -> str:
         "A place that looks like a site of a pass but is not one is declined: with a code, a sentence that names the place and the reason, "
         "the source line, and the edit that would make it match if there is one. `print(fl.find(fn, *args))` lists them; "
         '`found.rejections` has them as objects, and `found.explain("%12")` explains one node.',
-        "Each program below was run when this page was generated.",
+        "Each program below was run when this page was generated; long lines of output are wrapped.",
         table(
             ["code", "meaning"],
             ([f"[{name}](#rejection-{name})", plain(meaning)] for name, meaning in REJECTIONS.items()),
@@ -52,7 +52,7 @@ def _page() -> str:
         table(["code", "meaning"], ([literal(name), plain(meaning)] for name, meaning in ROUTE_REASONS.items())),
         code(routes.text, "python"),
         "prints",
-        code(routes.printed, "text"),
+        printed(routes.printed),
     )
 
 
@@ -97,9 +97,9 @@ def _near(near: NearMiss) -> Iterator[str]:
     if repaired is not None:
         yield "With the edit it matches:"
         yield code(repaired.text, "python")
-        yield code(repaired.printed, "text")
+        yield printed(repaired.printed)
 
 
 def _shown(program: Program) -> Iterator[str]:
     yield code(program.text, "python")
-    yield code(program.printed, "text")
+    yield printed(program.printed)

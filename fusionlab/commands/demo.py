@@ -49,7 +49,7 @@ def transformer_block(params: Any, x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Demo(Shown):
-    """What the demo found and measured; prints as a short table.
+    """The findings and measurements of the demo; prints as a short table.
 
     Attributes:
       size: sequence length.

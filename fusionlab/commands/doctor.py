@@ -131,7 +131,7 @@ def _need_line(need: Need) -> str:
 
 
 def _facts(device: Device) -> Iterator[str]:
-    """What is known of a device beyond its name, in words."""
+    """The facts about a device beyond its name, in words."""
     if device.memory is not None:
         yield f"{device.memory / 2**30:.1f} GiB"
     libraries = {
@@ -208,13 +208,14 @@ def _abilities(device: Device, needs: tuple[Need, ...]) -> tuple[Ability, ...]:
 
 
 def _backends(device: Device) -> Iterator[Ability]:
-    """Those of all ops: ready where nothing is needed, or JAX sees a CUDA GPU and nothing is missing; else with everything that is."""
+    """The backends of all ops: ready if nothing is needed, or JAX sees a CUDA GPU and nothing is missing; else with the missing
+    parts."""
     for one in sorted({r for card in CARDS for r in card.requirements}, key=lambda r: r.order):
         needs = []
         if one.missing is not None:
             needs += [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
             needs += [reason for missing in one.missing if (reason := missing()) is not None]
-        yield Ability(f"backend {one.name}", not needs, f"needs {'; '.join(needs)}" if needs else one.ability)
+        yield Ability(f"backend {one.name}", not needs, '; '.join(needs) if needs else one.ability)
 
 
 def _launcher() -> Ability:

@@ -246,7 +246,7 @@ class SiteShares(Shown):
 
     @property
     def saved_s(self) -> float:
-        """By all of them together."""
+        """Seconds saved by all of them together."""
         return self.unfused.median_s - self.fused.median_s
 
     @property

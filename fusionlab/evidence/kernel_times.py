@@ -84,7 +84,7 @@ class KernelTimes(Shown):
 
     @property
     def sum_s(self) -> float:
-        """Of the medians: without the gaps between kernels."""
+        """Sum of the medians, without the gaps between kernels."""
         return sum(k.median_s for k in self.kernels)
 
     def __str__(self) -> str:

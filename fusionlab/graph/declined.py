@@ -1,4 +1,4 @@
-"""The one way to decline: whoever sees that a place is not what it was looked at as raises it, and the search catches it."""
+"""The exception for declining a place: raised where a condition of a site fails, and caught by the search."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class Declined(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """A place is none that can be replaced. Its line of origin is where it is raised.
+    """A place cannot be replaced. Its line of origin is where this is raised.
 
     Attributes:
-      sentence: why not.
+      sentence: the reason.
       code: a key of `fusionlab.errors.REJECTIONS`.
-      nodes: the guilty nodes; those of the place itself where there are none.
+      nodes: the guilty nodes; empty for those of the place itself.
       edit: the source edit that would help, or None.
-      progress: how far the place was understood, as (matched, total); None where that is all of it.
-      rejection: all that is to be said of the place, where who raises it has it already.
+      progress: how far the place was understood, as (matched, total); None if completely.
+      rejection: the complete rejection, if the raising code already has it.
     """
 
     def __init__(

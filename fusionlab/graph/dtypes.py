@@ -1,4 +1,4 @@
-"""What is asked of dtypes in every room."""
+"""Facts about dtypes that the whole package needs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether a dtype is a floating one (numpy's `kind` does not tell ml_dtypes' floats from its narrow integers)."""
+    """Whether a dtype is a floating one (numpy's `kind` does not distinguish ml_dtypes' floats from its narrow integers)."""
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def arithmetic_dtype(dtype: Any) -> Any:
-    """The dtype of arithmetic, statistics and sums where a fused op's operands and results are of `dtype`: float32 or wider."""
+    """The dtype of arithmetic, statistics and sums of a fused op with operands and results of `dtype`: float32 or wider."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -1,4 +1,4 @@
-"""What differs between jax 0.10, 0.11 and 0.12, in one file.
+"""The differences between jax 0.10, 0.11 and 0.12, in one file.
 
 0.10 has `Jaxpr` (open, constants as variables) and `ClosedJaxpr`; from 0.11 they are one class. `jax.extend.core.ClosedJaxpr`
 exists in all three and constructs the right thing; never test with isinstance, only by attributes.
@@ -43,7 +43,7 @@ def variables_read(eqns: Iterable[Any], outvars: Iterable[Any]) -> list:
 
 
 def variable_like(var: Any) -> Any:
-    """A new variable of the same type. Of an object that may change (hijax) its binder tells more: its state before and after."""
+    """A new variable of the same type. The binder of a mutable object (hijax) holds more: its state before and after."""
     state = {name: found for name in ("initial_qdd", "final_qdd") if (found := getattr(var, name, None)) is not None}
     return jex_core.Var(var.aval, **state)
 
@@ -118,38 +118,38 @@ def _scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
 
 
 def scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
-    """The parameters by which a scan tells its constants, carries, entries and per-step results apart, where they are trees.
+    """The parameters by which a scan separates its constants, carries, entries and per-step results, where they are trees.
 
-    Read off a scan with as many of each: how these trees are built is JAX's own affair.
+    They are read off a scan with equal numbers of each, because JAX does not document how it builds these trees.
     """
     return dict(_scan_trees(consts, carry, xs, ys))
 
 
 @functools.lru_cache(maxsize=1)
 def unspecified_sharding() -> Any:
-    """What a jit equation has in `out_shardings` where the user asked for nothing."""
+    """The value of `out_shardings` in a jit equation if the user gave none."""
     with jax.disable_jit(False):
         jaxpr, _ = split_closed(jax.make_jaxpr(jax.jit(lambda x: x + 1))(1.0))
     return jaxpr.eqns[0].params["out_shardings"][0]
 
 
 def has_side_effects(eqn: Any) -> bool:
-    """Whether an equation does more than compute its results; that it names a mesh axis, JAX notes as an effect as well."""
+    """Whether an equation has side effects; JAX also records the name of a mesh axis as an effect, which does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
 def names_an_axis(eqn: Any) -> bool:
-    """Whether an equation names a mesh axis, and so means nothing outside a shard_map: a collective, or where on the mesh it runs."""
+    """Whether an equation names a mesh axis and so has no meaning outside a shard_map: a collective, or an axis index."""
     return any(type(effect).__name__ == "NamedAxisEffect" for effect in eqn.effects)
 
 
 def with_weakness(x: Any, weak: bool) -> Any:
-    """`x` in its own dtype, weakly typed or not. `jax.lax.convert_element_type` makes nothing weak."""
+    """`x` in its own dtype, weakly typed or not. `jax.lax.convert_element_type` cannot make a value weak."""
     return jax.lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
 
 
 def without_dead_code(closed: Any) -> Any:
-    """A closed jaxpr without what nobody reads, also inside scans, shard_maps and other regions and across them; inputs stay."""
+    """A closed jaxpr without unread values, also inside scans, shard_maps and other regions and across them; inputs stay."""
     jaxpr, consts = split_closed(closed)
     new, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return rebuild(closed, list(new.constvars), list(new.invars), list(new.outvars), list(new.eqns), list(consts))
@@ -177,7 +177,7 @@ def has_pending_sums(aval: Any) -> bool:
 
 
 class _Raised(contextlib.AbstractContextManager):
-    """Around a call that raises: keeps the type of the error."""
+    """A context around a call that raises; it keeps the type of the error."""
 
     kind: Any = None
 
@@ -187,7 +187,7 @@ class _Raised(contextlib.AbstractContextManager):
 
 
 def sharding_type_error(ambiguous: Callable[[], None]) -> type[Exception]:
-    """The error for types whose shardings do not go together: JAX has no public name for it, so it is read off a call that raises it."""
+    """The error for types with incompatible shardings. JAX has no public name for it, so it is taken from a call that raises it."""
     with _Raised() as raised:
         ambiguous()
     return raised.kind or ValueError
@@ -215,7 +215,7 @@ def rule_functions(rule: Any) -> tuple[types.FunctionType, ...]:
 
 
 def _wrapped_by(x: Any) -> Sequence[Any]:
-    """What a function, or what JAX wraps one in, holds of others."""
+    """The functions held by a function or by JAX's wrapper of it."""
     if isinstance(x, types.FunctionType):
         return [c.cell_contents for c in x.__closure__ or () if _is_filled(c)]
     if isinstance(x, functools.partial):
@@ -237,7 +237,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def draws_by_entry(eqn: Any) -> bool:
-    """Whether random bits hang on the key and an entry's number alone (`jax_threefry_partitionable`), as set where they were traced."""
+    """Whether random bits depend only on the key and an entry's number (`jax_threefry_partitionable`), as set when they were traced."""
     return bool(eqn.ctx.threefry_partitionable)
 
 
@@ -252,7 +252,7 @@ _JIT_OPTIONS = ("static_argnums", "static_argnames", "donate_argnums", "donate_a
 
 
 def jit_options(fn: Any) -> dict[str, Any] | None:
-    """The options of a function under `jax.jit`, as keyword arguments of it; None for what is no such function."""
+    """The options of a function under `jax.jit`, as its keyword arguments; None for any other function."""
     info = getattr(fn, "_jit_info", None)
     if info is None or not isinstance(fn, type(jax.jit(_nothing))):
         return None
@@ -267,17 +267,17 @@ def jit_options(fn: Any) -> dict[str, Any] | None:
 
 
 def _nothing() -> None:
-    """Only to know the class that `jax.jit` gives."""
+    """A function to find the class that `jax.jit` returns."""
 
 
 def _all_placements(info: Any) -> dict[str, Any]:
-    """`in_shardings` and `out_shardings`, those that were given."""
+    """`in_shardings` and `out_shardings`, as far as given."""
     found = {f"{side}_shardings": _placements(info, side) for side in ("in", "out")}
     return {name: placed for name, placed in found.items() if placed is not None}
 
 
 def _placements(info: Any, side: str) -> Any:
-    """`in_shardings` or `out_shardings` as they were given; None where nothing was."""
+    """`in_shardings` or `out_shardings` as given; None if they were not."""
     leaves, layouts = getattr(info, f"{side}_shardings_leaves"), getattr(info, f"{side}_layouts_leaves")
     if all("Unspecified" in type(s).__name__ for s in leaves) and not any(layouts):
         return None
@@ -287,7 +287,7 @@ def _placements(info: Any, side: str) -> Any:
 
 
 def pallas_load(ref: Any, layout: Any) -> Any:
-    """What a reference of a Mosaic GPU kernel holds, laid out over the threads so; newer versions of JAX take no index."""
+    """The value of a reference in a Mosaic GPU kernel, in this layout over the threads; newer versions of JAX take no index."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     needs_index = inspect.signature(plgpu.load).parameters["idx"].default is inspect.Parameter.empty

@@ -1,7 +1,7 @@
-"""The primitives of JAX by family: one table, of which every set of their names in this package is made.
+"""The primitives of JAX by family: the one table from which all sets of primitive names in this package are made.
 
-A set that has other members than a family says so at its own place. Names that only JAX before 0.10 gave (`psum2`, `custom_vjp_call_jaxpr`)
-stand in none.
+A set that deviates from a family documents that at its definition. Names used only before JAX 0.10 (`psum2`, `custom_vjp_call_jaxpr`)
+are not included.
 """
 
 from __future__ import annotations

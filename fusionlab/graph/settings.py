@@ -1,12 +1,12 @@
-"""JAX's settings around what FusionLab traces, computes and lowers for itself: JAX's defaults, whatever the user has set.
+"""JAX's settings while FusionLab traces, computes and lowers for itself: JAX's defaults, whatever the user has set.
 
-Settings are for the user's own code: that it broadcasts by rank or mixes dtypes nowhere, that no array moves unseen, that a NaN raises.
-Where FusionLab traces a replacement, computes a mask or lowers an implementation they would raise for code that the user never wrote, or
-change what it means with whatever is set at that moment. The function of the user's is traced outside of this, under their settings.
+Settings are meant for the user's own code: they may forbid rank promotion, dtype promotion or transfers, or raise for NaN.
+When FusionLab traces a replacement, computes a mask or lowers an implementation, they would raise for code that the user never wrote, or
+change its meaning. The user's function is traced outside of this, under the user's settings.
 
-`jax_enable_x64` is no such setting: it says which dtypes there are, and the program has them. Where the user's function switches 64-bit
-types on around a part of itself, they are switched on for what FusionLab does with them, too (`wide_types`). How the bits of a key are
-drawn (`jax_threefry_partitionable`, `jax_default_prng_impl`) is the program's as well.
+`jax_enable_x64` is different: it determines the available dtypes, which belong to the program. If the user's function enables 64-bit
+types for a part of itself, FusionLab enables them for its work on that part (`wide_types`). The settings for random
+bits (`jax_threefry_partitionable`, `jax_default_prng_impl`) belong to the program as well.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ WHERE_IT_RUNS = frozenset({"jax_debug_nans", "jax_debug_infs", "jax_disable_jit"
 
 @contextlib.contextmanager
 def jax_defaults(kept: Collection[str] = ()) -> Iterator[None]:
-    """Around FusionLab's own tracing, computing and lowering, or as a decorator of it: JAX's defaults. Never around the user's function.
+    """JAX's defaults, as a context or decorator for FusionLab's own tracing, computing and lowering, never for the user's function.
 
-    What is at its default is left alone: a setting that is made anew is another key of JAX's caches, equal or not. Settings in `kept`
-    are left as the user has them.
+    Settings at their default are not touched: setting one again makes a new key of JAX's caches, even for an equal value. Settings in
+    `kept` are left as the user has them.
     """
     with contextlib.ExitStack() as stack:
         for name, (default, make) in _SETTINGS.items():
@@ -59,7 +59,7 @@ def jax_defaults(kept: Collection[str] = ()) -> Iterator[None]:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Of a guard None is what it is where nothing was ever set: as "allow"."""
+    """Whether a setting is at its default; for a guard, None means that nothing was ever set, which is "allow"."""
     value = getattr(value, "value", value)
     return value == default or (value is None and default == "allow")
 
@@ -68,17 +68,17 @@ _WIDE = frozenset({"float64", "int64", "uint64", "complex128"})
 
 
 def is_x64() -> bool:
-    """Whether 64-bit types are on here."""
+    """Whether 64-bit types are enabled here."""
     return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def wide_types(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
-    """Tracing with 64-bit types on, where one of some arrays or types has 64 bits: with them off JAX makes 32 bits of it."""
+    """A context for tracing with 64-bit types enabled if one of some arrays or types has 64 bits; JAX would otherwise truncate it."""
     return enable_x64(True) if not is_x64() and any(map(_is_wide, values)) else contextlib.nullcontext()
 
 
 def types_of_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """As a decorator: `wide_types` of what a function of arrays is given."""
+    """A decorator: `wide_types` of the arguments of a function of arrays."""
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ def types_of_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def as_function(closed: Any) -> Callable[..., Any]:
-    """A traced program as a function of arrays, computed with the types that it has."""
+    """A traced program as a function of arrays, computed with its own types."""
 
     def run(*args: Any) -> Any:
         with wide_types(types_in(closed)):
@@ -104,17 +104,17 @@ def _is_wide(value: Any) -> bool:
 
 
 def unwrapped(ours: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """Around the tracing of FusionLab's own code in `jax.numpy`, which is only looked at: without the jit that is around each function of
-    it, and takes longer to trace than what is in it. Not around a user's code (`ours` False): JAX would run the loops in it in Python.
+    """A context for tracing FusionLab's own `jax.numpy` code for analysis: without the jit around each function, which takes longer to
+    trace than its contents. Not for a user's code (`ours` False), whose loops JAX would run in Python.
     """
     return jax.disable_jit() if ours else contextlib.nullcontext()
 
 
 def is_jit_disabled() -> bool:
-    """Whether the user has what is under a jit run as plain Python, one primitive after another."""
+    """Whether the user has disabled jit, so that jitted code runs in Python, one primitive after another."""
     return bool(jax.config.jax_disable_jit)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def matmul_precision() -> str | None:
-    """The precision that the user has set for products that ask for none."""
+    """The precision that the user has set for products without one."""
     return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]

@@ -85,7 +85,7 @@ class FusionLabFixture:
     def snapshot(
         self, fn: Callable, args: Sequence[Any] = (), *, name: str = "", graph: bool = True, **options: Any
     ) -> lab.Findings:
-        """Asserts that a program and its findings are those stored in `__fusionlab__/<test module>/<test>.txt` beside the test file.
+        """Asserts that a program and its findings are those stored in `__fusionlab__/<test module>/<test>.txt` next to the test file.
 
         With `--fusionlab-update` the file is written instead. The findings are for a plain CPU unless a device is named, so that the file
         is the same on every machine.

@@ -156,7 +156,7 @@ class Watch:
             self._add_tree(sub)
 
     def _add_class(self, cls: type | None, whole: bool = False) -> None:
-        """Watches a class's own `__call__`; with `whole`, the object itself is what is fused."""
+        """Watches a class's own `__call__`; with `whole`, the object itself is fused."""
         if cls is None or cls in self._seen:
             return
         self._seen.add(cls)

@@ -174,7 +174,7 @@ def _kind_of(x: Any) -> str:
 
 
 class _Staged:
-    """What `lower` or `trace` gives, or `compile` of it: called with the arguments as they are."""
+    """The result of `lower` or `trace`, or of its `compile`: called with the original arguments."""
 
     def __init__(self, filtered: Filtered, stage: Any) -> None:
         self._filtered, self._stage = filtered, stage

@@ -70,7 +70,7 @@ _WANTS_A_NUMBER = (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerC
 
 
 def _joined(asked: Mapping[str, Any], own: Mapping[str, Any], before: int) -> dict[str, Any]:
-    """What is held fixed of a function that has so many arguments before those that its user counts.
+    """The fixed arguments of a function with so many arguments before those that its user counts.
 
     Args:
       asked: what `fuse` was asked to hold fixed, as keyword arguments of `jax.jit`; `own`: what the function's own jit holds fixed.
@@ -113,7 +113,7 @@ class Fused:
         self._is_off: bool | None = None
 
     def _first(self) -> Any:
-        """What runs as long as no call has shown that it takes more: the jit that the function had, or `jax.jit`."""
+        """The runner until a call needs another one: the jit that the function had, or `jax.jit`."""
         return self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))
 
     def _traced(self, way: str) -> Callable:
@@ -130,7 +130,8 @@ class Fused:
         return rewritten
 
     def _runner(self, way: str, fixed: str) -> Any:
-        """The function under a jit that treats objects in this way, and holds fixed nothing, what is no array, or every number too."""
+        """The function under a jit that treats objects in this way, and holds fixed nothing, non-array leaves, or every number
+        too."""
         if (way, fixed) not in self._runners:
             under = sys.modules["flax.nnx"].jit if way == CARRIES else jax.jit
             traced = self._traced(way)
@@ -226,8 +227,8 @@ class Fused:
         return self._runner(self._way_of(caller), fixed)
 
     def _learn(self, error: Exception, args: tuple, kwargs: dict) -> None:
-        """That leaves have to be held fixed: what is no array, and inside of a trace a number, which can only be one that is fixed
-        outside."""
+        """Notes that leaves must be held fixed: those that are not arrays, and inside a trace a number, which can only be one that
+        is fixed outside."""
         if isinstance(error, _WANTS_A_NUMBER):
             self._numbers = self._numbers or _are_traced(args, kwargs)
         else:

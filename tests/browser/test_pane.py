@@ -269,7 +269,7 @@ def test_what_cannot_act_says_why(shown):
     assert "fusionlab[pdf]" in pdf.get_attribute("title")
     measure = shown.hook("measure")
     expect(measure).to_be_enabled()
-    for head, words in (("{counts: {applied: 0}}", "no site is on"), ("{can: {}}", "nothing to measure with")):
+    for head, words in (("{counts: {applied: 0}}", "no site is on"), ("{can: {}}", "there is only a graph here")):
         shown.page.evaluate(f"set('head', {{...state.head, ...{head}}})")
         expect(measure).to_be_disabled()
         assert words in measure.get_attribute("title")

@@ -67,7 +67,10 @@ def from_outside(addresses: Iterable[str]) -> list[str]:
 
 def faults_of(name: str, html: str) -> Iterator[str]:
     """What is wrong on a page by itself."""
-    page = Page(html)
+    yield from _faults(name, html, Page(html))
+
+
+def _faults(name: str, html: str, page: Page) -> Iterator[str]:
     if not page.title.strip():
         yield f"{name}: no title"
     for address in from_outside(page.loads):
@@ -106,8 +109,9 @@ def faults(folder: Path) -> list[str]:
     texts = {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in sorted(folder.rglob("*.html"))
     }
-    found = [fault for name, html in texts.items() for fault in faults_of(name, html)]
-    found += broken_links({name: Page(html) for name, html in texts.items()}, folder)
+    pages = {name: Page(html) for name, html in texts.items()}
+    found = [fault for name, html in texts.items() for fault in _faults(name, html, pages[name])]
+    found += broken_links(pages, folder)
     for path in sorted(folder.rglob("*")):
         if path.suffix in (".css", ".js"):
             what = IN_STYLES if path.suffix == ".css" else IN_SCRIPTS

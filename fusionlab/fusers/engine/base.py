@@ -34,7 +34,7 @@ AUTO_AXES = (
 # The rejection codes that a site of any pass can get.
 COMMON_CODES = (
     "escapes", "dtype", "stop_gradient", "custom_rule", "named_residual", "gradient", "value", "region", "overlap", "order", "sharding",
-    "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
+    "axes", "structure", "symbolic", "uncertified", "device", "unmeasured", "slower", "implementation",
 )  # fmt: skip
 GRADIENT = "_grad"  # the option by which a search is told that a pass's `_grad` is off; no pass has one of this name
 
@@ -109,7 +109,7 @@ class Pass(abc.ABC, Shown):
     Attributes:
       name: as in `passes=[...]` and `Strategy`.
       op: the fused op it rewrites to.
-      formula: what it fuses, in one line.
+      formula: the fused formula, in one line.
       needs: its conditions, in one line.
       options: by name; a tuple (default, meaning) or (default, meaning, choices) is an option too.
       summary: the replacement in one sentence.
@@ -213,9 +213,9 @@ class Substitution:
       op, attrs: the fused op and its attributes.
       operands: region inputs -> the op's operands (None for an absent one).
       finish: the op's result -> the region's root; a tuple of its roots, where it has several.
-      formula: what it computes at this site.
+      formula: the formula of this site.
       arithmetic: as in Candidate.
-      device: what the op is bound for; None: the device at hand.
+      device: the device for which the op is bound; None: the current one.
     """
 
     op: Op

@@ -142,7 +142,7 @@ def _questions(holder: Node) -> Iterator[Node]:
 
 
 def _maker(block: Block, node: Node) -> Node | None:
-    """What makes the first operand of a node that is no literal, in the block."""
+    """The node of the block that computes the first operand that is not a literal."""
     return block.producer.get(node.values[0].id) if node.values else None
 
 

@@ -1,4 +1,4 @@
-"""The sentence of a near miss: what the program has, what was needed instead, and where, without the matcher's own terms."""
+"""The sentence of a near miss: the value found, the value needed, and the place, without the matcher's own terms."""
 
 from __future__ import annotations
 

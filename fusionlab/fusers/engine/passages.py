@@ -28,7 +28,7 @@ _REARRANGING = VIEWS - {"pvary"}
 
 @dataclass(frozen=True)
 class Passage:
-    """As far as one node after another alone reads what the one before makes: where that ends, and the views on the way."""
+    """A chain of nodes, each the only reader of the one before: its end, and the views on the way."""
 
     end: Value
     views: tuple[Node, ...] = ()
@@ -145,7 +145,7 @@ def _before(node: Node, thin: tuple[int, ...]) -> tuple[int, ...] | None:
 
 
 def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], array: Any) -> Any:
-    """A bias as it is bound, in the shape in which it broadcasts to what the first of the views reads.
+    """A bound bias in the shape in which it broadcasts to the operand of the first view.
 
     Raises:
       Declined: it is bound with axes along which it is broadcast.
@@ -163,7 +163,7 @@ def unplaced(site: Site, bound: Value, other: Value, views: Sequence[Node], arra
 
 
 def _undone(views: Sequence[Node], shapes: Sequence[tuple[int, ...]], x: Any) -> Any:
-    """An operand that stands behind the views as they read it: the last is undone first. `shapes` as of `shapes_before`."""
+    """An operand after the views in the form before them: the last view is undone first. `shapes` as in `shapes_before`."""
     for node, shape in zip(reversed(views), shapes, strict=True):
         if node.primitive == "transpose":
             x = jnp.transpose(x, [int(i) for i in np.argsort(node.params["permutation"])])

@@ -46,7 +46,7 @@ class Site:
     Attributes:
       words: the pass's names for the operations, operands and numbers of its examples, where they differ from the defaults.
       nodes: the nodes known from the start, if more than the anchor.
-      progress: how much of the site is understood when it declines, unless the reason tells.
+      progress: how much of the site is understood when it declines, unless given by the reason.
     """
 
     words: Mapping[str, str] = {}

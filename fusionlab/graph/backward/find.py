@@ -47,7 +47,7 @@ class Share:
       value: the value.
       own: ids of the values whose sum the gradient is: `value` itself, or terms of it.
       through: ids of the additions between those and `value`, which add terms from elsewhere as well; None where the gradient
-        cannot be told apart from those.
+        cannot be separated from those.
     """
 
     value: Value
@@ -60,7 +60,7 @@ class Backward:
     """The places where the gradients of a region are computed.
 
     Attributes:
-      view: of the block, or of the two read as one, that it stands in.
+      view: the view of its block, or of the two blocks read as one.
       cotangent: the value that is the cotangent of the region's root.
       gradients: leaf name -> its gradient.
       absent: leaves of floats whose gradient the program does not compute from this cotangent.

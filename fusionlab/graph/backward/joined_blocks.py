@@ -83,7 +83,7 @@ OperandPlace = Any  # where an operand or result stands: two values are the same
 
 
 def _places(node: Node, body: Block) -> list[tuple[OperandPlace, Atom, Atom]]:
-    """(place, what it is outside, what it is in the body) of a region's operands and results."""
+    """(place, value outside, value in the body) of a region's operands and results."""
     given = [(place, atom, value) for (place, atom), value in zip(_operands(node, body), body.inputs, strict=True)]
     outs = zip(_result_places(node), node.outputs, body.outputs, strict=True)
     return [*given, *((place, outer, inner) for place, outer, inner in outs if place is not None)]
@@ -161,7 +161,7 @@ def _joined(first: Block, second: Block, known: dict[int, Atom], kept: list[bool
 
 
 def _captured_again(first: Block, second: Block) -> tuple[list[tuple[Value, Value]], list[tuple[Value, Any]]]:
-    """(value of the second block and of the first that are one captured array, what the second captured besides)."""
+    """(values of the second block and of the first that are one captured array, further captures of the second)."""
     arrays = {id(array): value for value, array in first.consts}
     shared = [(value, arrays[id(array)]) for value, array in second.consts if id(array) in arrays]
     return shared, [(value, array) for value, array in second.consts if id(array) not in arrays]

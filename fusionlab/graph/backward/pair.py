@@ -325,7 +325,7 @@ def _slice(view: CanonicalView, results: Iterable[Value], known: set[int]) -> li
 
 
 def _second_names(block: Block) -> dict[int, Value]:
-    """Of two bodies read as one: value of the first -> the second's own name for it."""
+    """For two bodies read as one: value of the first -> the second's own name for it."""
     found: dict[int, Value] = {}
     for node in block.nodes:
         if node.id < 0 and isinstance(node.inputs[0], Value):

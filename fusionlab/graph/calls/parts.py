@@ -144,7 +144,7 @@ class CallParts:
         return all(len(arrays) == len(leaves) for arrays, leaves in zip(self.arrays, self.leaves, strict=True))
 
     def _state_of(self, argument: int) -> list[tuple[int, str]]:
-        """Of the objects in an argument: (which of all their arrays, its path in the argument)."""
+        """For the objects in an argument: (number among all their arrays, its path in the argument)."""
         assert self.objects is not None or not self.owners
         named = enumerate(self.objects.names) if self.objects is not None else ()
         mine = ((k, self.owners[o], path) for k, (o, path) in named)
@@ -165,7 +165,7 @@ class CallParts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of each array."""
+        """The name of each array."""
         return tuple(
             label + path
             for a, label in enumerate(self.labels)
@@ -174,7 +174,7 @@ class CallParts:
 
     @property
     def state_inputs(self) -> list[tuple[int, tuple[int, str]]]:
-        """Of each array that objects hold: (which of all arrays it is, its name in the objects)."""
+        """For each array that objects hold: (its number among all arrays, its name in the objects)."""
         assert self.objects is not None
         at, found = 0, []
         for a, arrays in enumerate(self.arrays):
@@ -217,7 +217,7 @@ class CallParts:
         return out
 
     def _name_of(self, variable: Any, trees: list) -> str:
-        """Of a Variable in an `nnx.State` among the arguments."""
+        """The name of a Variable in an `nnx.State` among the arguments."""
         for label, tree in zip(self.labels, trees, strict=True):
             for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object)[0]:
                 if leaf is variable:
@@ -276,7 +276,7 @@ def _are_arrays(flat: Sequence[tuple[list, Any]]) -> bool:
 
 
 def _kinds(leaves: Sequence[tuple[Any, Any]], numbers: bool) -> tuple[Any, ...]:
-    """Of (path, leaf) each leaf's kind."""
+    """The kind of each leaf of some (path, leaf)."""
     return tuple(_kind(x, numbers) for _, x in leaves)
 
 

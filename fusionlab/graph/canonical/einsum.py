@@ -38,7 +38,7 @@ def split_rows(view: CanonicalView, ref: Ref, sizes: tuple[int, ...]) -> Ref | N
 
 
 def _unmerged(view: CanonicalView, dot: CNode, edge: Operand, other: Operand) -> dict[Any, list[Any]] | None:
-    """Of an operand of a product, where it is another array whose free axes a reshape merges: label -> labels of that array's axes, in
+    """For an operand of a product that is another array with free axes merged by a reshape: label -> labels of that array's axes, in
     their order. None where it is not.
     """
     merged = view.nodes[edge.nid]
@@ -60,7 +60,7 @@ def _seen_sizes(view: CanonicalView, edge: Operand) -> tuple[int, ...]:
 
 
 def _result_of(dot: CNode, ref: Ref, names: Mapping[Any, list[Any]]) -> list[Any]:
-    """The labels of the axes of `ref`, a product; `names` are others for some of them. None stands for an axis it is broadcast along."""
+    """The labels of the axes of `ref`, a product; `names` replaces some of them. None marks an axis along which it is broadcast."""
     labels = (dot.params[d] if d >= 0 else None for d in ref.dims)
     return [y for x in labels for y in names.get(x, [x])]
 
@@ -110,7 +110,7 @@ def _sizes(labels: Sequence[Sequence[Any]], shapes: Sequence[Sequence[int]]) -> 
 
 
 def _result_labels(names: Sequence[Sequence[tuple]]) -> list[tuple]:
-    """Of the labels of both operands those that the result has: of batch axes, then of each side's own."""
+    """The labels of the result, among those of both operands: of batch axes, then of each side's own."""
     return sorted(x for x in names[0] if x[0] == "b") + [x for side in names for x in side if x[0] in ("l", "r")]
 
 

@@ -141,7 +141,7 @@ def _through(inner: tuple[int | None, ...], outer: tuple[int | None, ...]) -> tu
 
 
 def _seen(ref: Ref, operand: Operand, rank: int) -> tuple[int | None, ...]:
-    """For each axis of a consumer the axis of the node that stands for an operand of it."""
+    """For each axis of a consumer, the axis of the node that replaces one of its operands."""
     position = {slot: axis for axis, slot in enumerate(operand.axes)}
     found = (ref.dims[position[d]] if d in position else None for d in range(rank))
     return tuple(d if d is not None and d >= 0 else None for d in found)

@@ -127,7 +127,7 @@ class _Regrouping:
         return nid, {a: d for d, a in enumerate(axes)}
 
     def _undone(self, node: CNode, groups: Mapping[int, AxisGroup]) -> Regrouped | None:
-        """The product below a reshape, where the groups are those that it made, made again what they were."""
+        """The product below a reshape whose groups are undone, with its original axes."""
         (edge,) = node.operands
         if not self._is_whole_product(edge):
             return None

@@ -331,7 +331,7 @@ def _known_profile(reference: Callable[..., Any], dtype: str, points: bytes, x64
 
 
 def value_name(node: Node, known: Mapping[str, KnownActivation], certifier: Certifier) -> str | None:
-    """The known function that a node with a custom rule computes, whatever its rule says of the derivative."""
+    """The known function computed by a node with a custom rule, regardless of the derivative in its rule."""
     body = node.blocks[0] if node.blocks else None
     if body is None or len(body.inputs) != 1 or len(body.outputs) != 1 or not isinstance(body.outputs[0], Value):
         return None

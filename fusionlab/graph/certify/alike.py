@@ -39,7 +39,7 @@ class Names(dict[int, Any]):
 
 
 def most_sizes_first(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes by how many lengths their operands have, the most first: what is proved of one of them may hold of those with fewer."""
+    """Nodes ordered by the number of lengths of their operands, most first: a proof for one may also hold for those with fewer."""
     return sorted(nodes, key=lambda n: -len({size for a in n.inputs for size in a.shape}))
 
 

@@ -39,7 +39,7 @@ class Special:
 
 
 def specials(avals: Sequence[Any], added: Collection[int] = ()) -> Iterator[Special]:
-    """The special inputs of a program with arguments of these types; the last of what is drawn is the cotangent, and stays.
+    """The special inputs of a program with arguments of these types; the last drawn array is the cotangent, and stays.
 
     `added` are the numbers of those that are added to the scores of a softmax.
     """

@@ -1,3 +1,3 @@
-"""What a program costs: operations and bytes by node (`cost`, with `rules` by primitive and `traffic` for bytes), and the kernels that
-a compiler like XLA would make of it (`kernel_model`), against which a gain is predicted.
+"""The cost of a program: operations and bytes by node (`cost`, with `rules` by primitive and `traffic` for bytes), and a model of the
+kernels of a compiler like XLA (`kernel_model`), against which gains are predicted.
 """

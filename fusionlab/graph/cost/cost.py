@@ -1,14 +1,14 @@
-"""What a program costs: operations and bytes of every node, times how often it runs.
+"""The cost of a program: operations and bytes of every node, times its number of runs.
 
-XLA's own analysis counts the body of a loop once; here every node counts for each trip of the scans it lies in. A while loop does not say
-how often it runs: its body counts once, and `trips` is None, unless the caller says. Of the branches of a cond the dearest counts. Inside a
-shard_map shapes, and so costs, are those of one device.
+XLA's own analysis counts the body of a loop once; here every node counts for each trip of the scans around it. The trip count of a while
+loop is unknown: its body counts once, and `trips` is None, unless the caller gives it. Of the branches of a cond, the most expensive
+counts. Inside a shard_map, shapes and costs are those of one device.
 
 Bytes are counted twice over. *Unfused*, every node reads its operands and writes its results; a view moves nothing, a slice or a gather
-reads what it gives, and an update in place moves what it updates. *Fused*, some nodes run as one kernel: what comes from
-outside is read once, what is read outside is written once (`Costs.fused`).
+reads its result's size, and an update in place moves the updated entries. *Fused*, some nodes run as one kernel: values from
+outside are read once, values read outside are written once (`Costs.fused`).
 
-What is counted is what the program says: causal attention written as a product, a mask and a softmax computes the whole matrix.
+The count follows the program as written: causal attention written as a product, a mask and a softmax computes the whole matrix.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _SOLVE = "jaxprs[2]"  # of those of a linear solve (matvec, vecmat, solve, trans
 
 @dataclass(frozen=True, repr=False)
 class Cost(Shown):
-    """Operations and bytes, of all trips together.
+    """Operations and bytes of all trips together.
 
     Attributes:
-      flops: operations, transcendentals apart; None for a node whose primitive is not known. A sum holds what is known of it.
+      flops: operations without transcendentals; None for a node with an unknown primitive. A sum includes only the known ones.
       transcendentals: exp, tanh, sqrt and the like.
       bytes_read, bytes_written: of memory.
-      trips: how often it runs; 0 in a branch that is not counted, None where a while loop around it does not say. 1 for a sum.
-      known: False where an unknown primitive is in it, so that `flops` is at least what it says.
+      trips: the number of runs; 0 in a branch that is not counted, None inside a while loop of unknown length, 1 for a sum.
+      known: False if it contains an unknown primitive, so that `flops` is a lower bound.
     """
 
     flops: int | None = 0
@@ -53,7 +53,7 @@ class Cost(Shown):
 
     @property
     def operations(self) -> int:
-        """Operations and transcendentals, each counted as one; what is not known as none."""
+        """Operations and transcendentals, each counted as one; unknown ones count 0."""
         return (self.flops or 0) + self.transcendentals
 
     @property
@@ -63,7 +63,7 @@ class Cost(Shown):
 
     @property
     def intensity(self) -> float:
-        """Operations a byte moved; infinite where nothing is moved, 0 where nothing is computed either."""
+        """Operations per byte moved; infinite if nothing is moved, 0 if nothing is computed either."""
         if not self.bytes_moved:
             return float("inf") if self.operations else 0.0
         return self.operations / self.bytes_moved
@@ -74,7 +74,7 @@ class Cost(Shown):
         return Cost(*parts, known=self.known and other.known)
 
     def times(self, count: int, trips: int | None) -> Cost:
-        """Of so many trips; `trips` is what to say of them."""
+        """The cost of so many trips; `trips` is the recorded number."""
         numbers = (None if n is None else n * count for n in _numbers(self))
         return Cost(*numbers, trips=trips, known=self.known or not count)  # pyright: ignore[reportArgumentType]
 
@@ -116,7 +116,7 @@ class Costs(Shown):
       graph: the program.
       nodes: node id -> cost of all its trips, unfused. A region itself (scan, cond, ...) costs nothing: its inner nodes do.
       each: node id -> cost of one trip.
-      notes: node id -> what its number leaves out or takes for granted, in a sentence.
+      notes: node id -> what its cost omits or assumes, in a sentence.
     """
 
     graph: Graph
@@ -126,11 +126,11 @@ class Costs(Shown):
 
     @functools.cached_property
     def total(self) -> Cost:
-        """Of the whole program."""
+        """The cost of the whole program."""
         return total_of(self.nodes.values())
 
     def of(self, node: Node | int | Iterable[int]) -> Cost:
-        """Of a node, with all that is inside it; or of several, unfused. A single node keeps its trips."""
+        """The cost of a node with its contents, or of several nodes, unfused. A single node keeps its trips."""
         if isinstance(node, Node | int):
             node = self._node(node)
             return self._inside(node) if node.blocks else self.nodes[node.id]
@@ -151,7 +151,7 @@ class Costs(Shown):
         return dataclasses.replace(cost, trips=self.nodes[node.id].trips)
 
     def fused(self, nodes: Iterable[Node | int]) -> Cost:
-        """Of some nodes of one block run as one kernel: what comes from outside read once, what is read outside written once.
+        """The cost of some nodes of one block as one kernel: values from outside are read once, values read outside are written once.
 
         Raises:
           ArgumentError: no node, or nodes of several blocks.
@@ -176,7 +176,7 @@ class Costs(Shown):
         return found
 
     def by_region(self) -> dict[str, Cost]:
-        """Block path ("" = top, "n12.jaxpr" = the body of node 12) -> cost of the nodes that stand in it; their sum is the total."""
+        """Block path ("" = top, "n12.jaxpr" = the body of node 12) -> cost of its own nodes; their sum is the total."""
         return {b.path: total_of(self.nodes[n.id] for n in b.nodes) for b in self.graph.blocks()}
 
     @property
@@ -185,7 +185,7 @@ class Costs(Shown):
         return tuple(i for i, c in self.nodes.items() if not c.known)
 
     def table(self, depth: int | None = 2, most: int = 40) -> str:
-        """A line for each scope, the dearest first, and the total."""
+        """One line per scope, the most expensive first, and the total."""
         found = sorted(self.by_scope(depth).items(), key=lambda kv: -kv[1].bytes_moved - kv[1].operations)
         rows = [(scope or "(top)", *_cells(c)) for scope, c in found[:most]]
         rows += [("(the rest)", *_cells(total_of(c for _, c in found[most:])))] if len(found) > most else []
@@ -193,7 +193,7 @@ class Costs(Shown):
         return _aligned([heads, *rows, ("total", *_cells(self.total))])
 
     def summary(self, node: Node | int) -> str:
-        """The cost of a node with what there is to say of it, on one line."""
+        """The cost of a node with its note, on one line."""
         found = self._node(node)
         note = self.notes.get(found.id)
         return f"{self.of(found)}{f' ({note})' if note else ''}"
@@ -229,10 +229,10 @@ def cost_of(graph: Graph, *, trips: Mapping[int, int] | None = None) -> Costs:
 
     Args:
       graph: the program.
-      trips: node id of a while loop -> how often its body runs.
+      trips: node id of a while loop -> its number of trips.
 
     Raises:
-      ArgumentError: `trips` names what is no while loop, or fewer than no trips; or sizes are symbolic.
+      ArgumentError: `trips` names a node that is not a while loop, or a negative number; or sizes are symbolic.
     """
     needs_numbers(graph, "a count of operations")
     trips = dict(trips or {})
@@ -255,7 +255,7 @@ def arithmetic_of(block: Block) -> Arithmetic:
 
 
 class _Counter:
-    """Goes through a tree of blocks once; `moves` is False in blocks whose numbers never reach memory."""
+    """Walks a tree of blocks once; `moves` is False in blocks whose values never reach memory."""
 
     def __init__(self, trips: Mapping[int, int]) -> None:
         self.trips = trips
@@ -278,7 +278,7 @@ class _Counter:
                 self.block(child, count * (1 if times is None else times), known and times is not None, inside)
 
     def _branches(self, node: Node, count: int, known: bool) -> None:
-        """Counts the dearest branch, by its operations and bytes; the others run no trip."""
+        """Counts the most expensive branch, by operations and bytes; the others get zero trips."""
         counters = [_Counter(self.trips) for _ in node.blocks]
         for counter, branch in zip(counters, node.blocks, strict=True):
             counter.block(branch, count, known)
@@ -327,12 +327,12 @@ def _combinations(node: Node, block: Block) -> int:
 
 
 def _own_arithmetic(node: Node) -> Callable[..., Arithmetic] | None:
-    """How a primitive of ours says what it computes, as a fused op does."""
+    """The operations of one of our primitives, such as a fused op, by its own method."""
     return getattr(node.eqn.primitive, "arithmetic", None)
 
 
 def _each(node: Node, moves: bool) -> Cost:
-    """The cost of one run of a node itself, without what is inside it."""
+    """The cost of one run of a node itself, without its contents."""
     computed = _arithmetic(node)
     flops, transcendentals = (None, 0) if computed is None else computed
     read, written = (sum(reads(node).values()), sum(writes(node).values())) if moves else (0, 0)

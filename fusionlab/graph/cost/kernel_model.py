@@ -1,17 +1,17 @@
-"""The kernels a compiler like XLA makes of a program, by a simple model: what is compared with when a fused op's gain is predicted.
+"""A simple model of the kernels that a compiler like XLA makes of a program: the baseline for predicting a fused op's gain.
 
 The model, node by node:
-- a view (reshape, ...) is nothing, and so is a transpose next to a product, which takes any memory order;
-- a product, a convolution, a sort, a gather, a scatter, a random draw, a collective and a fused op are a kernel each: what they read is in
-  memory before, what they give is in memory after;
-- a reduction, and an update in place, end a kernel: they take in the elementwise code that makes what they read;
-- all other code (elementwise, broadcasts, slices, ...) joins the kernels that read its result, computed again in each where there
-  are several; it reaches memory where a kernel of the kinds above reads it, where it is returned, and, where several kernels read it,
-  if it is a transcendental or made of more bytes than it has itself;
+- a view (reshape, ...) costs nothing, and neither does a transpose next to a product, which takes any memory order;
+- a product, a convolution, a sort, a gather, a scatter, a random draw, a collective and a fused op are one kernel each: their operands are
+  read from memory, their results are written to memory;
+- a reduction, and an update in place, end a kernel: they absorb the elementwise code that computes their operands;
+- all other code (elementwise, broadcasts, slices, ...) joins the kernels that read its result, recomputed in each if there
+  are several; it reaches memory if a kernel of the kinds above reads it, if it is returned, and, if several kernels read it,
+  if it is a transcendental or computed from more bytes than it has itself;
 - a scan, a while loop, a cond and a shard_map are borders; remat, custom_jvp and the like are not.
 
-XLA does better in places (it makes one kernel of reductions that read the same, and may end a product with a bias) and worse in
-others: what it made of a program is in the compiled module, and this is what it is expected to make.
+XLA does better in places (it merges reductions of the same operand, and may end a product with a bias) and worse in
+others: the compiled module has XLA's actual kernels, and this model has the expected ones.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class ModelKernel:
     Attributes:
       root: id of the node whose result it writes.
       primitive, scope: of that node.
-      nodes: ids of the nodes counted with it; one that several kernels compute is counted with the first.
-      path: path of the block it stands in.
-      cost: of all its trips; its bytes are what reaches it from memory and what it writes.
+      nodes: ids of the nodes counted with it; a node computed by several kernels is counted with the first.
+      path: path of its block.
+      cost: of all its trips; its bytes are those it reads from memory and writes.
     """
 
     root: int
@@ -66,7 +66,7 @@ def kernels_of(costs: Costs) -> tuple[ModelKernel, ...]:
 
 
 class _Flat:
-    """A block with its calls, remats and custom rules inlined, and every value told apart from views of it."""
+    """A block with its calls, remats and custom rules inlined, in which views are resolved to their values."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -103,7 +103,7 @@ class _Flat:
         return found
 
     def _transposes(self) -> None:
-        """A transpose whose operand a product makes, or that only products read, is no node of its own."""
+        """The transposes that are not nodes of their own, because a product computes their operand or only products read them."""
         readers = self._readers()
         kept = []
         for node in self.nodes:
@@ -146,7 +146,7 @@ class _Flat:
         return node.primitive in _DEAR or self._taken(node) > 1.5 * node.outputs[0].nbytes
 
     def _taken(self, node: Node) -> int:
-        """Bytes a node is made of, a broadcast counted as what is broadcast."""
+        """Bytes of a node's operands, with a broadcast counted as its operand."""
         total = 0
         for a in self.operands(node):
             maker = self.producer.get(a.id)

@@ -1,8 +1,8 @@
-"""What each primitive computes: operations by name, a table for `cost.py`. A primitive that is not in it is not known.
+"""The operations of each primitive, a table by name for `cost.py`. A primitive that is not in it is unknown.
 
-Counted as XLA's own analysis counts: one operation for each entry of an elementwise result (comparisons, selections and conversions too, of
-any dtype), two for each multiply-and-add of a product, one less than the entries for a sum of them; what needs a function unit or a
-series (exp, tanh, sqrt, a power) is a transcendental, counted apart. What only moves entries computes nothing.
+Counted as in XLA's own analysis: one operation for each entry of an elementwise result (including comparisons, selections and conversions,
+of any dtype), two for each multiply-and-add of a product, one less than the number of entries for their sum; functions that need a
+function unit or a series (exp, tanh, sqrt, a power) are transcendentals, counted separately. Moving entries is not an operation.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _dot(node: Node) -> Arithmetic:
 
 
 def _ragged_dot(node: Node) -> Arithmetic:
-    """Each row meets the matrix of its own group alone."""
+    """Each row is multiplied only by the matrix of its own group."""
     return 2 * entries_of(node.outputs[0]) * int(node.inputs[0].shape[-1]), 0
 
 
@@ -114,7 +114,7 @@ def _conv(node: Node) -> Arithmetic:
 
 
 def _taps(entries: int, taps: int, results: int, where: tuple[int, int, int, int]) -> int:
-    """How many (result, tap) pairs of one axis meet an entry of the image rather than padding or a hole of its dilation."""
+    """The number of (result, tap) pairs of one axis that meet an entry of the image rather than padding or a dilation gap."""
     stride, low, spread, apart = where
     found = 0
     for tap in range(taps):
@@ -178,7 +178,7 @@ def _window(per_window: Callable[[int], int]) -> CostRule:
 
 
 def _matrix(count: Callable[[int, int], float]) -> CostRule:
-    """Of each matrix [m, n] of the first operand."""
+    """The cost for each matrix [m, n] of the first operand."""
 
     def rule(node: Node) -> Arithmetic:
         *batch, m, n = (int(s) for s in node.inputs[0].shape)

@@ -1,4 +1,4 @@
-"""Bytes that nodes move: each by itself, and several that run as one kernel."""
+"""The bytes that nodes move, each by itself or several as one kernel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _READS_WHAT_IT_GIVES = having("slice") | {"gather"}
 
 
 def is_region(node: Node) -> bool:
-    """Whether a node is nothing but what is inside it."""
+    """Whether a node consists only of its contents."""
     return node.primitive in ONCE or node.primitive in ("scan", "while", "cond", "shard_map", "custom_linear_solve")
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node's results are its operands' entries in their own order, so that nothing has to move."""
+    """Whether a node's results are its operands' entries in the same order, so that nothing has to move."""
     if node.primitive in FREE_VIEWS:
         return True
     if node.primitive == "broadcast_in_dim":
@@ -68,7 +68,7 @@ def writes(node: Node) -> dict[int, int]:
 
 
 def _updates(node: Node) -> int:
-    """Bytes of what is put into an array in place."""
+    """Bytes of the entries written into an array in place."""
     update = node.inputs[1 if node.primitive == "dynamic_update_slice" else 2]
     return entries_of(update) * int(getattr(update.dtype, "itemsize", 0))
 
@@ -88,8 +88,8 @@ def base_of(block: Block, value: Value) -> Value:
 def ideal_traffic(block: Block, nodes: Mapping[int, Node]) -> tuple[int, int]:
     """Bytes read and written by nodes of a block (by id) that run as one kernel, in one trip.
 
-    What comes from outside is read once, and no more of it than the nodes read one by one; what is read outside, or returned, is written.
-    Regions count with what they are given and give.
+    Values from outside are read once, and no more than the nodes read individually; values read outside, or returned, are written.
+    Regions count with their operands and results.
     """
     return _read_from_outside(block, nodes), sum(_written_outside(block, node, nodes) for node in nodes.values())
 
@@ -99,7 +99,7 @@ def _taken(node: Node) -> dict[int, int]:
 
 
 def _read_from_outside(block: Block, nodes: Mapping[int, Node]) -> int:
-    """Bytes that nodes read of what they do not make, of a value and its views together no more than it has."""
+    """Bytes that nodes read of values from outside, for a value and its views together no more than its size."""
     own = {v.id for n in nodes.values() for v in n.outputs}
     read: dict[int, int] = {}
     whole: dict[int, int] = {}
@@ -114,7 +114,7 @@ def _read_from_outside(block: Block, nodes: Mapping[int, Node]) -> int:
 
 
 def _written_outside(block: Block, node: Node, nodes: Mapping[int, Node]) -> int:
-    """Bytes that a node writes of what is read by others than `nodes`."""
+    """Bytes that a node writes for readers other than `nodes`."""
     given = {v.id: v.nbytes for v in node.outputs} if is_region(node) else writes(node)
     return sum(n for i, n in given.items() if _read_outside(block, i, nodes))
 

@@ -1,8 +1,8 @@
 """Constants of a program, computed in numpy as the program computes them: in its own dtypes, one equation after another.
 
-Masks and positions are made of a few primitives that numpy has with the same bits as XLA, and need no compilation. An equation that
-numpy may have with other bits (a transcendental function, a quotient of floats, numbers so small that a device flushes them to zero)
-JAX computes.
+Masks and positions use a few primitives for which numpy gives the same bits as XLA, and need no compilation. JAX computes an equation
+for which numpy may give different bits (a transcendental function, a quotient of floats, numbers so small that a device flushes them to
+zero).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXACT_POSITIONS = 1 << 24  # a larger whole number is rounded twice on its way 
 
 
 class _Unknown(Exception):  # noqa: N818 - an answer, not an error of the user's
-    """Numpy may not have the same bits."""
+    """Numpy may not give the same bits."""
 
 
 def computed(closed: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -70,7 +70,7 @@ def _in_numpy(eqn: Any, ins: list[Any]) -> np.ndarray:
 
 
 def _by_jax(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
-    """The equation alone, compiled: beside others XLA may keep more digits than the dtypes between them have."""
+    """The equation compiled alone: together with others, XLA may keep more digits than the dtypes between them have."""
     given = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not isinstance(v, jex_core.Literal)}
     debug = debug._replace(arg_names=None, result_paths=None)
     alone = jex_core.Jaxpr([], list(given), list(eqn.outvars), [eqn], eqn.effects, debug_info=debug)
@@ -78,12 +78,12 @@ def _by_jax(eqn: Any, ins: list[Any], debug: Any) -> list[Any]:
 
 
 def _plain(x: Any) -> Any:
-    """An array as numpy has it; a random key as it is."""
+    """An array as a numpy array; a random key unchanged."""
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
 def _ordinary(*arrays: np.ndarray) -> None:
-    """Raises where a float is so small that a device may take it for zero, or is no number, whose bits nobody tells."""
+    """Raises _Unknown for a float so small that a device may flush it to zero, or for a NaN, whose bits are unspecified."""
     for a in arrays:
         if is_float(a.dtype):
             size = np.abs(a)

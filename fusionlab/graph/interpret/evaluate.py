@@ -2,8 +2,8 @@
 
 Every float is evaluated in float64, float casts are the identity, so two programs that agree here agree as real functions.
 Axis sizes may be mapped to smaller ones (8192 rows -> 3): the interpreter rewrites the shape parameters as it goes. The
-entries along such an axis stand for as many that repeat, so a sum over it counts each of them 8192 / 3 times, and a literal
-that holds the size, as the 1 / 8192 of a mean, keeps its meaning. A
+entries along such an axis represent repetitions, so a sum over it counts each of them 8192 / 3 times, and a literal
+that holds the size, such as the 1 / 8192 of a mean, keeps its meaning. A
 primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
 """
 
@@ -44,8 +44,8 @@ class ReducedSizes:
 
     Args:
       table: real size -> reduced size.
-      parts: reduced sizes of axes that no operand has, and the program makes by splitting another: positions along them mean nothing.
-      most: entries of an array, and terms that it is made of, beyond which the program is not evaluated.
+      parts: reduced sizes of axes that no operand has and that the program makes by splitting: positions along them are meaningless.
+      most: the limit on entries of an array, and on terms summed for it, beyond which the program is not evaluated.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ def evaluate(
 
     Args:
       closed: the jaxpr, at real sizes.
-      args: one array an input.
-      sizes: real size -> reduced size; left as it is.
+      args: one array per input.
+      sizes: real size -> reduced size; not modified.
       inline: equation -> plain jnp function for primitives of ours, or None.
       rounded: round every result to the dtype the program gives it, as a program run equation by equation does (each is
         computed in float64 before, so a product rounds once); the arrays stay float64.
-      sums: what a sum over devices gives, of the equation and this device's operands; without it there is none.
+      sums: computes a sum over devices from the equation and this device's operands; without it such sums cannot be evaluated.
 
     Raises:
       CannotEvaluate: an unknown primitive, or sizes that do not reduce consistently (SizesDifferError), or not far enough
@@ -103,7 +103,7 @@ def evaluate(
 
 
 def floats_to_float64(x: Array) -> Array:
-    """Floats to float64; integers and booleans as they are."""
+    """Floats as float64; integers and booleans unchanged."""
     return x.astype(np.float64) if is_float(x.dtype) else x
 
 
@@ -129,7 +129,7 @@ class _Run:
         return [read(a) for a in jaxpr.outvars]
 
     def of_literals(self, eqn: Any) -> Array | None:
-        """The scalar an equation makes of literals alone, rounded as the program rounds it."""
+        """The scalar that an equation computes from literals only, rounded as in the program."""
         if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape or not eqn.invars:
             return None
         numbers = [self.number(a) for a in eqn.invars]
@@ -198,7 +198,7 @@ class _Run:
             raise CannotEvaluate(f"primitive {name} at reduced sizes ({error})") from error
 
     def whole(self, eqn: Any, ins: list[Array]) -> list[Array]:
-        """What has several results: control flow, and what JAX runs for us."""
+        """The rules for equations with several results: control flow, and primitives run by JAX."""
         name = eqn.primitive.name
         if name == "random_bits":
             return random_bits(self.sizes, eqn, ins)
@@ -239,7 +239,7 @@ def _traced(fn: Callable, eqn: Any) -> Any:
 
 
 def traced_once(inline: Inline) -> Inline:
-    """`inline`, each equation's meaning traced once: for programs that are evaluated several times."""
+    """`inline` with each equation's meaning traced only once, for programs that are evaluated several times."""
     known: dict[int, tuple[Any, Any]] = {}  # with the equation, so that its id stays its own
 
     def meaning(eqn: Any) -> Any:

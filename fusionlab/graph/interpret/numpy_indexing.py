@@ -1,8 +1,8 @@
-"""The primitives whose parameters are positions along an axis, in numpy: what is cut out of it, joined, or written into it.
+"""The primitives whose parameters are positions along an axis, in numpy: slices, concatenations, and updates.
 
-An axis may be reduced to fewer entries (see `evaluate.py`). Where it is parts of one size, it has to be reduced to as many parts of
-what they are reduced to: 3 x 768 features to 3 x 4, if 768 are reduced to 4. Where it is not, `SizesDifferError` says what would do.
-Positions that have no such meaning raise `CannotEvaluate`.
+An axis may be reduced to fewer entries (see `evaluate.py`). If it consists of parts of one size, it must be reduced to as many reduced
+parts: 3 x 768 features to 3 x 4, if 768 is reduced to 4. Otherwise `SizesDifferError` gives the size that fits.
+Positions without such a meaning raise `CannotEvaluate`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def _axis(v: Any, axis: int) -> int:
 
 
 def _meets(real: int, reduced: int, wanted: int, split: Sequence[int] = ()) -> None:
-    """Raises SizesDifferError where an axis of size `real`, of parts `split`, is not reduced to `wanted`."""
+    """Raises SizesDifferError if an axis of size `real`, of parts `split`, is not reduced to `wanted`."""
     if reduced != wanted:
         raise SizesDifferError(real, reduced, wanted, split)
 
 
 def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -> tuple[int, int, int]:
-    """(start, stop, step) of a slice of an axis of size `real`, along what it is reduced to.
+    """(start, stop, step) of a slice of an axis of size `real`, in its reduced axis.
 
     The slice is all of it, or one of several parts of one size, or every `step`-th entry.
     """
@@ -87,9 +87,9 @@ def _pad(run: Any, eqn: Any, ins: list[Array]) -> Array:
 def _spread(
     run: Any, real: tuple[int, int], reduced: int, low: int, high: int, inner: int
 ) -> tuple[int, Sequence[int], Sequence[int]]:
-    """(size of an axis that is padded, where in it its entries come to lie, which entries do).
+    """(size of a padded axis, the positions of the entries in it, the entries kept).
 
-    `real` is its size before and after, `reduced` what it is before. Where that is reduced, it becomes a slice of the result.
+    `real` is its size before and after, `reduced` its reduced size before. If that is reduced, it becomes a slice of the result.
     """
     before, after = real
     if reduced == before and run.sizes(after) == after:
@@ -118,7 +118,7 @@ def _split(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
 
 
 def _tile(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    """Copies side by side, as a broadcast over new axes that a reshape merges: an axis is reduced to copies of what it is reduced to."""
+    """Copies side by side, like a broadcast over new axes that a reshape merges: the reduced axis consists of copies of the reduced one."""
     (x,) = ins
     times = []
     for axis, count in enumerate(map(int, eqn.params["reps"])):
@@ -144,9 +144,9 @@ def _unstack(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
 
 
 def _window(eqn: Any, starts: list[Array], real: Sequence[int], size: Sequence[int], shape: Sequence[int]) -> Any:
-    """Where a dynamic slice of the sizes `size` lies in an array of `shape`, clamped into it, as XLA does.
+    """The position of a dynamic slice of the sizes `size` in an array of `shape`, clamped as in XLA.
 
-    At reduced sizes a start that would be clamped, and is not in the array of `real` sizes, is another position there.
+    At reduced sizes, a start that would be clamped, but is not clamped in the array of `real` sizes, is a different position.
     """
     window = []
     for start, s, n, whole in zip(starts, size, shape, real, strict=True):

@@ -1,8 +1,8 @@
-"""What each primitive means in numpy, for `evaluate.py`: two tables, by name; a third, of positions, is in `numpy_places.py`. A
-primitive in none is not known.
+"""The meaning of each primitive in numpy, for `evaluate.py`: two tables by name; a third, of positions, is in `numpy_indexing.py`. A
+primitive in none of them is unknown.
 
-A rule of `PLAIN` takes the operands alone. One of `SHAPED` takes the run (its `sizes`), the equation and the operands: axis sizes
-may be reduced, and a rule that cannot follow them raises `CannotEvaluate`.
+A rule of `PLAIN` takes only the operands. One of `SHAPED` takes the run (its `sizes`), the equation and the operands: axis sizes
+may be reduced, and a rule that does not support that raises `CannotEvaluate`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ NumpyRule = Callable[[Any, Any, list[Array]], Any]
 
 
 class CannotEvaluate(Exception):  # noqa: N818 - it is an answer, not an error of the user's
-    """The program holds something the interpreter does not know; the message says what.
+    """The program contains something that the interpreter does not know; the message names it.
 
-    It declines no place (`Declined` does): who evaluates tries other sizes, or gives the proof up as `uncertified`.
+    It does not decline a place (`Declined` does): the caller tries other sizes, or gives up the proof as `uncertified`.
     """
 
 
 class SizesDifferError(CannotEvaluate):
-    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, where it is 2 heads of 32, to 2 times what 32 is reduced to.
+    """An axis of size `real` would be reduced to two sizes: 64 to 4, and, as 2 heads of 32, to 2 times the reduced size of 32.
 
     Attributes:
-      real, other: the axis, and what would do.
-      split: where it is split, the sizes of its parts that are not reduced but might be.
+      real, other: the axis, and the size that fits.
+      split: if it is split, the sizes of its unreduced parts that might be reduced.
     """
 
     def __init__(self, real: int, size: int, other: int, split: Sequence[int] = ()) -> None:
@@ -48,7 +48,7 @@ class SizesDifferError(CannotEvaluate):
 
 
 class PositionsError(CannotEvaluate):
-    """Positions along an axis of `size`, which is reduced although only the program itself splits another into such axes."""
+    """Positions are used along an axis of `size`, which is reduced although only the program's own split makes such axes."""
 
     def __init__(self, size: int, primitive: str) -> None:
         super().__init__(f"primitive {primitive} along an axis of {size} at reduced sizes")
@@ -56,11 +56,11 @@ class PositionsError(CannotEvaluate):
 
 
 class TooLargeError(CannotEvaluate):
-    """An array, or a sum over one, that would take a machine's memory or minutes: of an axis that is not reduced, twice."""
+    """An array, or a sum over one, would take too much memory or time, as with an unreduced axis squared."""
 
 
 def at_real_sizes(sizes: Any, eqn: Any) -> None:
-    """Raises CannotEvaluate where an operand or a result of an equation has reduced axes."""
+    """Raises CannotEvaluate if an operand or a result of an equation has reduced axes."""
     for v in (*eqn.invars, *eqn.outvars):
         shape = tuple(getattr(v.aval, "shape", ()))
         if sizes.shape(shape) != shape:
@@ -68,7 +68,7 @@ def at_real_sizes(sizes: Any, eqn: Any) -> None:
 
 
 def no_more_than(most: tuple[int, int], sizes: Any, eqn: Any) -> None:
-    """Raises TooLargeError where a result of an equation would have more entries, or be made of more terms, than `most`."""
+    """Raises TooLargeError if a result of an equation would have more entries, or sum more terms, than `most`."""
     if all(math.prod(v.aval.shape) <= _SMALL for v in (*eqn.outvars, *eqn.invars[:1]) if hasattr(v.aval, "shape")):
         return
     entries = max((math.prod(sizes.shape(getattr(v.aval, "shape", ()))) for v in eqn.outvars), default=0)
@@ -82,12 +82,12 @@ def no_more_than(most: tuple[int, int], sizes: Any, eqn: Any) -> None:
 
 
 def unreduced(sizes: Any, parts: Iterable[int]) -> list[int]:
-    """Those of an axis's parts that are not reduced, and might be."""
+    """The unreduced parts of an axis that might be reduced."""
     return [n for n in parts if n > KEPT_SIZES and n not in sizes.table]
 
 
 def no_positions(sizes: Any, eqn: Any, axis: int) -> None:
-    """Raises PositionsError where an axis of the first operand, or of the result where there is none, is a part that is reduced."""
+    """Raises PositionsError if an axis of the first operand, or of the result if there is no operand, is a reduced part."""
     shape = eqn.invars[0].aval.shape if eqn.invars else eqn.outvars[0].aval.shape
     if int(shape[axis]) in sizes.parts:
         raise PositionsError(int(shape[axis]), eqn.primitive.name)
@@ -217,7 +217,7 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
 
 
 def _repeats(eqn: Any, ins: list[Array], axes: Iterable[int]) -> float:
-    """How many entries of the real array each entry stands for in a sum of the first operand over `axes`."""
+    """The number of entries of the real array that each entry represents in a sum of the first operand over `axes`."""
     real, reduced = eqn.invars[0].aval.shape, ins[0].shape
     return math.prod(real[int(a)] / reduced[int(a)] for a in axes if real[int(a)] != reduced[int(a)])
 
@@ -248,12 +248,12 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
 
 
 def _free(letters: Sequence[str], contracted: Sequence[int], batch: Sequence[int]) -> list[str]:
-    """The letters of a side's axes that it alone has."""
+    """The letters of a side's axes that only it has."""
     return [x for d, x in enumerate(letters) if d not in contracted and d not in batch]
 
 
 def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    """One that is a product."""
+    """A convolution equivalent to a product."""
     found = contraction(eqn.params, *(v.aval.shape for v in eqn.invars))
     if found is None:
         raise CannotEvaluate("primitive conv_general_dilated whose window moves")
@@ -324,13 +324,13 @@ def _bitcast(run: Any, eqn: Any, ins: list[Array]) -> Array:
 
 
 def _empty(run: Any, eqn: Any, ins: list[Array]) -> Array:
-    """What stands for a residual of the branch of a cond that is not taken."""
+    """The placeholder for a residual of a cond's branch that is not taken."""
     aval = eqn.outvars[0].aval
     return np.zeros(aval.shape, np.float64 if is_float(aval.dtype) else aval.dtype)
 
 
 def _unreduced(rule: NumpyRule) -> NumpyRule:
-    """A rule whose parameters hold positions, which have no meaning along a reduced axis."""
+    """A rule with positions as parameters, which have no meaning along a reduced axis."""
 
     def guarded(run: Any, eqn: Any, ins: list[Array]) -> Any:
         at_real_sizes(run.sizes, eqn)
@@ -364,10 +364,10 @@ def bound(eqn: Any, ins: list[Any]) -> list[Any]:
 
 
 def random_bits(sizes: Any, eqn: Any, ins: list[Any]) -> list[Any]:
-    """Bits of a key, at reduced sizes as many as there are entries: of a draw in which an entry's bits hang on the key and its number
-    alone, so that draws of other shapes agree there as they do in full.
+    """Random bits of a key for the reduced entries. In such a draw, an entry's bits depend only on the key and its number, so that draws of
+    different shapes agree at reduced sizes as they do at full size.
 
-    Half of them are all ones, which a comparison with any probability tells from the rest.
+    Half of them are all ones, which any comparison with a probability distinguishes from the rest.
     """
     (key,), shape = eqn.invars, sizes.shape(eqn.params["shape"])
     reduced = shape != tuple(eqn.params["shape"])

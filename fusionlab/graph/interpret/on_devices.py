@@ -1,10 +1,10 @@
-"""The numpy interpreter on several devices at once: what a program computes inside a shard_map, its sums over devices with it.
+"""The numpy interpreter on several devices at once: programs inside a shard_map, including their sums over devices.
 
-Each device runs the program on inputs of its own, in a thread; at a sum they wait for each other. Two devices stand for any number, and
-all mesh axes that are summed over for one: a program that sums over some of them here and over others there is not followed.
+Each device runs the program on inputs of its own, in a thread; at a sum they wait for each other. Two devices represent any number, and
+one axis represents all mesh axes that are summed over: a program that sums over different axes in different places is not supported.
 
-Along other mesh axes there is one device. Where types tell what varies, JAX sums over those in gradients alone, and wherever the types
-ask for it: what one device has tells two programs of the same types apart.
+Along other mesh axes there is one device. If types record what varies, JAX sums over those axes only in gradients, wherever the types
+require it, so one device is enough to distinguish two programs of the same types.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNT = 2
 
 
 class _Team:
-    """Devices that sum. The one that comes last adds up, in the devices' order."""
+    """Devices that sum. The last one to arrive adds, in the devices' order."""
 
     def __init__(self, axes: frozenset[str]) -> None:
         self.axes = axes
@@ -73,7 +73,7 @@ def evaluate_together(
     its own.
 
     Raises:
-      CannotEvaluate: as there; or a collective that is no sum over all of `axes`.
+      CannotEvaluate: as there; or a collective that is not a sum over all of `axes`.
     """
     team = _Team(axes)
 

@@ -1,7 +1,7 @@
-"""The same program with every float in float64: the reference all errors are measured against.
+"""The same program with every float in float64: the reference against which all errors are measured.
 
-Running the user's function under x64 is not that reference: a bf16 layer keeps its casts, and random draws come out
-different. So the function is traced at the user's own dtypes, and that jaxpr is evaluated with every float widened
+Running the user's function under x64 is not that reference: a bf16 layer keeps its casts, and random draws
+differ. So the function is traced at the user's own dtypes, and that jaxpr is evaluated with every float widened
 (`widen.py`).
 """
 
@@ -81,10 +81,10 @@ class Promoted:
         Args:
           cotangent: one array per output leaf, in the output structure; those of integer outputs are not read.
           *args, **kwargs: as for the function.
-          wrt: positions of the wanted leaves in the flattened (args, kwargs), static ones left out; None: all floats.
+          wrt: positions of the wanted leaves in the flattened (args, kwargs) without static ones; None: all floats.
 
         Returns:
-          (gradients of args, gradients of kwargs), static ones left out; numpy float64, None at leaves not asked for.
+          (gradients of args, gradients of kwargs), without static ones; numpy float64, None at leaves not in `wrt`.
         """
         flat = self._widened(args, kwargs)
         cts = jax.tree_util.tree_leaves(cotangent)
@@ -144,15 +144,15 @@ def promote(
       fn: any function `jax.jit` accepts.
       *args, **kwargs: example arguments, arrays or `jax.ShapeDtypeStruct`s; their dtypes are the program's own.
       static_argnums, static_argnames: as in `jax.jit`.
-      inline: equation -> a plain jnp function with the meaning of that equation, or None to bind it as it is. For
-        primitives that own kernels instead of a meaning JAX can read.
+      inline: equation -> a plain jnp function with the meaning of that equation, or None to bind it unchanged. For
+        primitives with kernels instead of a meaning that JAX can read.
       most_bytes: what a piece of the program may make in float64; all of it is one piece unless given.
 
     Returns:
-      Promoted, whose `values` and `gradients` give numpy float64. The user's `jax_enable_x64` is left alone.
+      Promoted, whose `values` and `gradients` return numpy float64. The user's `jax_enable_x64` is not changed.
 
     Raises:
-      TraceError: `fn` does not trace, or holds a primitive with an inner program that has no float64 form.
+      TraceError: `fn` does not trace, or contains a primitive with an inner program that has no float64 form.
     """
     binding = functools.partial(bind, fn, static_argnums=static_argnums, static_argnames=static_argnames)
     with users_code(fn):

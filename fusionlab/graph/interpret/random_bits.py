@@ -1,4 +1,4 @@
-"""Random bits of JAX's default generator (threefry2x32), in numpy: what JAX would compile a program for at each shape anew."""
+"""Random bits of JAX's default generator (threefry2x32) in numpy, for which JAX would compile a program for every shape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def threefry2x32(key: Any, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The two words that a key of two makes of two counters (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
+    """The two words from a key of two words and two counters (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     a, b = (np.uint32(k) for k in key)
     keys = (a, b, a ^ b ^ _PARITY)
     with np.errstate(over="ignore"):
@@ -30,7 +30,7 @@ def threefry2x32(key: Any, first: np.ndarray, second: np.ndarray) -> tuple[np.nd
 
 
 def bits_by_entry(key: Any, width: int, shape: Sequence[int]) -> np.ndarray:
-    """Random bits of which each entry hangs on the key and its number alone (`jax_threefry_partitionable`)."""
+    """Random bits in which each entry depends only on the key and its number (`jax_threefry_partitionable`)."""
     numbers = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
     high, low = threefry2x32(key, (numbers >> np.uint64(32)).astype(np.uint32), numbers.astype(np.uint32))
     if width == 64:
@@ -63,7 +63,7 @@ def words_of(x: Any) -> np.ndarray:
 
 
 def as_jax(x: Any) -> Any:
-    """Keys as an array of JAX's; anything else as it is."""
+    """Keys as a JAX array; anything else unchanged."""
     if not isinstance(x, Keys):
         return x
     with jax.ensure_compile_time_eval():

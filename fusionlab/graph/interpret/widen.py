@@ -1,8 +1,8 @@
 """Evaluates a jaxpr with every float widened to float64: the engine of `promote`.
 
-Casts between floats vanish; literals keep the value they have in their own dtype. Whatever is drawn from random bits is
-computed in the program's own dtype and widened afterwards, so masks and noise are the ones the program sees. Custom
-differentiation rules are kept: they are traced at the user's dtypes and widened in their turn.
+Casts between floats vanish; literals keep the value they have in their own dtype. Random draws are
+computed in the program's own dtype and widened afterwards, so masks and noise are the program's own. Custom
+differentiation rules are kept: they are traced at the user's dtypes and then widened.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _WITH_COMPUTATION = ("scatter", "reduce", "reduce_window", "select_and_scatter",
 
 @jax.tree_util.register_pytree_node_class
 class Val:
-    """A value on its way through the interpreter; a pytree, so that scan, cond and remat carry it as it is."""
+    """A value in the interpreter; a pytree, so that scan, cond and remat carry it unchanged."""
 
     __slots__ = ("high", "kind", "low")
 
@@ -101,7 +101,7 @@ def _site(eqn: Any) -> str:
 
 
 class Interpreter:
-    """Evaluates jaxprs with floats widened. `notes` collects what could not be."""
+    """Evaluates jaxprs with floats widened. `notes` lists the exceptions."""
 
     def __init__(self, inline: Callable[[Any], Callable | None] | None = None) -> None:
         self.inline = inline
@@ -382,7 +382,7 @@ def _only_draws(closed: Any, seen_random: list) -> bool:
 
 
 def _weakest(kinds: set[str]) -> str:
-    """What an operation without floats makes of its operands: a draw stays one, else constants stay constants."""
+    """The kind of the result of an operation without floats: a draw stays a draw, else constants stay constants."""
     if RANDOM in kinds:
         return RANDOM
     return PLAIN if PLAIN in kinds else CONSTANT

@@ -26,7 +26,7 @@ _STEP_LIMIT = 6000  # backtracking steps per root; patterns have 5 to 20 nodes, 
 
 @dataclass(frozen=True)
 class Match:
-    """Pattern node -> target node, with what was captured.
+    """The nodes and values bound by a successful match.
 
     Attributes:
       pattern: the pattern.
@@ -61,16 +61,16 @@ class Miss:
 
     Attributes:
       pattern: the pattern.
-      matched, total: of `total` pattern nodes so many had been matched.
+      matched, total: the number of matched pattern nodes, of `total`.
       target: the canonical node that did not fit.
       reason: what stopped it, in the matcher's words: for the log.
       kind: "structure", "scalar" or "axes".
-      bound: pattern node id -> target node id, of what had been matched.
-      wanted: the pattern node that `target` would have had to be; None where none alone did not fit.
-      at: the edge of the pattern that led there, or that has another factor: (pattern node, number of its operand).
-      factor: where a factor did not fit, the target's, its operand, and what the pattern has there.
-      known: as `bound`, of what had been matched with all below it, the leaves among them.
-      leaves: of `axes`, the leaves that have the axis that did not fit, and its size.
+      bound: pattern node id -> target node id, of the nodes matched so far.
+      wanted: the pattern node that `target` does not match; None if no single node is responsible.
+      at: the edge of the pattern that led there, or whose factor differs: (pattern node, number of its operand).
+      factor: for a factor that does not fit: the target's, its operand, and the pattern's.
+      known: as `bound`, of the nodes matched with everything below them, including leaves.
+      leaves: for the kind "axes", the leaves with the axis that does not fit, and its size.
     """
 
     pattern: Pattern = field(repr=False)
@@ -205,7 +205,7 @@ class _Matcher:
         return Match(self.pattern, state.nodes, state.order, state.scalars, fixed, classes, sizes)
 
     def _links(self, state: _State) -> list[Any]:
-        """Which axes of matched nodes are one, called as in the pattern."""
+        """The equal axes of matched nodes, named as in the pattern."""
         links = []
         for pid, order in state.order.items():
             have = self.view.nodes[state.nodes[pid]]
@@ -221,19 +221,19 @@ class _Matcher:
         return {c: self.view.nodes[state.nodes[pid]].shape[axis] for (pid, axis), c in own}
 
     def _letters_of(self, pids: frozenset[AxisPlace]) -> list[str]:
-        """The letters whose part axes in these places play, those of which they play most."""
+        """The letters that best match axes in these places."""
         played = {x: len(full - pids) for x, full in self.pattern.letters.items() if self._plays(x, full, pids)}
         return [x for x, missing in played.items() if missing == min(played.values())]
 
     def _no_part(self, state: _State, pids: Iterable[AxisPlace], size: int) -> Miss:
-        """The miss of an axis in these places that plays no letter's part, or several."""
+        """The miss for an axis in these places that matches no letter, or several."""
         names = sorted(self.pattern.leaf_of[p] for p in pids if p in self.pattern.leaf_of)
         owner = " and ".join(names) or "no operand"
         reason = f"an axis of size {size} that {owner} has plays no part in the pattern"
         return self._other_axes(state, reason, (tuple(names), size))
 
     def _other_axes(self, state: _State, reason: str, leaves: tuple[tuple[str, ...], int] | None = None) -> Miss:
-        """The miss of a match whose nodes all fit, and whose axes do not."""
+        """The miss for a match whose nodes all fit but whose axes do not."""
         root, size = state.nodes[self.pattern.root], self.pattern.size
         self.miss(state, root, reason, "axes", leaves=leaves)
         return Miss(self.pattern, size, size, root, reason, "axes", state.nodes, leaves=leaves, known=state.nodes)
@@ -295,7 +295,7 @@ def _meets_itself(classes: Mapping[Axis, int]) -> bool:
 
 
 def _params_fit(want: CNode, have: CNode, example: Example) -> bool:
-    """Whether two nodes of one op are of one kind. Names of axes and labels, and powers, are compared elsewhere."""
+    """Whether two nodes of one op have compatible parameters. Axis names, labels and powers are compared elsewhere."""
     if isinstance(want.params, Labelled) and isinstance(have.params, Labelled):
         traits = dict(have.params.traits)
         same = all(traits.get(k) in example.any_of.get((k, v), (v,)) for k, v in want.params.traits)

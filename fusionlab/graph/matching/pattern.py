@@ -39,7 +39,7 @@ _POWERS = (1.0, -1.0, 2.0, 0.5, -0.5, -2.0)
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Example(Shown):
-    """A pattern as a function. Each is itself alone: two of the same parts are two.
+    """A pattern as a function. Examples compare by identity.
 
     Attributes:
       name: unique within its pass.
@@ -48,15 +48,15 @@ class Example(Shown):
       scalars: names of the scalar parameters that follow the leaves.
       bools: leaves of dtype bool.
       optional: axis letter -> leaves that may lack this axis (a mask broadcast over the batch).
-      shared: likewise, leaves that are one for all entries along an axis, which what is made of them and another has all the same.
-      bare: leaves carry no factor (as in `View.over`), so that every coefficient has to be the example's.
+      shared: likewise, leaves constant along an axis that their combinations with other leaves do have.
+      bare: leaves carry no factor (as in `View.over`), so that every coefficient must be the example's.
       any_of: a trait of the example's fused ops with its value -> the values it stands for in the target.
       loose: fused ops of the target may have operands and numbers that the example's lack (a bias, a mask).
-      root: the canonical op of the result and its number of operands, where they are written down (`fits`).
-      may_be_in: likewise, whether a view has what it has and others like it have not.
-      jitted: it may hold loops, or whatever else JAX treats otherwise where nothing is jitted.
-      concrete: its scalars are numbers while it is traced, as attributes of fused ops are, and as what a user wrote may want. It is traced
-        twice then, at other sizes too; else once.
+      root: the canonical op of the result and its number of operands, if declared (`fits`).
+      may_be_in: likewise, a quick test whether a view may contain the example.
+      jitted: it may contain loops or other code that JAX treats differently outside jit.
+      concrete: its scalars are numbers while it is traced, as attributes of fused ops are, and as user code may require. It is then
+        traced twice, at different sizes; otherwise once.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Example(Shown):
     concrete: bool = False
 
     def fits(self, view: CanonicalView, nid: int) -> bool:
-        """Whether a node of a view may be its result, as far as is told without tracing it: of many alike a search needs one or two."""
+        """Whether a node of a view may be its result, by a test without tracing: a search needs only a few of many similar examples."""
         return self.ends_in(view, nid) and self.may_be_in(view)
 
     def ends_in(self, view: CanonicalView, nid: int) -> bool:
@@ -106,8 +106,8 @@ class Pattern:
       gauged: nodes whose value is known only up to a scalar factor, since a leaf may carry one.
       letters: axis letter -> where this axis is: the nodes that have it, and what fused ops call it.
       parts: an axis that a reshape merges or splits, by its part in it -> its letter.
-      may_lack: axis letter -> nodes that need not have it: leaves, and what is made of such leaves alone.
-      factor: what the root is multiplied by to give the result; the matcher does not look at it.
+      may_lack: axis letter -> nodes that need not have it: leaves, and nodes computed only from such leaves.
+      factor: the factor from the root to the result; the matcher ignores it.
       size: number of nodes that are neither leaves nor the constant one.
     """
 
@@ -145,7 +145,7 @@ def pattern_of(example: Example) -> Pattern:
 
 
 def _scalar_edges(example: Example, first: CanonicalView, second: CanonicalView) -> dict[tuple[int, int], ScalarEdge]:
-    """(node, number of its operand) -> the scalar that an edge carries, told by the two views."""
+    """(node, number of its operand) -> the scalar that an edge carries, determined from the two views."""
     edges = {}
     for a, b in zip(first.nodes, second.nodes, strict=True):
         for i, (x, y) in enumerate(zip(a.operands, b.operands, strict=True)):
@@ -163,14 +163,14 @@ def _lacking(example: Example, view: CanonicalView, leaf_of: Mapping[int, str]) 
 
 
 def _as_written(example: Example, view: CanonicalView, root: int) -> None:
-    """Raises where the example says something of its nodes that is not so."""
+    """Raises if the example's declarations about its nodes are wrong."""
     if not example.fits(view, root):
         root_form = view.nodes[root].op, len(view.nodes[root].operands)
         raise ValueError(f"example {example.name}: its root is {root_form}, among {sorted(view.by_op)}")
 
 
 def views_of(example: Example) -> tuple[CanonicalView, CanonicalView]:
-    """What an example is with one set of values for its scalars, and with another."""
+    """The views of an example for two different sets of scalar values."""
     if example.concrete:
         return CanonicalView(_block_of(example, 0)), CanonicalView(_block_of(example, 1))
     block, leaves = _block_of(example, 0), len(example.leaves)
@@ -181,7 +181,7 @@ def views_of(example: Example) -> tuple[CanonicalView, CanonicalView]:
 
 
 def _block_of(example: Example, which: int) -> Block:
-    """An example as traced, at one of two sets of sizes; its scalars are inputs behind its leaves, or the numbers of that set."""
+    """An example as traced, at one of two sets of sizes; its scalars are inputs after its leaves, or the numbers of that set."""
     letters = sorted({c for axes in example.leaves.values() for c in axes})
     size = dict(zip(letters, _SIZES[which], strict=False))
     args = [
@@ -219,7 +219,7 @@ def _reachable(view: CanonicalView, root: int) -> frozenset[int]:
 
 
 def _gauged(view: CanonicalView, leaf_of: Mapping[int, str]) -> frozenset[int]:
-    """A factor on a leaf travels through linear nodes; a sum fixes coefficients absolutely, and functions take them as they are."""
+    """The nodes known up to a factor: a leaf's factor passes through linear nodes, while sums and functions fix coefficients."""
     gauged = set(leaf_of)
     for node in view.nodes:
         if node.op in ("dot", "prod", "reduce_sum", "reduce_max", "reduce_min", "select", "reshape") and any(

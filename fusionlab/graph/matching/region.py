@@ -1,4 +1,4 @@
-"""From canonical back to raw: which raw nodes a match covers, where it is cut, and whether anything escapes."""
+"""From canonical back to raw: the raw nodes of a match, its cuts, and whether anything escapes."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ class Region(Shown):
     """The raw side of a match.
 
     Attributes:
-      block: where it stands.
-      root: the value it makes, or the first of several.
+      block: the block that contains it.
+      root: the value it computes, or the first of several.
       leaves: leaf name -> the raw value at the cut.
       nodes: nodes the fusion replaces, in program order.
       known: scalar block inputs that are literals at the call, by value id.
       support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
-      others: further values it makes that are read outside.
-      relus: nodes max(h, 0) that JAX's own rule for relu, with derivative 0 at 0, was applied to: a scan that is differentiated has
-        the maximum left, whose own derivative there is 1/2.
-      whole: the region of several roots that it is one root's part of.
+      others: further values it computes that are read outside.
+      relus: nodes max(h, 0) to which JAX's own rule for relu, with derivative 0 at 0, applies: a differentiated scan retains only
+        the maximum, whose own derivative there is 1/2.
+      whole: the region of several roots of which it is the part of one root.
     """
 
     block: Block
@@ -74,16 +74,16 @@ class Region(Shown):
 
     @property
     def roots(self) -> tuple[Value, ...]:
-        """All the values it makes that are read outside."""
+        """All the values it computes that are read outside."""
         return self.root, *self.others
 
     @property
     def sums(self) -> DeviceSums:
-        """What it sums over, or the whole does: what stands for one root may sum for the others."""
+        """The mesh axes over which it, or the whole region, sums: the replacement of one root may sum for the others."""
         return DeviceSums.of((*self.nodes, *self.support)) if self.whole is None else self.whole.sums
 
     def of(self, root: Value) -> Region:
-        """What makes one of the roots, as a region of that root alone. It has the same `inputs`, whether it reads them or not."""
+        """The region of only one of the roots. It has the same `inputs`, whether it reads them or not."""
         if not self.others:
             return self
         producers = {v.id: n for n in (*self.nodes, *self.support) for v in n.outputs}
@@ -92,7 +92,7 @@ class Region(Shown):
         return replace(self, root=root, others=(), nodes=nodes, support=support, whole=self)
 
     def jaxpr(self) -> Any:
-        """The region as a closed jaxpr: a function of `inputs` that gives the root alone."""
+        """The region as a closed jaxpr: a function of `inputs` that returns only the root."""
         nodes = sorted((*self.nodes, *self.support), key=lambda n: n.id)
         instead = {n.id: _relu_in_place_of(n) for n in nodes if n.id in self.relus}
         return slice_jaxpr(self.block, nodes, self.inputs, self.root, self.known, instead=instead)
@@ -102,7 +102,7 @@ class Region(Shown):
 
 
 def _makers(producers: Mapping[int, Node], root: Value, stop: Set[int]) -> set[int]:
-    """The ids of those nodes of `producers` (by the ids of their results) that a value is made by, of the values `stop` at last."""
+    """The ids of the nodes of `producers` (by the ids of their results) that compute a value from the values `stop`."""
     wanted, stack = set[int](), [root.id]
     while stack:
         node = producers.get(stack.pop())
@@ -113,7 +113,7 @@ def _makers(producers: Mapping[int, Node], root: Value, stop: Set[int]) -> set[i
 
 
 def _relu_in_place_of(node: Node) -> Any:
-    """jax.nn.relu of what is compared with 0, as a closed jaxpr of a maximum's operands."""
+    """jax.nn.relu of the operand compared with 0, as a closed jaxpr of a maximum's operands."""
     at = next(i for i, a in enumerate(node.inputs) if a.shape == node.outputs[0].shape)
     return make_jaxpr(lambda *operands: jax.nn.relu(operands[at]), [a.aval for a in node.inputs])
 
@@ -129,7 +129,7 @@ class Escape:
 
 @dataclass(frozen=True)
 class _Binding:
-    """To which raw values leaves are bound; the attributes as for `cut`."""
+    """The binding of leaves to raw values; attributes as for `cut`."""
 
     through_scale: frozenset[str]
     as_read: frozenset[str]
@@ -137,7 +137,7 @@ class _Binding:
     shapes: Mapping[str, tuple[int, ...]]
 
     def bound(self, view: CanonicalView, value: Value, names: Sequence[str]) -> tuple[Value, list[Node]]:
-        """(what leaves of these names are bound to where `value` is read, the nodes between)."""
+        """(the value to which leaves of these names are bound where `value` is read, the nodes between)."""
         if all(n in self.as_read for n in names):
             return value, []
         # Of one array for several leaves: whichever carries no factor itself tells by its own.
@@ -147,7 +147,7 @@ class _Binding:
 
 
 class _RegionWalk:
-    """The walk from the values a match makes down to its leaves.
+    """The walk from the values of a match down to its leaves.
 
     Attributes:
       inner: nodes that the fusion replaces, by id.
@@ -171,10 +171,10 @@ class _RegionWalk:
                 stack += self.reads(value)
 
     def reads(self, value: Value) -> list[Value]:
-        """What a value is made of inside the region, once its node is taken down.
+        """Records the node of a value; returns its operands inside the region.
 
         Raises:
-          Declined: it is no operand and no number, or is made with side effects.
+          Declined: the value is neither an operand nor a number, or its node has side effects.
         """
         view, node = self.view, self.view.block.producer.get(value.id)
         ref = view.ref.get(value.id)  # the view of some nodes alone has not all of them
@@ -193,7 +193,7 @@ class _RegionWalk:
         return values_in(node.inputs)
 
     def bind(self, value: Value, nid: int) -> list[Value]:
-        """What the views between a leaf and where it is read take beside it: numbers."""
+        """Binds a leaf where it is read; returns the further operands of the views in between, which are numbers."""
         base, crossed = self.binding.bound(self.view, value, self.names_of[nid])
         self.bound[nid][base.id] = base
         self.support.update((n.id, n) for n in crossed)
@@ -216,24 +216,23 @@ def cut(
 ) -> Region:
     """Cuts the raw nodes between `root` (and `others`) and the leaves.
 
-    A leaf binds to the raw value the boundary equation reads (of a reshape that no raw value shows, to what is reshaped), looked at
-    through pure views (and, for the leaves named in
-    `through_scale`, through multiplications by literals); through a cast only for those in `through_casts`, and only
-    through one that widens.
+    A leaf binds to the raw value that the boundary equation reads (or, for a reshape without a raw value, to its operand), seen
+    through pure views and, for the leaves in `through_scale`, through multiplications by literals; a cast is passed only for the
+    leaves in `through_casts`, and only if it widens.
 
     Args:
       view: the canonical view of the block.
-      root: the raw value the match makes.
+      root: the raw value the match computes.
       leaves: leaf name -> canonical node id.
       through_scale: leaves whose literal factors belong to the region.
-      as_read: leaves bound to the very value read, views and all.
-      through_casts: leaves bound in the dtype they have before they are widened.
-      others: further raw values the match makes that are read outside of it.
-      shapes: leaf name -> the shape it is bound in where it is met in it: views before that stay outside.
+      as_read: leaves bound to the value that is read, including its views.
+      through_casts: leaves bound in their dtype before widening.
+      others: further raw values the match computes that are read outside.
+      shapes: leaf name -> the shape in which it is bound if it occurs in that shape: earlier views stay outside.
 
     Raises:
-      Declined: the region reads something that is no leaf, two leaves cannot be told apart, a node of it has side effects, or a leaf
-        is made of one of several roots (or would come to be made before side effects that it came after).
+      Declined: the region reads something that is not a leaf, two leaves are indistinguishable, a node of it has side effects, or a leaf
+        is computed from one of several roots (or would move before side effects that precede it).
     """
     block = view.block
     leaves = {name: shown_below(view, nid) for name, nid in leaves.items()}
@@ -250,7 +249,7 @@ def cut(
 
 
 def _names_of(leaves: Mapping[str, int]) -> dict[int, list[str]]:
-    """Canonical node -> the names of the leaves that it is."""
+    """Canonical node -> the names of its leaves."""
     found: dict[int, list[str]] = {}
     for name, nid in leaves.items():
         found.setdefault(nid, []).append(name)
@@ -262,7 +261,7 @@ def _by_id(nodes: Mapping[int, Node]) -> tuple[Node, ...]:
 
 
 def shown_below(view: CanonicalView, nid: int) -> int:
-    """A canonical node that a raw value shows: the node itself, or what it is a reshape of that the program does elsewhere."""
+    """A canonical node with a raw value: the node itself, or the operand of a reshape that the program does elsewhere."""
     node = view.nodes[nid]
     return node.operands[0].nid if node.op == "reshape" and nid not in view.values_of else nid
 
@@ -300,7 +299,7 @@ def look_through(
 
 
 def _shown_again(view: CanonicalView, node: Node, value: Value) -> Value | None:
-    """The one operand of a node that its result `value` is of the same canonical node as, where the others are numbers."""
+    """The one operand of a node with the same canonical node as its result `value`, if the others are numbers."""
     read = values_in(node.inputs)
     if any(a.id not in view.ref for a in read):
         return None
@@ -322,7 +321,7 @@ def widens(node: Node) -> bool:
 
 
 def _leaf_value(view: CanonicalView, values: dict[int, Value], name: str) -> Value:
-    """The value that an operand is: of several that are made alike, the first."""
+    """The value of an operand: the first of several equally computed ones."""
     first = values[min(values)] if values else None
     if first is not None and all(computed_alike(view.block, first, other, view.twins) for other in values.values()):
         return first
@@ -330,7 +329,7 @@ def _leaf_value(view: CanonicalView, values: dict[int, Value], name: str) -> Val
 
 
 def _copies(block: Block, chosen: Value, values: dict[int, Value]) -> Iterator[Node]:
-    """For each other value that is made as an operand is a node that takes the operand for it. None of them is the program's own."""
+    """For each other value computed like an operand, a node that replaces it by the operand; these nodes are not in the program."""
     for value in values.values():
         if value.id != chosen.id:
             like = block.producer.get(value.id, block.nodes[0])  # its equation is of no account
@@ -340,7 +339,7 @@ def _copies(block: Block, chosen: Value, values: dict[int, Value]) -> Iterator[N
 def dead_with(
     block: Block, inner: dict[int, Node], support: dict[int, Node], leaves: Iterable[Value]
 ) -> dict[int, Node]:
-    """Support nodes nobody else reads: they disappear with the region."""
+    """Support nodes that nothing else reads: they disappear with the region."""
     kept = block.returned.union(v.id for v in leaves)
     dead: dict[int, Node] = {}
     for nid in sorted(support, reverse=True):
@@ -354,7 +353,7 @@ def dead_with(
 
 
 def is_constant(view: CanonicalView, value: Value) -> bool:
-    """Made of literals and iotas alone: shared freely, never claimed."""
+    """Whether a value is computed only from literals and iotas: such values are shared freely and never claimed."""
     ref = view.ref[value.id]
     return ref.nid == ONE or _constant_node(view, ref.nid, {})
 
@@ -379,14 +378,14 @@ def _constant_node(view: CanonicalView, nid: int, known: dict[int, bool]) -> boo
 
 
 def _constant_alone(node: CNode) -> bool | None:
-    """Whether a canonical node is a constant, where its operands do not count; None where they do."""
+    """Whether a canonical node is a constant regardless of its operands; None if they matter."""
     if node.op in ("one", "iota"):
         return True
     return False if not node.operands or node.op == "dot" else None
 
 
 def escapes(region: Region) -> list[Escape]:
-    """Every inner value (none of the roots) that is read outside the region or returned."""
+    """Every inner value (other than roots) that is read outside the region or returned."""
     inside = {n.id for n in region.nodes} | {n.id for n in region.support}
     roots = {v.id for v in region.roots}
     found = []
@@ -401,8 +400,8 @@ def escapes(region: Region) -> list[Escape]:
 
 
 def shared_casts(region: Region) -> Region:
-    """The region without those casts of its leaves that are read outside as well, as bools made floats by a backward pass: cheaply made,
-    they stay where they are, and the region makes its own.
+    """The region without the casts of its leaves that are also read outside, such as bools that a backward pass reads as floats: casts are
+    cheap, so these stay and the region makes its own.
     """
     leaves = {v.id for v in region.leaves.values()}
     read = {e.node.id for e in escapes(region)}
@@ -418,11 +417,11 @@ def _is_cast_of(node: Node, values: Set[int]) -> bool:
 
 
 def constant_array(view: CanonicalView, value: Value, memo: Memo, outside: bool = False) -> np.ndarray | None:
-    """The value of a raw value that depends on literals, iotas and concrete captured arrays alone; else None.
+    """The value of a raw value that depends only on literals, iotas and concrete captured arrays; else None.
 
     Computed in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
-    the one its formula suggests. `memo` remembers the result, since layers repeat their masks. With `outside`, operands that a
-    scan or a remat is given may be such constants of the block around it: to be told, but not to be computed in their place.
+    the one its formula suggests. `memo` caches the result, because layers repeat their masks. With `outside`, operands of a
+    scan or a remat may be such constants of the enclosing block, for classification only: they cannot be computed inside.
     """
     if math.prod(value.shape) > _CONSTANT_LIMIT:
         return None
@@ -446,7 +445,7 @@ def _constant_key(
     consts: Mapping[int, Any],
     given: Mapping[int, tuple[Value, np.ndarray]],
 ) -> Any:
-    """Equal for constants that are made the same way."""
+    """A key, equal for constants that are computed in the same way."""
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((i, ("const", id(c))) for i, c in consts.items())
     number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in given.items())
@@ -455,7 +454,7 @@ def _constant_key(
 
 @dataclass(frozen=True)
 class _Makers:
-    """What a constant is made of: nodes by id, and inputs of the block with what they are in the block around it, by value id."""
+    """The makers of a constant: nodes by id, and inputs of the block with their values in the enclosing block, by value id."""
 
     nodes: Mapping[int, Node]
     given: Mapping[int, tuple[Value, np.ndarray]]
@@ -464,7 +463,7 @@ class _Makers:
 def _constant_makers(
     view: CanonicalView, value: Value, memo: Memo, consts: Mapping[int, Any], outside: bool
 ) -> _Makers | None:
-    """What a value is made of, if of nothing but constants; None where it is of anything else."""
+    """The makers of a value that is computed only from constants; None for any other value."""
     given: dict[int, tuple[Value, np.ndarray]] = {}
     nodes: dict[int, Node] = {}
     stack = [value]
@@ -495,7 +494,7 @@ def _runs_alone(node: Node) -> bool:
 
 
 def _from_outside(view: CanonicalView, value: Value, memo: Memo) -> np.ndarray | None:
-    """The constant that a block's input is in the block around it, if it is one."""
+    """The constant of the enclosing block that a block's input is, if any."""
     if view.outer is None:
         return None
     outer, node = view.outer
@@ -515,7 +514,7 @@ def _compute(
 
 
 def region_signature(region: Region, size: Size = as_it_is) -> Any:
-    """Equal for regions that compute the same thing the same way: the cache key that makes layer 2..N free."""
+    """A key, equal for regions that compute the same thing in the same way: with this cache key, layers 2..N are free."""
     number: dict[int, Any] = {i: ("known", c) for i, c in region.known.items()}
     number.update((v.id, ("const", id(c))) for v, c in region.block.consts)
     # By their own place: a captured array has an entry already, and would not make `number` longer.

@@ -1,4 +1,4 @@
-"""Ways through the raw nodes of a block: up from values to what makes them, and down to what reads them."""
+"""Walks through the raw nodes of a block: up from values to their makers, and down to their readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .region import CASTS, VIEWS
 def upstream(
     block: Block, atoms: Iterable[Any], above: Callable[[Node], Iterable[Any]]
 ) -> Iterator[tuple[Value, Node]]:
-    """The values among some operands that the block makes, each once, with the nodes that make them; then those among what `above` gives of
-    each such node, which is asked after the node was given. The nearest come first.
+    """The values among some operands that the block computes, each once, with their nodes; then those among the operands that `above`
+    returns for each such node, called after the node was yielded. The nearest come first.
     """
     queue, seen = deque(atoms), set[int]()
     while queue:
@@ -27,7 +27,7 @@ def upstream(
 
 
 def downstream(block: Block, values: Iterable[Value], passes: Callable[[Node], bool]) -> Iterator[Node]:
-    """The nodes that read some values, each once, and those that read what they make as long as they are of those that it `passes`."""
+    """The nodes that read some values, each once, and the readers of their results as long as the node is one that it `passes`."""
     stack, seen = [*values], set[int]()
     while stack:
         for user in block.users.get(stack.pop().id, ()):
@@ -38,18 +38,18 @@ def downstream(block: Block, values: Iterable[Value], passes: Callable[[Node], b
 
 
 def maker_of(block: Block, atom: Any) -> Node | None:
-    """The node of a block that makes an operand; None for a number and for what the block is given."""
+    """The node of a block that computes an operand; None for a number and for an input of the block."""
     return block.producer.get(atom.id) if isinstance(atom, Value) else None
 
 
 def source_of(block: Block, atom: Any, through: Collection[str]) -> Any:
-    """What an operand is made of under the nodes of some primitives; itself where none of those makes it."""
+    """The value under the nodes of some primitives; the operand itself if none of those computes it."""
     while (node := maker_of(block, atom)) is not None and node.primitive in through:
         atom = node.inputs[0]
     return atom
 
 
 def given(block: Block, atom: Any) -> bool:
-    """Whether an operand is an input or captured array of the block, through views and casts: a parameter, as a bias is."""
+    """Whether an operand is, through views and casts, an input or captured array of the block, as a parameter such as a bias is."""
     source = source_of(block, atom, VIEWS | CASTS)
     return isinstance(source, Value) and source.id not in block.producer

@@ -1,6 +1,6 @@
-"""Programs that compute wider than what would stand in their place: statistics in float64 of float32, say, on purpose.
+"""Programs that compute, on purpose, in a wider dtype than their replacement would, such as float64 statistics of float32.
 
-Certification does not see it, since casts are the identity there.
+Certification does not see it, because casts are the identity there.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from .region import CASTS, VIEWS, Region
 
 
 def wider_in(region: Region, dtype: Any) -> Node | None:
-    """As `computed_wider`, of a region."""
+    """As `computed_wider`, for a region."""
     return computed_wider(sorted((*region.nodes, *region.support), key=lambda n: n.id), region.inputs, dtype)
 
 
 def computed_wider(nodes: Iterable[Node], inputs: Iterable[Value], dtype: Any) -> Node | None:
-    """The first of some nodes, in program order, that computes, of the inputs, a float that `dtype` does not hold; None where none does.
+    """The first node, in program order, that computes from the inputs a float that `dtype` does not hold; None if there is no such node.
 
-    Casts and views compute nothing. What is made of numbers alone does not count: with 64-bit types on, those are of 64 bits until they
+    Casts and views do not count, nor do values computed only from numbers: with 64-bit types enabled, these have 64 bits until they
     meet an array.
     """
     given = {v.id for v in inputs}
@@ -51,7 +51,7 @@ def _is_wider(node: Node, dtype: Any) -> bool:
 
 
 def _inside(block: Block, node: Node, given: set[int], dtype: Any) -> Node | None:
-    """As `computed_wider`, in a block of a node: those of its inputs count that the node is given, where both have as many."""
+    """As `computed_wider`, in a block of a node: an input counts if the node's operand does, if both have equally many."""
     pairs = list(zip(block.inputs, node.inputs, strict=False)) if len(block.inputs) == len(node.inputs) else []
     plain = {v.id for v, a in pairs if not (isinstance(a, Value) and a.id in given)}
     return computed_wider(block.nodes, [v for v in block.inputs if v.id not in plain], dtype)

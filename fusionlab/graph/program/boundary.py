@@ -1,8 +1,8 @@
-"""The one boundary of a search: whatever fails inside of it is told of the place that it failed at, and the rest is searched on.
+"""The error boundary of a search: a failure inside it is recorded for its place, and the search continues.
 
-A search interprets, traces and evaluates programs that nobody foresaw. A mistake of FusionLab's own there costs the site, never the call:
-it comes out as a `Fault`, of which the caller makes a rejection. No other handler in `graph` and `fusers` catches every error. Where the
-environment variable FUSIONLAB_RAISE is set, as the tests do, errors come through as they are, so that none hides.
+A search interprets, traces and evaluates arbitrary programs. A bug in FusionLab there costs the site, never the call:
+it becomes a `Fault`, from which the caller makes a rejection. No other handler in `graph` and `fusers` catches every error. If the
+environment variable FUSIONLAB_RAISE is set, as in the tests, errors propagate unchanged, so that none is hidden.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fault:
-    """An error that a search went on after.
+    """An error after which a search continued.
 
     Attributes:
       text: its type and message, on one line.
-      origin: the innermost line of FusionLab's or of the user's that it passed through: "fusers/layer_axes.py:237 in arranged".
+      origin: the innermost line of FusionLab or of the user's code that it passed through: "fusers/layer_axes.py:237 in arranged".
     """
 
     text: str
@@ -45,10 +45,10 @@ class Fault:
 
 
 def guarded(make: Callable[[], T], instead: Callable[[Fault], T]) -> T:
-    """What `make` gives, or what `instead` makes of the error that it raised.
+    """The result of `make`, or that of `instead` for the error that `make` raised.
 
     Raises:
-      MemoryError, jax.errors.JaxRuntimeError: out of memory, of this machine or of a device. With FUSIONLAB_RAISE whatever `make` raised.
+      MemoryError, jax.errors.JaxRuntimeError: this machine or a device is out of memory. With FUSIONLAB_RAISE, any error of `make`.
     """
     try:
         return make()
@@ -60,7 +60,7 @@ def guarded(make: Callable[[], T], instead: Callable[[Fault], T]) -> T:
 
 
 def raises() -> bool:
-    """Whether the environment asks for errors as they are."""
+    """Whether the environment requests that errors propagate."""
     return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
@@ -70,7 +70,7 @@ def _comes_through(error: Exception) -> bool:
 
 
 def origin_of(error: Exception) -> str:
-    """The innermost line of FusionLab's or of the user's that an error passed through, as `place_text` writes it."""
+    """The innermost line of FusionLab or of the user's code that an error passed through, as written by `place_text`."""
     frames = [Source(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(error.__traceback__)]
     known = [f for f in frames if kind_of_file(f.file) in ("own", "user")]
     last = known[-1] if known else frames[-1]

@@ -1,4 +1,4 @@
-"""Arrays that a program has captured: which can be read while it is traced, which are known numbers, and which are equal."""
+"""Arrays captured by a program: which of them can be read during tracing, are known numbers, or are equal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SAMPLES = 64  # entries that are compared first
 
 
 def readable(const: Any) -> bool:
-    """Whether a captured array has values that can be read now and here: no tracer of an enclosing transformation, not spread over
-    devices, not donated, no random keys.
+    """Whether the values of a captured array can be read here and now: it is not a tracer of an enclosing transformation, not sharded over
+    devices, not donated, and not random keys.
     """
     if isinstance(const, np.ndarray | np.generic):
         return True
@@ -30,23 +30,23 @@ def readable(const: Any) -> bool:
 
 
 def read(const: Any) -> np.ndarray:
-    """The values of a readable array. Whoever forbids transfers means those of the program, which this one is not part of."""
+    """The values of a readable array. A user's transfer guard is meant for the program, of which this transfer is not part."""
     with jax.transfer_guard("allow"):
         return np.asarray(const)
 
 
 def number(const: Any) -> np.ndarray | None:
-    """The one number that a captured array is, whatever its rank; None for any other."""
+    """The number in a captured array with one entry, of any rank; None for any other array."""
     if math.prod(getattr(const, "shape", (0,))) != 1 or not readable(const):
         return None
     return read(const).reshape(())
 
 
 class Captured:
-    """The arrays of one program, equal ones of which are one: a table that is made of numpy in each call is one table.
+    """The arrays of one program, with equal arrays identified: a table that numpy computes in every call is one table.
 
-    Bytes are compared, of arrays that agree in all else: type, weakness and where they lie. Arrays of one number everywhere stay apart:
-    zeros and ones are what parameters begin as, each of its own layer.
+    Bytes are compared if arrays agree in type, weakness and placement. Arrays with equal entries stay separate: zeros and ones
+    are initial parameters, each of its own layer.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Captured:
         self._kinds: dict[Any, list[Any]] = {}
 
     def representative(self, const: Any, aval: Any) -> Any:
-        """The array that stands for this one: the first that equals it."""
+        """The representative of an array: the first that equals it."""
         if id(const) not in self._chosen:
             self._held.append(const)
             self._chosen[id(const)] = self._first(const, aval)
@@ -73,7 +73,7 @@ class Captured:
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Whether two readable arrays of one type have the same bytes; False where that is not worth its price."""
+    """Whether two readable arrays of one type have the same bytes; False if the comparison is too expensive."""
     if not (_cheap(first) and _cheap(second)):
         return False
     mine, other = read(first).reshape(-1), read(second).reshape(-1)

@@ -20,7 +20,7 @@ CROSSED = having("mesh", "jit") | {"scan"}
 
 
 class BlockTree:
-    """Where blocks and values stand.
+    """The tree of blocks, and the block of each value.
 
     Attributes: `of_value` (value id -> path of the block that makes it or is given it), `owner` (path -> the node whose body the block
     is, and the block that holds the node).
@@ -42,7 +42,7 @@ class BlockTree:
         return found
 
     def ways(self, forward: str, backward: str) -> tuple[list[str], list[str]]:
-        """The blocks to leave from one block, and to enter to get to another, innermost first."""
+        """The blocks to leave and the blocks to enter on the way from one block to another, innermost first."""
         out, into = self.up(forward), self.up(backward)
         while out and into and out[-1] == into[-1]:
             out.pop()
@@ -92,7 +92,7 @@ def _stacked(aval: Any, length: int) -> Any:
 
 
 def _spec(node: Node, aval: Any) -> Any:
-    """Where a value of a shard_map's body stands outside: in one piece per device, along its first axis."""
+    """The sharding outside of a value of a shard_map's body: one piece per device, along its first axis."""
     manual = set(node.params["newly_manual_axes"])
     axes = tuple(a for a in node.params["mesh"].axis_names if a in manual)
     if node.params["check_vma"]:

@@ -45,7 +45,7 @@ def slice_jaxpr(
 ) -> Any:
     """A closed jaxpr of some nodes of a block: a function of `inputs` that gives `output`, one or several.
 
-    `instead` gives, for a node (by id), a closed jaxpr that stands in its place.
+    `instead` gives, for a node (by id), a closed jaxpr to replace it.
 
     `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
     axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
@@ -140,7 +140,7 @@ def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | Non
 
 
 def kind(aval: Any) -> tuple[Any, ...]:
-    """What two types have to have in common for one value to stand for the other."""
+    """The part of a type that must be equal for one value to replace another."""
     return aval.shape, aval.dtype, varying_axes(aval), sharding_in_type(aval)
 
 

@@ -1,7 +1,7 @@
-"""Types on meshes with explicit axes: there the sharding of a value is part of its type, as the shape is.
+"""Types on meshes with explicit axes, where the sharding of a value is part of its type, like its shape.
 
-What stands for a site has the types that the site had, so it is traced with them. JAX's rules for these types then hold for it as for the
-program: what they do not give it (a sum over an axis that is split, and nobody said where the result lies) it cannot be.
+The replacement of a site is traced with the site's types. JAX's rules for these types apply to it as to the program: a replacement that
+they reject (a sum over a sharded axis without a given output sharding) is not possible.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def is_typed_by_mesh(avals: Iterable[Any]) -> bool:
 
 @contextlib.contextmanager
 def mesh_of(avals: Iterable[Any]) -> Iterator[None]:
-    """Tracing on the mesh that some types stand on, whatever its axes are, or on none; on the one that is set where they do not tell.
+    """A context for tracing on the mesh of some types, whatever its axes, or on none; on the current mesh if they do not tell.
 
-    Not on that one alone: inside a shard_map and under `auto_axes` a value's mesh is another.
+    The current mesh alone is not enough: inside a shard_map and under `auto_axes`, a value's mesh is a different one.
     """
     meshes = [mesh for a in avals if (mesh := _mesh(a)) is not None]
     found = next((m for m in meshes if not m.empty), meshes[0] if meshes else None)
@@ -50,9 +50,9 @@ def mesh_of(avals: Iterable[Any]) -> Iterator[None]:
 
 
 def same_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Tracing on the mesh that is set, said once more: where none is, an empty one, under which JAX transposes.
+    """A context that sets the current mesh explicitly; if there is none, an empty mesh, under which JAX transposes.
 
-    None and an empty one are two keys of JAX's caches: it would trace each of its own functions for both.
+    No mesh and an empty mesh are different keys of JAX's caches, so JAX would trace each of its own functions twice.
     """
     return use_abstract_mesh(get_abstract_mesh())
 
@@ -67,13 +67,13 @@ def _mesh(aval: Any) -> AbstractMesh | None:
 
 @contextlib.contextmanager
 def on_mesh(mesh: AbstractMesh) -> Iterator[None]:
-    """Tracing on a mesh, whatever mesh is set: through none, since one of another size is not taken while there is one."""
+    """A context for tracing on a mesh, whatever the current one: by way of none, because JAX rejects a change to a different size."""
     with use_abstract_mesh(AbstractMesh((), ())), use_abstract_mesh(mesh):
         yield
 
 
 def as_argument(aval: Any, weak: bool = False) -> Any:
-    """A type in the form that JAX traces with: the shape, the dtype, and the sharding where that is part of it; `weak`: weakly typed."""
+    """A type in the form with which JAX traces: shape, dtype, and the sharding if it is part of the type; `weak`: weakly typed."""
     if sharding_in_type(aval) is None:
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
     return aval if isinstance(aval, jax.ShapeDtypeStruct) else aval.update(weak_type=weak)
@@ -92,13 +92,13 @@ def typed_shapes(fn: Callable[..., Any], avals: Sequence[Any]) -> Any:
 
 
 def resharded(x: Any, aval: Any) -> Any:
-    """`x`, laid out over explicit axes as `aval` is: what the program asked of a value is asked of what stands for it."""
+    """`x` with the explicit sharding of `aval`: a replacement gets the sharding that the program requested."""
     wanted = sharding_in_type(aval)
     return jax.sharding.reshard(x, wanted) if wanted is not None and jax.typeof(x).sharding != wanted else x
 
 
 def placeless(params: dict[str, Any]) -> dict[str, Any]:
-    """An equation's parameters without the word of where its result lies on a mesh: to compute it on one device."""
+    """An equation's parameters without its output sharding, to compute it on one device."""
     return params | {name: None for name in ("sharding", "out_sharding") if name in params}
 
 
@@ -108,15 +108,15 @@ def spec_text(sharding: NamedSharding) -> str:
 
 
 class Misplaced(Exception):  # noqa: N818 - an answer to the search, not an error of the user's
-    """JAX has no type for what would stand for a site on explicit mesh axes; the message says why. It becomes the outcome of a proof."""
+    """JAX cannot type the replacement of a site on explicit mesh axes; the message is the reason. It becomes the outcome of a proof."""
 
 
 @contextlib.contextmanager
 def placing(avals: Iterable[Any]) -> Iterator[None]:
-    """Around the tracing of what would stand for values of these types.
+    """A context for tracing the replacement of values of these types.
 
     Raises:
-      Misplaced: JAX refuses it for their explicit shardings. Where they have none, whatever is raised is no answer.
+      Misplaced: JAX rejects it because of their explicit shardings. If they have none, errors propagate.
     """
     try:
         yield
@@ -128,12 +128,12 @@ def placing(avals: Iterable[Any]) -> Iterator[None]:
 
 @functools.cache
 def refusals() -> tuple[type[Exception], ...]:
-    """What JAX raises for operands whose types do not go together, or for which an operation has no rule."""
+    """The errors that JAX raises for operands of incompatible types, or for which an operation has no rule."""
     return sharding_type_error(_ambiguous), ValueError, NotImplementedError
 
 
 def _ambiguous() -> None:
-    """A sum over an axis that is split, and no word of where the result lies."""
+    """A sum over a sharded axis without an output sharding."""
     mesh = AbstractMesh((1,), ("a",), axis_types=(AxisType.Explicit,))
     row = jax.ShapeDtypeStruct((2,), "float32", sharding=NamedSharding(mesh, PartitionSpec("a")))
     with on_mesh(mesh):

@@ -1,4 +1,4 @@
-"""`Graph`: a whole traced program. What it is made of stands in `ir.py`."""
+"""`Graph`: a whole traced program. Its parts are in `ir.py`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Graph(Shown):
       in_tree, out_tree: pytree structure of `(args, kwargs)` without the static ones, and of the result.
       in_names: a readable name for each top input ("x", "params['w']").
       jax_version: the version of JAX that traced it.
-      in_shardings: for each top input the sharding of the argument it was traced with, None for one that lies on no mesh; () where nothing
-        was given.
-      numbered: the same program at numbers, where its own sizes are symbolic (a `symbolic.Numbered`); None of any other.
+      in_shardings: for each top input the sharding of the argument with which it was traced, None without a mesh; () if not
+        given.
+      numbered: the same program at concrete sizes if its own sizes are symbolic (a `symbolic.Numbered`); otherwise None.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Graph(Shown):
 
     @functools.cached_property
     def block_of(self) -> dict[int, Block]:
-        """Node id -> the block it stands in."""
+        """Node id -> the block that contains it."""
         return {n.id: b for b in self.blocks() for n in b.nodes}
 
     @functools.cached_property

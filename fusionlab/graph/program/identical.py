@@ -1,7 +1,7 @@
-"""Whether a value of a block is made exactly as a program makes its result: equation by equation, dtypes and constants included.
+"""Whether a value of a block is computed exactly as a program computes its result: equation by equation, with dtypes and constants.
 
-The canonical view tells what is equal as real numbers. Where bits count, as those of a random draw do, only the equations themselves
-tell; what is compared with is traced by the JAX that is installed, so that nothing here knows how it spells a thing.
+The canonical view decides equality as real numbers. If bits matter, as for a random draw, the equations themselves must agree; the
+program to compare with is traced by the installed JAX, so that nothing here depends on JAX's spellings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _STEPS = 8  # of arithmetic on literals
 
 
 def computed_as(block: Block, value: Value, program: Block, known: Mapping[int, Any]) -> dict[int, Value] | None:
-    """For each input of `program` that its one result hangs on, by number, the value of `block` that stands for it where `value` is made
-    as that result is; None where it is not.
+    """For each input of `program` on which its one result depends, by number, the corresponding value of `block`, if `value` is computed
+    like that result; otherwise None.
 
     Args:
-      block: where `value` is made.
-      program: another one, with one result.
+      block: the block that computes `value`.
+      program: the program to compare with, with one result.
       known: values of block inputs that are literals at the call, by value id.
     """
     inputs = {v.id: i for i, v in enumerate(program.inputs)}
@@ -58,9 +58,9 @@ def computed_as(block: Block, value: Value, program: Block, known: Mapping[int, 
 
 
 def computed_alike(block: Block, first: Atom, second: Atom, twins: Mapping[int, int] | None = None) -> bool:
-    """Whether two values of a block are made of the same values by the same equations, and so are equal to the bit.
+    """Whether two values of a block are computed from the same values by the same equations, and so are bitwise equal.
 
-    `twins` are inputs of the block that are given what other inputs are, by their ids.
+    `twins` are inputs of the block that receive the same value as other inputs, by id.
     """
     given = twins or {}
     stack: list[tuple[Atom, Atom]] = [(first, second)]
@@ -94,7 +94,7 @@ def _same_bits(first: np.ndarray | None, second: np.ndarray) -> bool:
 
 
 def _paired_inputs(block: Block, mine: Value, program: Block, other: Value) -> list[tuple[Atom, Atom]] | None:
-    """What two values are made of, in pairs, where they are the same result of the same equation; None where they are not."""
+    """The operands of two values, in pairs, if these are the same result of the same equation; otherwise None."""
     maker, wanted = block.producer.get(mine.id), program.producer.get(other.id)
     if maker is None or wanted is None or not _alike(maker, wanted):
         return None
@@ -104,8 +104,8 @@ def _paired_inputs(block: Block, mine: Value, program: Block, other: Value) -> l
 
 
 class _Numbers:
-    """What is one number everywhere, made of literals alone, in the program's own arithmetic: differentiation moves that out of loops,
-    whose bodies are then given it.
+    """Values equal to one number everywhere, computed from literals in the program's own arithmetic: differentiation moves them out of
+    loops, whose bodies then receive them as inputs.
     """
 
     def __init__(self, block: Block, known: Mapping[int, Any]) -> None:
@@ -114,7 +114,7 @@ class _Numbers:
         self.found: dict[int, np.ndarray | None] = {}
 
     def of(self, atom: Atom, steps: int = _STEPS) -> np.ndarray | None:
-        """The number, in the atom's dtype, made in so many steps; None for anything else."""
+        """The number in the atom's dtype, computed in so many steps; None for any other atom."""
         if jnp.issubdtype(atom.dtype, jax.dtypes.extended) or not steps:
             return None
         if isinstance(atom, Literal):
@@ -140,7 +140,7 @@ class _Numbers:
 
 
 def _alike(mine: Node, theirs: Node) -> bool:
-    """Whether two equations are the same, but for their operands."""
+    """Whether two equations are equal apart from their operands."""
     if mine.primitive != theirs.primitive or mine.blocks or theirs.blocks or has_side_effects(mine.eqn):
         return False
     if len(mine.inputs) != len(theirs.inputs) or params_signature(mine) != params_signature(theirs):

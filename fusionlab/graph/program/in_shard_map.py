@@ -1,7 +1,7 @@
 """Tracing as if inside a `shard_map` that checks which mesh axes its values vary along (check_vma).
 
-There the mesh axes a value varies along are part of its type, and JAX makes such types inside a shard_map alone. A value of
-a traced program still names its mesh: that is all it takes to be back in a body of the same kind, whatever the shard_map was.
+There the mesh axes along which a value varies are part of its type, and JAX makes such types only inside a shard_map. A value of
+a traced program still names its mesh, which is enough to trace in a body of the same kind, whatever the original shard_map was.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def summed_mesh_axes(node: Node) -> set[str]:
 
 @dataclass(frozen=True, repr=False)
 class DeviceSums(Shown):
-    """What a program sums over: mesh axes, and the mesh where types tell what varies along it."""
+    """A program's sums over devices: the mesh axes, and the mesh if types record what varies along it."""
 
     axes: frozenset[str] = frozenset()
     mesh: Any = None
@@ -42,7 +42,7 @@ class DeviceSums(Shown):
 
     @classmethod
     def of(cls, nodes: Iterable[Node]) -> DeviceSums:
-        """Those of some nodes."""
+        """The sums of some nodes."""
         all_of = list(nodes)
         axes = frozenset(axis for node in all_of for axis in summed_mesh_axes(node))
         values = (v.aval for node in all_of for v in node.outputs) if axes else ()
@@ -50,21 +50,21 @@ class DeviceSums(Shown):
 
 
 def _mesh_in(avals: Iterable[Any]) -> Any:
-    """The mesh that types name of which one varies; None where none does."""
+    """The mesh of the first type that varies along its axes; None if no type does."""
     return next((a.sharding.mesh for a in avals if varies(a)), None)
 
 
 def make_jaxpr(
     fn: Callable[..., Any], avals: Sequence[Any], result: Any = None, sums: DeviceSums | None = None, weak: bool = False
 ) -> Any:
-    """`jax.make_jaxpr` at the shapes, dtypes, explicit shardings and varying mesh axes of avals; outside every shard_map where none varies.
+    """`jax.make_jaxpr` at the shapes, dtypes, explicit shardings and varying mesh axes of avals; outside any shard_map if none varies.
 
     Args:
       fn: arrays -> arrays.
-      avals: types of the arguments, as traced values have them (`jax.ShapeDtypeStruct`s will do where none varies).
-      result: the type `fn`'s one result is to have, or a list of them where it gives several. What varies along fewer mesh axes is made
-        to vary along all of those, what lies otherwise over explicit axes is laid out so, what is strongly typed becomes weak.
-      sums: what `fn` sums over, if it does: the types of its arguments may not tell.
+      avals: types of the arguments, as of traced values (`jax.ShapeDtypeStruct`s suffice if none varies).
+      result: the type of `fn`'s result, or a list of types for several. Results are made to vary along all of its mesh axes, are
+        resharded over its explicit axes, and become weakly typed if it is.
+      sums: the sums of `fn` over devices, if any, which the types of its arguments may not show.
       weak: weakly typed arguments stay weak; else all are strong.
     """
     results = result if isinstance(result, list) else [] if result is None else [result]
@@ -89,14 +89,14 @@ def make_jaxpr(
 
 
 def is_weak(aval: Any) -> bool:
-    """Whether a value is weakly typed, as a Python number is: beside another dtype it gives way."""
+    """Whether a value is weakly typed, like a Python number, so that another dtype takes precedence."""
     return bool(getattr(aval, "weak_type", False))
 
 
 def as_typed(x: Any, aval: Any) -> Any:
-    """`x` with the type that a value of the program has: its varying axes, its explicit sharding, its weakness.
+    """`x` with the type of a value of the program: its varying axes, its explicit sharding, its weakness.
 
-    A Python number is weakly typed, and so is what a program makes of Python numbers alone; a fused op's result is never weak.
+    Python numbers, and values computed only from them, are weakly typed; a fused op's result is never weak.
     """
     x = resharded(as_varying(x, aval), aval)
     return with_weakness(x, True) if is_weak(aval) and not is_weak(jax.typeof(x)) else x
@@ -109,21 +109,21 @@ def as_varying(x: Any, aval: Any) -> Any:
 
 
 def has_mesh(aval: Any) -> bool:
-    """Whether `make_jaxpr` takes an aval: what it varies along are axes of its mesh, and none is to be summed over yet."""
+    """Whether `make_jaxpr` takes an aval: it varies only along axes of its mesh, and has no pending sums."""
     if has_pending_sums(aval):
         return False
     return not varies(aval) or varying_axes(aval) <= set(aval.sharding.mesh.manual_axes)
 
 
 def _sharding_on(mesh: Any, aval: Any) -> Any:
-    """The explicit sharding of a type; of one without, that of a value that is whole on every device."""
+    """The explicit sharding of a type; for a type without one, that of a replicated value."""
     return sharding_in_type(aval) or NamedSharding(mesh, PartitionSpec(*(None for _ in aval.shape)))
 
 
 def _inside(mesh: Any, call: Callable[[], Any]) -> Any:
-    """What `call` gives inside a shard_map over the manual axes of an abstract mesh.
+    """The result of `call` inside a shard_map over the manual axes of an abstract mesh.
 
-    Nothing goes in or out of that shard_map: what is traced inside is a program of its own.
+    No value enters or leaves that shard_map: the code traced inside is a program of its own.
     """
     here = get_abstract_mesh()
     entered = set(here.manual_axes) if here.axis_names == mesh.axis_names else set()

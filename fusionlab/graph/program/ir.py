@@ -1,4 +1,4 @@
-"""The raw layer: what a traced program is. This layer is what is shown, and what is rewritten.
+"""The raw layer: the data structures of a traced program. This layer is displayed and rewritten.
 
 A `Graph` is a tree of `Block`s. A block is a straight list of `Node`s, each an equation of the traced program with its
 own stable id; `jit` calls are flattened into the block that calls them, while scan, while, cond, shard_map, remat,
@@ -90,12 +90,12 @@ class Block(Shown):
     """A straight list of nodes: the whole program, a scan body, one branch of a cond, ...
 
     Attributes:
-      path: where the block is, e.g. "" for the top, "n12.body" for the body of node 12.
-      label: what its owner calls it ("body", "cond", "branch0", ...).
+      path: the block's position, e.g. "" for the top, "n12.body" for the body of node 12.
+      label: its owner's name for it ("body", "cond", "branch0", ...).
       inputs: values bound by the caller, in order.
       consts: values bound to arrays captured by the program, with those arrays.
       nodes: in program order.
-      outputs: what the block returns; an output may be a literal or an input.
+      outputs: the values that the block returns; an output may be a literal or an input.
       jaxpr: the traced jaxpr this block came from (its debug info and effects are kept when rewriting).
     """
 
@@ -174,7 +174,7 @@ class Node(Shown):
 
     @functools.cached_property
     def source(self) -> Source | None:
-        """The user's source line this equation came from, or None where JAX kept none."""
+        """The user's source line of this equation, or None if JAX kept none."""
         return source_of(self.eqn, self.calls)
 
     @functools.cached_property

@@ -1,7 +1,7 @@
-"""Arithmetic on literals, in the dtype the program does it in.
+"""Arithmetic on literals, in the program's dtypes.
 
-`sqrt(bfloat16(8))` is 2.828125 when the program runs, and 0.7 * 10 >= 7 holds in float32: folded in real numbers, a program
-would be taken for another one.
+`sqrt(bfloat16(8))` is 2.828125 when the program runs, and 0.7 * 10 >= 7 holds in float32: folding in real numbers would give
+a different program.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def scalar_result(primitive: str, params: Any, operands: Sequence[tuple[Any, Any
 
 
 def _computed(primitive: str, params: Any, values: Sequence[np.ndarray], dtype: Any) -> Any:
-    """What numpy makes of the operands, in its own dtype; None where that is not what the program makes of them."""
+    """Numpy's result for the operands, in its own dtype; None if the program's result may differ."""
     integers = any(v.dtype.kind in "iu" for v in values)
     if primitive == "convert_element_type":
         return _convert(values[0], np.dtype(dtype))
@@ -63,7 +63,7 @@ def _computed(primitive: str, params: Any, values: Sequence[np.ndarray], dtype: 
 
 
 def _became_infinite(result: np.ndarray, values: Sequence[np.ndarray]) -> bool:
-    """Whether a float is infinite or NaN that is made of numbers."""
+    """Whether a float computed from numbers is infinite or NaN."""
     floats = jnp.issubdtype(result.dtype, jnp.floating)
     return floats and not np.isfinite(result) and all(np.isfinite(v.astype(np.float64)) for v in values)
 

@@ -1,4 +1,4 @@
-"""Meshes, shardings and collectives of a program as short text: what tables and pictures say of them."""
+"""Meshes, shardings and collectives of a program as short text, for tables and pictures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mesh_text(mesh: Any) -> str:
 
 
 def sharding_of(array: Any) -> NamedSharding | None:
-    """How an array, or a shape with a sharding, lies on a mesh of several devices; None for anything else, as for what is being traced."""
+    """The sharding of an array, or of a shape, on a mesh of several devices; None for anything else, including traced values."""
     if isinstance(array, Tracer):
         return None
     sharding = getattr(array, "sharding", None)
@@ -29,19 +29,19 @@ def sharding_of(array: Any) -> NamedSharding | None:
 
 
 def sharding_text(sharding: NamedSharding | None) -> str:
-    """ "P('data', None)"; "" for what is whole on every device, and for None."""
+    """ "P('data', None)"; "" for a replicated value, and for None."""
     if sharding is None or sharding.is_fully_replicated:
         return ""
     return f"P({', '.join(map(repr, sharding.spec))})"
 
 
 def mesh_of_arguments(shardings: Iterable[NamedSharding | None]) -> str:
-    """The mesh that the first of them is on; "" where none is."""
+    """The mesh of the first argument that has one; "" if there is none."""
     return next((mesh_text(s.mesh) for s in shardings if s is not None), "")
 
 
 def region_mesh_text(node: Node) -> str:
-    """Of a shard_map: "mesh data=2 x tensor=4", and the axes that are manual in it where others are not; "" for any other node."""
+    """For a shard_map: "mesh data=2 x tensor=4", with its manual axes if other axes are not manual; "" for any other node."""
     if node.primitive != "shard_map":
         return ""
     mesh, p = node.params["mesh"], node.params
@@ -52,7 +52,7 @@ def region_mesh_text(node: Node) -> str:
 
 
 def collective_axes(node: Node) -> tuple[str, ...]:
-    """The mesh axes that a collective runs over; () for what is none, and for what vmap's own axes name."""
+    """The mesh axes of a collective; () for other nodes, and for axes of vmap."""
     if node.primitive not in _COLLECTIVES:
         return ()
     over = node.params.get("axes", node.params.get("axis_name", ()))
@@ -60,7 +60,7 @@ def collective_axes(node: Node) -> tuple[str, ...]:
 
 
 def collective_bytes(node: Node) -> int:
-    """Bytes of one device in a collective: the larger of what it gives and what it gets."""
+    """Bytes of one device in a collective: the larger of its operands and its results."""
     return max(sum(map(_nbytes, node.inputs)), sum(map(_nbytes, node.outputs)))
 
 

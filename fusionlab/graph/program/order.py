@@ -1,7 +1,7 @@
 """The order in which a rewritten block's nodes are written.
 
-It is program order but where something has to come first: what a site of several results reads, where one of these is read early,
-and what a backward pass reads, where its first gradient is made. Nodes with effects never change places with each other.
+It is program order, except that operands must come first: those of a site of several results, if one of these is read early,
+and those of a backward pass, before its first gradient. Nodes with effects keep their order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .ir import Block, Node, Value, values_in
 
 
 class Joint(Protocol):
-    """A site: `nodes` are replaced by one call, which takes `leaves` and gives `roots`."""
+    """A site: `nodes` are replaced by one call, which takes `leaves` and returns `roots`."""
 
     @property
     def nodes(self) -> Sequence[Node]: ...
@@ -26,7 +26,7 @@ class Joint(Protocol):
 
 
 class BackwardReader(Protocol):
-    """A backward pass: `read()` are the values that it reads where its first gradient is made."""
+    """A backward pass: `read()` are the values that it reads when its first gradient is computed."""
 
     def read(self) -> Sequence[Value]: ...
 
@@ -36,7 +36,7 @@ Waiting = Mapping[int, Iterable[tuple[int, BackwardReader]]]
 
 
 class PairsWaitError(RewriteError):
-    """Pairs each read what is computed from the other's gradients. `number` is that of one of them."""
+    """Pairs that each read values computed from the other's gradients. `number` is that of one of them."""
 
     def __init__(self, number: int) -> None:
         super().__init__("backward passes to be replaced depend on each other")
@@ -44,7 +44,7 @@ class PairsWaitError(RewriteError):
 
 
 class SitesWaitError(RewriteError):
-    """Sites each read what is computed from the other's results. `numbers` are those of them that have several."""
+    """Sites that each read values computed from the other's results. `numbers` are those of the sites with several results."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         super().__init__("sites to be replaced depend on each other's results")
@@ -52,22 +52,21 @@ class SitesWaitError(RewriteError):
 
 
 def last_of(block: Block, roots: Iterable[Value]) -> Node:
-    """The node that makes the last of a site's results: everything the site reads stands before it."""
+    """The node of the last of a site's results: all operands of the site come before it."""
     return max((block.producer[v.id] for v in roots), key=lambda n: block.position[n.id])
 
 
 def in_order(block: Block, waiting: Waiting, sites: Sequence[Joint] = ()) -> list[Node]:
-    """The block's nodes in an order in which everything is made before it is read.
+    """The block's nodes in an order in which every value is computed before it is read.
 
     Args:
-      block: what is rewritten.
-      waiting: what backward passes read is made before the nodes they wait at.
-      sites: each is called at its `last_of` node, and what it reads is made before that. The nodes it replaces keep a place that means
-        nothing.
+      block: the block to rewrite.
+      waiting: the operands of backward passes are computed before the nodes at which these wait.
+      sites: each is called at its `last_of` node, after its operands. The positions of the nodes it replaces are meaningless.
 
     Raises:
-      PairsWaitError: pairs wait for each other.
-      SitesWaitError: a site of several results waits for what is made of one of them, by way of other sites or of pairs.
+      PairsWaitError: pairs depend on each other.
+      SitesWaitError: a site of several results depends on one of them through other sites or pairs.
     """
     if not waiting and not any(map(_is_joint, sites)):
         return list(block.nodes)
@@ -95,12 +94,12 @@ def in_order(block: Block, waiting: Waiting, sites: Sequence[Joint] = ()) -> lis
 
 
 def _is_joint(site: Joint) -> bool:
-    """Whether a site has several results: only then may something of it be read before it is called."""
+    """Whether a site has several results: only then may one of them be read before the site is called."""
     return len(site.roots) > 1
 
 
 class _Before:
-    """What has to be written before a node."""
+    """The nodes that must be written before a node."""
 
     def __init__(self, block: Block, waiting: Waiting, sites: Sequence[Joint]) -> None:
         self.block, self.waiting = block, waiting
@@ -119,7 +118,7 @@ class _Before:
         return [m for m in (*makers, effect) if m is not None]
 
     def error(self, stack: Sequence[Node], under_way: Set[int]) -> RewriteError:
-        """For the node on top of a stack, which waits for itself by way of nodes under way (ids)."""
+        """The error for the node on top of a stack, which depends on itself through nodes under way (ids)."""
         path = list(itertools.dropwhile(lambda n: n.id != stack[-1].id, (n for n in stack if n.id in under_way)))
         at = [self.site_at[n.id] for n in path if n.id in self.site_at]
         joint = [i for i, s in at if _is_joint(s)]
@@ -128,8 +127,8 @@ class _Before:
 
 
 def waits_for_itself(block: Block, leaves: Iterable[Value], roots: Sequence[Value]) -> str | None:
-    """Why no one call can take `leaves` and give `roots`: a leaf is made of a root, or after effects that follow from one. None where
-    one can.
+    """Why a single call cannot take `leaves` and return `roots`: a leaf is computed from a root, or after side effects that depend on one.
+    None if it can.
     """
     makers = (block.producer[v.id].id for v in roots if v.id in block.producer)
     root_ids = {v.id for v in roots}
@@ -144,8 +143,8 @@ def waits_for_itself(block: Block, leaves: Iterable[Value], roots: Sequence[Valu
 
 
 def _met(block: Block, leaf: Value, targets: Set[int], first: int, effects: bool) -> Value | None:
-    """The first value of `targets` (ids) that is met on the way from a leaf back to what it is made of, no farther than position `first`.
-    With `effects` what comes before these in the order of side effects is followed as well.
+    """The first value of `targets` (ids) on the way back from a leaf to its inputs, up to position `first`.
+    With `effects`, the order of side effects is followed as well.
     """
     stack, seen, passed = [leaf], {leaf.id}, set[int]()
     while stack:
@@ -165,7 +164,7 @@ def _met(block: Block, leaf: Value, targets: Set[int], first: int, effects: bool
 
 
 def _read_by_effects(block: Block, node: Node, first: int, passed: set[int]) -> list[Value]:
-    """What the nodes read whose side effects come before a node's, behind position `first`. `passed` (node ids) are looked at no more."""
+    """The operands of the nodes after position `first` whose side effects precede a node's. Nodes in `passed` (ids) are skipped."""
     read: list[Value] = []
     last = block.effect_before.get(node.id)
     while last is not None and block.position[last.id] > first and last.id not in passed:

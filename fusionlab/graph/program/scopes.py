@@ -1,4 +1,4 @@
-"""Where an equation came from: the user's source line, and the module scope it was traced in.
+"""The origin of an equation: the user's source line, and the module scope in which it was traced.
 
 Only attributes of the objects JAX hands out are read here (`eqn.source_info`), never private modules.
 """
@@ -58,7 +58,7 @@ class Source(Shown):
 
 
 def _cell(file: str) -> str:
-    """What a reader calls a notebook cell whose code was compiled under this name; "" for any other file."""
+    """The name of a notebook cell whose code was compiled under this file name; "" for any other file."""
     typed = file.startswith("<ipython-input-")
     if not typed and not os.path.basename(os.path.dirname(file)).startswith("ipykernel_"):
         return ""
@@ -86,7 +86,7 @@ def source_of(eqn: Any, calls: tuple[Any, ...] = ()) -> Source | None:
 
 
 def source_of_error(error: BaseException) -> Source | None:
-    """The innermost line of the user's that an error passed through; None where it passed through none."""
+    """The innermost line of the user's code that an error passed through; None if there is none."""
     frames = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -143,7 +143,7 @@ def _among(frames: Iterable[tuple[str, int, str]]) -> tuple[Source | None, Sourc
 
 
 def kind_of_file(file: str) -> str:
-    """Whose code a file is: "own" (FusionLab's), "jax" (or generated code), "library" or "user"."""
+    """The origin of a file's code: "own" (FusionLab's), "jax" (or generated code), "library" or "user"."""
     if file.startswith(_OWN_CODE):
         return "own"
     if file.startswith(_JAX_PARTS) or (file.startswith("<") and not file.startswith(_TYPED)):
@@ -158,7 +158,7 @@ def scope_of(eqn: Any, calls: tuple[Any, ...] = ()) -> str:
 
 
 def is_backward(eqn: Any) -> bool:
-    """Whether an equation belongs to a backward pass that JAX derived: its name stack has a transposition in it."""
+    """Whether an equation belongs to a backward pass derived by JAX: its name stack contains a transposition."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
@@ -168,17 +168,17 @@ def is_in_derivative(eqn: Any) -> bool:
 
 
 def in_differentiated(node: Any) -> bool:
-    """The same of a node, also inside calls and regions that JAX has differentiated: their own equations do not say so."""
+    """The same for a node, also inside calls and regions that JAX has differentiated, whose own equations do not show it."""
     return any(is_in_derivative(eqn) for eqn in (*node.calls, node.eqn))
 
 
 def in_backward(node: Any) -> bool:
-    """Whether a node belongs to a backward pass: it, or a call or region around it. `add_any` occurs nowhere else."""
+    """Whether a node, or a call or region around it, belongs to a backward pass. `add_any` occurs nowhere else."""
     return node.primitive == "add_any" or any(is_backward(eqn) for eqn in (*node.calls, node.eqn))
 
 
 def jaxpr_in_backward(jaxpr: Any) -> bool:
-    """Whether a jaxpr has a backward pass in it: what `in_backward` says, of equations that no graph was made of."""
+    """Whether a jaxpr contains a backward pass: as `in_backward`, for equations without a graph."""
     return any(
         eqn.primitive.name == "add_any"
         or is_backward(eqn)

@@ -17,7 +17,7 @@ from .scopes import is_jax_file
 
 @dataclass
 class Memo:
-    """Remembers answers by everything that matters; `hits` and `misses` are visible."""
+    """A cache of answers, keyed by all that they depend on; `hits` and `misses` are visible."""
 
     hits: int = field(default=0, kw_only=True)
     misses: int = field(default=0, kw_only=True)
@@ -52,8 +52,8 @@ def node_signature(node: Node, number: dict[int, Any], size: Size = as_it_is) ->
 
 
 def type_key(value: Value, size: Size) -> Any:
-    """The type of a value: with its explicit sharding, which what stands for it has to have, and be able to be given, and with the mesh
-    axes that it is typed as varying along."""
+    """The type of a value, with its explicit sharding, which its replacement must be able to have, and the mesh axes along which it is
+    typed as varying."""
     varying = tuple(sorted(map(str, varying_axes(value.aval))))
     return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval), varying
 
@@ -73,7 +73,7 @@ _IGNORED = frozenset({"jvp_jaxpr_fun", "sharding", "out_sharding"})
 
 
 def _rule_key(rule: Any) -> Any:
-    """Of a custom_jvp rule: the code of JAX's functions, which are made anew for each trace, and the user's functions."""
+    """The key of a custom_jvp rule: the code of JAX's functions, which are created for each trace, and the user's functions."""
     functions = rule_functions(rule)
     return tuple(f.__code__ if is_jax_file(f.__code__.co_filename) else f for f in functions)
 

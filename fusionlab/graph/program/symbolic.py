@@ -1,7 +1,7 @@
-"""Programs whose sizes are symbolic (`jax.export.symbolic_shape`), and the same at numbers.
+"""Programs with symbolic sizes (`jax.export.symbolic_shape`), and the same programs at concrete sizes.
 
-A pattern is compared at sizes, and a kernel is launched for sizes, so that a search needs numbers. The same function traced at numbers has
-the same operations in the same order, but for what computes with a size: what is found there is told by the nodes of the program itself.
+Patterns are compared and kernels are launched at concrete sizes, so a search needs numbers. The same function traced at numbers has the
+same operations in the same order, apart from computations with sizes, so findings are reported on the nodes of the program itself.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _OPERATORS = {ast.Add: int.__add__, ast.Sub: int.__sub__, ast.Mult: int.__mul__,
 
 @dataclass(frozen=True, eq=False)
 class Numbered:
-    """A program of symbolic sizes at numbers.
+    """A program of symbolic sizes at concrete sizes.
 
     Attributes:
-      graph: traced at numbers, None where it does not trace at any that were tried; symbols: what those are for.
-      nodes: of each node there, the node of the program that it is; those that are none are left out.
+      graph: traced at numbers, None if it traces at none of those tried; symbols: the symbols they replace.
+      nodes: node of that graph -> the corresponding node of the program, if there is one.
     """
 
     graph: Graph | None
@@ -38,7 +38,7 @@ class Numbered:
 
 
 def needs_numbers(graph: Graph, action: str) -> None:
-    """Raises ArgumentError for a program whose sizes are symbolic."""
+    """Raises ArgumentError for a program with symbolic sizes."""
     if graph.numbered is not None:
         names = ", ".join(graph.numbered.symbols)
         raise ArgumentError(f"{graph.name}: got symbolic sizes ({names}); {action} needs concrete sizes")
@@ -77,8 +77,8 @@ def at_numbers(arrays: Any, numbers: dict[str, int]) -> Any:
 
 
 def choices(symbols: tuple[str, ...]) -> Iterator[dict[str, int]]:
-    """Numbers for the symbols, the likeliest first: unlike each other, and multiples of 8, which what divides a size in practice divides;
-    rising and falling, large and small, since a program may ask for sizes in an order or below a limit."""
+    """Numbers for the symbols, the likeliest first: different from each other, and multiples of 8, which usual divisors of a size divide;
+    ascending and descending, large and small, because a program may require an order of sizes or a limit."""
     count = len(symbols)
     rising = [8 * (3 + 2 * i) for i in range(count)]
     for numbers in (rising, rising[::-1], [8 * (1 + i) for i in range(count)], [8 * (count - i) for i in range(count)]):
@@ -88,7 +88,7 @@ def choices(symbols: tuple[str, ...]) -> Iterator[dict[str, int]]:
 
 
 def numbered(graph: Graph, symbols: tuple[str, ...], own: Graph | None) -> Numbered:
-    """`own` is the program of `graph` at numbers. Its nodes are told by their primitive and how many of it came before."""
+    """`own`, the program of `graph`, at numbers. Its nodes are identified by their primitive and its number of earlier occurrences."""
     places: dict[str, list[int]] = defaultdict(list)
     for node in graph.nodes():
         places[node.primitive].append(node.id)

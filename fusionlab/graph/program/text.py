@@ -57,7 +57,7 @@ def graph_text(graph: Graph, *, sources: bool = True, scopes: bool | None = None
     Args:
       graph: the graph.
       sources: append the user's source line to each line.
-      scopes: append the scope; None is as `sources`. Without sources and with scopes the text stays as it is where lines only move.
+      scopes: append the scope; None means as `sources`. With scopes and without sources, the text does not change if lines only move.
     """
     names = dict(zip((v.id for v in graph.top.inputs), graph.in_names, strict=True))
     placed = dict(zip((v.id for v in graph.top.inputs), map(sharding_text, graph.in_shardings), strict=False))
@@ -109,7 +109,7 @@ def params_text(node: Node) -> str:
 
 
 def _changes_meaning(node: Node, key: str, val: Any) -> bool:
-    """Whether a param of a node is written: what is shown as a child block, and a dtype that the result's type says, is not."""
+    """Whether a param of a node is printed: child blocks, and a dtype equal to the result's type, are not."""
     if key in _HIDDEN or val is None or _holds_jaxpr(val) or callable(val):
         return False
     if isinstance(val, tuple | list) and any(map(_holds_jaxpr, val)):

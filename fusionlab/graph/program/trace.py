@@ -53,7 +53,7 @@ def trace(
 
 
 def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Bound:
-    """`bind`, with the errors of the user's function as `trace` has them."""
+    """`bind`, with the errors of the user's function converted as in `trace`."""
     with users_code(fn):
         return bind(fn, args, kwargs, static_argnums, static_argnames)
 
@@ -61,7 +61,7 @@ def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = ()
 def graph_of(
     bound: Bound, name: str, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 ) -> Graph:
-    """The raw Graph of a call that is bound already; what the user's function raises comes through `around`."""
+    """The raw Graph of a bound call; errors of the user's function pass through `around`."""
     with around():
         found = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     graph = _graph_of(bound, name, bound.args, bound.kwargs, found)
@@ -94,17 +94,17 @@ def _graph_of(bound: Bound, name: str, args: tuple, kwargs: dict, found: tuple[A
 
 
 def name_of(fn: Callable) -> str:
-    """What a function is called; a partial is called as its function is."""
+    """The name of a function; a partial has the name of its function."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 
 class users_code(contextlib.AbstractContextManager):  # noqa: N801 - it is used as `contextlib.suppress` is
-    """Around the call that runs the user's function, and nothing else: whatever it raises leaves as a TraceError.
+    """A context around only the call of the user's function: any error it raises becomes a TraceError.
 
-    Anything may come from there. An error of FusionLab's own, on either side of that call, is no error of the user's and stays
-    what it is. An ArgumentError passes: a fused op called by the function says with it what the user gave it.
+    The function may raise anything. FusionLab's own errors on either side of that call are not the user's and stay
+    unchanged. An ArgumentError passes, because a fused op called by the function reports the user's arguments with it.
     """
 
     def __init__(self, fn: Callable) -> None:
@@ -130,16 +130,16 @@ STATIC_ADVICE = (
 
 
 def _wants_static(error: Exception) -> bool:
-    """Whether JAX needed a Python value and got an array that is being traced, or the other way round."""
+    """Whether JAX needed a Python value and got a traced array, or the reverse."""
     return isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError) or (
         isinstance(error, TypeError) and "abstract array" in str(error)
     )
 
 
 def error_text(error: Exception) -> str:
-    """Kind and message of an error of the user's code or JAX's, on one line, and the user's line it came from.
+    """Type and message of an error of the user's code or of JAX, on one line, with the user's line that raised it.
 
-    JAX's frame around its messages (links, remarks on its own traceback) is left out, and folders of source files are.
+    JAX's additions to its messages (links, remarks on its own traceback) and the folders of source files are removed.
     """
     lines = [line.strip() for line in str(error).splitlines()]
     kept = itertools.takewhile(lambda line: not line.startswith(("See https://", "----")), lines)
@@ -236,7 +236,7 @@ def _read(env: dict, atom: Any) -> Atom:
 
 
 def _flattenable(eqn: Any) -> Any | None:
-    """The jaxpr to inline, or None. A jit that carries donation or shardings says something, and stays a node."""
+    """The jaxpr to inline, or None. A jit with donation or shardings has a meaning, and stays a node."""
     if eqn.primitive.name not in FLATTENED:
         return None
     params = eqn.params
@@ -249,7 +249,7 @@ def _flattenable(eqn: Any) -> Any | None:
 
 
 def _live(eqns: list[tuple], outputs: tuple[Atom, ...]) -> list[tuple]:
-    """Drops equations nobody reads and that have no effects (differentiation leaves many)."""
+    """Drops unread equations without effects (differentiation leaves many)."""
     wanted = {a.id for a in outputs if isinstance(a, Value)}
     kept = []
     for entry in reversed(eqns):

@@ -1,9 +1,9 @@
-"""Sums over rows that the maker of an array gives with it: a bias's gradient is the sum of what the backward pass behind it has made.
+"""Sums over rows that the maker of an array returns with it: a bias's gradient is the sum of the array from the next backward pass.
 
-Two primitives say so. Of the reader: `row_sum(params)` is (operand, result, parameters without that result), where the result is the
-sum of the operand over all axes but the last; None where it gives no such sum. Of the maker: `summing(params, result, dtype)` is
-(parameters, number of the further result) with which it gives that sum of one of its results as well, a vector of `dtype`, reading
-nothing more; None where it cannot. What it sums has not been rounded yet.
+Two methods of primitives describe this. Of the reader: `row_sum(params)` is (operand, result, parameters without that result), where the
+result is the sum of the operand over all axes but the last; None if it returns no such sum. Of the maker: `summing(params, result, dtype)`
+is (parameters, number of the further result) with which it also returns that sum of one of its results, a vector of `dtype`, without
+further reads; None if it cannot. It sums the values before they are rounded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _RESHAPES = ("reshape", "squeeze")
 
 
 def with_row_sums(eqns: list, outvars: list) -> list:
-    """The equations, such sums given by what makes the array, where that can."""
+    """The equations, with such sums returned by the makers of the arrays where possible."""
     readers = [eqn for eqn in eqns if getattr(eqn.primitive, "row_sum", None) is not None]
     if not readers:
         return eqns
@@ -34,8 +34,8 @@ def with_row_sums(eqns: list, outvars: list) -> list:
 
 
 def _with_row_sum(eqn: Any, maker: dict[Any, Any], read: set[Any], changed: dict[int, Any]) -> dict[int, Any]:
-    """What a reader, and what makes the array that it sums, become (by id of the equation) where that can give the sum; else nothing.
-    `changed` is what equations have become so far.
+    """The new equations of a reader and of the maker of its array (by id of the old one) if the maker can return the sum; else none.
+    `changed` are the equations replaced so far.
     """
     found = eqn.primitive.row_sum(eqn.params)
     if found is None or eqn.outvars[found[1]] not in read:
@@ -72,7 +72,7 @@ def _fits(array: Any, total: Any) -> bool:
 
 
 def _summing(eqn: Any, array: Any, total: Any) -> Any:
-    """The maker of an array that gives its sum as well; None where it cannot."""
+    """The maker of an array, returning its sum as well; None if it cannot."""
     method = getattr(eqn.primitive, "summing", None)
     found = method(eqn.params, list(eqn.outvars).index(array), total.aval.dtype) if method is not None else None
     if found is None:
@@ -82,7 +82,7 @@ def _summing(eqn: Any, array: Any, total: Any) -> Any:
 
 
 def _without(eqn: Any, result: int, params: dict[str, Any]) -> Any:
-    """The reader without that result; None where it gave nothing else."""
+    """The reader without that result; None if it had no other."""
     outvars = [v for i, v in enumerate(eqn.outvars) if i != result]
     if not outvars:
         return None

@@ -1,8 +1,8 @@
-"""Sums whose only reader can add them up itself: it is given what they are the sums of.
+"""Sums whose only reader can add the terms itself: it is given the terms instead.
 
-A primitive says so by two methods: `addends(params)` is a dict, operand -> of how many arrays it may be the sum that are given in its
-place; `adding(params, operand, count)` are the parameters with which it takes so many there, and adds them up one after another, each
-sum rounded to their dtype: to the bit what the additions gave.
+Two methods of a primitive describe this: `addends(params)` is a dict, operand -> the number of arrays that may be given instead, as the
+terms of a sum; `adding(params, operand, count)` are the parameters with which it takes so many there and adds them in order, each
+sum rounded to their dtype: bit for bit the result of the additions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ADDS = having("addition")
 
 
 def without_sums(eqns: list, outvars: list) -> list:
-    """Equations of which all are read, without those additions that their readers can do."""
+    """Equations, all of them read, without the additions that their readers can do."""
     takers = [eqn for eqn in eqns if getattr(eqn.primitive, "addends", None) is not None]
     if not takers:
         return eqns
@@ -41,7 +41,7 @@ def _is_sum(eqn: Any) -> bool:
 
 
 def _taking(eqn: Any, sums: Mapping[Any, Any], gone: set[int]) -> Any:
-    """An equation that adds up itself what it can; `gone` gets (the ids of) the additions that are then not needed."""
+    """An equation that does its own additions where it can; `gone` gets the ids of the additions that become unnecessary."""
     # From the last operand to the first: what is put in moves those behind.
     for operand, most in sorted(eqn.primitive.addends(eqn.params).items(), reverse=True):
         terms = [eqn.invars[operand]]

@@ -1,4 +1,4 @@
-"""What fused backward passes do for what stands beside them, once a program is rewritten: in each block, on its equations."""
+"""Work that fused backward passes take over from neighbouring equations after rewriting, block by block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .fold_sums import without_sums
 
 
 def with_neighbours(closed: Any) -> Any:
-    """A closed jaxpr of the same inputs and results whose fused ops add up and sum what they can (`addends`, `row_sums`)."""
+    """A closed jaxpr of the same inputs and results whose fused ops do additions and row sums themselves (`addends`, `row_sums`)."""
     jaxpr = _block(closed.jaxpr)
     return closed if jaxpr is closed.jaxpr else closed.replace(jaxpr=jaxpr)
 
@@ -24,7 +24,7 @@ def _block(jaxpr: Any) -> Any:
 
 
 def _inside(eqn: Any) -> Any:
-    """An equation with its bodies done. A fused op's own parameters are no program."""
+    """An equation with its bodies processed. A fused op's own parameters are not programs."""
     if hasattr(eqn.primitive, "addends"):
         return eqn
     params = {k: _body(v) for k, v in eqn.params.items()}

@@ -1,8 +1,8 @@
 """Graph -> jaxpr, with sites replaced. Everything outside a site is the traced equation itself, untouched.
 
-A `Replacement` names the nodes that go, the value they made, and the function that makes it instead; in a program that is
-differentiated already, its backward pass as well. Equations of the other nodes are re-emitted with their own params, effects,
-contexts, scopes and source lines; regions are rebuilt only where a site stands inside them, with their own parameters.
+A `Replacement` names the nodes to remove, their value, and the function that computes it instead; in an already differentiated
+program, also the backward pass. Equations of the other nodes are re-emitted with their own params, effects,
+contexts, scopes and source lines; regions are rebuilt, with their own parameters, only if they contain a site.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Replacement:
     """One site: the fused function in place of some nodes.
 
     Attributes:
-      block_path: the block the site stands in.
+      block_path: the block that contains the site.
       nodes: those that disappear.
-      root: the value they made; it is made by `fn` now.
+      root: their value, now computed by `fn`.
       leaves: the values `fn` takes, in order.
-      fn: arrays -> array of the root's shape and dtype; where there are `others`, a tuple of that and theirs.
-      backward: its backward pass, where that is replaced with it; never one of a site with `others`.
-      others: further values they made, which `fn` makes too.
+      fn: arrays -> array of the root's shape and dtype; with `others`, a tuple of that and theirs.
+      backward: its backward pass, if replaced with it; never for a site with `others`.
+      others: further values of the nodes, which `fn` computes too.
       weak: the numbers of the leaves whose gradients are weakly typed in the program.
     """
 
@@ -53,7 +53,7 @@ class Replacement:
 
     @property
     def roots(self) -> tuple[Value, ...]:
-        """All the values they made that are read elsewhere."""
+        """All the values of the nodes that are read elsewhere."""
         return self.root, *self.others
 
 
@@ -63,7 +63,7 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
 
     Raises:
       RewriteError: a replacement's result differs in shape or dtype from the value it replaces; or (SitesWaitError) replacements of
-        several results wait for each other's.
+        several results depend on each other's.
     """
     chosen = tuple(replacements)
     with wide_types(types_in(graph.top.jaxpr)):
@@ -78,8 +78,8 @@ _REMAT = having("remat")
 class _Emitter:
     """Blocks with their replacements, as jaxprs.
 
-    `env` maps what can be read in a block to its variable: values by id; by keys (number of the replacement, "residual" or
-    "gradient", number) what a pair keeps for its backward pass, and gives there; by ("value", id) what travels to another block.
+    `env` maps everything readable in a block to its variable: values by id; residuals and gradients of a pair by keys (number of the
+    replacement, "residual" or "gradient", number); values passed to another block by ("value", id).
     """
 
     def __init__(self, replacements: Sequence[Replacement], tree: BlockTree) -> None:
@@ -98,7 +98,7 @@ class _Emitter:
         self.paths = {*self.forward, *self.backward, *self.exports, *self.imports}
 
     def _send(self, number: int, part: BackwardPart) -> None:
-        """What a backward pass needs and its block does not have leaves the site's block, and those around it."""
+        """Passes the values that a backward pass needs and its block lacks out of the site's block and those around it."""
         leave, enter = self.tree.ways(part.site_path, part.block_path)
         for key in part.operands(number):
             for out, into in zip(leave, enter, strict=True):
@@ -127,7 +127,7 @@ class _Emitter:
         return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
 
     def _leaving(self, block: Block, env: Env) -> list:
-        """What travels out of a block, whose types are known now where it enters another."""
+        """The values passed out of a block, whose types are now known where they enter another."""
         found = []
         for key in self.exports.get(block.path, ()):
             atom = env[key] if key in env else env[key[1]]
@@ -161,7 +161,7 @@ class _Emitter:
         return eqns, extra
 
     def eqn(self, node: Node, env: Env) -> Any:
-        """The node's own equation on new variables; child blocks rebuilt only if a site stands inside."""
+        """The node's own equation on new variables; child blocks are rebuilt only if they contain a site."""
         eqn = copied(node, env)
         if any(self._touched(b) for b in node.blocks):
             eqn = self._region(eqn, node, env)
@@ -171,7 +171,7 @@ class _Emitter:
         return any(path == block.path or path.startswith(block.path + ".") for path in self.paths)
 
     def _region(self, eqn: Any, node: Node, env: Env) -> Any:
-        """The equation with its bodies rebuilt, and what travels into and out of them."""
+        """The equation with its bodies rebuilt, and with the values passed into and out of them."""
         body = node.blocks[0].path
         entering, leaving = self.imports.get(body, ()), self.exports.get(body, ())
         params = self._params(node)
@@ -204,7 +204,7 @@ class _Emitter:
 
 
 def _apart(captured: Constants, extra: Constants | None) -> tuple[list, list]:
-    """(variables, arrays) of what a block captured, and of what equations written into it did."""
+    """(variables, arrays) of the captures of a block and of equations written into it."""
     both = [*captured, *(extra or ())]
     return [v for v, _ in both], [c for _, c in both]
 
@@ -245,7 +245,7 @@ def _spliced(number: int, r: Replacement, at: Node, env: Env, extra: Constants |
 
 
 def _strong(atoms: Sequence[Any], numbers: Collection[int], info: Any) -> tuple[list, list]:
-    """(equations, atoms) of what an op is given, some of it cast to be strong: the transpose of that cast makes a gradient weak again."""
+    """(equations, atoms) of an op's operands, some of them cast to be strong: the transpose of that cast makes a gradient weak again."""
     eqns: list[Any] = []
     given = list(atoms)
     for i in sorted(numbers):
@@ -264,9 +264,9 @@ def _grouped(items: Iterable[tuple[str, int, Any]]) -> dict[str, list[tuple[int,
 
 @dataclass(frozen=True)
 class _AnchorPolicy:
-    """A remat policy asked about a fused op answers as for the equation the fused op stands for.
+    """A remat policy that treats a fused op like the equation that the op replaces.
 
-    `dots_saveable` would otherwise recompute what it used to save. A primitive says what it stands for by a method
+    Otherwise `dots_saveable` would recompute values that it used to save. A primitive names the replaced equation in a method
     `stands_for(params) -> (primitive, params)`.
     """
 

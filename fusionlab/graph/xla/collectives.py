@@ -1,6 +1,6 @@
-"""What a compiled program sends between devices: its collectives by kind, how often each runs, and how many bytes.
+"""The traffic of a compiled program between devices: its collectives by kind, their numbers of runs, and their bytes.
 
-Read from optimised HLO text, so that it is what XLA's partitioner made of shardings as well as what a program asks for itself.
+Read from optimised HLO text, it includes both the collectives that XLA's partitioner adds for shardings and the program's own.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Collective:
 
     Attributes:
       name, kind: "all-reduce.3", "all-reduce".
-      bytes: of one device in one run: the larger of what it gives and what it gets.
-      runs: how often it runs in a run of the program; a loop of unknown length counts once.
-      computation: the computation it stands in.
-      op_name: JAX's name for the operation it came from; "" where XLA kept none.
+      bytes: of one device in one run: the larger of operands and results.
+      runs: its runs per run of the program; a loop of unknown length counts once.
+      computation: the computation that contains it.
+      op_name: JAX's name for the original operation; "" if XLA kept none.
     """
 
     name: str
@@ -84,7 +84,7 @@ def traffic(module: Module | str) -> dict[str, Traffic]:
 
 
 def _running(module: Module) -> Iterator[tuple[str, Instruction, int]]:
-    """(computation, instruction, runs) of what runs; a computation that is called from two places, for each of them."""
+    """(computation, instruction, runs) of all that runs; a computation called from two places appears for each."""
     waiting = [(module.entry, 1, frozenset[str]())]
     while waiting:
         name, runs, above = waiting.pop()
@@ -98,7 +98,7 @@ def _running(module: Module) -> Iterator[tuple[str, Instruction, int]]:
 
 
 def _bytes(text: str) -> int:
-    """Of a type as HLO text has it; a tuple's is the sum of its parts'."""
+    """The bytes of a type in HLO text; a tuple's is the sum of its parts'."""
     total = 0
     for dtype, shape in _ARRAY.findall(text):
         bits = _BITS_OF.get(dtype)

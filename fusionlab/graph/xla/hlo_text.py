@@ -1,9 +1,9 @@
 """Optimised HLO text, as `jax.jit(f).lower(...).compile().as_text()` gives it, read into computations and instructions.
 
-The format is that of XLA's HLO text (https://openxla.org/xla/operation_semantics names the operations), on CPU and GPU. Only what
-says which kernels there are and where they came from is read: opcode, operands, called computations, targets and metadata, which
-newer versions keep in tables of stack frames at the top of the module. It is no stable interface, so that whatever is not known is
-passed over and never an error: an unknown operation is an instruction with that opcode, an unknown line is no instruction.
+The format is that of XLA's HLO text (https://openxla.org/xla/operation_semantics names the operations), on CPU and GPU. Only the
+information on kernels and their origin is read: opcode, operands, called computations, targets and metadata, which
+newer versions keep in tables of stack frames at the top of the module. The format is not a stable interface, so unknown parts are
+skipped and never an error: an unknown operation is an instruction with that opcode, an unknown line is ignored.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Instruction:
       name, opcode: "loop_fusion.3", "fusion".
       operands: names of the instructions it reads, in order.
       called: attribute -> names of the computations it calls ("calls", "to_apply", "body", "condition", ...).
-      fusion_kind: "kLoop", "kInput", "kOutput", "kCustom"; "" for what is no fusion.
-      target: what runs it, as the text says: a custom call's target, a custom fusion's kind ("__triton_gemm"); else "".
-      op_name: JAX's name for the operation it came from, "" where XLA kept none.
+      fusion_kind: "kLoop", "kInput", "kOutput", "kCustom"; "" for any other instruction.
+      target: the code that runs it, as in the text: a custom call's target, a custom fusion's kind ("__triton_gemm"); else "".
+      op_name: JAX's name for the original operation, "" if XLA kept none.
       frame: number of its stack frame in the module's tables, 0 for none.
-      file, line: of older metadata, that says them itself; "" and 0 otherwise.
-      type: of its result, as the text has it: "f32[8,16]{1,0}", "(f32[2]{0}, s32[])".
-      trips: how often a loop's body runs, where XLA knows; else 0.
+      file, line: from older metadata, which contains them directly; "" and 0 otherwise.
+      type: of its result, as in the text: "f32[8,16]{1,0}", "(f32[2]{0}, s32[])".
+      trips: the trip count of a loop if XLA knows it; else 0.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Module:
     """An HLO module.
 
     Attributes:
-      name: "jit_f"; "" where the text does not say.
+      name: "jit_f"; "" if the text has none.
       computations: name -> its instructions, in order.
-      entry: the name of the one that runs; "" where there is none.
-      frames: number of a stack frame -> (where it is, the number of the frame that called it or 0).
+      entry: the name of the entry computation; "" if there is none.
+      frames: number of a stack frame -> (its place, the number of the frame that called it or 0).
     """
 
     name: str
@@ -88,7 +88,7 @@ class Module:
         return {i.name: i for body in self.computations.values() for i in body}
 
     def origin(self, instruction: Instruction) -> list[Source]:
-        """The lines of source code an instruction came from, innermost first; none where XLA kept none."""
+        """The source lines of an instruction, innermost first; none if XLA kept none."""
         if instruction.file:
             return [Source(instruction.file, instruction.line, "")]
         found, number = {}, instruction.frame
@@ -99,7 +99,7 @@ class Module:
 
 
 def parse_hlo(text: str) -> Module:
-    """Reads HLO text; text that is none gives a module without computations."""
+    """Reads HLO text; other text gives a module without computations."""
     name, tables = "", {}
     computations: dict[str, list[Instruction]] = {}
     entry = table = current = ""
@@ -156,19 +156,19 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _matched(match: re.Match[str] | None) -> str:
-    """What an attribute says that is there; "" where it is not."""
+    """The value of an attribute; "" if it is missing."""
     return match.group(1) if match else ""
 
 
 def _after_type(text: str) -> str:
-    """What follows an instruction's type; a tuple's has blanks in it, also in comments as /*index=5*/."""
+    """The text after an instruction's type; a tuple's type contains blanks, also in comments such as /*index=5*/."""
     if text.startswith("("):
         return text[_closing(text, 0) + 1 :]
     return text[text.find(" ") + 1 :] if " " in text else text
 
 
 def _closing(text: str, start: int) -> int:
-    """The place of the bracket that closes the one at `start`; the end where it stays open."""
+    """The position of the bracket that closes the one at `start`; the end of the text if none does."""
     depth = 0
     for match in _BRACKET.finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match.group(), 0)
@@ -178,7 +178,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _operands(text: str) -> tuple[str, ...]:
-    """ "%x, f32[2]{0} %y" -> ("x", "y"); where names are written without the sign, what may be one is one."""
+    """ "%x, f32[2]{0} %y" -> ("x", "y"); if names are written without the sign, anything that may be a name counts."""
     named = _OPERAND.findall(text)
     return tuple(named if named else (words[-1] for part in text.split(",") if (words := part.split())))
 
@@ -189,7 +189,7 @@ def _quoted(metadata: str, key: str) -> str:
 
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Source, int]]:
-    """The tables of stack frames, put together; a frame whose line is not in them is left out."""
+    """The tables of stack frames, joined; a frame whose line is missing is skipped."""
     files, functions = (
         {i: row.strip('"') for i, row in tables.get(k, {}).items()} for k in ("FileNames", "FunctionNames")
     )
@@ -252,8 +252,8 @@ _TARGETED = {"fusion": "fusion", "custom-call": "custom"}
 
 
 def instruction_kind(instruction: Instruction) -> str:
-    """What an instruction of a computation that runs is: "fusion", "library", "custom", "copy", "collective", "unfused" (an operation
-    with a kernel of its own), "loop control" (while, conditional), or "" for what launches nothing.
+    """The kind of an instruction in a computation that runs: "fusion", "library", "custom", "copy", "collective", "unfused" (an operation
+    with a kernel of its own), "loop control" (while, conditional), or "" if it launches nothing.
     """
     opcode, target = instruction.opcode, instruction.target
     if opcode in _NO_KERNEL or opcode in _TRANSPARENT or opcode.endswith(("-done", "-update")):
@@ -271,7 +271,7 @@ def instruction_kind(instruction: Instruction) -> str:
 
 
 def running(module: Module) -> Iterator[tuple[str, Instruction]]:
-    """(computation, instruction) of what runs: the entry and the bodies of loops, branches and calls, each once however often it runs."""
+    """(computation, instruction) of all that runs: the entry and the bodies of loops, branches and calls, each once."""
     waiting, seen = [module.entry], set()
     while waiting:
         name = waiting.pop()
@@ -298,7 +298,7 @@ def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
 
 
 def kernel_counts(module: Module | str) -> dict[str, int]:
-    """Kind -> how many kernels of it one run launches, a loop's body counted once; what controls loops launches none."""
+    """Kind -> number of kernels that one run launches, with a loop's body counted once; loop control launches none."""
     module = parse_hlo(module) if isinstance(module, str) else module
     counts: dict[str, int] = {}
     for _, instruction in running(module):

@@ -1,8 +1,8 @@
-"""What XLA made of a program: the kernels of the compiled module, mapped to the Graph's nodes, many to many.
+"""The program as compiled by XLA: the kernels of the module, mapped to the Graph's nodes, many to many.
 
 `xla_view` compiles the program with every equation tagged by its node's number (`tagged`), so that the mapping is read and not guessed.
-`read_hlo` takes HLO text that is there already; where that carries no numbers, nodes are found by what JAX's metadata has: the
-primitive, the source line and the scope.
+`read_hlo` takes existing HLO text; without tags, nodes are found by JAX's metadata: the primitive, the source line and the
+scope.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .tagging import tag_in, tagged_jaxpr
 
 @dataclass(frozen=True, repr=False)
 class ModuleKernel(Shown):
-    """One instruction of the compiled module that launches something, or controls what does.
+    """One instruction of the compiled module that launches a kernel, or controls a loop or branch.
 
     Attributes:
       name: XLA's name for it ("loop_add_fusion.3").
-      kind: "fusion", "library" (cuBLAS, cuDNN, oneDNN, Eigen, ...), "custom" (a custom call of anyone else's), "copy", "collective",
+      kind: "fusion", "library" (cuBLAS, cuDNN, oneDNN, Eigen, ...), "custom" (any other custom call), "copy", "collective",
         "unfused" (one operation alone) or "loop control" (while, conditional: no kernel).
-      target: what runs it, as XLA says: "kLoop", "__triton_gemm", "__cublas$gemm", an operation's name.
+      target: the code that runs it, in XLA's terms: "kLoop", "__triton_gemm", "__cublas$gemm", an operation's name.
       nodes: ids of the nodes whose operations are in it, ascending.
-      inferred: none of it says where it came from (a fill or a copy of XLA's own), and `nodes` are those that read its result, or
-        else those that it reads.
-      sources: the nodes' lines, in order of the nodes; what the metadata says where they have none.
-      computation: the computation it stands in: the entry, or the body of a loop or branch.
+      inferred: it has no metadata on its origin (a fill or a copy of XLA's own), and `nodes` are the readers of its result, or
+        else its operands.
+      sources: the nodes' lines, in order of the nodes; the lines in the metadata if they have none.
+      computation: the computation that contains it: the entry, or the body of a loop or branch.
     """
 
     _told = ("name", "kind", "target", "nodes", "sources")
@@ -63,11 +63,11 @@ class ModuleKernel(Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CompiledModule(Shown):
-    """A compiled module against a Graph.
+    """A compiled module mapped to a Graph.
 
     Attributes:
       module: XLA's name for the module.
-      kernels: every kernel, and what controls loops, in the order of the text.
+      kernels: every kernel and loop control, in the order of the text.
       graph: the program whose nodes these are.
       tagged: the module carries the nodes' numbers; else they were found by primitive, source line and scope.
       views: node id -> operations of it that launch nothing ("bitcast", "constant", "parameter").
@@ -90,12 +90,12 @@ class CompiledModule(Shown):
         return {i: tuple(kernels) for i, kernels in found.items()}
 
     def kernels_of(self, *nodes: Node | int) -> tuple[ModuleKernel, ...]:
-        """The kernels that one or several nodes went into, each once, in order; loops and branches themselves left out."""
+        """The kernels that contain one or several nodes, each once, in order, without loop control."""
         ids = {n if isinstance(n, int) else n.id for n in nodes}
         return tuple(k for k in self.kernels if k.kind != CONTROL and not ids.isdisjoint(k.nodes))
 
     def fate(self, node: Node | int) -> str:
-        """What became of a node, in a sentence."""
+        """The fate of a node, in a sentence."""
         nid = node if isinstance(node, int) else node.id
         own = [k for k in self._of_node.get(nid, ()) if not k.inferred]
         if own:
@@ -106,12 +106,12 @@ class CompiledModule(Shown):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Kind -> number of kernels, a loop's body counted once however often it runs; loops themselves are no kernels."""
+        """Kind -> number of kernels, with a loop's body counted once; loop control does not count."""
         return dict(Counter(k.kind for k in self.kernels if k.kind != CONTROL))
 
     @property
     def launches(self) -> int:
-        """All of `counts` together."""
+        """The sum of `counts`."""
         return sum(self.counts.values())
 
     def __repr__(self) -> str:
@@ -143,14 +143,14 @@ def xla_view(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> CompiledModule:
-    """Compiles a program for this process's default device, or the mesh its arguments lie on, and maps what XLA made of it to the nodes.
+    """Compiles a program for this process's default device, or the mesh of its arguments, and maps the compiled kernels to the nodes.
 
     Args:
       program: a function `jax.jit` accepts, with its arguments; or a Graph, without any.
       *args, **kwargs, static_argnums, static_argnames: as for `fusionlab.trace`. Nothing is run and nothing donated.
 
     Raises:
-      TraceError, ArgumentError: as for `fusionlab.trace`. Errors of the compiler come through unchanged.
+      TraceError, ArgumentError: as for `fusionlab.trace`. Errors of the compiler propagate unchanged.
     """
     if not isinstance(program, Graph):
         program = trace(program, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
@@ -174,9 +174,9 @@ def compiled_text(closed: Any, graph: Graph) -> str:
 
 @contextlib.contextmanager
 def metadata_of_its_own() -> Iterator[None]:
-    """What is compiled here never comes out of JAX's persistent cache with the metadata of another program.
+    """A context in which JAX's persistent cache never returns a program with the metadata of another one.
 
-    The cache's key leaves metadata out as a rule, so that the text of an equal program, without these numbers or with others, would do.
+    The cache's key normally excludes metadata, so an equal program without these numbers, or with others, would match.
     """
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
@@ -192,7 +192,7 @@ def _example(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def read_hlo(text: str, graph: Graph) -> CompiledModule:
-    """Maps optimised HLO text of `graph`'s program, with numbers in it or without. Text that is no HLO gives no kernels."""
+    """Maps optimised HLO text of `graph`'s program, with or without tags. Text that is not HLO gives no kernels."""
     module = parse_hlo(text)
     tagged = any(tag_in(i.op_name) is not None for i in module.instructions.values())
     reader = _Reader(module, graph, tagged)
@@ -219,7 +219,7 @@ def _multiplies(instruction: Instruction) -> bool:
 
 
 class _Reader:
-    """Which nodes the instructions of a module are."""
+    """The nodes of a module's instructions."""
 
     def __init__(self, module: Module, graph: Graph, tagged: bool) -> None:
         self.module, self.graph, self.tagged = module, graph, tagged
@@ -243,7 +243,7 @@ class _Reader:
         return ModuleKernel(instruction.name, kind, target, ids, sources, computation, inferred and bool(nodes))
 
     def sources(self, instruction: Instruction, nodes: Iterable[int]) -> tuple[Source, ...]:
-        """The lines of an instruction's nodes, each once; those that the metadata says where the nodes have none."""
+        """The lines of an instruction's nodes, each once; the lines in the metadata if the nodes have none."""
         known = (self.graph.node_by_id[i].source for i in sorted(nodes))
         found = dict.fromkeys(s for s in known if s is not None)
         if not found:
@@ -252,7 +252,7 @@ class _Reader:
         return tuple(found)
 
     def nodes(self, instruction: Instruction) -> frozenset[int]:
-        """Those of an instruction and of all it calls. A loop's body is no part of the loop, which has kernels of its own there."""
+        """The nodes of an instruction and of all it calls, except a loop's body, which has kernels of its own."""
         if instruction.name not in self.found:
             whole = instruction_kind(instruction) != CONTROL and instruction.called
             parts = inside(self.module, instruction) if whole else (instruction,)
@@ -268,7 +268,7 @@ class _Reader:
         return frozenset({tag, *(self.viewed_product(tag) if _multiplies(instruction) else ())})
 
     def viewed_product(self, nid: int) -> Iterable[int]:
-        """The product that a node's result is a view of: XLA writes a transposed product as one product, named by the transpose."""
+        """The product of which a node's result is a view: XLA writes a transposed product as one product, named by the transpose."""
         node: Node | None = self.graph.node_by_id[nid]
         views: list[int] = []
         while node is not None and node.primitive in _VIEWS_AND_CASTS:
@@ -298,12 +298,12 @@ class _Reader:
         return [known[name] for name in instruction.operands if name in known] or self.calling(instruction)
 
     def calling(self, instruction: Instruction) -> list[Instruction]:
-        """The loop, branch or call in whose computation it stands: what a body returns is read there, what it takes is from there."""
+        """The loop, branch or call whose body contains an instruction, where the body's results are read and its inputs come from."""
         return [self.caller[instruction.name]] if instruction.name in self.caller else []
 
 
 class _ByMetadata:
-    """Nodes by what JAX's own metadata says of an operation: its primitive, its line, its scope, and whether it is a backward pass's."""
+    """Nodes by JAX's own metadata of an operation: its primitive, its line, its scope, and whether it is in a backward pass."""
 
     def __init__(self, graph: Graph) -> None:
         self.at: dict[tuple[str, str, int], list[Node]] = {}

@@ -1,8 +1,8 @@
-"""Every equation of a program named by its node's number, so that what a compiler made of it tells which nodes it came from.
+"""Tags every equation of a program with its node's number, so that compiled code can be mapped to nodes.
 
 The number is written into the equation's name stack, inside the user's own scopes. JAX passes name stacks on to XLA as metadata
-(`op_name`), by which no pass of XLA decides: the program compiles to the same instructions with the numbers and without. Nothing else
-of the traced program is touched; its calls stay calls.
+(`op_name`), which XLA's passes do not use: the program compiles to the same instructions with and without the numbers. Nothing else
+in the traced program changes; its calls stay calls.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ _ENTERED = having("call", "loop", "branch", "remat", "mesh", "rule")
 
 
 def tagged_jaxpr(graph: Graph) -> Any:
-    """The closed jaxpr that the graph was traced to, each equation tagged with the number of its node."""
+    """The graph's closed jaxpr, with each equation tagged with the number of its node."""
     return _Tagger(graph).jaxpr(graph.top.jaxpr, ())
 
 
 def tagged_graph(graph: Graph) -> Graph:
     """The graph on tagged equations, for `rewrite.to_jaxpr`.
 
-    What is written in place of a site, or of its backward pass, has the number of the node where it is written: one of the site's.
+    The replacement of a site, or of its backward pass, has the number of the node at whose place it is written: one of the site's.
     """
     return dataclasses.replace(graph, top=_Tagger(graph).block(graph.top))
 
 
 def tag_in(op_name: str) -> int | None:
-    """The number of the innermost tagged node that an `op_name` of XLA's names; None where it names none.
+    """The number of the innermost tagged node in an `op_name`; None if there is none.
 
-    What a region's own machinery does (a scan's counter, its slices) has the number of the region's node.
+    A region's own machinery (a scan's counter, its slices) has the number of the region's node.
     """
     found = _TAG.findall(op_name)
     return int(found[-1]) if found else None
 
 
 class _Tagger:
-    """A jaxpr may be shared by several calls, so that an equation is known by the calls around it, and by itself."""
+    """Tags equations. Several calls may share a jaxpr, so an equation is identified by the calls around it and itself."""
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = {(*map(id, n.calls), id(n.eqn)): n for n in graph.nodes()}

@@ -310,7 +310,7 @@ class Choices:
 
 
 def _read_or_warn(path: Path) -> dict[str, Measured]:
-    """A plan file as a cache: one that cannot be read is no reason for a program not to run."""
+    """A plan file as a cache: one that cannot be read must not stop a program."""
     try:
         return read_plan_file(path, f"plan file {path}")
     except PlanFileError as error:

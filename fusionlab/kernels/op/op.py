@@ -303,7 +303,7 @@ def _of_results(params: dict[str, Any], keep: Sequence[bool]) -> dict[str, Any]:
 
 
 def _moving(tangents: Sequence[Any]) -> list[bool]:
-    """Which tangents or cotangents are no symbolic zeros."""
+    """Whether each tangent or cotangent is more than a symbolic zero."""
     return [type(t) is not ad.Zero for t in tangents]
 
 

@@ -54,7 +54,7 @@ class Album:
 
     @pane.setter
     def pane(self, size: tuple[float, float]) -> None:
-        """A width or height that is no number, or without end, is that of the usual pane."""
+        """Sets the pane; a width or height that is not a finite number becomes that of the usual pane."""
         width, height = (s if math.isfinite(s) else usual for s, usual in zip(size, PANE, strict=True))
         self._pane = width, height
 

@@ -319,7 +319,8 @@ class Session(Below):
         return selection(self.shown_graph, self.shown_findings, name, self.compiled_shown, {}).nodes
 
     def _floor(self, card: Card) -> float:
-        """Seconds that a card takes at best as one kernel of this device; 0 where its rates were not measured, or it is no one kernel's."""
+        """Seconds that a card takes at best as one kernel of this device; 0 if its rates were not measured, or it is not the work
+        of one kernel."""
         blocks = {self.graph.block_of[i].path for i in card.nodes}
         if self.rates is None or self.stage.shown != "before" or len(blocks) != 1:
             return 0.0

@@ -131,7 +131,7 @@ def declined_html(view: Mapping[str, Any]) -> str:
 
 
 def structures_html(view: Mapping[str, Any]) -> str:
-    """The structures of the sites, alike ones in one row; "" if there are none of them."""
+    """The structures of the sites, alike ones in one row; "" without structures."""
     rows = []
     for group in alike(view["structures"], ("kind", "text")):
         where = list(dict.fromkeys(s["source"]["where"] for s in group if s["source"]))

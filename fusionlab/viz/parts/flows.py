@@ -170,7 +170,7 @@ def _input_type(graph: Graph, k: int) -> str:
 
 
 def _plain_inputs(graph: Graph) -> tuple[int, ...]:
-    """Arguments that are no parameters: those given by themselves, as long as they are few."""
+    """Arguments that are not parameters: those passed on their own, as long as they are few."""
     plain = [k for k, name in enumerate(graph.in_names) if name.isidentifier()]
     return tuple(plain) if len(plain) <= _MOST_INPUTS else ()
 

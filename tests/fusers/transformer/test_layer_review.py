@@ -290,7 +290,7 @@ def wide_branches(p, x):
 def test_queries_of_what_is_wider_than_the_input_are_declined():
     """A softmax that is sharp makes much of what queries and keys are rounded by."""
     args = parts.params(), parts.inputs().astype(BF16)
-    declined(wide_branches, args, "rounding", "reads float32, where the op has the bfloat16")
+    declined(wide_branches, args, "rounding", "reads float32, where the op reads bfloat16")
 
 
 # -- rotary embeddings ------------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ MISSES = {  # name -> (layer, code, what its sentence says)
     "sums over different axes": (
         changed(mlp=lambda p, h: lax.psum(inner(p, h) @ p["down"], "other") + p["down_bias"]),
         "region",
-        "sums over tp and over other",
+        "summed over tp and the other over other",
     ),
     "a part of the devices": (
         changed(mlp=lambda p, h: lax.psum_scatter(inner(p, h) @ p["down"], "tp", scatter_dimension=2, tiled=True)),

@@ -299,8 +299,8 @@ class _SoftmaxSite(AttentionProposals):
         self.decline("mask", sentence, [asked], site=region.nodes, edit=edit)
 
     def cut(self, root: Value, found: Match) -> Region:
-        """The site that makes `root`, of its operands as they are before they are widened: all three, and to no more than the op computes
-        in; else each as it is read.
+        """The site that computes `root` from its operands before they are widened, if all three are and to no more than the op's own
+        arithmetic; otherwise from each operand as it is read.
         """
         scaled = frozenset({"q", "k", "sink"})
         region = cut(self.view, root, found.leaves, scaled, through_casts=frozenset("qkv"))

@@ -19,8 +19,8 @@ def ancestors(block: Block, values: Iterable[Value], until: Value | None = None)
 
 
 def grown(region: Region, leaves: Mapping[str, Value], makers: Iterable[Node]) -> Region:
-    """The region as a function of `leaves`, of which the nodes `makers` make its own: those that it alone reads belong to it, the others to
-    its support.
+    """The region as a function of `leaves`, from which the nodes `makers` compute its own leaves: the makers that only it reads belong to
+    it, the others to its support.
     """
     inner = {n.id: n for n in region.nodes}
     support = {n.id: n for n in region.support} | {n.id: n for n in makers if n.id not in inner}

@@ -134,7 +134,7 @@ def pattern_pass(
 
 @dataclass(frozen=True)
 class _Given:
-    """What a pass is asked for; attributes as the arguments of `pattern_pass`. Each method raises ArgumentError for what does not fit."""
+    """The arguments of `pattern_pass`, as attributes. Each method raises ArgumentError for invalid ones."""
 
     name: Any
     spellings: tuple[Callable[..., Any], ...]

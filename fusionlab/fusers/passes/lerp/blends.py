@@ -99,7 +99,7 @@ def _moves_to(view: CanonicalView, root: Node, differences: Sequence[Node]) -> b
 
 
 def _sources(view: CanonicalView, nodes: Sequence[Node]) -> set[int | None]:
-    """The operands of some nodes under views and casts; None stands for numbers."""
+    """The operands of some nodes under views and casts; None represents a number."""
     return {getattr(_under(view, a)[0], "id", None) for n in nodes for a in n.inputs}
 
 

@@ -59,7 +59,6 @@ class MatmulSchedulePass(Pass):
         "fl.Strategy(matmul_schedule=dict(library=True)) takes cuBLASLt wherever it can run, library=False nowhere. On a CPU all products "
         "stay with XLA."
     )
-    codes = ("axes", "structure")
     primitives = ("dot_general",)
     sample_for = "sm_90", MappingProxyType({"library": True})
 

@@ -123,7 +123,7 @@ class Surroundings:
         return node.primitive in INNER or self.summed(node) is not None
 
     def summed(self, node: Node) -> Value | None:
-        """What a node of the user's own sums up over more than unit axes: by a sum, or by a product of a value with itself or with one
+        """The value that a node of the user's own sums over non-unit axes: by a sum, or by a product of a value with itself or with one
         number everywhere, which the view has as a sum.
         """
         sums = node.primitive in ("reduce_sum", "dot_general") and not is_backward(node.eqn)

@@ -1,7 +1,7 @@
-"""Axes of a whole layer's values, told by what the fused op calls them, followed through a folded view.
+"""Axes of a whole layer's values, named as in the fused op and followed through a folded view.
 
-Each axis of a canonical node is shown as the op's axes that it is made of, outer first: ("h", "c") for heads and features that are
-merged. The letters: "b0", "b1", ... batch, "t" queries, "s" keys, "h" heads, "g" key heads where they are fewer, "c" and "d" features
+Each axis of a canonical node is given as a tuple of the op's axes, outer first: ("h", "c") for merged heads and
+features. The letters: "b0", "b1", ... batch, "t" queries, "s" keys, "h" heads, "g" key heads if they are fewer, "c" and "d" features
 of keys and of values, "e" the model's width, "f" the feed-forward's.
 """
 
@@ -24,9 +24,9 @@ from ...engine.layout import arrange, restore
 
 
 class Unread(Declined):
-    """Declined for what a layer has in a place where the op has something else: at a canonical node, `nid`.
+    """A layer differs from the op at a canonical node, `nid`.
 
-    `about` tells of a norm that is missing: "norm before" or "norm after" the value there.
+    `about` names a missing norm: "norm before" or "norm after" the value there.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ Change = Callable[[Any], Any]  # of an array
 
 @dataclass(frozen=True)
 class Side:
-    """A canonical node and what its axes are."""
+    """A canonical node and its axes in letters."""
 
     nid: int
     shown: Shown
@@ -78,12 +78,12 @@ def _rename(atom: Any, names: Mapping[str, str]) -> Any:
 
 
 def letters_in(atoms: Sequence[Any]) -> set[str]:
-    """The letters of some atoms, those inside of cuts too."""
+    """The letters of some atoms, including those inside cuts."""
     return {a for atom in atoms for a in (letters_in(atom.inner) if isinstance(atom, AxisPart) else (atom,))}
 
 
 class Walk:
-    """Steps from node to node of a view, from an attention on.
+    """Steps from node to node of a view, starting at an attention.
 
     Attributes: `attention` (canonical node), `sizes` (the length of every letter met), `halves` (the letters of heads on two axes), `met`
     (the nodes that belong to the layer), `steps` (done so far), `decoder`, `is_fused` (as far as known), `held` (a node inside that a fused
@@ -118,7 +118,7 @@ class Walk:
     # -- towards the operands -------------------------------------------------------------------------------------
 
     def up(self, side: Side, parts: bool = True) -> Side:
-        """Through reshapes (and, with `parts`, splits and slices), to what they are made of."""
+        """The value under reshapes (and, with `parts`, splits and slices)."""
         while True:
             node = self.node(side.nid)
             if node.op == "reshape":
@@ -143,7 +143,7 @@ class Walk:
         return Side(source.id, tuple(found))
 
     def are_shared(self, atoms: Atoms, before: Sequence[int], source: CNode) -> bool:
-        """Whether heads are those of keys, each repeated for its neighbours; `before` are the axes that they are made of."""
+        """Whether heads are key heads, each repeated for its neighbours; `before` are the axes before the repetition."""
         if atoms != ("h",) or len(before) != 2 or not before[0] >= 0 > before[1]:
             return False
         size = source.shape[before[0]]
@@ -164,14 +164,14 @@ class Walk:
         return parts
 
     def in_two(self, outer: int) -> tuple[str, ...]:
-        """The heads as two axes, where the outer has this size: groups, and the heads of each."""
+        """The heads as two axes, the outer of this size: groups, and the heads of each."""
         if "h" not in self.halves and self.sizes["h"] % outer == 0:
             self.halves["h"] = "h0", "h1"
             self.sizes |= {"h0": outer, "h1": self.sizes["h"] // outer}
         return self.halves.get("h", ("h",))
 
     def before_part(self, node: CNode, shown: Shown) -> Side:
-        """What a split or a slice takes a part of."""
+        """The operand of a split or a slice."""
         taken = taken_by(node)
         if taken is None:
             raise Unread(f"{node.op} of a value whose parts are not known", node.id)
@@ -180,7 +180,7 @@ class Walk:
         return self.raw_operand(node, 0, taken.shape, atoms, f"{node.op} of a value")
 
     def raw_operand(self, node: CNode, slot: int, shape: Sequence[int], atoms: Sequence[Atoms], what: str) -> Side:
-        """An operand of this raw shape, whose raw axes have these letters; `what` is it, for where it is repeated along one."""
+        """An operand of this raw shape, whose raw axes have these letters; `what` names it in the reason if it is broadcast along one."""
         edge = node.operands[slot]
         found: list[Atoms] = [()] * len(self.node(edge.nid).shape)
         long = [own for size, own in zip(shape, atoms, strict=True) if size != 1]
@@ -191,7 +191,7 @@ class Walk:
         return Side(edge.nid, tuple(found))
 
     def operands(self, side: Side) -> list[Side]:
-        """The operands of a node whose axes they have by their numbers, as those of a sum."""
+        """The operands of a node that refer to its axes by number, as those of a sum do."""
         edges = self.node(side.nid).operands
         return [Side(o.nid, tuple(side.shown[x] if x >= 0 else () for x in o.axes)) for o in edges]
 
@@ -211,7 +211,7 @@ class Walk:
         return {label: shown[axis] for axis, label in enumerate(node.operands[slot].axes)}
 
     def beside(self, node: CNode, side: Side) -> tuple[dict[int, Atoms], Side]:
-        """(the slots of a value that a node of two operands reads, the other of them)."""
+        """(the slots of a value read by a node of two operands, the other operand)."""
         mine = slot_reading(node, side.nid)
         known, other = self.slots(node, mine, side.shown), node.operands[mine - 1]
         return known, Side(other.nid, tuple(known.get(x, ()) for x in other.axes))
@@ -226,20 +226,20 @@ class Walk:
 
 
 def _check_once(axis: int, node: CNode) -> None:
-    """Raises Unread where a value is repeated along an axis of a reshape's operand."""
+    """Raises Unread if a value is broadcast along an axis of a reshape's operand."""
     if axis < 0:
         raise Unread("a value is broadcast along an axis before it is reshaped", node.id, "axes")
 
 
 def raw_params(node: CNode) -> tuple[Sequence[Any], Mapping[str, Any], int] | None:
-    """(raw shapes of the operands, parameters, which of the results it is) of a node; None where they are not known."""
+    """(raw shapes of the operands, parameters, number of the result) of a node; None if they are not known."""
     known, index = node.params
     return (known[1], dict(known[2]), index) if known[0] == "params" else None
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What is taken of an array of `shape`: along each axis so many entries (`lengths`), from `starts` on, in `strides`."""
+    """A part of an array of `shape`: along each axis so many entries (`lengths`), from `starts` on, in `strides`."""
 
     shape: Sequence[int]
     starts: Sequence[int]
@@ -248,7 +248,7 @@ class Taken:
 
 
 def taken_by(node: CNode) -> Taken | None:
-    """What a split's result or a slice takes; None of other nodes, and where it is not known."""
+    """The part that a split's result or a slice takes; None for other nodes, and if it is not known."""
     known = raw_params(node) if node.op in ("split", "slice") else None
     if known is None:
         return None
@@ -266,7 +266,7 @@ def taken_by(node: CNode) -> Taken | None:
 
 
 def raw_letters(shown: Shown, shape: Sequence[int]) -> list[Atoms]:
-    """What each raw axis of a value that shows these is, where its shape is this: nothing, of an axis of 1."""
+    """The letters of each raw axis of a value with these letters and this shape; none for a unit axis."""
     own = iter(shown)
     return [next(own) if n != 1 else () for n in shape]
 
@@ -278,7 +278,7 @@ def side_of(node: CNode, slot: int, known: Mapping[int, Atoms]) -> Side:
 
 
 def slot_reading(node: CNode, nid: int) -> int:
-    """Which operand of a node, the first, is another that it reads."""
+    """The number of the first operand of a node that reads a given node."""
     return next(i for i, o in enumerate(node.operands) if o.nid == nid)
 
 
@@ -293,12 +293,12 @@ def read_by(node: CNode) -> set[int]:
 
 
 def is_product_of(node: CNode, count: int) -> bool:
-    """Whether a node is a product of so many values, none of them to a power."""
+    """Whether a node is a product of so many values without powers."""
     return node.op == "prod" and tuple(node.params) == (1.0,) * count
 
 
 def slots_of(node: CNode) -> dict[str, int]:
-    """Name -> which operand it is, of a fused op's node; none of other nodes."""
+    """Name -> number of the operand, for a fused op's node; empty for other nodes."""
     return {name: i for i, name in enumerate(node.params.slots)} if isinstance(node.params, Labelled) else {}
 
 
@@ -306,7 +306,7 @@ def slots_of(node: CNode) -> dict[str, int]:
 
 
 def raw_axes(view: CanonicalView, value: Value, shown: Shown) -> tuple[Atoms, ...]:
-    """The letters of each axis of a raw value that shows a node with these; none for axes of 1."""
+    """The letters of each axis of a raw value of a node with these letters; none for unit axes."""
     dims = iter(view.ref[value.id].dims)
     found: list[Atoms] = []
     for size in value.shape:
@@ -318,10 +318,10 @@ def raw_axes(view: CanonicalView, value: Value, shown: Shown) -> tuple[Atoms, ..
 
 
 def dealt(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: int) -> tuple[Atoms, list[Atoms]]:
-    """(the letters that axes are made of, those of each group among them), for `arranged` and `restored`.
+    """(the letters of axes, those of each group among them), for `arranged` and `restored`.
 
     Raises:
-      Unread: a letter is in none of the groups, stands twice, or is a part of an axis.
+      Unread: a letter is in none of the groups, occurs twice, or is a part of an axis.
     """
     letters, known = all_letters(have), {*all_letters(groups)}
     if any(a not in known for a in letters) or len(set(letters)) < len(letters):
@@ -330,7 +330,7 @@ def dealt(have: Sequence[Atoms], groups: Sequence[Sequence[str]], nid: int) -> t
 
 
 def arranged(have: Sequence[Atoms], groups: Sequence[Sequence[str]], sizes: Mapping[Any, int], nid: int) -> Change:
-    """What makes of an array whose axes are made of the letters `have` one with an axis per group, each of its letters merged; of 1 for an
+    """A function from an array whose axes have the letters `have` to one with an axis per group, with its letters merged, or of 1 for an
     empty group.
     """
     letters, kept = dealt(have, groups, nid)
@@ -345,6 +345,6 @@ def arranged(have: Sequence[Atoms], groups: Sequence[Sequence[str]], sizes: Mapp
 def restored(
     groups: Sequence[Sequence[str]], want: Sequence[Atoms], shape: Sequence[int], sizes: Mapping[Any, int], nid: int
 ) -> Change:
-    """The inverse: from one axis per group to an array of `shape` whose axes are made of the letters `want`."""
+    """The inverse: from one axis per group to an array of `shape` whose axes have the letters `want`."""
     letters, kept = dealt(want, groups, nid)
     return lambda x: restore(x, kept, letters, shape, sizes)

@@ -1,4 +1,4 @@
-"""How the keys and values of a layer join those of the tokens before: appended to them, or written into a cache at a step."""
+"""How the keys and values of a layer join those of earlier tokens: appended to them, or written into a cache at a step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _JOINED = "a cache is joined with a value"
 
 @dataclass(frozen=True)
 class CacheJoin:
-    """How the keys (or values) of a call join those before: `kind` is "append" or "write", `node` makes all of them, `step` is where
-    they are written, counted from the end where it is negative and `from_the_end`.
+    """How the keys (or values) of a call join earlier ones: `kind` is "append" or "write", `node` computes all of them, `step` is the
+    position at which they are written, counted from the end if it is negative and `from_the_end`.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class CacheJoin:
 
 
 def joins(node: CNode) -> tuple[Sequence[Any], int]:
-    """(raw shapes of what a concatenation joins, along which raw axis); ((), -1) where that is not known."""
+    """(raw shapes of a concatenation's operands, its raw axis); ((), -1) if they are not known."""
     known = raw_params(node)
     return ((), -1) if known is None else (known[0], int(known[1]["dimension"]))
 
@@ -36,7 +36,7 @@ class CacheWalk(Walk):
     """The part of a reading that is about caches."""
 
     def cached(self, side: Side) -> tuple[CacheJoin | None, Side]:
-        """The cache that keys or values join, if any, and those of this call."""
+        """The cache that keys or values join, if any, and the keys or values of this call."""
         node = self.node(side.nid)
         if node.op == "concatenate" and self.joins_cache(side):
             return self.appended(node, side)
@@ -45,7 +45,7 @@ class CacheWalk(Walk):
         return None, renamed(side, {"s": "t"})
 
     def joins_cache(self, side: Side) -> bool:
-        """Whether keys or values are put together of two along their positions, or written into others."""
+        """Whether keys or values are concatenated from two along their positions, or written into others."""
         node = self.node(side.nid)
         if node.op != "concatenate":
             return node.op == "dynamic_update_slice"
@@ -95,10 +95,10 @@ class CacheWalk(Walk):
         return join, fresh
 
     def axis_written(self, node: CNode, atoms: Sequence[Atoms], shape: Any, update: Any) -> int:
-        """The raw axis along which an update is shorter than the cache that it is written into, which has these letters.
+        """The raw axis along which an update is shorter than the cache into which it is written, which has these letters.
 
         Raises:
-          Unread: there are several, or it is not that of the positions.
+          Unread: there are several, or it is not the axis of the positions.
         """
         moving = [d for d, n in enumerate(update) if n != shape[d]]
         if len(moving) != 1 or atoms[moving[0]] != ("s",) or any(o.coef != 1 for o in node.operands[:2]):
@@ -106,7 +106,7 @@ class CacheWalk(Walk):
         return moving[0]
 
     def before_wrapping(self, nid: int, length: int) -> int | None:
-        """The index of which this is `where(index < 0, index + length, index)`, as JAX has it of any index; None where it is not."""
+        """The index in `where(index < 0, index + length, index)`, which JAX makes of any index; None for any other node."""
         node = self.node(nid)
         if node.op != "select" or len(node.operands) != 3 or not is_plain(node):
             return None
@@ -116,7 +116,7 @@ class CacheWalk(Walk):
         return index.id if is_negative and is_wrapped else None
 
     def same_cache(self, keys: CacheJoin | None, values: CacheJoin | None) -> None:
-        """Keys and values join their caches alike."""
+        """Raises Unread unless keys and values join their caches in the same way."""
         if keys is None or values is None:
             return
         if keys.kind != values.kind:
@@ -128,5 +128,5 @@ class CacheWalk(Walk):
 
 
 def _edges(node: CNode) -> list[tuple[int, Any]]:
-    """(node, what it is multiplied by) of each operand."""
+    """(node, factor) of each operand."""
     return [(o.nid, o.coef) for o in node.operands]

@@ -1,7 +1,7 @@
-"""The plan of a layer whose heads and inner features are spread over devices: the op's two parts, and what devices sum between them.
+"""The plan of a layer whose heads and inner features are sharded over devices: the op's two parts, and the sums over devices between.
 
-The sums over devices, c_allreduce_sum in Paddle's fused_multi_transformer, stay the program's own collectives, one behind each part, before
-the bias: no fusion crosses them. The entry to the block, Paddle's c_identity, is a pvary that JAX puts where types tell what varies.
+The sums over devices, c_allreduce_sum in Paddle's fused_multi_transformer, remain the program's own collectives, after each part and before
+the bias: no fusion crosses them. The entry to the block, Paddle's c_identity, is a pvary that JAX inserts if types record what varies.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SplitLayer(Substitution):
         return self.finish((self.added(a, fed, "down", 2, inputs), *keys))
 
     def added(self, x: Any, part: Any, slot: str, number: int, inputs: Any) -> Any:
-        """x and what the devices' parts sum to, with its bias; behind the norm where that comes last."""
+        """x plus the sum of the devices' parts, with its bias; normalised if the norm comes last."""
         total = jax.lax.psum(part.astype(self.sums[number - 1]), self.axes)
         wide = jnp.promote_types(x.dtype, jnp.float32)  # 16 bits are rounded to once, as by the op on one device
         bias = self.makers.get(f"{slot}_bias.0")

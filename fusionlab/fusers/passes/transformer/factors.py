@@ -1,9 +1,9 @@
-"""Factors that a layer has behind its products, where the fused op has none: they go into the products' weights and biases.
+"""Factors after a layer's products, which the fused op does not have: they are folded into the products' weights and biases.
 
 A vector along the features before a residual sum (layer scale, Touvron et al. 2021, arXiv:2103.17239) multiplies the columns of the
 product's weight and its bias. And h * sigmoid(c h), the quick gelu with c = 1.702 (Hendrycks and Gimpel 2016, arXiv:1606.08415), is
-silu(c h) / c: c multiplies the first product, and its inverse the weight of the second. One product that makes both sides of a gate,
-silu(g) * u of its halves g and u, is two of halves of its weight.
+silu(c h) / c: c multiplies the first product, and its inverse the weight of the second. One product for both sides of a gate,
+silu(g) * u of its halves g and u, is split into two products with the halves of its weight.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _STRETCH = 64.0  # a larger number, or a smaller one, may take a weight out of i
 
 
 class FactorWalk(ProjectionWalk):
-    """The part of a reading that is about what multiplies a product."""
+    """The part of a reading that handles factors on a product."""
 
     def scaled(self, product: Projection) -> Projection:
-        """With the vector along its features that it is multiplied by before anything else reads it, if it is."""
+        """A product with the vector along its features that multiplies it before any other reader, if there is one."""
         users = self.users(product.out.nid)
         if len(users) != 1 or not is_product_of(users[0], 2):
             return product
@@ -40,7 +40,7 @@ class FactorWalk(ProjectionWalk):
         return replace(product, out=self.result(node, known), factor=self.up(vector, parts=False))
 
     def quick(self, up: Projection) -> Projection | None:
-        """A product h and h * sigmoid(c h) as a product of silu; None where it is none."""
+        """A product h with h * sigmoid(c h) as a product with silu; None for any other."""
         users = self.users(up.out.nid)
         by_op = {n.op: n for n in users}
         if up.activation != "none" or len(users) != 2 or by_op.keys() != {"logistic", "prod"}:
@@ -57,7 +57,7 @@ class FactorWalk(ProjectionWalk):
         return replace(up, out=self.result(node, known), activation="silu", stretch=stretch)
 
     def packed(self, both: Projection) -> tuple[Projection, Projection, Side] | None:
-        """(up, gate, what they make) of one product of whose halves one is multiplied with silu of the other; None where it is none."""
+        """(up, gate, their result) for a product with one half multiplied by silu of the other; None for any other product."""
         parts = self.users(both.out.nid)
         cuts = {n.id: self.part_of(n) for n in parts}
         each = self.sizes["f"] // 2
@@ -77,12 +77,12 @@ class FactorWalk(ProjectionWalk):
         return replace(both, part=cuts[other]), replace(both, part=cuts[active], activation="silu"), end
 
     def gate_of(self, halves: Mapping[int, Side]) -> CNode | None:
-        """The sigmoid of one of the halves; None where there are several, or none."""
+        """The sigmoid of one of the halves; None unless there is exactly one."""
         gates = [u for nid in halves for u in self.users(nid) if u.op == "logistic"]
         return gates[0] if len(gates) == 1 and is_plain(gates[0]) else None
 
     def product_of(self, sides: dict[int, Side], gate: CNode) -> Side | None:
-        """The product of two values and the sigmoid `gate` of one of them, axis by axis; None where there is none, or several. The gate
+        """The product of two values and the sigmoid `gate` of one of them, axis by axis; None unless there is exactly one. The gate
         joins the `sides`.
         """
         sides[gate.id] = self.result(gate, self.slots(gate, 0, sides[gate.operands[0].nid].shown))
@@ -95,15 +95,15 @@ class FactorWalk(ProjectionWalk):
         return self.result(end, first) if all(known == first for known in others) else None
 
     def part_side(self, part: CNode, whole: Side) -> Side:
-        """A part of a value: such a node names, for each of its own axes, its operand's."""
+        """A part of a value, with the letters of its operand's axes."""
         return Side(part.id, tuple(whole.shown[axis] for axis in part.operands[0].axes))
 
 
 def factors_of(product: Projection, slot: str, leaves: Mapping[str, Any]) -> tuple[float, str | None]:
-    """(number, leaf) that an operand of a product is multiplied by in place of its result.
+    """(number, leaf) by which an operand of a product is multiplied instead of its result.
 
     Raises:
-      Unread: it has 16 bits, and would be rounded once more than the program rounds it.
+      Unread: it has 16 bits, and would be rounded once more than in the program.
     """
     number = 1.0 if slot == "down_bias" else product.stretch
     vector = None if product.factor is None else slot.removesuffix("_bias") + FACTOR

@@ -1,9 +1,9 @@
 """The passes of whole transformer layers -> one `multi_transformer` op each.
 
-They are searched after the others, over a view in which attention, products and norms are folded into the ops they become; see
+They run after the other passes, over a view in which attention, products and norms are folded into the ops they become; see
 `reading`. The anchor is an attention whose queries, keys and values come from projections and whose result goes through one into a
-sum. Which of the passes a layer belongs to is told by its projections (three, or one), by whether its keys join a cache and by whether
-devices sum its products.
+sum. The pass of a layer is determined by its projections (three, or one), by whether its keys join a cache, and by whether
+its products are summed over devices.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ SiteOutcome = TypeVar("SiteOutcome", Candidate, Rejection)
 class _Folded:
     """A block with its small sites folded.
 
-    Attributes: `view`; `attentions` (canonical node -> the site that it is; without those at which the reading itself failed, which one
-    pass tells); `declined` and `norms` (attentions and norms that are none); `open` (attentions whose inner values are read outside);
-    `collective` (whether devices speak to each other there); `read` (what was read at each attention, kept for the other passes).
+    Attributes: `view`; `attentions` (canonical node -> its site, except those at which the reading itself failed, which one
+    pass reports); `declined` and `norms` (declined attentions and norms); `open` (attentions whose inner values are read outside);
+    `collective` (whether it contains collectives); `read` (the reading at each attention, cached for the other passes).
     """
 
     view: CanonicalView
@@ -87,13 +87,13 @@ def _fold(search: Search) -> _Folded:
 
 
 def _attentions(view: CanonicalView) -> dict[int, Candidate]:
-    """Canonical node -> the site that is folded there, of each attention."""
+    """Canonical node -> the site folded there, for each attention."""
     nids = view.by_op.get(_ATTENTION, ())
     return {nid: tiles[0].of for nid in nids if (tiles := view.tiles_at.get(nid)) is not None}
 
 
 def _known_numbers(search: Search) -> dict[int, Any]:
-    """Number of an input of the block -> the literal that it is at the call."""
+    """Number of an input of the block -> its literal at the call."""
     numbers = {v.id: i for i, v in enumerate(search.block.inputs)}
     return {numbers[i]: coef for i, coef in search.view.known_inputs.items() if i in numbers}
 
@@ -103,7 +103,7 @@ def _of_pass(found: Iterable[SiteOutcome], name: str) -> tuple[SiteOutcome, ...]
 
 
 def _items(search: Search, alone: Search, pass_: Pass) -> list[Candidate | Rejection]:
-    """What a pass finds in a block: as it was found already in this search, where all of that is of use here."""
+    """The outcomes of a pass in a block, reused from this search if all of them apply here."""
     known = search.shared.get(found_at(pass_.name, search.view))
     if known is None or not search.by_default or any(isinstance(i, Rejection) and i.code in LEFT_TO_XLA for i in known):
         return list(pass_.search(alone))
@@ -146,10 +146,10 @@ def _spellings(spread: bool, decoder: bool, fused: bool) -> Iterator[str]:
 
 
 class MultiTransformerPass(Pass):
-    """One of them; see the module docstring.
+    """One of the passes; see the module docstring.
 
     Attributes:
-      spread: over devices, which sum the output projection's and the feed-forward's results.
+      spread: sharded over devices, which sum the results of the output projection and the feed-forward.
       decoder: with a cache.
       fused: with one product for queries, keys and values.
     """
@@ -200,28 +200,28 @@ class MultiTransformerPass(Pass):
             yield last if len(row) == 1 else _Place(self, search, found, last).stacked(row)
 
     def without_layer(self, search: Search, found: _Folded) -> Iterator[Rejection]:
-        """Of the attentions that no layer can be read at; the plainest pass tells, and only where it is named."""
+        """Rejections for the attentions without a readable layer, reported only by the plainest pass, and only if it is named."""
         if self.decoder or self.fused or self.spread or search.by_default:
             return
         yield from (self.without_attention(search, problem) for problem in found.declined)
         yield from (_Place(self, search, found, attention).differentiated() for attention in found.open)
 
     def without_attention(self, search: Search, problem: Rejection) -> Rejection:
-        """A layer may stand here; its attention is none that the op has."""
+        """The rejection of a possible layer whose attention is not one of the op's."""
         by_id = search.graph.node_by_id
         guilty, site = ([by_id[i] for i in ids] for ids in (problem.node_ids, problem.site_ids))
         sentence, anchor = f"its attention is not fused: {problem.sentence}", by_id[max(problem.site_ids)]
         return reject(self.name, problem.code, sentence, anchor, guilty, site, _NOT_BEGUN, problem.edit)
 
     def tells(self, found: _Folded, layer: LayerRead | Partial) -> bool:
-        """Whether a layer is told of here, and not by the pass of one device: of one that was read in part, both may tell."""
+        """Whether this pass reports the layer rather than its single-device twin. Both may report a partially recognised layer."""
         if (layer.decoder, layer.fused) != (self.decoder, self.fused):
             return False
         return bool(layer.axes) == self.spread or (self.spread and isinstance(layer, Partial) and found.collective)
 
 
 class _Place(Site):
-    """An attention around which a layer may stand; or the last layer of a row."""
+    """An attention that may be part of a layer, or the last layer of a row."""
 
     pass_: MultiTransformerPass
 
@@ -231,7 +231,7 @@ class _Place(Site):
         self.nodes = site.region.nodes if site.region else [self.anchor]
 
     def around(self, nid: int) -> Found | Rejection | None:
-        """The layer around the attention, why there is none, or None where that is another pass's to tell."""
+        """The layer around the attention, the rejection if there is none, or None if another pass reports it."""
         return guarded(
             lambda: self.read(nid),
             lambda fault: faulty(self.pass_.name, fault, self.anchor, self.nodes),
@@ -257,7 +257,7 @@ class _Place(Site):
         return attempted(lambda: self.fitted(layer), unfit)
 
     def fitted(self, layer: LayerRead) -> Found | Rejection:
-        """A layer that was read to its end.
+        """A completely read layer.
 
         Raises:
           Declined: it cannot be cut out, or the op does not take it.
@@ -269,7 +269,7 @@ class _Place(Site):
         return Found(outcome, plan) if isinstance(outcome, Candidate) else outcome
 
     def stacked(self, row: list[Found]) -> Candidate:
-        """A row of layers as one site: each was certified, and a row is one after the other."""
+        """A row of layers as one site: each layer is certified, and a row is their composition."""
         region = region_of_row(row)
         plan = plan_of_row(row, region, self.search.implementation)
         notes = (*row[0].candidate.notes, f"{len(row)} identical layers as one call")
@@ -278,13 +278,13 @@ class _Place(Site):
     def proposed(
         self, region: Region, plan: Substitution, notes: Sequence[str], proof: ProofOutcome | None = None
     ) -> Any:
-        """What becomes of a layer or a row of them, named by the scope that all of its nodes stand in."""
+        """The outcome for a layer or a row of layers, named by the common scope of all its nodes."""
         name, concepts = self.pass_.name, ("transformer_layer",)
         outcome = propose(self.search, name, region, plan, self.anchor, notes, concepts, proof, self.pass_.spread)
         return replace(outcome, id=f"{name}@{common_scope(n.scope for n in region.nodes)}")
 
     def partial(self, why: Unread, nids: Sequence[int], steps: int) -> Rejection:
-        """Why a layer that was read in part is none."""
+        """The rejection of a partially read layer."""
         guilty = self.raw_nodes(why.nid)[-1:]
         site = [n for nid in (*nids, why.nid) for n in self.raw_nodes(nid)]
         declined = _norm_near(self.found, guilty, why.about) if why.about else None
@@ -299,7 +299,7 @@ class _Place(Site):
         return reject(self.pass_.name, code, sentence, self.anchor, guilty, site, progress, edit)
 
     def raw_nodes(self, nid: int) -> list[Node]:
-        """The raw nodes of a canonical one: of a site that is folded all of its own."""
+        """The raw nodes of a canonical one: for a folded site, all of its nodes."""
         tiles, producer = self.view.tiles_at.get(nid, ()), self.search.block.producer
         if tiles:
             return [self.search.graph.node_by_id[i] for i in sorted(tiles[0].node_ids)]
@@ -333,7 +333,7 @@ def _norm_near(found: _Folded, at: list[Node], about: str) -> Rejection | None:
 
 
 def _notes(view: CanonicalView, site: LayerSite) -> tuple[str, ...]:
-    """Of the layer, and of its attention and norms: what those make of some numbers, the layer makes of them too."""
+    """The notes of the layer, including those of its attention and norms, which apply to the layer too."""
     weights = "one weight" if site.layer.fused else "three weights"
     norms = (view.tiles_at.get(norm.site, ()) for norm in (site.layer.norm1, site.layer.norm2))
     pieces = (site.attention, *(tile.of for tiles in norms for tile in tiles[:1]))

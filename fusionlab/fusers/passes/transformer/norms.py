@@ -1,4 +1,4 @@
-"""The norms of a layer: folded sites, whose scale and shift may stand behind them where the norm's own site is without."""
+"""The norms of a layer: folded sites, whose scale and shift may come after them if the norm's own site has none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BEHIND = (("sum", "bias"), ("prod", "scale"))  # what is done last, first
 
 @dataclass(frozen=True)
 class NormRead:
-    """A norm: `out` is its result, and `site` is the node of its own site, which may be without the scale and the shift."""
+    """A norm: `out` is its result, and `site` is the node of its own site, which may lack the scale and the shift."""
 
     out: Side
     site: int
@@ -35,7 +35,7 @@ class NormWalk(ResidualWalk):
     """The part of a reading that is about norms."""
 
     def norm(self, side: Side) -> NormRead:
-        """The norm that makes a value, where it is one over the model's width."""
+        """The norm over the model's width that computes a value."""
         inner, behind = self._without(side)
         node = self.node(inner.nid)
         if node.op != "layer_norm" or not isinstance(node.params, Labelled):
@@ -56,7 +56,7 @@ class NormWalk(ResidualWalk):
         return NormRead(side, inner.nid, sides["x"], kind, epsilon, sides.get("scale"), sides.get("bias"))
 
     def operands_of(self, node: CNode, known: Mapping[int, Atoms], nid: int, is_scaled: bool) -> dict[str, Side]:
-        """Slot -> operand, of a norm's own site; `nid` is what the norm makes, `is_scaled` whether there are a scale or a shift behind it.
+        """Slot -> operand, for a norm's own site; `nid` is the norm's result, `is_scaled` whether a scale or a shift follows it.
 
         Raises:
           Unread: it has them twice, or one of them is multiplied by a number.
@@ -74,12 +74,12 @@ class NormWalk(ResidualWalk):
         return sides
 
     def normed(self, side: Side) -> Side | None:
-        """The node of the norm that makes a value, if one does."""
+        """The node of the norm that computes a value, if any."""
         inner, _ = self._without(side)
         return inner if self.node(inner.nid).op == "layer_norm" else None
 
     def norm_from(self, norm: Side) -> Side:
-        """What a norm's scale and shift make of it, where they stand behind it and nothing else reads it without them."""
+        """A norm's result after the scale and shift that follow it, if nothing else reads it without them."""
         if slots_of(self.node(norm.nid)).keys() & {"scale", "bias"}:
             return norm
         side = norm
@@ -94,7 +94,7 @@ class NormWalk(ResidualWalk):
         return side
 
     def _without(self, side: Side) -> tuple[Side, dict[str, Side]]:
-        """What a norm's scale and shift behind it are of, and they themselves."""
+        """The norm under the scale and shift that follow it, and these."""
         found: dict[str, Side] = {}
         for op, slot in _BEHIND:
             parts = self._parted(side) if self.node(side.nid).op == op else None
@@ -103,7 +103,7 @@ class NormWalk(ResidualWalk):
         return side, found
 
     def _parted(self, side: Side) -> tuple[Side, Side] | None:
-        """(the other, a vector along the model's width) of a sum or a product of two, neither with a factor."""
+        """(the other operand, a vector along the model's width) of a sum or a product of two without factors."""
         node = self.node(side.nid)
         if len(node.operands) != 2 or not is_plain(node) or (node.op == "prod" and not is_product_of(node, 2)):
             return None

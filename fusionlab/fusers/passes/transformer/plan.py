@@ -1,5 +1,5 @@
-"""The `multi_transformer` op that stands in for a layer that was read: its attributes, its operands out of the site's inputs, and what
-of its results the site makes.
+"""The `multi_transformer` op that replaces a layer: its attributes, its operands from the site's inputs, and the site's values from
+its results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def layer_attributes(site: LayerSite) -> dict[str, Any]:
     """The op's attributes.
 
     Raises:
-      Unread: the attention is one that the op has no room for.
+      Unread: the op does not support the attention.
     """
     layer, attention = site.layer, site.attention
     _check_attention(site)
@@ -93,7 +93,7 @@ def _check_rotary(site: LayerSite) -> None:
 
 
 def _check_masks(site: LayerSite, is_causal: bool) -> None:
-    """Raises Unread for masks that the op does not apply together, or not to a cache."""
+    """Raises Unread for masks that the op cannot apply together, or not to a cache."""
     layer, window = site.layer, site.attention.attrs.get("window")
     if window is not None and site.masks:
         raise Unread(f"its attention has window = {window} and a mask or bias", layer.attention, "mask")
@@ -126,15 +126,15 @@ def plan_by(
 
 
 class Planned:
-    """How a layer becomes a call.
+    """The translation of a layer into a call.
 
     Attributes: `site`, `attrs` (of the op), `makers` (slot -> the operand, of the region's inputs), `results` (each root of the region, of
-    the op's results), `takes` and `gives` (how x and the root lie in the program: the op's batch axes, and each raw axis as letters with
-    their lengths).
+    the op's results), `takes` and `gives` (the layout of x and of the root in the program: the op's batch axes, and each raw axis as
+    letters with their lengths).
     """
 
     def __init__(self, view: CanonicalView, site: LayerSite) -> None:
-        """Raises Unread: the op has no room for something in it."""
+        """Raises Unread if the op does not support a part of the layer."""
         self.view, self.site = view, site
         self.layer, self.region, self.sizes = site.layer, site.region, site.layer.sizes
         self.where = input_positions(site.region)
@@ -162,7 +162,7 @@ class Planned:
                 yield f"{slot}.0", self.operand(slot)
 
     def operand(self, slot: str) -> Maker:
-        """A weight, bias, scale or cache: itself where the op takes it as it lies, else arranged, and changed as the op has it."""
+        """A weight, bias, scale or cache: unchanged if the op takes its layout, else rearranged, and modified for the op."""
         change = self.change(slot)
         is_vector = slot.endswith("_bias") and len(self.region.leaves[slot].shape) == 1
         if change is not None:
@@ -184,8 +184,8 @@ class Planned:
         return lambda inputs: make(inputs[at])
 
     def change(self, slot: str) -> Callable[[Any, Sequence[Any]], Any] | None:
-        """What the op has in place of a product's weight or bias, of that and the region's inputs: its columns in another order, some of
-        them, or times what the program multiplies the product by. None where it has all of it as it is.
+        """The modification of a product's weight or bias for the op, from it and the region's inputs: its columns reordered or selected, or
+        multiplied by the program's factor on the product. None if it is used unchanged.
         """
         product, rotary = self.site.leaves[slot].product, self.layer.rotary
         if product is None:
@@ -202,7 +202,7 @@ class Planned:
         return None if number == 1.0 else lambda x, _: x * number
 
     def lies(self, slot: str) -> str | None:
-        """How a weight's letters stand in the program's array: as the op has them, "turned", or otherwise (None)."""
+        """The layout of a weight in the program: the op's own, "turned" (transposed), or another one (None)."""
         if slot not in TURNED or not self.is_of_its_rank(slot) or self.change(slot) is not None:
             return None
         groups, have = self.site.leaves[slot].groups, all_letters(self.axes[slot])
@@ -210,7 +210,7 @@ class Planned:
         return "plain" if have == wanted else "turned" if have == _turned(slot, groups, wanted) else None
 
     def is_of_its_rank(self, slot: str) -> bool:
-        """Whether a weight has as many axes, none of 1, as the op may take as they lie."""
+        """Whether a weight has a number of axes, without unit axes, that the op takes unchanged."""
         shape = self.region.leaves[slot].shape
         ranks = {"qkv": (2, 4) if self.layer.columns == "interleaved" else (2,), **dict.fromkeys(_OF_HEADS, (2, 3))}
         return 1 not in shape and len(shape) in ranks.get(slot, (2,))
@@ -235,7 +235,7 @@ class Planned:
         return make
 
     def step(self, inputs: Sequence[Any]) -> Any:
-        """Where the program writes its cache: clamped, as an update of a slice is."""
+        """The position at which the program writes its cache, clamped like a slice update."""
         step, length = inputs[self.where["step"]], self.sizes["s"]
         step = step.astype(jnp.int32) if step.dtype.itemsize < 4 else step  # of 8 bits, it may not count to the length
         if self.layer.key_cache is not None and self.layer.key_cache.from_the_end:
@@ -243,7 +243,7 @@ class Planned:
         return jnp.clip(step, 0, length - self.sizes.get("t", 1)).astype(jnp.int32)
 
     def masked(self) -> Iterator[tuple[str, Maker]]:
-        """The mask or bias, made as the attention's own site makes it."""
+        """The mask or bias, computed as in the attention's own site."""
         attention, own, keys = self.site.attention, self.site.attention.region, self.sizes.get("s", 1)
         assert own is not None
         of_mask = {own.leaves[theirs].id: self.where[mine] for mine, theirs in self.site.masks.items()}
@@ -277,13 +277,13 @@ class Planned:
             yield self.result(2 if other.of_values else 1, other.value, other.side, groups)
 
     def result(self, number: int, value: Value, side: Side, groups: Groups) -> Maker:
-        """A raw value that is the op's result of this number, which has an axis per group."""
+        """The raw value that corresponds to the op's result of this number, which has an axis per group."""
         restore = restored(groups, raw_axes(self.view, value, side.shown), value.shape, self.sizes, side.nid)
         return lambda outs: restore(outs[number])
 
 
 def _turned(slot: str, groups: Sequence[Sequence[str]], letters: Sequence[str]) -> tuple[str, ...]:
-    """The letters of a weight that lies [out, in], where the op has them in these groups."""
+    """The letters of a weight in the layout [out, in], for the op's groups."""
     # Heads and features are two groups: of `in` where the weight is the output projection's, else of `out`.
     end = groups[-1 if slot == "out" else 0]
     rest = tuple(a for a in letters if a not in end)
@@ -291,7 +291,7 @@ def _turned(slot: str, groups: Sequence[Sequence[str]], letters: Sequence[str]) 
 
 
 def _in_window(queries: int, keys: int, window: tuple[int, int], is_causal: bool) -> Any:
-    """Which keys a query sees, [1, 1, queries, keys]: so many before its own position and so many behind it."""
+    """The keys visible to a query, [1, 1, queries, keys]: so many before its own position and so many after it."""
     ahead = jnp.arange(keys) - jnp.arange(queries)[:, None]
     seen = (ahead >= -window[0]) & (ahead <= (0 if is_causal else window[1]))
     return seen[None, None]
@@ -310,7 +310,7 @@ def _over_keys(x: Any, keys: int) -> Any:
 
 
 def check_fits(search: Search, planned: Planned, plan: Substitution) -> None:
-    """Whether the op takes the operands, and gives results of the dtypes that the program has.
+    """Checks that the op takes the operands and returns results of the program's dtypes.
 
     Raises:
       Unread: it does not; the program is left as it is.
@@ -323,7 +323,7 @@ def check_fits(search: Search, planned: Planned, plan: Substitution) -> None:
 
 
 def _misfit(region: Region, plan: Substitution) -> tuple[str, str] | None:
-    """(code, why) the op cannot stand for a region."""
+    """(code, reason) why the op cannot replace a region; None if it can."""
     try:
         avals = make_jaxpr(plan.call, [v.aval for v in region.inputs], sums=region.sums).out_avals
     except (ArgumentError, UnknownNameError) as error:

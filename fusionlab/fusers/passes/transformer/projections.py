@@ -1,4 +1,4 @@
-"""The projections of a layer: products that make queries, keys and values of one value, each its own or one for all three."""
+"""The projections of a layer: the products that compute queries, keys and values from one value, one each or one for all three."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ HELD = {
 
 @dataclass(frozen=True)
 class Projection:
-    """A matrix product with what follows it.
+    """A matrix product with its epilogue.
 
-    Attributes: `nid`, `out` (its own axes, or those of what the next make of it), `x`, `w`, `bias` (None: none), `activation`, `factor` (a
-    vector that it is multiplied by behind its bias; None: none), `stretch` (a number that its weight is multiplied by), `part` (the first
-    and the number of those of the weight's columns that it is of; None: all).
+    Attributes: `nid`, `out` (its own axes, or those of a following view), `x`, `w`, `bias` (None: none), `activation`, `factor` (a
+    vector that multiplies it after its bias; None: none), `stretch` (a number that multiplies its weight), `part` (the first and the
+    number of the weight's columns that it uses; None: all).
     """
 
     nid: int
@@ -40,7 +40,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Slots:
-    """Which operands of a product's node are its input, its weight and its bias (None: none), and what follows it."""
+    """The operand numbers of a product's input, weight and bias (None: none), and its activation."""
 
     x: int
     w: int
@@ -53,7 +53,7 @@ class Slots:
 
 
 def product_slots(node: CNode, weight: int | None) -> Slots | None:
-    """Those of a product, a bare one of which has this operand as its weight; None of any other node."""
+    """The slots of a product, with this operand as the weight of a bare one; None for any other node."""
     if node.op == "dot":
         return None if weight is None else Slots(1 - weight, weight)
     if node.op != "gemm_epilogue" or not isinstance(node.params, Labelled):
@@ -63,12 +63,12 @@ def product_slots(node: CNode, weight: int | None) -> Slots | None:
 
 
 class ProjectionWalk(RotaryWalk):
-    """The part of a reading that is about the projections. `rotary` is how queries and keys are turned."""
+    """The part of a reading that handles the projections. `rotary` is the rotary embedding of queries and keys."""
 
     rotary: Rotary | None = None
 
     def product(self, side: Side, feature: str) -> Projection:
-        """The product that makes a value with the axis `feature` from its weight, through views."""
+        """The product, through views, that computes a value and whose weight has the axis `feature`."""
         out = self.through(self.up(side))
         node = self.node(out.nid)
         known = dict(zip(node_labels(node) or (), out.shown, strict=False))
@@ -97,7 +97,7 @@ class ProjectionWalk(RotaryWalk):
         return Projection(node.id, out, x, self.up(w, parts=False), bias, slots.activation)
 
     def through(self, side: Side) -> Side:
-        """Past what a layer may not have, so that it is told at the end that it is a layer but for that."""
+        """The value below a node that a layer may not have, so that the reading goes on and the node is reported at the end."""
         while self.node(side.nid).op in HELD:
             self.held = self.held or side.nid
             edge = self.node(side.nid).operands[0]
@@ -134,10 +134,10 @@ class ProjectionWalk(RotaryWalk):
         return q, k, v, self.columns(q, k, v) if self.is_fused else "separate"
 
     def check_heads(self, queries: Projection) -> None:
-        """The columns of the queries' weight are heads and their features.
+        """Checks that the columns of the queries' weight are heads and their features.
 
         Raises:
-          Unread: they are rows of the attention too: of one token a text, it has the heads that share a head of keys for rows.
+          Unread: they also include rows of the attention: with one token per text, its rows are the heads that share a head of keys.
         """
         if "t" not in letters_in(self.features(queries)):
             return
@@ -150,10 +150,10 @@ class ProjectionWalk(RotaryWalk):
         )
 
     def turned_alike(self, query: Side, keys: Side) -> tuple[Side, Side]:
-        """What queries and keys are before a rotary embedding, of both or none.
+        """Queries and keys before a rotary embedding of both or neither.
 
         Raises:
-          Unread: they are not turned alike.
+          Unread: their rotary embeddings differ.
         """
         (self.rotary, before), (theirs, keys_before) = self.unturned(query), self.unturned(keys)
         if (self.rotary is None) != (theirs is None):
@@ -166,11 +166,11 @@ class ProjectionWalk(RotaryWalk):
         return before, keys_before
 
     def positioned(self, side: Side, name: str) -> None:
-        """What is done to queries, keys or values behind their product: a scale that is no number, or a rotary embedding in a form that
-        is not read.
+        """Checks the steps on queries, keys or values after their product for a scale that is not a number, or a rotary embedding in
+        an unsupported form.
 
         Raises:
-          Unread: one of them.
+          Unread: there is one.
         """
         node = self.node(self.up(side).nid)
         products = {o.nid for o in node.operands if self.node(self.up_of(o)).op in PRODUCTS}
@@ -183,14 +183,14 @@ class ProjectionWalk(RotaryWalk):
             raise Unread(why, node.id, "rotary")
 
     def up_of(self, edge: Any) -> int:
-        """What an operand is made of, through reshapes."""
+        """The id of an operand's node under reshapes."""
         nid = edge.nid
         while self.node(nid).op == "reshape":
             nid = self.node(nid).operands[0].nid
         return nid
 
     def columns(self, q: Projection, k: Projection, v: Projection) -> str:
-        """How one product holds the columns of queries, keys and values."""
+        """The order of the columns of queries, keys and values in one product."""
         read = [self.strides(self.features(p)) for p in (q, k, v)]
         heads, few, c = self.sizes.get("h", 1), self.heads_of(k), self.sizes.get("c", 1)
         starts = [start for start, _ in read]
@@ -206,13 +206,13 @@ class ProjectionWalk(RotaryWalk):
         raise Unread(why, q.nid, "axes")
 
     def are_dense(self, read: list[tuple[int, dict[str, int]]], product: Projection, heads: int) -> bool:
-        """Whether columns are those of so many heads and nothing else, the features of each side by side, of values as many as of keys."""
+        """Whether the columns are exactly those of so many heads, with contiguous features, as many for values as for keys."""
         c, d = self.sizes.get("c", 1), self.sizes.get("d", 1)
         each = {strides.get("c", strides.get("d", 1)) for _, strides in read}
         return c == d and each == {1} and self.length(self.features(product)) == heads * c
 
     def heads_of(self, keys: Projection) -> int:
-        """How many heads keys have: fewer than the queries, as many, or one that they have no axis of."""
+        """The number of key heads: as many as query heads, fewer, or a single one without an axis."""
         of_keys = "h" in letters_in(self.features(keys))
         return self.sizes.get("g", self.sizes.get("h", 1) if of_keys else 1)
 
@@ -235,7 +235,7 @@ class ProjectionWalk(RotaryWalk):
         return start, found
 
     def common_source(self, q: Projection, k: Projection, v: Projection) -> Side:
-        """What all three are made of."""
+        """The common input of all three."""
         if not q.x.shown == k.x.shown == v.x.shown:
             raise Unread("queries, keys and values read one value along different axes", self.attention, "axes")
         if any(a not in ("t", "e") and str(a)[0] != "b" for a in q.x.atoms):

@@ -1,7 +1,7 @@
 """A whole transformer layer, read off a block's view in which its small sites are folded into the ops they become.
 
-The reading starts at an attention. Upwards it finds the projections and what they are made of, downwards the output projection, the
-residual sums, the norms and the feed-forward. It only says what a layer could be made of: the site is certified like any other.
+The reading starts at an attention. Upwards it finds the projections and their input, downwards the output projection, the
+residual sums, the norms and the feed-forward. It only proposes the parts of a layer: the site is certified like any other.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ READING_STEPS = 8  # of a reading, for the measure of progress: q, k, v, output,
 
 @dataclass(frozen=True)
 class LayerRead:
-    """What a layer is made of.
+    """The parts of a layer.
 
     Attributes:
-      root: the node it ends in. x: what it reads, [b.., t, e].
-      q, k, v: their projections; all three the same one in `fused`, whose columns are told by `columns`.
+      root: its last node. x: its input, [b.., t, e].
+      q, k, v: their projections; if `fused`, all three are the same one, with its columns ordered as in `columns`.
       keys, values: the call's own, as the attention or the cache reads them.
-      key_cache, value_cache: None where there is none.
-      factor: what queries times keys are multiplied by, besides the attention's own scale.
-      rotary: the tables that queries and keys are turned by, if they are.
-      axes: the mesh axes along which its two last products are summed; none where it is on one device.
+      key_cache, value_cache: None without a cache.
+      factor: the factor on queries times keys, besides the attention's own scale.
+      rotary: the tables of the rotary embedding of queries and keys, if any.
+      axes: the mesh axes over which its two last products are summed; empty on one device.
       attention: the attention's node. out, up, gate, down: the other products. norm1, norm2: the attention's and the feed-forward's.
     """
 
@@ -78,18 +78,18 @@ class LayerRead:
 
     @property
     def key_letter(self) -> str:
-        """Of the heads of keys and values."""
+        """The letter of the heads of keys and values."""
         return "g" if "g" in self.sizes else "h"
 
     @property
     def key_heads(self) -> int:
-        """Of keys and values: as many as of queries, fewer, or one that they have no axis of."""
+        """The number of heads of keys and values: as many as of queries, fewer, or a single one without an axis."""
         return self.sizes.get("g", self.sizes.get("h", 1) if "h" in self.keys.atoms else 1)
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A layer that was read so far only: why it ends, the steps done, and whether it is a decoder and fused as far as known."""
+    """A partially read layer: why the reading ends, the steps done, and whether it is a decoder and fused, as far as known."""
 
     why: Unread
     steps: int
@@ -103,7 +103,7 @@ class LayerReader(NormWalk):
     """Reads the layer around one attention of a view."""
 
     def read(self) -> LayerRead | Partial:
-        """The layer; how far it got where it is none."""
+        """The layer, or how far the reading got."""
         return attempted(self._read, self._partial)
 
     def _partial(self, why: Declined) -> Partial:
@@ -132,7 +132,7 @@ class LayerReader(NormWalk):
     # -- the attention --------------------------------------------------------------------------------------------
 
     def letters(self, node: CNode) -> dict[int, str]:
-        """Label of the attention's -> its letter here."""
+        """Label of the attention's axis -> its letter here."""
         if "sink" in slots_of(node):
             raise Unread("its attention has a sink", node.id)
         count = itertools.count()
@@ -155,7 +155,7 @@ class LayerReader(NormWalk):
     # -- the rest -------------------------------------------------------------------------------------------------
 
     def output(self, node: CNode, names: dict[int, str]) -> Projection:
-        """The product that the attention's heads are given to."""
+        """The product that reads the attention's heads."""
         side = Side(node.id, tuple((names[x],) for x in node.params.labels))
         expected = "the attention's result", {"reshape", *PRODUCTS}, "the output projection"
         user = self.reader(side, *expected)
@@ -174,7 +174,7 @@ class LayerReader(NormWalk):
         return found
 
     def consumed(self, node: CNode, side: Side, feature: str) -> Projection | None:
-        """A product that reads `side`, whose weight has the axis `feature`; None where the node is none."""
+        """A product that reads `side` and whose weight has the axis `feature`; None for any other node."""
         slots = product_slots(node, 1 - slot_reading(node, side.nid))
         if slots is None or node.operands[slots.x].nid != side.nid or not slots.are_plain(node):
             return None
@@ -188,7 +188,7 @@ class LayerReader(NormWalk):
         return self.projection(node, slots, known)
 
     def around(self, source: Side, out: Projection, **attended: Any) -> LayerRead:
-        """The layer, of which everything before the attention is known: its queries, keys and values are made of `source`."""
+        """The layer, given everything before the attention: its queries, keys and values are computed from `source`."""
         norm = self.normed(source)
         of = {source.nid, *(o.nid for o in self.node(source.nid if norm is None else norm.nid).operands[:1])}
         out, total, rest = self.residual(out, "the output projection's result", of)
@@ -214,10 +214,10 @@ class LayerReader(NormWalk):
         )  # fmt: skip
 
     def is_norm_first(self, source: Side, total: Side, rest: Side) -> bool:
-        """Whether the attention reads a norm of what is added to its result, and not that itself.
+        """Whether the attention reads a norm of the value that is added to its result, rather than that value itself.
 
         Args:
-          source: what queries, keys and values are made of. total: the first residual sum. rest: what it adds.
+          source: the input of queries, keys and values. total: the first residual sum. rest: its other term.
 
         Raises:
           Unread: it reads another value, or the norm of it is added as well.
@@ -250,7 +250,7 @@ class LayerReader(NormWalk):
         return self.norm(self.norm_from(Side(node.id, total.shown)))
 
     def feed_forward(self, fed: Side) -> tuple[Projection, Projection | None, Projection]:
-        """Up (and gate) and down products of what a norm gave."""
+        """Up (and gate) and down products of a norm's result."""
         readers = self.readers(fed.nid)
         products = [p for n in readers if n.op in PRODUCTS and (p := self.consumed(n, fed, "f")) is not None]
         if len(products) == 2:
@@ -268,7 +268,7 @@ class LayerReader(NormWalk):
         return up, None, self.last(up.out)
 
     def unactivated(self, user: int) -> Unread:
-        """What is said where a node without an activation that the op knows reads the feed-forward's first product."""
+        """The reason for a feed-forward whose first product is not followed by an activation known to the op."""
         if self.node(user).op in CODES_OF_OPS:
             return Unread("it comes after the feed-forward's first product", user)
         if self.node(user).op in ("split", "slice"):
@@ -280,7 +280,7 @@ class LayerReader(NormWalk):
         return Unread("the feed-forward has no activation known to the op", user, "activation")
 
     def gated(self, products: list[Projection]) -> tuple[Projection, Projection, Projection]:
-        """Up, gate and down products, where two read what a norm gave."""
+        """Up, gate and down products, if two products read a norm's result."""
         up, gate = sorted(products, key=lambda p: p.activation != "none")
         if up.activation != "none" or gate.activation == "none":
             why = "two products read the feed-forward's norm, but not exactly one of them is activated"

@@ -1,5 +1,5 @@
-"""The stream of a layer, which its sums and norms read: where it is a number times another value, where its rows are joined, its residual
-sums, and the sums over devices before them where its products are spread over several.
+"""The residual stream of a layer, read by its sums and norms: multiples of another value, merged rows, residual sums, and the
+sums over devices before them if its products are sharded.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SUMS = frozenset({"add", "add_any"})
 
 
 def multiples(view: CanonicalView, sites: Iterable[FoldedNodes]) -> frozenset[int]:
-    """The values that are a number times another and are a stream of their own: a sum that is in no site reads them, and something else
-    too. An embedding times the root of its width is one: the layer reads the multiple, and the number is none of its own.
+    """The values that are a number times another value and form a stream: a sum outside any site reads them, and another node
+    too. An embedding times the root of its width is an example: the layer reads the multiple, and the number is not part of the layer.
     """
     inside = frozenset[int]().union(*(tile.node_ids for tile in sites))
     found: set[int] = set()
@@ -47,24 +47,24 @@ def _times_a_number(view: CanonicalView) -> Iterator[list[Value]]:
 
 
 def _readers(view: CanonicalView, alike: list[Value]) -> Iterator[Node]:
-    """What reads any of some values, and is not what makes one of them of another."""
+    """The readers of some values, except the nodes that compute one of them from another."""
     ids = {v.id for v in alike}
     for value in alike:
         yield from (n for n in view.block.users.get(value.id, ()) if ids.isdisjoint(v.id for v in n.outputs))
 
 
 class ResidualWalk(FactorWalk):
-    """The part of a reading that is about rows, of each text apart or joined for one part of the layer, and about residual sums."""
+    """The part of a reading that handles rows, separate per text or merged for a part of the layer, and residual sums."""
 
     def readers(self, nid: int) -> list[CNode]:
-        """The nodes that read a value; but not a reshape that nothing reads, as one that the next undoes."""
+        """The nodes that read a value, except unread reshapes, such as one undone by the next."""
         return [n for n in self.users(nid) if n.op != "reshape" or self.view.users.get(n.id) or self._is_returned(n.id)]
 
     def _is_returned(self, nid: int) -> bool:
         return any(v.id in self.view.block.returned for v in self.view.values_of.get(nid, ()))
 
     def towards(self, side: Side, wanted: Collection[str]) -> Side:
-        """A value in the form in which one of the `wanted` ops reads it: itself, or what a reshape makes of it that is its only one."""
+        """A value in the form in which one of the `wanted` ops reads it: itself, or its only reshape."""
         while True:
             users = self.readers(side.nid)
             reshapes = [n for n in users if n.op == "reshape"]
@@ -73,7 +73,7 @@ class ResidualWalk(FactorWalk):
             side = self.after_reshape(reshapes[0], side.shown)
 
     def parted_again(self, end: Side, x: Side) -> Side:
-        """What a layer ends in, its rows as those of the value `x` that it reads, where nothing but a reshape to that form reads it."""
+        """The layer's result with the rows of its input `x`, if a reshape to that form is its only reader."""
         users = self.readers(end.nid)
         if end.shown == x.shown or [n.op for n in users] != ["reshape"] or self._is_returned(end.nid):
             return end
@@ -81,18 +81,18 @@ class ResidualWalk(FactorWalk):
         return parted if parted.shown == x.shown else end
 
     def same_value(self, first: Side, second: Side) -> bool:
-        """Whether two values are one, whatever their rows."""
+        """Whether two values are the same up to the form of their rows."""
         return first == second or self.in_rows(first) == self.in_rows(second)
 
     def in_rows(self, side: Side) -> Side:
-        """What a value is made of by reshapes; itself where one of them deals out rows in another way."""
+        """The value under reshapes; the value itself if one of them splits rows differently."""
         return attempted(lambda: self.up(side, parts=False), lambda why: side)
 
     def reader(self, side: Side, name: str, wanted: Collection[str], needed: str, about: str = "") -> CNode:
-        """The one node of the `wanted` ops that reads a value; what else reads it is told when the site is cut out.
+        """The only reader among the `wanted` ops. Other readers are reported later, when the region is cut.
 
         Raises:
-          Unread: there is none, or several; with `about`.
+          Unread: there is not exactly one; with `about`.
         """
         users = self.readers(side.nid)
         fit = [n for n in users if n.op in wanted]
@@ -106,13 +106,13 @@ class ResidualWalk(FactorWalk):
         raise Unread(f"{len(fit)} nodes ({', '.join(sorted(wanted))}) read {name}; needed one", side.nid, about=about)
 
     def sum_of(self, side: Side, name: str, of: Collection[int]) -> CNode:
-        """The sum that adds a value to one of some nodes; the one that reads it, where there is no such."""
+        """The sum of a value and one of the nodes `of`, else the only sum that reads the value."""
         users = self.readers(side.nid)
         fit = [n for n in users if n.op == "sum" and any(o.nid in of or self.up_of(o) in of for o in n.operands)]
         return fit[0] if len(fit) == 1 else self.reader(side, name, {"sum"}, "a residual sum")
 
     def added(self, side: Side, name: str, of: Collection[int]) -> tuple[Side, Side]:
-        """The sum that reads a value, and what it adds to it: one of the nodes `of`, if any."""
+        """The sum that reads a value, and its other term, preferably one of the nodes `of`."""
         side = self.towards(side, ("sum",))
         node = self.sum_of(side, name, of)
         if len(node.operands) != 2 or not is_plain(node):
@@ -123,8 +123,8 @@ class ResidualWalk(FactorWalk):
         return total, other
 
     def residual(self, product: Projection, name: str, of: Collection[int]) -> tuple[Projection, Side, Side]:
-        """(the product, the residual sum that it goes into, what is added to it). A product whose rows are spread over devices is summed
-        over them first; then its bias may be added before what it goes to or behind it.
+        """(the product, its residual sum, the other term). A product whose rows are sharded over devices is summed
+        over them first; then its bias may be added before or after the residual.
         """
         product = self.scaled(product)
         summed = self.over_devices(product)
@@ -150,7 +150,7 @@ class ResidualWalk(FactorWalk):
         return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
 
     def over_devices(self, product: Projection) -> Side:
-        """The product's result, or the sum of all devices' where there is one."""
+        """The product's result, or its sum over devices if there is one."""
         users = self.readers(product.out.nid)
         if not any(n.op in SUMS_OVER_DEVICES for n in users):
             return product.out
@@ -187,10 +187,10 @@ class ResidualWalk(FactorWalk):
 
 
 def _check_sum_over_devices(node: CNode, params: Mapping[str, Any], axes: Collection[Any]) -> None:
-    """Whether a node sums a value over all devices along mesh axes.
+    """Checks that a node sums a value over all devices along mesh axes.
 
     Raises:
-      Unread: it sums several, over groups of devices, or over an axis of the array; or leaves each device a part.
+      Unread: it sums several values, over groups of devices, or over an axis of the array, or leaves each device a part.
     """
     if node.op == "reduce_scatter" or params.get("axis_index_groups") is not None or len(node.operands) != 1:
         raise Unread(f"{node.op} is not a sum over all devices along an axis", node.id, "region")

@@ -1,13 +1,13 @@
-"""Rotary embeddings of a layer's queries and keys, as they are written out: heads that are turned by tables of cosines and sines.
+"""Rotary embeddings of a layer's queries and keys, written out: heads rotated by tables of cosines and sines.
 
-Three ways to write one down are read (Su et al. 2021, arXiv:2104.09864; the pairs are entry j of the one half and of the other):
+Three spellings are supported (Su et al. 2021, arXiv:2104.09864; entry j of one half is paired with entry j of the other):
 
   x * cos + concatenate([-r, l]) * sin, with tables as wide as a head, and
   concatenate([l * cos - r * sin, r * cos + l * sin]), with tables half as wide,
 
 where l and r are the halves of x. The third is the first with pairs of neighbours: stack([-odd, even], -1) of the entries of x, with its
-last two axes merged, in place of the concatenation. The weights' columns and the tables are put in the order of halves then. What was
-read is certified with the layer that it is part of.
+last two axes merged, in place of the concatenation. The weights' columns and the tables are then reordered into halves. The
+result is certified as part of its layer.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Rotary:
 
 
 def _check_table(table: Side, width: str, nid: int) -> None:
-    """Whether a table has an angle for each position, of a text maybe, and each feature.
+    """Checks that a table has an angle for each position (per text or not) and each feature.
 
     Raises:
-      Unread: it has not.
+      Unread: it does not.
     """
     if any(not isinstance(a, str) or not (a in (width, "t") or a.startswith("b")) for a in table.atoms):
         raise Unread("each head has rotary tables of its own", nid, "rotary")
@@ -61,13 +61,13 @@ def _is_in_order(edge: Operand) -> bool:
 
 
 class RotaryWalk(CacheWalk):
-    """The part of a reading that is about rotary embeddings."""
+    """The part of a reading that handles rotary embeddings."""
 
     def unturned(self, side: Side) -> tuple[Rotary | None, Side]:
-        """How the heads at `side` are turned, if they are, and what is: [.., c] alike.
+        """The rotary embedding of the heads at `side`, if any, and the heads before it, [.., c] as well.
 
         Raises:
-          Unread: they are turned in a way that the op does not have.
+          Unread: they are rotated in a way that the op does not support.
         """
         merged = self.node(side.nid)
         if merged.op == "reshape" and self.node(merged.operands[0].nid).op == "stack":
@@ -107,14 +107,14 @@ class RotaryWalk(CacheWalk):
         return None
 
     def halves_turned(self, joined: CNode, size: int) -> int | None:
-        """What a node is concatenate([-r, l]) of."""
+        """The x of a node that is concatenate([-r, l])."""
         if joined.op != "concatenate" or [o.coef for o in joined.operands] != [-1, 1]:
             return None
         right, left = (self.half_of(o.nid, start, size) for o, start in zip(joined.operands, (size, 0), strict=True))
         return left if left == right else None
 
     def neighbours_turned(self, merged: CNode) -> int | None:
-        """What a node is stack([-odd, even], -1) of, its last two axes merged."""
+        """The x of a node that is stack([-odd, even], -1) with its last two axes merged."""
         stacked = self.node(merged.operands[0].nid) if merged.op == "reshape" else None
         if stacked is None or not self.pairs_up(stacked) or not _is_in_order(merged.operands[0]):
             return None
@@ -124,7 +124,7 @@ class RotaryWalk(CacheWalk):
         return odd if odd == even else None
 
     def pairs_up(self, stacked: CNode) -> bool:
-        """Whether a node is stack([-odd, even], -1), whatever those are."""
+        """Whether a node is stack([-odd, even], -1) of any value."""
         known = raw_params(stacked) if stacked.op == "stack" else None
         if known is None or [o.coef for o in stacked.operands] != [-1, 1]:
             return False
@@ -132,7 +132,7 @@ class RotaryWalk(CacheWalk):
         return last and stacked.shape[-1] == 2 and all(map(_is_in_order, stacked.operands))
 
     def every_second(self, nid: int, first: int) -> int | None:
-        """What a node is every second entry of along the last axis, from this one on."""
+        """The value of which a node is every second entry along the last axis, from this one on."""
         node = self.node(nid)
         taken = taken_by(node)
         if taken is None:
@@ -162,14 +162,14 @@ class RotaryWalk(CacheWalk):
         return cos, sin, self.whole_of(left), nids
 
     def halves_joined(self, node: CNode, side: Side) -> list[Side] | None:
-        """The two that a concatenation along the features puts together, as they are; None where it is another."""
+        """The two unscaled operands of a concatenation along the features; None for any other node."""
         if not is_plain(node) or not len(node.operands) == len(joins(node)[0]) == 2:
             return None
         halves = [renamed(half, {_FEATURE: _HALF}) for half in self.joined(node, side)]
         return halves if all((_HALF,) in half.shown for half in halves) else None
 
     def whole_of(self, half: Side) -> Side:
-        """What a half of the features is taken of."""
+        """The value of which a node is a half of the features."""
         source = self.before_part(self.node(half.nid), half.shown)
         return Side(
             source.nid, tuple(tuple(_FEATURE if isinstance(a, AxisPart) else a for a in x) for x in source.shown)
@@ -186,12 +186,12 @@ class RotaryWalk(CacheWalk):
         return None
 
     def half_of(self, nid: int, start: int, length: int) -> int | None:
-        """What a node is this part of."""
+        """The value of which a node is this part."""
         node = self.node(nid)
         return node.operands[0].nid if self.part_of(node) == (start, length) else None
 
     def part_of(self, node: CNode) -> tuple[int, int] | None:
-        """(start, length) of what a split's result or a slice takes of one axis; None of several, of every second entry, of other nodes."""
+        """(start, length) of a split's result or a slice of one axis; None for several axes, for strides, and for other nodes."""
         taken = taken_by(node)
         if taken is None:
             return None
@@ -199,7 +199,7 @@ class RotaryWalk(CacheWalk):
         return cut[0] if len(cut) == 1 and set(taken.strides) == {1} else None
 
     def terms(self, side: Side, signs: tuple[int, int]) -> list[Side] | None:
-        """What a sum adds with these signs, the higher first, where it is of two products of two."""
+        """The terms of a sum of two products of two, with these signs, the higher first."""
         node = self.node(side.nid)
         if node.op != "sum" or sorted((o.coef for o in node.operands), reverse=True) != list(signs):
             return None
@@ -208,5 +208,5 @@ class RotaryWalk(CacheWalk):
         return terms if all(n.op == "prod" and len(n.operands) == 2 for n in made_by) else None
 
     def factors(self, term: Side) -> list[Side]:
-        """The two operands of a product, where neither has a factor."""
+        """The two operands of a product without factors."""
         return self.operands(term) if is_plain(self.node(term.nid)) else []

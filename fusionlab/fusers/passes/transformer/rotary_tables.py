@@ -1,7 +1,7 @@
 """The tables of a layer's rotary embedding as values of the program.
 
-Queries and keys are often turned by a function of the user's that makes its cosines and sines itself: then the program has them twice,
-and what both are made of is what the layer reads.
+A user's rotary function often computes its cosines and sines itself, for queries and again for keys: then the program contains them twice,
+and the layer reads their common inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NODES = 64  # that make a table, at most
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """A table of cosines or sines, `[.., t, w]`: `value` in the program, made of `inputs` by `nodes`; of itself where it is there once."""
+    """A table of cosines or sines, `[.., t, w]`: `value` in the program, computed from `inputs` by `nodes`, or given if it occurs once."""
 
     value: Value
     side: Side
@@ -44,10 +44,10 @@ def tables_of(view: CanonicalView, base: CanonicalView, rotary: Rotary) -> dict[
     """ "cos" and "sin".
 
     Args:
-      view: the block's folded view, in which the layer was read. base: its view as it stands.
+      view: the block's folded view, in which the layer was read. base: its view without folding.
 
     Raises:
-      Unread: the program makes one several times over, not all alike.
+      Unread: the program computes one several times in different ways.
     """
     return {slot: _table(view, base, rotary.products, getattr(rotary, slot)) for slot in ("cos", "sin")}
 
@@ -75,17 +75,17 @@ def _read(view: CanonicalView, base: CanonicalView, product: int, table: int) ->
 
 
 def _beneath(base: CanonicalView, value: Value) -> tuple[Value, list[Node]]:
-    """What a site's operand is bound to where this value is read, and the views between."""
+    """The value to which a site's operand is bound where this value is read, and the views between."""
     return look_through(base, value, through_casts=True)
 
 
 def _common_sources(
     base: CanonicalView, copies: Sequence[Value], nid: int
 ) -> tuple[tuple[Value, ...], tuple[Node, ...]]:
-    """(what several copies of one value are all made of, the nodes that make the first of them of it).
+    """(the common inputs of several copies of one value, the nodes that compute the first copy from them).
 
     Raises:
-      Unread: they are made in different ways, by too many nodes, or by what has effects beside its results.
+      Unread: they are computed in different ways, by too many nodes, or by nodes with side effects.
     """
     block = base.block
     inputs: dict[int, Value] = {}
@@ -112,14 +112,14 @@ def _common_sources(
 
 
 def _is_shared(base: CanonicalView, values: Sequence[Value]) -> bool:
-    """Whether copies are one value that a table may be read as a function of."""
+    """Whether copies are one value that may be an input of a table."""
     if len({base.twins.get(v.id, v.id) for v in values}) > 1:
         return False
     return base.nodes[base.ref[values[0].id].nid].op not in _FREELY_MADE or values[0].id not in base.block.producer
 
 
 def _like_makers(block: Block, copies: Sequence[Value]) -> list[Node]:
-    """The nodes that make several copies of one value; none where they are not alike, or have effects beside their results."""
+    """The nodes that compute several copies of one value; none if they differ or have side effects."""
     makers = [n for v in copies if (n := block.producer.get(v.id)) is not None]
     if len(makers) < len(copies) or has_side_effects(makers[0].eqn):
         return []
@@ -127,7 +127,7 @@ def _like_makers(block: Block, copies: Sequence[Value]) -> list[Node]:
 
 
 def _inputs_of(makers: Sequence[Node]) -> Iterator[list[Value]]:
-    """What several like nodes read in each place, without numbers."""
+    """The operands of several equal nodes in each place, without numbers."""
     for atoms in zip(*(n.inputs for n in makers), strict=True):
         values = [a for a in atoms if isinstance(a, Value)]
         if values:
@@ -135,8 +135,8 @@ def _inputs_of(makers: Sequence[Node]) -> Iterator[list[Value]]:
 
 
 def _alike(first: Node, second: Node) -> bool:
-    """Whether two nodes are of one form. The values of their parameters and numbers need not be equal: copies are one canonical value, and
-    it is the first that is made again.
+    """Whether two nodes have the same form. The values of their parameters and numbers need not be equal: copies are one canonical value,
+    and only the first is computed again.
     """
     ours, theirs = ([isinstance(a, Literal) for a in node.inputs] for node in (first, second))
     alike = first.primitive == second.primitive and ours == theirs

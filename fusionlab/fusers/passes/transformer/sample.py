@@ -1,4 +1,4 @@
-"""A small layer for each of the layer passes: what their before and after pictures show."""
+"""A small layer for each of the layer passes, for their before and after pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer that was read, cut out of its block: its operands, its region, and what else of it is read outside."""
+"""A layer cut out of its block: its operands, its region, and its further values that are read outside."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class LayerOperand:
-    """An operand of the op: what it is in the view, the op's axes, a group of letters for each, and the product that it is a weight or a
-    bias of (None: of none).
+    """An operand of the op: its place in the view, the op's axes as groups of letters, and the product of which it is a weight or a
+    bias (None: of none).
     """
 
     side: Side
@@ -47,7 +47,7 @@ class LayerOperand:
 
 @dataclass(frozen=True)
 class FurtherResult:
-    """A further value of the site's: the keys or values of all positions, or of this call."""
+    """A further value of the site: the keys or values of all positions, or of this call."""
 
     value: Value
     side: Side
@@ -77,7 +77,7 @@ class LayerSite:
 
     @property
     def heads_before_length(self) -> bool:
-        """Whether the caches, or the keys that are given, have heads before positions."""
+        """Whether the caches, or the given keys, have heads before positions."""
         cache = self.layer.key_cache
         sides = [m.side for m in self.others] if cache is None else [cache.before]
         order = all_letters(sides[0].shown) if sides else ()
@@ -86,7 +86,7 @@ class LayerSite:
         return bool(heads and length) and heads[0] < length[0]
 
     def stored(self, length: str, feature: str) -> Groups:
-        """The op's axes of a cache, or of the keys or values that are given, with this letter of their positions."""
+        """The op's axes of a cache, or of given keys or values, with this letter for their positions."""
         middle = ((length,), (self.layer.key_letter,))
         return (self.layer.batch, *(middle[::-1] if self.heads_before_length else middle), (feature,))
 
@@ -137,7 +137,7 @@ def _products(layer: LayerRead) -> Iterator[tuple[str, Projection, str, str]]:
 
 
 def _as_columns(side: Side, sizes: dict[str, int], numbers: Iterator[int]) -> Side:
-    """The one weight of queries, keys and values, or its bias, with letters of its own for its columns, which join the `sizes`."""
+    """The single weight of queries, keys and values, or its bias, with new letters for its columns, which join the `sizes`."""
     shown = []
     for axis in side.shown:
         own = axis if axis == ("e",) else (f"n{next(numbers)}",)
@@ -187,23 +187,23 @@ def _mask_leaves(attention: Region) -> dict[str, Value]:
 
 
 def _read_by_tables(tables: Mapping[str, RotaryTable]) -> dict[str, Value]:
-    """Leaf -> what tables are made of."""
+    """Leaf -> an input of the tables."""
     return {f"table:{v.id}": v for table in tables.values() for v in table.inputs}
 
 
 def _check_tables(region: Region, read: Mapping[str, Value]) -> None:
-    """Raises Declined where the region does not read what its tables are made of as they do."""
+    """Raises Declined if the region reads the inputs of its tables in another form than the tables do."""
     for name, value in read.items():
         if region.leaves[name].id != value.id:
             raise Declined(f"{value!r}, from which its rotary tables are computed, is also read in another form")
 
 
 def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) -> None:
-    """The op's queries and keys are made of what has the dtype of x. A softmax makes much of little: where the program makes them of
-    something wider, it means to.
+    """Checks that the program's queries and keys, like the op's, are computed from values in the dtype of x. A softmax amplifies small
+    differences, so a program that uses a wider dtype does so on purpose.
 
     Raises:
-      Unread: it does.
+      Unread: it uses a wider dtype.
     """
     x = region.leaves["x"].dtype
     for node in region.nodes:
@@ -218,10 +218,10 @@ def _check_rounds(view: CanonicalView, region: Region, source: int, nid: int) ->
 
 
 def _factor(base: CanonicalView, region: Region, layer: LayerRead) -> float:
-    """What the op's scores are multiplied by, besides the attention's scale: the layer's factor, less what its weights have already.
+    """The factor on the op's scores besides the attention's scale: the layer's factor, divided by those of its weights.
 
     Raises:
-      Unread: queries or keys have one, and it is not told whether their one weight has it.
+      Unread: queries or keys have a factor, and so does their common weight.
     """
     weights = [base.ref[region.leaves[slot].id].coef for slot in ("qkv", "q", "k") if slot in region.leaves]
     if layer.factor == 1 and layer.fused:
@@ -233,10 +233,10 @@ def _factor(base: CanonicalView, region: Region, layer: LayerRead) -> float:
 
 
 def _sums(view: CanonicalView, region: Region) -> tuple[Any, ...]:
-    """The dtypes in which devices sum, of the attention and of the feed-forward.
+    """The dtypes of the sums over devices, of the attention and of the feed-forward.
 
     Raises:
-      Unread: what they sum has more bits than the op's parts have, which are of the dtype of x.
+      Unread: the summed values have more bits than the op's parts, which have the dtype of x.
     """
     x = region.leaves["x"].dtype
     found: dict[int, Any] = {}
@@ -263,10 +263,10 @@ def _cut(
     masks: Mapping[str, Value],
     others: tuple[Value, ...],
 ) -> Region:
-    """The region, with masks bound to the values that the attention's own site has them bound to: as they are read, or without views.
+    """The region, with masks bound to the same values as in the attention's own site: as they are read, or without views.
 
-    It takes x as it gives its result where x is read so throughout, as the layers after it do: what makes a token's embedding is none of
-    the layer's own.
+    x is taken in the form of the layer's result if it is read in that form throughout, as by later layers: the computation of the
+    embeddings is not part of the layer.
     """
     for as_read in (frozenset[str](), frozenset(masks)):
         region = cut(base, root, given, through_casts=wide, as_read=as_read, others=others)
@@ -282,7 +282,7 @@ def _cut(
 
 
 def _raw(view: CanonicalView, nid: int) -> Value:
-    """The raw value in the block that first shows a node."""
+    """The first raw value of a node in the block."""
     for value in view.values_of.get(nid, ()):
         return value
     raise Declined("one of its operands is not a value of the program")
@@ -293,10 +293,10 @@ def _base_id(view: CanonicalView, base: CanonicalView, nid: int) -> int:
 
 
 def _others(view: CanonicalView, layer: LayerRead, region: Region) -> tuple[FurtherResult, ...]:
-    """The keys and values that something beside the layer reads.
+    """The keys and values that are read outside the layer.
 
     Raises:
-      Unread: anything else of it is read there.
+      Unread: another of its values is read outside.
     """
     known: dict[int, tuple[Side, bool]] = {}
     for of_values, cache, own in ((False, layer.key_cache, layer.keys), (True, layer.value_cache, layer.values)):
@@ -313,10 +313,10 @@ def _others(view: CanonicalView, layer: LayerRead, region: Region) -> tuple[Furt
 
 
 def _precisions(region: Region, attention: Region) -> tuple[Any, Any]:
-    """The precision of its products, and of the attention's where that is another.
+    """The precision of its products, and of the attention's if that differs.
 
     Raises:
-      Declined: they differ otherwise.
+      Declined: the precisions differ in any other way.
     """
     if region.root.dtype not in (jnp.float32, jnp.float64):
         return None, None  # 16-bit products are summed in float32 whatever is asked

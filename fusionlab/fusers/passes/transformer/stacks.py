@@ -1,4 +1,4 @@
-"""Rows of identical layers as one call: the results of one are what the next reads."""
+"""Rows of identical layers as one call: each layer reads the result of the one before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .plan import Maker, Planned, plan_by
 
 @dataclass(frozen=True)
 class Found:
-    """A layer that is a site of its own, and how it becomes a call."""
+    """A layer that is a site, and its translation into a call."""
 
     candidate: Candidate
     planned: Planned
@@ -36,7 +36,7 @@ class Found:
 
 
 def rows(found: Sequence[Found]) -> Iterator[list[Found]]:
-    """The layers in rows, each as long as can be: one alone is a row of one."""
+    """The layers in rows of maximal length; a single layer is a row of one."""
     after = {layer.reads.id: layer for layer in found}
     continued = {layer.gives.id for layer in found if (n := after.get(layer.gives.id)) is not None and _joins(layer, n)}
     for layer in found:
@@ -49,7 +49,7 @@ def rows(found: Sequence[Found]) -> Iterator[list[Found]]:
 
 
 def _joins(first: Found, second: Found) -> bool:
-    """Whether two layers are alike, see the same keys, and nothing but the second reads what the first gives."""
+    """Whether two layers are equal, see the same keys, and the second is the only reader of the first one's result."""
     block = first.region.block
     inside = second.candidate.node_ids  # what is in its support something else reads too
     alone = first.gives.id not in block.returned and all(n.id in inside for n in block.users.get(first.gives.id, ()))
@@ -64,7 +64,7 @@ def _is_shared(name: str) -> bool:
 
 
 def _kind(layer: Found) -> Any:
-    """What a layer is, whatever its weights: its equations and all, since masks and steps are made by the first layer's for the row."""
+    """A key for a layer regardless of its weights: all its equations, because a row uses the first layer's masks and steps."""
     return (
         tuple(sorted(layer.planned.attrs.items(), key=str)),
         tuple(layer.planned.makers),
@@ -73,7 +73,7 @@ def _kind(layer: Found) -> Any:
 
 
 def _convex(row: list[Found]) -> Iterator[list[Found]]:
-    """The row, or its layers one by one where a later one reads what is made of an earlier one's keys."""
+    """The row, or its layers one by one if a later one reads a value computed from an earlier one's keys."""
     if len(row) > 1:
         region = region_of_row(row)
         if waits_for_itself(region.block, region.inputs, region.roots) is not None:
@@ -93,7 +93,7 @@ def region_of_row(row: Sequence[Found]) -> Region:
 
 
 def _leaves_of(row: Sequence[Found]) -> dict[str, Value]:
-    """The leaves of a row: what its layers share as the first has it, and each layer's own with its number."""
+    """The leaves of a row: shared ones of the first layer, and each layer's own with its number."""
     leaves = {n: v for n, v in row[0].region.leaves.items() if _is_shared(n)}
     for i, layer in enumerate(row):
         leaves |= {f"{n}.{i}": v for n, v in layer.region.leaves.items() if not _is_shared(n)}
@@ -101,7 +101,7 @@ def _leaves_of(row: Sequence[Found]) -> dict[str, Value]:
 
 
 def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None) -> Substitution:
-    """The one call of a row, each of whose layers was certified by itself."""
+    """The one call of a row of individually certified layers."""
     where = {v.id: i for i, v in enumerate(region.inputs)}
     attrs = {**row[0].planned.attrs, "layers": len(row)}
     makers: dict[str, Maker] = {}
@@ -118,10 +118,10 @@ def plan_of_row(row: Sequence[Found], region: Region, implementation: str | None
 
 
 def _of_inputs(make: Maker, numbers: Sequence[int | None]) -> Maker:
-    """A layer's operand, of the row's inputs: what one layer gives the next is no input, and no operand but the first's x reads it."""
+    """A layer's operand from the row's inputs: a result passed between layers is not an input, and only x reads it."""
     return lambda inputs: make([None if n is None else inputs[n] for n in numbers])
 
 
 def _of_results(result: Maker, layer: int) -> Maker:
-    """A layer's root, of the row's results: (y, keys and values of each layer)."""
+    """A layer's root from the row's results: (y, keys and values of each layer)."""
     return lambda outs: result((outs[0], *outs[1 + 2 * layer : 3 + 2 * layer]))
