@@ -12,7 +12,7 @@ from fusionlab.commands.demo import mebibytes
 from fusionlab.evidence.instruments.timing import seconds
 
 RECORD = re.compile(r"\]\(((?:\.\./)*benchmarks/results/[\w./-]+\.json)\)")
-QUANTITY = re.compile(r"(?<![\w.])(\d[\d.]*) (s|ms|us|ns|MiB|GiB)\b")
+QUANTITY = re.compile(r"(?<![\w.])(\d[\d.]*) (s|ms|µs|ns|MiB|GiB)\b")
 RATIO = re.compile(r"(?<![\w.])(\d+\.\d+)x|\[(\d+\.\d+), (\d+\.\d+)\]")
 
 
