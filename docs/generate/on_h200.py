@@ -287,11 +287,11 @@ LANGUAGE_MODELS = Measured(
     "Loss and gradients of language models",
     "h200",
     "language_models",
-    "In bfloat16; device time. A Llama-like model has 4 layers of width 2048, 16 heads of 128 features in 4 groups, a gated feed-forward of "
-    "5632 and a vocabulary of 32768, and reads 4 texts of 2048 tokens; GPT-2 124M reads 8 texts of 1024. `by hand` is the same program with "
-    "cuDNN's attention through `jax.nn`, torch.compile the same model with torch's attention. FusionLab fuses the loss, "
-    "`jax.value_and_grad(fl.fuse(loss))`, and in the last column the differentiated step, `fl.fuse(jax.value_and_grad(loss))`. The floor is "
-    "the time of the matrix products at the rate of one large product.",
+    "In bfloat16; device time. A Llama-like model has 4 layers of width 2048, 16 heads of 128 features in 4 groups, a gated "
+    "feed-forward of 5632 and a vocabulary of 32768, and reads 4 texts of 2048 tokens; GPT-2 124M reads 8 texts of 1024. `by hand` is "
+    "the same program with cuDNN's attention through `jax.nn`, torch.compile the same model with torch's attention. FusionLab fuses "
+    "the loss, `jax.value_and_grad(fl.fuse(loss))`, and in the last column but one the differentiated step, "
+    "`fl.fuse(jax.value_and_grad(loss))`. The floor is the time of the matrix products at the rate of one large product.",
     (
         BEFORE,
         Column("FusionLab", ("grad of fused",)),
