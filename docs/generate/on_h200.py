@@ -256,7 +256,7 @@ GROUPED = Measured(
         for work in ("forward", "forward and backward")
     ],
     ("grouped_matmul",),
-    "With fewer than 1,024 rows the product keeps XLA's code.",
+    "With fewer than 1,024 rows, or a single group, the product keeps XLA's code.",
 )
 
 LERP = Measured(
