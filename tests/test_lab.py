@@ -117,6 +117,16 @@ def test_a_plot_of_nothing_says_why_nothing_was_timed():
         result.plot()
 
 
+def test_a_search_and_a_comparison_of_a_fused_function_say_where_its_sites_and_its_original_are():
+    fused = fl.fuse(layer)
+    note = "layer is fused already: layer.findings(...) lists its sites, and layer.original is the function before"
+    assert fl.find(fused, X).notes == (note,)
+    assert f"note: {note}" in str(fl.find(fused, X))
+    assert not fl.find(fused.original, X).notes
+    assert fl.compare(fused, fused, X, **QUICK).notes[-1] == note
+    assert note not in fl.compare(layer, fused, X, **QUICK).notes
+
+
 def test_findings_show_why_sites_were_declined():
     found = fl.find(lambda x: jax.nn.leaky_relu(x @ W + B), X)
     html = found._repr_html_()

@@ -118,9 +118,8 @@ def sample(version: str, layers: int, sizes: Mapping[str, int]) -> dict[str, Any
 
     clock = Clock()
     clock.around(kernels.CompileCache, "get", "kernels")
-    clock.around(
-        native, "build", "kernels"
-    )  # before the module of the custom call is imported, which builds the launcher
+    # Before the module of the custom call is imported, which builds the launcher.
+    clock.around(native, "build", "kernels")
 
     import fusionlab as fl
     from fusionlab.evidence.instruments.record import environment

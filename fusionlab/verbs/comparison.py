@@ -12,7 +12,7 @@ from typing import Any
 from ..evidence.comparison import Evidence, measure
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
-from .fused import Fused
+from .fused import Fused, already_fused
 from .lab import check_names, not_swallowed
 from .shown import fields_of
 
@@ -106,4 +106,4 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
         options["progress"] = told
         grad = False if grad is None and found.differentiated else grad
         evidence = measure(fn, fused, *args, grad=grad, **options)
-    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes)))
+    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes, *already_fused(fn))))

@@ -310,6 +310,16 @@ class Fused:
         return f"<fused {name_of(self._inside)}: {names}{off}>"
 
 
+def already_fused(fn: Any) -> tuple[str, ...]:
+    """A note where a fused function is searched or compared in place of its original; () for any other."""
+    if not isinstance(fn, Fused):
+        return ()
+    name = name_of(fn)
+    return (
+        f"{name} is fused already: {name}.findings(...) lists its sites, and {name}.original is the function before",
+    )
+
+
 def _holds_others(args: tuple, kwargs: dict) -> bool:
     """Whether there is a leaf that is neither array, number nor object."""
     return not all(is_array(x) or is_object(x) for x in jax.tree.leaves((args, kwargs), is_leaf=is_object))

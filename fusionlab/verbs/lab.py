@@ -16,7 +16,7 @@ from ..graph.program.trace import trace as _trace
 from ..progress import Progress, Stages, watched
 from ..tracebacks import own_lines_hidden
 from .fused import Fused as Fused
-from .fused import find_with_notes
+from .fused import already_fused, find_with_notes
 from .shown import Findings as Findings
 from .shown import Graph as Graph
 from .shown import fields_of
@@ -128,6 +128,7 @@ def find(
             stages("tracing")
             graph = trace(fn, *args, static_argnums=static_argnums, static_argnames=static_argnames, **kwargs)
         found = find_with_notes(graph, chosen, where, implementation, stages)
+        found = Findings(**fields_of(found, notes=(*found.notes, *already_fused(fn))))
     if dump is not None:
         from .dump import write_dump
 
