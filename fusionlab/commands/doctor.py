@@ -215,7 +215,7 @@ def _backends(device: Device) -> Iterator[Ability]:
         if one.missing is not None:
             needs += [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
             needs += [reason for missing in one.missing if (reason := missing()) is not None]
-        yield Ability(f"backend {one.name}", not needs, '; '.join(needs) if needs else one.ability)
+        yield Ability(f"backend {one.name}", not needs, "; ".join(needs) if needs else one.ability)
 
 
 def _launcher() -> Ability:
