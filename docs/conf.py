@@ -4,7 +4,6 @@ Nothing is fetched while it is built, and nothing when a page is read: no inters
 Notebooks are shown from their committed outputs. Pages under docs/generated/ are written here, before Sphinx looks for documents.
 """
 
-import importlib.util
 import shutil
 import sys
 from pathlib import Path
@@ -15,16 +14,12 @@ DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS / "_ext"), str(DOCS)]
 
 import pages  # noqa: E402 - in docs/_ext
+from generate import write  # noqa: E402
 
 GENERATED = DOCS / "generated"
 shutil.rmtree(GENERATED, ignore_errors=True)
 GENERATED.mkdir()
-if importlib.util.find_spec("generate"):  # passes, rejections and performance, from the registry and the records
-    from generate import write
-
-    write(GENERATED)
-else:
-    pages.write_placeholders(GENERATED)
+write(GENERATED)  # passes, rejections and performance, from the registry and the records
 pages.write_notebooks(GENERATED / "notebooks")
 pages.write_root_files(GENERATED)
 

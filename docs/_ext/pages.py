@@ -47,17 +47,4 @@ def _drawable(cell: dict[str, Any]) -> None:
 def write_root_files(folder: Path) -> None:
     """What stands in the repository's root for those who look there first; its links are rewritten with all others."""
     for name, page in ROOT_FILES.items():
-        text = (
-            (ROOT / name).read_text(encoding="utf-8")
-            if (ROOT / name).exists()
-            else f"# {name.partition('.')[0].capitalize()}\n"
-        )
-        (folder / page).write_text(text, encoding="utf-8")
-
-
-def write_placeholders(folder: Path) -> None:
-    """Pages for the links to what is generated, in a tree without the generator."""
-    for name in ("passes", "rejections", "performance/index"):
-        page = folder / f"{name}.md"
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(f"# {page.stem.capitalize()}\n\nThis page is generated.\n", encoding="utf-8")
+        (folder / page).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")

@@ -26,7 +26,7 @@ Sent = Mapping[str, Traffic]
 
 @dataclass(frozen=True, repr=False)
 class Collectives(Shown):
-    """The collectives of one call: its name ("call"), and for each kind the count and the bytes of one device, before and after."""
+    """The collectives of one call, by its name `what` ("call"): for each kind the count and the bytes of one device, before and after."""
 
     what: str
     before: Sent
