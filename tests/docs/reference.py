@@ -75,9 +75,8 @@ def without_docstring() -> list[str]:
 
 def says_something(value: Any) -> bool:
     doc = inspect.getdoc(value) or ""
-    return bool(doc) and not (
-        inspect.isclass(value) and doc.startswith(f"{value.__name__}(")
-    )  # a dataclass's signature
+    signature = inspect.isclass(value) and doc.startswith(f"{value.__name__}(")  # which a dataclass has for a docstring
+    return bool(doc) and not signature
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:

@@ -141,7 +141,7 @@ def own_pass_runs_and_shows_its_story(own_pass):
         "edit: compute the outside use from x again",
         "times 2, where 1 is needed",
         "cuda: unavailable, it needs a CUDA device, this is a CPU (simulated)",
-        "cuda: chosen, of the pass's own",
+        "cuda: chosen, the first of the pass's own",
         "gated_model: call",
         "of its tolerance: ",
         "its value is nan for inputs as large as 10000",
