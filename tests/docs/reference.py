@@ -75,9 +75,10 @@ def without_docstring() -> list[str]:
 
 def says_something(value: Any) -> bool:
     doc = inspect.getdoc(value) or ""
-    return bool(doc) and not (
-        inspect.isclass(value) and doc.startswith(f"{value.__name__}(")
-    )  # a dataclass's signature
+    is_signature = inspect.isclass(value) and doc.startswith(
+        f"{value.__name__}("
+    )  # that of a dataclass without a docstring
+    return bool(doc) and not is_signature
 
 
 def members(cls: type) -> Iterator[tuple[str, Any]]:
