@@ -256,7 +256,7 @@ GROUPED = Measured(
         for work in ("forward", "forward and backward")
     ],
     ("grouped_matmul",),
-    "With fewer than 1,024 rows the product keeps XLA's code.",
+    "With fewer than 1,024 rows, or a single group, the product keeps XLA's code.",
 )
 
 LERP = Measured(
@@ -283,12 +283,41 @@ LERP = Measured(
     ("lerp",),
 )
 
+LANGUAGE_MODELS = Measured(
+    "Loss and gradients of language models",
+    "h200",
+    "language_models",
+    "In bfloat16; device time. A Llama-like model has 4 layers of width 2048, 16 heads of 128 features in 4 groups, a gated "
+    "feed-forward of 5632 and a vocabulary of 32768, and reads 4 texts of 2048 tokens; GPT-2 124M reads 8 texts of 1024. `by hand` is "
+    "the same program with cuDNN's attention through `jax.nn`, torch.compile the same model with torch's attention. FusionLab fuses "
+    "the loss, `jax.value_and_grad(fl.fuse(loss))`, and in the last column but one the differentiated step, "
+    "`fl.fuse(jax.value_and_grad(loss))`. The floor is the time of the matrix products at the rate of one large product.",
+    (
+        BEFORE,
+        Column("FusionLab", ("grad of fused",)),
+        Column("ratio", ("grad of fused",), before=("jax.jit",)),
+        Column("by hand", ("by hand",)),
+        Column("torch.compile", ("torch.compile",)),
+        Column("the step fused", ("fused grad",)),
+        FLOOR,
+    ),
+    [
+        Row("Llama-like, layers in a scan", ("cases", "llama scan")),
+        Row("the same with jax.checkpoint", ("cases", "llama checkpoint")),
+        Row("the same, unrolled", ("cases", "llama unrolled")),
+        Row("GPT-2 124M, unrolled", ("cases", "gpt2")),
+    ],
+    ("dot_product_attention", "gemm_epilogue", "layer_norm"),
+    "torch.compile is faster in every row. A step that is fused after it was differentiated pays more in a scan than a fused loss.",
+)
+
 TABLES = (
     MLP,
     ATTENTION,
     ATTENTION_MEMORY,
     TRAIN_STEP,
     ENCODER,
+    LANGUAGE_MODELS,
     NORMS,
     NORMS_ALONE,
     DECODING,

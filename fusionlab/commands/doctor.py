@@ -213,7 +213,7 @@ def _backends(device: Device) -> Iterator[Ability]:
     for one in sorted({r for card in CARDS for r in card.requirements}, key=lambda r: r.order):
         needs = []
         if one.missing is not None:
-            needs += [] if device.platform == "cuda" else ["a CUDA GPU that JAX sees"]
+            needs += [] if device.platform == "cuda" else ["JAX sees no CUDA GPU"]
             needs += [reason for missing in one.missing if (reason := missing()) is not None]
         yield Ability(f"backend {one.name}", not needs, "; ".join(needs) if needs else one.ability)
 

@@ -12,7 +12,7 @@ from fusionlab.commands.demo import mebibytes
 from fusionlab.evidence.instruments.timing import seconds
 
 RECORD = re.compile(r"\]\(((?:\.\./)*benchmarks/results/[\w./-]+\.json)\)")
-QUANTITY = re.compile(r"(?<![\w.])(\d[\d.]*) (s|ms|us|ns|MiB|GiB)\b")
+QUANTITY = re.compile(r"(?<![\w.])(\d[\d.]*) (s|ms|µs|ns|MiB|GiB)\b")
 RATIO = re.compile(r"(?<![\w.])(\d+\.\d+)x|\[(\d+\.\d+), (\d+\.\d+)\]")
 
 
@@ -25,9 +25,12 @@ def with_records(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def numbers_in(record: Any) -> Iterator[float]:
-    """Every number of a JSON record, at any depth."""
-    if isinstance(record, dict | list):
-        for inner in record.values() if isinstance(record, dict) else record:
+    """Every number of a JSON record, at any depth, but single samples: nearly any number would be one."""
+    if isinstance(record, dict):
+        for name, inner in record.items():
+            yield from () if name == "samples_s" else numbers_in(inner)
+    elif isinstance(record, list):
+        for inner in record:
             yield from numbers_in(inner)
     elif isinstance(record, int | float):
         yield float(record)

@@ -8,7 +8,7 @@ from tests.docs.numbers import quoted, with_records, without_record
 from tests.docs.snippets import ROOT, lines_of, outputs, pages, pattern_of
 
 PAGES = {str(path.relative_to(ROOT)): path for path in pages()}
-# README's snippets run in tests/house/test_readme.py. Pages of >>> examples, and those of frameworks, have tests of their own.
+# README's snippets run in test_readme.py. Pages of >>> examples, and those of frameworks, have tests of their own.
 ELSEWHERE = ("README.md", "docs/frameworks/")
 SNIPPET = re.compile(r"^```(python\n(?!>>>)|sh\n)", re.MULTILINE)
 WITH_SNIPPETS = [n for n, path in PAGES.items() if not n.startswith(ELSEWHERE) and SNIPPET.search(path.read_text())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import ml_dtypes
 import numpy as np
@@ -208,6 +210,16 @@ def test_an_error_that_spreads_over_what_is_rounding_alone_is_worse():
     assert leaf.is_rounding
     assert leaf.after.max_abs <= 2 * leaf.before.max_abs
     assert not leaf.ok  # ten times as far off over the whole array
+
+
+def test_an_error_many_times_its_tolerance_is_said_in_times_and_whether_the_original_has_it_too():
+    want = [np.linspace(0, 1, 8)]
+    off = np.float32(want[0]) + np.float32(1e-2)
+    same = Numerics(tuple(leaf_numerics("output", ["w"], [off], [off], want, ReductionSizes(64))), (), 64).sentence
+    assert re.match(r"worst error ([\d,]+ times) its tolerance \(\1 before, no worse\): 1\.00e-02 in w,", same)
+    right = [np.float32(want[0])]
+    worse = Numerics(tuple(leaf_numerics("output", ["w"], right, [off], want, ReductionSizes(64))), (), 64).sentence
+    assert re.match(r"worst error [\d,]+ times its tolerance \([\d.]+ % before\): ", worse)
 
 
 def test_cotangents_are_fixed_random_and_of_the_outputs_dtype():

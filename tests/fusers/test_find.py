@@ -402,7 +402,7 @@ def test_the_list_of_passes_has_formula_needs_and_a_working_sample():
 def test_a_graph_traced_before_is_searched_as_it_is():
     graph = fl.trace(model, X)
     assert fl.find(graph).counts() == fl.find(model, X).counts()
-    with pytest.raises(ArgumentError, match="traced already"):
+    with pytest.raises(ArgumentError, match="already traced"):
         fl.find(graph, X)
 
 

@@ -65,7 +65,7 @@ SAID = {
         lambda x: (x - 0.5 * x.mean(-1, keepdims=True)) * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * x,
         *((X,), "structure", "", None),
     ),
-    "one key": (lambda q, k, v: softmax(dot(q, k)) @ v, (Q, K[:, :, :1], V[:, :, :1]), "axes", "a softmax of one entry is 1", "leave"),
+    "one key": (lambda q, k, v: softmax(dot(q, k)) @ v, (Q, K[:, :, :1], V[:, :, :1]), "axes", "a softmax of one entry is 1", "skip"),
     "factor for keys": (
         lambda q, k, v, g: softmax(dot(q, k) * g) @ v,
         *((Q, K, V, G), "axes", "the scores have a factor per key, %", "scale k"),

@@ -1,3 +1,3 @@
-"""Tests of the repository: what imports what, the tiers and durations of tests, README and notebooks as they are written, no broad
+"""Tests of the repository: what imports what, the tiers and durations of tests, notebooks as they are written, no broad
 except.
 """

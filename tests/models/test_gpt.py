@@ -204,8 +204,8 @@ def test_bad_arguments_are_refused_by_name():
     with pytest.raises(ArgumentError, match=r"tokens: got 13 for a cache of 12"):
         gpt.prefill(params, tokens_of(TINY, 2, 13), cache, config=TINY)
     for step in (-1, 12):
-        with pytest.raises(ArgumentError, match=rf"step: got {step} for a cache of 12; .* from 0 to 11"):
+        with pytest.raises(ArgumentError, match=rf"step: got {step} for a cache of 12; needed 0 to 11"):
             gpt.decode(params, prompt[:, 0], cache, step, config=TINY)
     for steps in (0, 21):
-        with pytest.raises(ArgumentError, match=rf"steps: got {steps} after 5 tokens; .* from 1 to 20"):
+        with pytest.raises(ArgumentError, match=rf"steps: got {steps} after 5 tokens; needed 1 to 20"):
             gpt.generate(params, prompt, steps, config=TINY)

@@ -192,8 +192,9 @@ class Numerics(Shown):
         if leaf is None:
             return "no errors were measured"
         before, after = leaf.shares
-        share = f"{share_text(after)} of" if math.isfinite(after) else "beyond"
-        was = f" ({share_text(before)} before)" if after > 1 else ""  # which may be no worse than it was
+        share = share_text(after) + " of" * (after < _MANY)
+        no_worse = ", no worse" if leaf.ok else ""
+        was = f" ({share_text(before)} before{no_worse})" if after > 1 else ""
         return f"worst error {share} its tolerance{was}: {leaf.after.max_abs:.2e} in {leaf.called}, against float64"
 
     def __str__(self) -> str:
@@ -205,10 +206,15 @@ def _quotient(error: float, tolerated: float) -> float:
     return error / tolerated if tolerated else math.inf if error else 0.0
 
 
+_MANY = 10  # times a tolerance, from where on no share of it is shown
+
+
 def share_text(share: float) -> str:
-    """A share of a tolerance: "12 %", "310 %"; "beyond" where nothing is tolerated."""
+    """A share of a tolerance: "12 %", "310 %", "4,200 times"; "beyond" where nothing is tolerated."""
     if not math.isfinite(share):
         return "beyond"
+    if share >= _MANY:
+        return f"{share:,.0f} times"
     return "under 0.1 %" if 0 < share < 0.001 else f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:,.0f} %"
 
 

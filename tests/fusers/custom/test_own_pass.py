@@ -327,7 +327,7 @@ def test_a_function_that_is_not_nearly_the_pattern_is_not_told(registered):
         (lambda x: jnp.where(x > 20, x, overflows(x)), "its gradient of x is nan for inputs as large as 10000"),
         (lambda x: jnp.where(x > 20, 20.0, one_exp(x)), "for inputs as large as"),
         (lambda x: x * jax.lax.stop_gradient(jnp.tanh(jax.nn.softplus(x))), "gradient of x differs by"),
-        (lambda x: one_exp(x)[None], "it gives float32[1, 5], needed float32[5]"),
+        (lambda x: one_exp(x)[None], "it returns float32[1, 5]; needed float32[5]"),
         (lambda x, y: x, "does not take the pattern's arguments"),
     ],
 )

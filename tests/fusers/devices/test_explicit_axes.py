@@ -109,7 +109,7 @@ def test_what_was_found_on_no_mesh_is_applied_where_one_is_set(mesh):
         ("asked_summed", "which cannot be requested of the fused op's own product"),
         ("asked_scattered", "asks for P('d'"),
         ("moved_before_the_bias", "= reshard (explicit.py"),
-        ("moved_before_the_activation", "says where the sum with the bias lies"),
+        ("moved_before_the_activation", "fixes the layout of the sum with the bias"),
         ("queries", "JAX cannot type it on these explicit mesh axes: Contracting dimensions are sharded"),
     ],
 )

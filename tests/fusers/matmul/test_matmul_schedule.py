@@ -508,7 +508,7 @@ def test_the_table_prints_tells_and_is_data():
     assert text.startswith("2 products on a CUDA sm_90 device (simulated): 2 evaluate, 0 kernel, 0 xla\n")
     assert "evaluate 2 * (a @ b) + 2 * bias, 24x16x8, f32 x f32 -> f32" in text
     assert "library: takes it: the switch is on" in text
-    assert re.search(r"split: %\d+ = sin before it, %\d+ = exp behind it", text)
+    assert re.search(r"split: %\d+ = sin before it, %\d+ = exp after it", text)
     data = table.to_dict()
     assert data["counts"] == {"evaluate": 2, "kernel": 0, "xla": 0}
     assert [p["site"] for p in data["products"]] == [c.id for c in found.candidates]

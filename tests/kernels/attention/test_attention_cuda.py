@@ -135,8 +135,8 @@ def verdict(*operands, device="sm_90", **attrs):
 
 REFUSED = {
     "20 features": (shapes(h=20), {}, "20 features per head: there are kernels for multiples of 8 up to 128"),
-    "256 features": (shapes(h=256), {}, "256 features a head"),
-    "values of 12": (shapes(hv=12), {}, "12 features a head"),
+    "256 features": (shapes(h=256), {}, "256 features per head"),
+    "values of 12": (shapes(hv=12), {}, "12 features per head"),
     "an old device": (shapes(), {"device": "sm_75"}, "sm_75 is older than sm_80"),
     "a CPU": (shapes(), {"device": "cpu"}, "needs a CUDA device"),
     "no queries": (shapes(t=0), {}, "nothing to compute"),

@@ -44,7 +44,7 @@ def test_what_it_takes():
 MASK = jax.ShapeDtypeStruct((1, 1, 128, 128), jnp.bool_)
 REFUSED = {
     "float32": (shapes(dtype="float32"), {}, "query has dtype float32"),
-    "features no multiple of 8": (shapes(h=20), {}, "20 features a head"),
+    "features no multiple of 8": (shapes(h=20), {}, "20 features per head"),
     "too many features": (shapes(h=256), {"device": "sm_80"}, "up to 128 on sm_80"),
     "another value": (shapes(h=64, hv=32), {}, "values have other features than keys (32, 64)"),
     "an old device": (shapes(), {"device": "sm_75"}, "older than sm_80"),

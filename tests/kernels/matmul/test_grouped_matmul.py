@@ -130,7 +130,7 @@ def test_a_batch_of_groups_is_declined_with_its_reason():
         ("sm_90", "float32", {}, "xla", "x is float32"),
         ("sm_90", "bfloat16", {"columns": 100}, "xla", "not multiples of 64"),
         ("sm_90", "bfloat16", {"inner": 72}, "xla", "not multiples of 64"),
-        ("sm_90", "bfloat16", {"rows": LEAST_ROWS + 4}, "xla", "no multiple of 8"),
+        ("sm_90", "bfloat16", {"rows": LEAST_ROWS + 4}, "xla", "not a multiple of 8"),
         ("sm_90", "bfloat16", {"rows": LEAST_ROWS - 8}, "xla", "measured slower"),
         ("sm_90", "bfloat16", {"groups": 1}, "xla", "measured slower"),
         ("sm_90", "bfloat16", {"groups": 300}, "xla", "300 groups"),

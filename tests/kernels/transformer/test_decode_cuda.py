@@ -215,8 +215,8 @@ def shape(*dims, dtype=jnp.bfloat16):
 @pytest.mark.parametrize(
     ("case", "change", "attrs", "why"),
     [
-        (Case(), {"x": shape(1, 2, 48)}, {}, "one token a text"),
-        (Case(), {"step": None}, {"cache": "prefill"}, "one token a text"),
+        (Case(), {"x": shape(1, 2, 48)}, {}, "one token per text"),
+        (Case(), {"step": None}, {"cache": "prefill"}, "one token per text"),
         (Case(rows=17), {}, {}, "17 texts, it takes 1 to 16"),
         (Case(dtype="float32"), {}, {}, "tokens of float32"),
         (Case(), {"up.0": shape(48, 72, dtype=jnp.float32)}, {}, "up.0 is float32, tokens are bfloat16"),
@@ -243,7 +243,7 @@ def test_what_it_cannot_take_is_refused_with_the_reason(case, change, attrs, why
 def test_what_it_takes_is_not_refused():
     assert all(refusal(case) is None for case in CASES.values())
     assert "older than sm_75" in (refusal(Case(), device=replace(H200, arch="sm_70")) or "")
-    assert "none of sm_90, sm_100" in (refusal(Case(), device=replace(H200, arch="sm_80")) or "")
+    assert "not among sm_90, sm_100" in (refusal(Case(), device=replace(H200, arch="sm_80")) or "")
 
 
 def test_a_few_texts_of_a_measured_width_prefer_the_kernels(monkeypatch):

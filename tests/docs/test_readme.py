@@ -87,7 +87,7 @@ def table(text):
 
 def test_every_pass_is_named_and_none_is_invented():
     names = {p.name for p in fl.passes()}
-    assert names == table(DOCS["finding"])
+    assert names == set(re.findall(r"^(?:###|-) `(\w+)`", DOCS["finding"].partition("## What was declined")[0], re.M))
     short = {name.removesuffix("_fuse_qkv") for name in names}
     assert short == table(README) - {""}
 
