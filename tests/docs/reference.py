@@ -75,9 +75,8 @@ def without_docstring() -> list[str]:
 
 def says_something(value: Any) -> bool:
     doc = inspect.getdoc(value) or ""
-    is_signature = inspect.isclass(value) and doc.startswith(
-        f"{value.__name__}("
-    )  # that of a dataclass without a docstring
+    # A dataclass without a docstring has its signature in its place.
+    is_signature = inspect.isclass(value) and doc.startswith(f"{value.__name__}(")
     return bool(doc) and not is_signature
 
 
