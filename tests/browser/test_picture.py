@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.browser.explorer import Explorer
@@ -16,6 +17,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.dear
 def test_the_picture_in_readme(page, jupyter, artifacts):
     shutil.copy(Path(__file__).with_name("model.py"), jupyter.folder)
     book = open_in_lab(page, jupyter, write_notebook(jupyter.folder / "picture.ipynb", CELLS))

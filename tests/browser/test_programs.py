@@ -94,6 +94,7 @@ def _crossed(seen):
         yield from (f"{name} crosses {t['text']!r}" for t in seen["texts"] if at(inner(t["box"], 1)))
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("case", [BARE, *NAMES])
 def test_what_a_reader_sees_of_a_program(case, tab, request, artifacts):
     """In JupyterLab; by default two programs in a bare page alone, which takes a tenth of the time."""

@@ -44,7 +44,7 @@ def test_versions_and_devices_are_this_machines():
     assert abilities["backend xla_blockwise"].ready
     for name in ("cublaslt", "cuda", "cudnn"):
         assert not abilities[f"backend {name}"].ready
-        assert "a CUDA GPU" in abilities[f"backend {name}"].reason
+        assert "JAX sees no CUDA GPU" in abilities[f"backend {name}"].reason
 
 
 def test_the_caches_of_the_process_are_counted():

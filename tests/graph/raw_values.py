@@ -87,7 +87,7 @@ class RawBlock:
                 pass
         if node.primitive in OF_MANY_DEVICES:
             raise Unknown(node.primitive)
-        return [_rounded(v) for v in self._interpreter._equation(node.eqn, list(operands))]
+        return [_rounded(v) for v in self._interpreter.equation(node.eqn, list(operands))]
 
 
 def _alone(node: Node) -> Any:

@@ -129,6 +129,7 @@ for i in range(count):
 """
 
 
+@pytest.mark.dear
 def test_processes_that_add_to_one_plan_file_at_once_lose_nothing(plans, tmp_path):
     names, count, start = ("a", "b", "c"), 30, tmp_path / "start"
     made = [

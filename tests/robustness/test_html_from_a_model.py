@@ -202,6 +202,7 @@ def widget(c):
     return "".join([*shown, *(t["html"] for t in lab.tabs), lab.scene["svg"]])
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
 def test_a_page_has_the_elements_attributes_and_scripts_of_a_harmless_models(cases, make):
     plain, evil = (Page(make(c)) for c in cases)

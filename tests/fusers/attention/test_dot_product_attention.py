@@ -529,7 +529,7 @@ def test_weights_that_stay_wider_until_the_result_is_rounded_are_a_site():
     half = tuple(a.astype(jnp.bfloat16) for a in N)
     site = fused(weights_in_float32, *half)
     assert site.root.dtype == jnp.bfloat16
-    assert any("rounded to bfloat16" in n for n in site.notes)
+    assert any("rounds its result to bfloat16" in n for n in site.notes)
 
     def step(q, k, v, w):
         def loss(q, k, v, w):

@@ -280,6 +280,7 @@ def test_every_device_launches_its_own_shard(on_devices, name):
 # Executables of other processes.
 
 
+@pytest.mark.dear
 def test_executables_of_another_process(tmp_path):
     """The persistent compilation cache holds programs with launches also on the CPU, and so does an executable serialised ahead of time."""
     wanted = (2 * np.arange(6.0) + 1).tolist()

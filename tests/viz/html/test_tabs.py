@@ -59,6 +59,7 @@ def test_costs_are_shown_without_any_device(case):
     assert "layer_1" in text
 
 
+@pytest.mark.dear
 def test_a_device_with_rates_has_a_roof_and_predictions(measured):
     found, _ = measured
     tab = by_name(None, found, device=DEVICE)["Roofline"]
