@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,8 @@ class Explorer(Measuring):
 
     def close(self) -> None:
         """Disconnects the explorer from the page, where it stays as a record; a running measurement is cancelled."""
+        if sys.is_finalizing():  # ipywidgets closes what is left, when modules are gone already
+            return
         self.cancel()
         self._keeper.stop()
         super().close()
