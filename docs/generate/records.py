@@ -99,8 +99,8 @@ def at(data: Any, path: Sequence[str | int]) -> Any:
 
 
 def duration(value: float) -> str:
-    """Three digits with a unit, as reports write them but for the micro sign."""
-    return _together(seconds(value).replace(" us", " µs"))
+    """Three digits with a unit, as reports write them."""
+    return _together(seconds(value))
 
 
 def _memory(size: float) -> str:

@@ -13,7 +13,8 @@ A page is README.md or a Markdown file of docs/. Its blocks run in their order, 
 - ```text: what the block before it prints. A line `...` is any number of lines, and ` ... ` within a line any text.
 
 A comment in the line above a block changes that: `<!-- not run -->` for a block that needs something a test does not have,
-`<!-- measured -->` for an output with times or details of the machine, and `<!-- not compared -->` for a text that is no output.
+`<!-- measured -->` for an output with times or details of the machine, `<!-- numbers vary -->` for one of which the words are compared,
+and `<!-- not compared -->` for a text that is no output.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[\w ]+) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL
 )
+NUMBER = re.compile(r"\d[\d,]*(\.\d+)?(e[+-]?\d+)?")
 NAME = re.compile(r"# ([\w/]+\.py)\n")
 
 
@@ -46,18 +48,23 @@ class Shown:
     Attributes:
       text: the output on the page.
       printed: the output of the block before it.
-      measured: it holds times, or what depends on the machine.
+      mark: what the page says above it: "measured", "numbers vary" or nothing.
       span: where the text is in the page.
     """
 
     text: str
     printed: str
-    measured: bool
+    mark: str | None
     span: tuple[int, int]
 
     @property
+    def measured(self) -> bool:
+        return self.mark == "measured"
+
+    @property
     def is_right(self) -> bool:
-        return self.measured or pattern_of(self.text).fullmatch(lines_of(self.printed)) is not None
+        text, printed = (NUMBER.sub("0", t) if self.mark == "numbers vary" else t for t in (self.text, self.printed))
+        return self.measured or pattern_of(text).fullmatch(lines_of(printed)) is not None
 
     @property
     def difference(self) -> str:
@@ -151,7 +158,7 @@ def outputs(text: str) -> list[Shown]:
         for fence in FENCE.finditer(text):
             language, body, mark = fence["language"], fence["body"], fence["mark"]
             if language == "text" and printed is not None and mark != "not compared":
-                found.append(Shown(body, printed, mark == "measured", fence.span("body")))
+                found.append(Shown(body, printed, mark, fence.span("body")))
                 printed = None
             elif language in runners and mark != "not run" and not body.startswith(">>> "):
                 with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -83,3 +83,9 @@ def test_a_wrong_output_is_found_and_one_of_times_is_not_compared():
 
 def test_what_is_marked_is_not_run():
     assert outputs("<!-- not run -->\n```python\nraise ValueError\n```\n") == []
+
+
+def test_where_numbers_vary_a_number_is_any_number_and_a_word_is_itself():
+    page = "```python\nprint('1,234 -> 5.6e-07 MiB')\n```\n<!-- numbers vary -->\n```text\n7 -> 8 {}\n```\n"
+    (right,), (wrong,) = outputs(page.format("MiB")), outputs(page.format("GiB"))
+    assert (right.is_right, wrong.is_right) == (True, False)

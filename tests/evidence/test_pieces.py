@@ -69,6 +69,14 @@ def dropped(x, w, b, key):
     return x + b[0], keys
 
 
+def drawn(x, w, b, key):
+    """Draws alone in a loop, added up in float32: in float64 they would be other numbers."""
+    total, _ = jax.lax.scan(
+        lambda c, k: (c * 0.7 + jax.random.uniform(k, x.shape), None), jnp.zeros(x.shape), jax.random.split(key, 9)
+    )
+    return x * total
+
+
 def train_step(x, w, b):
     loss, grads = jax.value_and_grad(lambda w, b: jnp.mean(mlp(x, w, b) ** 2), argnums=(0, 1))(w, b)
     return loss, jax.tree.map(lambda p, g: p - 0.1 * g, (w, b), grads)
@@ -94,6 +102,7 @@ PROGRAMS = {
     "checkpointed": (checkpointed, ARGS),
     "custom rules": (with_rules, ARGS),
     "dropout": (dropped, (*ARGS, KEY)),
+    "draws alone": (drawn, (*ARGS, KEY)),
     "a train step": (train_step, ARGS),
     "branches": (branched, ARGS),
     "captured": (captured, ARGS),

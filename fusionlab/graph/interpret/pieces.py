@@ -67,9 +67,11 @@ class Loop:
     """A scan that runs step by step.
 
     Attributes:
+      eqn: the scan.
       constants, carries: how many of what it reads are the same in each step, and are handed on.
     """
 
+    eqn: Any
     reads: tuple[int | Literal, ...]
     gives: tuple[int, ...]
     body: Program
@@ -205,7 +207,9 @@ class _Cutter:
         if p["length"] * _made(jaxpr) <= self.most_bytes:
             return None
         counts = scan_counts(p)
-        return Loop(step.reads, step.gives, self.program(p["jaxpr"], None), *counts, p["length"], p["reverse"])
+        return Loop(
+            step.eqn, step.reads, step.gives, self.program(p["jaxpr"], None), *counts, p["length"], p["reverse"]
+        )
 
     def _pieces(self, steps: Sequence[Step], start: int, end: int, last: dict[int, int]) -> Iterator[Piece]:
         crossing = self._crossing(steps, start, end, last)

@@ -1,7 +1,7 @@
 """Runs a program piece by piece in float64, and pulls cotangents back through it the same way.
 
-Between pieces a value is where it fits: results come to the host as they are made, and are let go of after their last use. Backwards,
-each piece is computed once more from what it read. Pieces that are the same program are compiled once: their lowered text decides.
+Between pieces all values are on the host: they come there as they are made, and are let go of after their last use. Backwards, each
+piece is computed once more from what it read. Pieces that are the same program are compiled once: their lowered text decides.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Stepwise:
                 if taped and not program.read_later(i):
                     continue
                 outs = self._run(item, read)
+            elif self.interpreter.is_draw(item.eqn, read):  # whole, in its own dtype: in steps it would be another draw
+                outs = self._call(lambda vals, eqn=item.eqn: self._equation(eqn, vals), read)
             else:
                 outs, carried = self._loop(item, read)
                 if taped:
@@ -101,13 +103,16 @@ class Stepwise:
     def _evaluated(self, piece: Piece, read: Sequence[Val]) -> list[Val]:
         values = dict(zip(piece.reads, read, strict=True))
         for step in piece.steps:
-            with step.eqn.ctx.manager:
-                outs = self.interpreter.equation(step.eqn, [self._value(values, n) for n in step.reads])
+            outs = self._equation(step.eqn, [self._value(values, n) for n in step.reads])
             values.update(zip(step.gives, outs, strict=True))
         return [values[n] for n in piece.gives]
 
+    def _equation(self, eqn: Any, vals: list[Val]) -> list[Val]:
+        with eqn.ctx.manager:
+            return self.interpreter.equation(eqn, vals)
+
     def _run(self, piece: Piece, read: list[Val]) -> list[Val]:
-        return self._call(lambda *vals: self._evaluated(piece, vals), read)
+        return self._call(lambda vals: self._evaluated(piece, vals), read)
 
     def _pull_piece(self, piece: Piece, read: list[Val], cts: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
         live = [i for i, ct in enumerate(cts) if ct is not None]
@@ -121,17 +126,16 @@ class Stepwise:
 
             return jax.vjp(forward, [v.high for v, w in zip(vals, wanted, strict=True) if w])[1](cts)[0]
 
-        grads = iter(self._call(back, read, [cts[i] for i in live], one=True))
+        grads = iter(self._call(back, read, [cts[i] for i in live]))
         return [next(grads) if w else None for w in wanted]
 
-    def _call(self, fn: Callable[..., Any], *args: Any, one: bool = False) -> Any:
+    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
         self.told()
-        given = args if one else tuple(args[0])
-        lowered = jax.jit(fn).lower(*given)
-        key = lowered.as_text(), jax.tree.structure(given), jax.tree.structure(lowered.out_info)
+        lowered = jax.jit(fn).lower(*args)
+        key = lowered.as_text(), jax.tree.structure(args), jax.tree.structure(lowered.out_info)
         if key not in self._compiled:
             self._compiled[key] = lowered.compile()
-        return jax.tree.map(on_host, self._compiled[key](*given))
+        return jax.tree.map(_on_host, self._compiled[key](*args))
 
     # Loops.
 
@@ -158,9 +162,7 @@ class Stepwise:
             _, tape = self.forward(loop.body, vals, taped=True)
             of_outs = [*of_carry, *(None if ct is None else ct[t] for ct in cts[loop.carries :])]
             back = self.pull(tape, of_outs, active)
-            of_constants = [
-                a if b is None else b if a is None else a + b for a, b in zip(of_constants, back, strict=False)
-            ]
+            of_constants = [_sum(a, b) for a, b in zip(of_constants, back[:n], strict=True)]
             of_carry = back[n:m]
             for x, ct in zip(of_xs, back[m:], strict=True):
                 x[t] = ct
@@ -207,12 +209,17 @@ def _dependent(program: Program, active: Sequence[bool]) -> set[int | Literal]:
 
 def _add(sums: dict[int, Any], n: int | Literal, ct: Any, depends: set[int | Literal]) -> None:
     if ct is not None and isinstance(n, int) and n in depends:
-        sums[n] = sums[n] + ct if n in sums else ct
+        sums[n] = _sum(sums.get(n), ct)
+
+
+def _sum(first: Any, second: Any) -> Any:
+    """Of two cotangents, each of which may be None."""
+    return second if first is None else first if second is None else first + second
 
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def on_host(x: Any) -> Any:
+def _on_host(x: Any) -> Any:
     return x if _is_key(x) else np.asarray(x)

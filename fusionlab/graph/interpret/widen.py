@@ -141,7 +141,7 @@ class Interpreter:
         rule = _REGIONS.get(eqn.primitive.name)
         if rule is None:
             return self._first_order(eqn, vals)
-        if eqn.primitive.name in _LOOPS_AND_BRANCHES and self._is_draw(eqn, vals):
+        if eqn.primitive.name in _LOOPS_AND_BRANCHES and self.is_draw(eqn, vals):
             return self._low(eqn, vals)
         return rule(self, eqn, vals)
 
@@ -359,7 +359,7 @@ class Interpreter:
 
     # Loops that only draw random numbers (rejection sampling, Poisson).
 
-    def _is_draw(self, eqn: Any, vals: list[Val]) -> bool:
+    def is_draw(self, eqn: Any, vals: list[Val]) -> bool:
         floats = {v.kind for v, a in zip(vals, eqn.invars, strict=True) if is_inexact(a.aval.dtype)}
         if PLAIN in floats:
             return False
