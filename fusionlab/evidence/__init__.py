@@ -7,7 +7,8 @@ two results. May import `graph`, `kernels`, `fusers` and `testing/tolerances.py`
 """
 
 from .comparison import Evidence, measure
-from .errors.numerics import Error, LeafNumerics, Numerics, compare_arrays
+from .errors.arrays import Error, compare_arrays
+from .errors.numerics import LeafNumerics, Numerics
 from .instruments.memory import Memory, ResidentGrowth, resident_growth
 from .instruments.record import Environment, environment, load_json, save_json
 from .instruments.timing import Runs, Timing, Verdict, time_pair

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import RewriteError
 from ..graph.calls.parts import fixed_difference
 from ..testing.tolerances import tolerance
-from .errors.numerics import compare_arrays
+from .errors.arrays import compare_arrays
 
 
 def check_same(before: Any, after: Any, name: str) -> None:

@@ -16,14 +16,14 @@ from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
 from fusionlab.showing import Shown, Table, save_as
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
-from .errors.numerics import Error, LeafNumerics, Numerics
-from .instruments.clocks import Clocks
+from .errors.numerics import Numerics
 from .instruments.kernel_counts import KernelCounts, kernels_of
-from .instruments.memory import CompiledMemory, Memory
+from .instruments.memory import Memory
 from .instruments.record import Environment, environment, load_json, to_json
-from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict, check_effort, names_of, seconds
+from .instruments.timing import Timing, Verdict, check_effort, names_of, seconds
 from .measuring import Measuring
 from .over_devices import OverDevices
+from .reading import read_memory, read_numerics, read_timing
 
 _HEADS = ("quantity", "name", "version", "value", "unit", "dtype", "hardware")
 
@@ -151,11 +151,11 @@ class Evidence(Shown):
         return cls(
             name=data["name"],
             environment=Environment.from_dict(data["environment"]),
-            timing=_timing(data["timing"]),
-            timing_grad=_timing(data["timing_grad"]),
-            numerics=_numerics(data["numerics"]),
-            memory=_memory(data["memory"]),
-            memory_grad=_memory(data["memory_grad"]),
+            timing=read_timing(data["timing"]),
+            timing_grad=read_timing(data["timing_grad"]),
+            numerics=read_numerics(data["numerics"]),
+            memory=read_memory(data["memory"]),
+            memory_grad=read_memory(data["memory_grad"]),
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
             # Older records have neither.
@@ -242,68 +242,6 @@ class Evidence(Shown):
         for version, times in self.devices.device_s.items():
             rows += [("time of a device", f"device {i}", version, s, "s", "", where) for i, s in times.items()]
         return rows
-
-
-def _timing(data: Mapping[str, Any] | None) -> Timing | None:
-    if data is None:
-        return None
-
-    def runs(d: Mapping[str, Any]) -> Runs:
-        keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
-        # Older records have neither.
-        later_fields: dict[str, Any] = {
-            "clock": d.get("clock", WALL),
-            "cold": d.get("cold", False),
-            "dispatch_s": d.get("dispatch_s"),
-        }
-        return Runs(samples_s=tuple(d["samples_s"]), **later_fields, **{k: d[k] for k in keys})
-
-    low, high = (float(x) for x in data["interval"])
-    return Timing(
-        what=str(OLDER_NAMES.get(data["what"], data["what"])),
-        before=runs(data["before"]),
-        after=runs(data["after"]),
-        ratio=data["ratio"],
-        interval=(low, high),
-        verdict=Verdict(data["verdict"]),
-        hardware=data["hardware"],
-        stopped=data["stopped"],
-        clocks=tuple(Clocks(**c | {"throttled": tuple(c["throttled"])}) for c in data.get("clocks", ())),
-    )
-
-
-def _memory(data: Mapping[str, Any] | None) -> Memory | None:
-    if data is None:
-        return None
-    plans = CompiledMemory(**data["before"]), CompiledMemory(**data["after"])
-    peak = data.get("device_peak")  # records from before it was measured have none
-    return Memory(*plans, data["hardware"], None if peak is None else (int(peak[0]), int(peak[1])))
-
-
-def _numerics(data: Mapping[str, Any] | None) -> Numerics | None:
-    if data is None:
-        return None
-
-    def error(d: Mapping[str, Any]) -> Error:
-        whole = {"over_tolerance": d["over_tolerance"], "nonfinite_mismatch": d["nonfinite_mismatch"]}
-        lists: dict[str, Any] = {
-            "worst_index": tuple(d["worst_index"]),
-            "ulp_histogram": tuple(d.get("ulp_histogram", ())),
-        }
-        floats = {k: None if v is None else float(v) for k, v in d.items() if k not in (*whole, *lists)}
-        return Error(**floats, **whole, **lists)
-
-    def leaf(d: Mapping[str, Any]) -> LeafNumerics:
-        parts: dict[str, Any] = {k: d[k] for k in ("name", "kind", "dtype", "size", "rtol", "atol")}
-        parts |= {k: error(d[k]) for k in ("before", "after", "between")}
-        parts |= {"zero_in_theory": d.get("zero_in_theory", False)}
-        parts |= {k: d.get(k, 0) for k in ("filled", "filled_rows")}
-        return LeafNumerics(shape=tuple(d["shape"]), **parts)
-
-    leaves = tuple(map(leaf, data["leaves"]))
-    return Numerics(
-        leaves, tuple(data["left_out"]), data["reduction_size"], tuple(data["notes"]), data.get("tf32", False)
-    )
 
 
 def _donation_notes(before: Bound, after: Bound) -> list[str]:

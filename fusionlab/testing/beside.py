@@ -18,7 +18,8 @@ import numpy as np
 
 from ..errors import FusionLabError, RewriteError, SideEffectError
 from ..evidence.check import check_same
-from ..evidence.errors.numerics import Numerics, compare_arrays
+from ..evidence.errors.arrays import compare_arrays
+from ..evidence.errors.numerics import Numerics
 from ..evidence.instruments.program import refuse_side_effects
 from ..graph.calls.parts import is_array
 from ..graph.calls.state import is_object

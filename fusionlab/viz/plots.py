@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.errors.numerics import ULP_EDGES, LeafNumerics, Numerics
+from fusionlab.evidence.errors.arrays import ULP_EDGES
+from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics
 from fusionlab.evidence.instruments.timing import Runs, Timing
 
 from .convert import with_palette

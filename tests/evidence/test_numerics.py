@@ -14,16 +14,9 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import measure
+from fusionlab.evidence.errors.arrays import ULP_EDGES, compare_arrays, ulp_size
 from fusionlab.evidence.errors.gradients import random_cotangents
-from fusionlab.evidence.errors.numerics import (
-    ULP_EDGES,
-    Numerics,
-    compare_arrays,
-    leaf_numerics,
-    rounding_notes,
-    tolerance_notes,
-    ulp_size,
-)
+from fusionlab.evidence.errors.numerics import Numerics, leaf_numerics, rounding_notes, tolerance_notes
 from fusionlab.evidence.errors.reduction_sizes import ReductionSizes, reduction_size, sums_of
 from fusionlab.testing.tolerances import TOLERANCES, tolerance
 

@@ -1,3 +1,3 @@
-"""How far two programs are from a float64 reference: `numerics` by leaf, `reduction_sizes` what a tolerance depends on besides the
-dtype.
+"""How far two programs are from a float64 reference: `arrays` of two arrays, `numerics` by leaf, `reduction_sizes` what a tolerance
+depends on besides the dtype.
 """
