@@ -154,6 +154,7 @@ class Measuring:
         left_out = original.left_out if self.grad else ()
         remarks = (
             *reference.promoted.notes,
+            *((str(reference.plan),) if reference.plan.runs > 1 + self.grad else ()),
             *filled_notes(leaves),
             *rounding_notes(leaves),
             *tolerance_notes(leaves, sums),

@@ -12,27 +12,22 @@ from jax import numpy as jnp
 
 from fusionlab.errors import TraceError
 from fusionlab.graph.calls.binding import Bound, as_tuple
-from fusionlab.graph.interpret.promote import Promoted, promote
+from fusionlab.graph.interpret.promote import Promoted
 from fusionlab.graph.program.scopes import jaxpr_in_backward
 from fusionlab.graph.program.trace import error_text
-from fusionlab.kernels.op.op import meaning_of
 from fusionlab.progress import SILENT, Stages
 
 from .errors.gradients import random_cotangents, value_and_gradients
 from .errors.numerics import LeafNumerics, leaf_numerics
 from .errors.outputs import check_same_outputs, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
-from .instruments.memory import free_bytes
+from .errors.reference import Plan, planned
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 from .instruments.timing import names_of
 
 # Of a comparison, in this order.
 _COMPILED = (("before", 0), ("after", 0), ("before", 1), ("after", 1))
-_PIECES_THAT_FIT = (
-    6  # into what is free: a piece is planned as if it freed nothing, and backwards needs about twice that
-)
-_SMALLEST_PIECE = 2**26  # bytes: what makes no more in float64 is not cut
 _GRAD_ADVICE = "a function jax.grad accepts; or pass grad=False to compare the forward call alone."
 
 
@@ -41,11 +36,12 @@ class Reference:
     """The results of the original in float64.
 
     Attributes:
-      promoted: the program.
+      promoted: the program; plan: how it ran.
       outputs: leaves; gradients: those of the leaves asked for, in order; None without `grad`.
     """
 
     promoted: Promoted
+    plan: Plan
     outputs: list[Any]
     gradients: list[Any] | None
 
@@ -177,29 +173,25 @@ class Original:
     def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
-        most = max(_SMALLEST_PIECE, free_bytes() / _PIECES_THAT_FIT)
-        promoted = promote(self.call.fn, *args, inline=meaning_of, most_bytes=most, **kwargs)
-        self._tell(promoted, "float64 reference", promoted.runs)
-        outputs = jax.tree.leaves(promoted.values(*args, **kwargs))
-        return Reference(promoted, outputs, self._gradients(promoted) if self.grad else None)
-
-    def _gradients(self, promoted: Promoted) -> list[Any]:
+        promoted, plan = planned(self.call.fn, args, kwargs, self.grad)
+        self._count(promoted, plan)
+        if not self.grad:
+            return Reference(promoted, plan, jax.tree.leaves(promoted.values(*args, **kwargs)), None)
         cotangents, args, kwargs = self.backward.args
-        self._tell(promoted, "float64 reference, gradient", promoted.runs_of_gradients)
-        wanted = promoted.gradients(cotangents, *args, wrt=self.chosen, **kwargs)
-        flat = jax.tree_util.tree_leaves(wanted, is_leaf=lambda x: x is None)
-        return [flat[i] for i in self.chosen]
+        outputs, found = promoted.values_and_gradients(cotangents, *args, wrt=self.chosen, **kwargs)
+        flat = jax.tree_util.tree_leaves(found, is_leaf=lambda x: x is None)
+        return Reference(promoted, plan, jax.tree.leaves(outputs), [flat[i] for i in self.chosen])
 
-    def _tell(self, promoted: Promoted, stage: str, runs: int) -> None:
+    def _count(self, promoted: Promoted, plan: Plan) -> None:
         """Each piece that runs is a step of the stage, before which it may be cancelled."""
         stages = self.stages
-        reporter = stages(stage, runs if runs > 1 else 0)
+        reporter = stages(plan.stage, plan.runs if plan.runs > 1 else 0)
 
-        def told() -> None:
-            stages.check(stage)
+        def step() -> None:
+            stages.check(plan.stage)
             reporter.step()
 
-        promoted.told = told
+        promoted.told = step
 
     def errors(self, forward: Program, backward: Program | None = None) -> list[LeafNumerics]:
         """Errors of the original and of a version, both against float64: outputs, and with `backward` gradients.

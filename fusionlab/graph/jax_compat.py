@@ -198,6 +198,11 @@ def enable_x64(on: bool = True) -> Any:
     return jax.enable_x64(on)
 
 
+def on_default_device(x: Any) -> bool:
+    """Whether it is an array that lies whole on the device where new arrays are made."""
+    return isinstance(x, jax.Array) and x.sharding == jax.numpy.zeros(()).sharding
+
+
 def rule_functions(rule: Any) -> tuple[types.FunctionType, ...]:
     """The functions that make up a custom_jvp_call's rule (its `jvp_jaxpr_fun`), found through the closures of JAX's wrappers."""
     seen: set[int] = set()

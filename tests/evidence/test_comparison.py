@@ -317,7 +317,6 @@ COMPARED = [
     ),
     "memory, gradient of the call",
     "float64 reference",
-    "float64 reference, gradient",
     "errors of outputs and gradients",
     "timing call",
     "timing gradient of the call",

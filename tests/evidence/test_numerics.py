@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import jax
@@ -14,10 +15,12 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.comparison import measure
+from fusionlab.evidence.errors import arrays
 from fusionlab.evidence.errors.arrays import ULP_EDGES, compare_arrays, ulp_size
 from fusionlab.evidence.errors.gradients import random_cotangents
 from fusionlab.evidence.errors.numerics import Numerics, leaf_numerics, rounding_notes, tolerance_notes
 from fusionlab.evidence.errors.reduction_sizes import ReductionSizes, reduction_size, sums_of
+from fusionlab.graph.jax_compat import enable_x64
 from fusionlab.testing.tolerances import TOLERANCES, tolerance
 
 
@@ -259,3 +262,32 @@ def test_a_number_in_the_place_of_a_nan_is_counted_and_one_beside_it_that_is_off
     assert "2 of 4 elements (1 whole rows) are NaN in the original" in found.notes[0]
     assert not measure(jnp.sqrt, lambda x: fill(jnp.sqrt(x)).at[1, 0].add(0.1), x, **quick).numerics.ok
     assert not measure(jnp.sqrt, lambda x: fill(jnp.sqrt(x)).at[1, 0].set(jnp.nan), x, **quick).numerics.ok
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_large_arrays_are_compared_on_the_device_with_the_same_result(dtype, monkeypatch):
+    rng = np.random.default_rng(1)
+    want = rng.standard_normal((7, 43)) * 10.0 ** rng.integers(-9, 9, (7, 43))
+    got = (want * (1 + 1e-6 * rng.standard_normal(want.shape))).astype(dtype)
+    got[0, :4], want[0, :6] = (np.nan, np.inf, -np.inf, 3), (np.nan, np.inf, np.inf, np.nan, 0, -0.0)
+    found = []
+    for block, to in ((2**17, np.asarray), (128, np.asarray), (64, jnp.asarray)):
+        monkeypatch.setattr(arrays, "BLOCK", block)
+        with enable_x64():
+            pair = to(got), to(want)
+        found.append(dataclasses.asdict(compare_arrays(*pair, dtype, rtol=1e-7, atol=1e-6)))
+    whole, *others = found
+    median = whole.pop("ulp_median")
+    for blocks in others:
+        assert blocks.pop("ulp_median") == pytest.approx(median, rel=0.5)  # of a sample
+        for name, value in whole.items():
+            assert blocks[name] == pytest.approx(value, rel=1e-13), name
+    want[0], got[0] = 1, 1  # now the worst is a number, in the last block, of which most was in the one before
+    got[6, 42] = 2 * want[6, 42] + 1e12
+    assert compare_arrays(got, want, dtype).worst_index == (6, 42)
+
+
+@pytest.mark.parametrize("to", [np.asarray, jnp.asarray])
+def test_the_largest_finite_value(to):
+    assert arrays.largest(to([1.0, -3.0, np.inf, np.nan])) == 3
+    assert arrays.largest(to([np.nan])) == arrays.largest(to([])) == 0

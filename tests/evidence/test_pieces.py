@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import numpy as np
 import pytest
 from jax import numpy as jnp
 
-from fusionlab.graph.interpret.pieces import Loop, in_pieces
+from fusionlab.graph.interpret.pieces import Loop, in_pieces, well_cut
 from fusionlab.graph.interpret.promote import promote
 
 SINGLE = 0  # bytes: every equation is a piece of its own
 KEY = jax.random.key(0)
+
+
+def at_most(size):
+    return lambda jaxpr, consts: in_pieces(jaxpr, size, consts)
 
 
 def normal(seed, *shape, dtype="float32"):
@@ -109,12 +114,14 @@ PROGRAMS = {
 }
 
 
-def both(fn, args, most_bytes):
+def both(fn, args, most_bytes, room=lambda size: False):
     """Outputs and gradients, flat."""
-    promoted = promote(fn, *args, most_bytes=most_bytes)
+    promoted = promote(fn, *args, cut=at_most(most_bytes), room=room)
     values = promoted.values(*args)
     cotangents = jax.tree.map(lambda x: np.random.default_rng(7).normal(size=np.shape(x)), values)
-    return promoted, jax.tree.leaves((values, promoted.gradients(cotangents, *args)))
+    same, gradients = promoted.values_and_gradients(cotangents, *args)
+    jax.tree.map(np.testing.assert_array_equal, same, values)
+    return promoted, jax.tree.leaves((values, gradients))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -122,11 +129,13 @@ def test_values_and_gradients_are_those_of_one_piece(name):
     fn, args = PROGRAMS[name]
     _, whole = both(fn, args, np.inf)
     promoted, pieces = both(fn, args, SINGLE)
+    turns = itertools.cycle((True, True, False))  # some values stay on the device, some go to the host
+    _, kept = both(fn, args, SINGLE, lambda size: next(turns))
     assert promoted.runs > 3
-    assert len(whole) == len(pieces)
-    for want, got in zip(whole, pieces, strict=True):
+    for want, got, mixed in zip(whole, pieces, kept, strict=True):
         assert (got.dtype, got.shape) == (want.dtype, want.shape)
         np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12 * np.max(np.abs(want), initial=0))
+        np.testing.assert_array_equal(mixed, got)
 
 
 def layers_of(n, rows=16):
@@ -140,7 +149,7 @@ def layers_of(n, rows=16):
 
 def test_alike_layers_are_alike_pieces_and_are_compiled_once():
     fn, args = layers_of(12)
-    promoted = promote(fn, *args, most_bytes=10_000)
+    promoted = promote(fn, *args, cut=at_most(10_000))
     promoted.values(*args)
     assert promoted.runs >= 6
     assert len(promoted._runs._compiled) == 1
@@ -148,7 +157,7 @@ def test_alike_layers_are_alike_pieces_and_are_compiled_once():
 
 def test_no_piece_makes_more_than_it_may_and_a_loop_that_fits_stays_whole():
     fn, args = layers_of(12)
-    program = promote(fn, *args, most_bytes=10_000).program
+    program = promote(fn, *args, cut=at_most(10_000)).program
     assert all(sum(step.bytes for step in piece.steps) <= 10_000 for piece in program.items)
     jaxpr = jax.make_jaxpr(scanned)(*ARGS, normal(4, 3, 4, 8))
     (loop,) = [item for item in in_pieces(jaxpr, 1000).items if isinstance(item, Loop)]
@@ -159,7 +168,7 @@ def test_no_piece_makes_more_than_it_may_and_a_loop_that_fits_stays_whole():
 @pytest.mark.parametrize("name", ["scanned", "a train step"])
 def test_each_piece_is_announced_as_planned_and_may_end_the_run(name):
     fn, args = PROGRAMS[name]
-    promoted, seen = promote(fn, *args, most_bytes=SINGLE), []
+    promoted, seen = promote(fn, *args, cut=at_most(SINGLE)), []
     promoted.told = lambda: seen.append(None)
     values = promoted.values(*args)
     assert len(seen) == promoted.runs
@@ -175,9 +184,18 @@ def test_each_piece_is_announced_as_planned_and_may_end_the_run(name):
         promoted.values(*args)
 
 
-def test_what_is_not_needed_for_the_gradient_is_not_run():
-    promoted, seen = promote(lambda x: jnp.sum(x * x), ARGS[0]), []
-    promoted.told = lambda: seen.append(None)
-    (gradient,), _ = promoted.gradients(1.0, ARGS[0])
-    assert len(seen) == promoted.runs_of_gradients == 1
-    np.testing.assert_allclose(gradient, 2 * np.asarray(ARGS[0], "float64"))
+def test_the_plan_counts_what_waits_between_pieces():
+    fn, args = layers_of(12)
+    program = promote(fn, *args, cut=at_most(10_000)).program
+    activations, weights = 16 * 8 * 8, 2 * 12 * 8 * 8 * 8  # bytes in float64: of x, and of all layers
+    assert program.held() == weights + 2 * activations  # what a piece reads and what it makes
+    assert program.held(taped=True) == weights + activations * (1 + len(program.items))
+
+
+def test_a_program_is_cut_where_the_least_is_compiled():
+    fn, args = layers_of(12)
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    chosen = well_cut(jaxpr, np.inf, 1000, np.inf)
+    assert len({piece.form for piece in chosen.pieces}) <= 2 < chosen.runs()
+    assert well_cut(jaxpr, np.inf, 1000, held_bytes=0).runs() == 1
+    assert well_cut(jaxpr, 10_000, np.inf, np.inf).runs() == in_pieces(jaxpr, 10_000).runs()

@@ -164,7 +164,7 @@ def test_the_error_keeps_no_array_of_the_failed_run_alive():
 # The reference alone.
 
 
-@pytest.mark.parametrize("part", ["values", "gradients"])
+@pytest.mark.parametrize("part", ["_outputs", "values_and_gradients"])
 def test_where_the_float64_reference_does_not_fit_the_rest_is_measured_and_the_notes_say_so(part, monkeypatch):
     from fusionlab.graph.interpret.promote import Promoted
 

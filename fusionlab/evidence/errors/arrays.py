@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.jax_compat import enable_x64, on_default_device
+from fusionlab.graph.settings import jax_defaults
 from fusionlab.showing import Shown
 from fusionlab.tracebacks import own_lines_hidden
 
+BLOCK, _LARGEST_BLOCK = 2**17, 2**23  # elements: arrays larger than the first are compared on the device
 ULP_EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
 
 
@@ -23,7 +28,8 @@ class Error(Shown):
     Attributes:
       max_abs, max_rel: largest |got - want|, and of |got - want| / |want| where want is not 0.
       rel_l2: norm of the difference over the norm of the reference.
-      ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen.
+      ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen. The median of
+        more than 131,072 elements is that of so many of them, evenly spaced.
       ulp_histogram: finite elements by their distance in ulp: the counts between consecutive `ULP_EDGES`, then the count beyond the
         last; () in older records and for integers.
       share: the largest |got - want| / (atol + rtol * |want|) of finite elements: above 1 it is over tolerance; infinite where nothing is
@@ -72,19 +78,38 @@ def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: flo
     Raises:
       ArgumentError: the shapes differ.
     """
-    got, want = np.asarray(got), np.asarray(want)
+    got, want = (x if isinstance(x, np.ndarray) or on_default_device(x) else np.asarray(x) for x in (got, want))
     if got.shape != want.shape:
         raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed the same shape")
     dtype = jnp.dtype(dtype)
+    if jnp.issubdtype(dtype, np.floating) and got.size > BLOCK:
+        return _compare_in_blocks(got, want, dtype, rtol, atol)
+    got, want = np.asarray(got), np.asarray(want)
     if jnp.issubdtype(dtype, np.complexfloating):
         got, want = (np.stack([x.real, x.imag], -1) for x in (got, want))
         dtype = np.finfo(dtype).dtype
     if not jnp.issubdtype(dtype, np.floating):
         return _compare_exactly(got, want)
-    return _compare_floats(got.astype(np.float64), want.astype(np.float64), dtype, rtol, atol)
+    return _compare_floats(got, want, dtype, rtol, atol)
+
+
+def largest(x: Any) -> float:
+    """The largest |x| among finite elements, 0 without any."""
+    if not isinstance(x, np.ndarray) and on_default_device(x):
+        with jax_defaults(), enable_x64(True):
+            return float(_largest(x)) if x.size else 0.0
+    size = np.abs(np.asarray(x))
+    top = size.max(initial=0)
+    return float(top if np.isfinite(top) else size.max(initial=0, where=np.isfinite(size)))
+
+
+@jax.jit
+def _largest(x: Any) -> Any:
+    return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
 
 
 def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, atol: float) -> Error:
+    got, want = got.astype(np.float64), want.astype(np.float64)
     finite = np.isfinite(got) & np.isfinite(want)
     mismatch = ~finite & ~((got == want) | (np.isnan(got) & np.isnan(want)))
     difference = np.zeros(got.shape)
@@ -109,6 +134,82 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
         worst_reference=float(want[index]) if got.size else 0.0,
         ulp_histogram=_histogram(ulp[finite]),
     )
+
+
+def _compare_in_blocks(got: Any, want: Any, dtype: Any, rtol: float, atol: float) -> Error:
+    """As `_compare_floats`, on the device and in blocks of few sizes, so that little is compiled; the median is that of a sample."""
+    n, shape = got.size, got.shape
+    size = BLOCK
+    while 4 * size <= min(n, _LARGEST_BLOCK):
+        size *= 4
+    info = jnp.finfo(dtype)
+    limits = np.asarray([info.minexp, info.nmant], np.int64), np.asarray([rtol, atol], np.float64)
+    firsts = [min(start, n - size) for start in range(0, n, size)]
+    with jax_defaults(), enable_x64(True):
+        blocks = [_block(_cut(got, i, size), _cut(want, i, size), size * k - i, *limits) for k, i in enumerate(firsts)]
+        parts = zip(*jax.device_get(blocks), strict=True)
+        tops, sums, places = (jax.tree.map(lambda *x: np.stack(x), *part) for part in parts)
+        some, wanted = (np.asarray(x.reshape(-1)[:: -(-n // BLOCK)]) for x in (got, want))
+    worst = int(np.argmax(places["difference"]))
+    at = firsts[worst] + int(places["index"][worst])
+    norm, total = (math.sqrt(sums[k].sum()) for k in ("difference", "reference"))
+    return Error(
+        **{k: float(v.max()) for k, v in tops.items()},
+        rel_l2=norm / total if total else (math.inf if norm else 0.0),
+        ulp_median=_compare_floats(some, wanted, dtype, rtol, atol).ulp_median,
+        over_tolerance=int(sums["over"].sum()),
+        nonfinite_mismatch=int(sums["mismatch"].sum()),
+        worst_index=tuple(int(i) for i in np.unravel_index(at, shape)),
+        worst_value=float(places["got"][worst]),
+        worst_reference=float(places["want"][worst]),
+        ulp_histogram=tuple(int(n) for n in sums["histogram"].sum(0)),
+    )
+
+
+@jax.jit
+def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tuple[dict[str, Any], ...]:
+    """Largest values, sums, and the place of the largest difference, of a block without its first `skipped` elements."""
+    counted = jnp.arange(got.size) >= skipped
+    finite = counted & jnp.isfinite(got) & jnp.isfinite(want)
+    mismatch = counted & ~finite & ~((got == want) | (jnp.isnan(got) & jnp.isnan(want)))
+    difference = jnp.where(finite, jnp.abs(got - want), 0)
+    size = jnp.where(finite, jnp.abs(want), 0)
+    exponent = jnp.where(size == 0, exponents[0], jnp.frexp(size)[1] - 1)
+    ulp = jnp.ldexp(difference, exponents[1] - jnp.maximum(exponent, exponents[0]))
+    tolerated = limits[1] + limits[0] * size
+    share = jnp.where(tolerated > 0, difference / tolerated, jnp.where(difference > 0, jnp.inf, 0))
+    ranked = jnp.where(mismatch, jnp.inf, difference)
+    index = jnp.argmax(jnp.where(counted, ranked, -1))
+    within = jnp.stack([finite.sum(), *((finite & (ulp > edge)).sum() for edge in ULP_EDGES), 0])
+    tops = {
+        "max_abs": difference.max(),
+        "max_rel": jnp.where(size > 0, difference / size, 0).max(),
+        "ulp_max": ulp.max(),
+        "share": share.max(),
+    }
+    sums = {
+        "difference": (difference**2).sum(),
+        "reference": (size**2).sum(),
+        "over": (counted & ((difference > tolerated) | mismatch)).sum(),
+        "mismatch": mismatch.sum(),
+        "histogram": within[:-1] - within[1:],
+    }
+    return tops, sums, {"difference": ranked[index], "index": index, "got": got[index], "want": want[index]}
+
+
+def _cut(x: Any, first: int, size: int) -> Any:
+    """A block of an array in float64 on the device."""
+    return _slice(x, first, size) if isinstance(x, jax.Array) else _wide(x.reshape(-1)[first : first + size])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _slice(x: Any, first: Any, size: int) -> Any:
+    return jax.lax.dynamic_slice(x.reshape(-1), (first,), (size,)).astype(np.float64)
+
+
+@jax.jit
+def _wide(x: Any) -> Any:
+    return x.astype(np.float64)
 
 
 def _quotients(difference: np.ndarray, tolerated: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from jax import numpy as jnp
 from fusionlab.showing import Shown
 from fusionlab.testing.tolerances import Tolerance, tolerance
 
-from .arrays import Error, compare_arrays
+from .arrays import Error, compare_arrays, largest
 from .reduction_sizes import ReductionSizes, mantissa_bits
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
@@ -187,17 +187,17 @@ def leaf_numerics(
     kind: str, names: Sequence[str], before: Sequence, after: Sequence, reference: Sequence, sums: ReductionSizes
 ) -> list[LeafNumerics]:
     """Compares lists of arrays, name by name; `sums` of the program, with each dtype, sets the tolerance."""
-    wants = [np.asarray(r) for r in reference]
-    largest = max((_scale(w) for w in wants), default=0.0)
+    scales = [_scale(want) for want in reference]
+    top = max(scales, default=0.0)
     leaves = []
-    for name, b, a, want in zip(names, before, after, wants, strict=True):
+    for name, b, a, want, scale in zip(names, before, after, reference, scales, strict=True):
         b, a = _readable(b), _readable(a)
         row = _tolerance_of(b.dtype, sums)
-        scale = _scale(want)
         noise = 0.0 if kind == "gradient" else _rounding_alone(b, want)
-        zero = noise > 0 or (kind == "gradient" and scale < _ZERO_IN_THEORY * largest)
-        atol = _ACCEPTED_GROWTH * noise or row.atol * (largest if zero else scale)
-        filled = _filled(b, a, want)
+        zero = noise > 0 or (kind == "gradient" and scale < _ZERO_IN_THEORY * top)
+        atol = _ACCEPTED_GROWTH * noise or row.atol * (top if zero else scale)
+        between = compare_arrays(a, b, b.dtype, row.rtol, atol)
+        filled = _filled(b, a, want) if between.nonfinite_mismatch else np.zeros(0, bool)
         leaves.append(
             LeafNumerics(
                 name=name,
@@ -209,7 +209,7 @@ def leaf_numerics(
                 atol=atol,
                 before=compare_arrays(b, want, b.dtype, row.rtol, atol),
                 after=compare_arrays(a, want, b.dtype, row.rtol, atol),
-                between=compare_arrays(a, b, b.dtype, row.rtol, atol),
+                between=between,
                 zero_in_theory=zero,
                 filled=int(filled.sum()),
                 filled_rows=int(filled.all(-1).sum()) if filled.ndim and filled.size else 0,
@@ -218,7 +218,7 @@ def leaf_numerics(
     return leaves
 
 
-def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
+def _rounding_alone(before: Any, want: Any) -> float:
     """The original's largest error if it is as large as the reference over the whole array, so that no digit is correct; else 0."""
     if not jnp.issubdtype(before.dtype, np.inexact):
         return 0.0
@@ -226,10 +226,11 @@ def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
     return error.max_abs if error.rel_l2 >= 1 and not error.nonfinite_mismatch and math.isfinite(error.max_abs) else 0.0
 
 
-def _filled(before: np.ndarray, after: np.ndarray, want: np.ndarray) -> np.ndarray:
+def _filled(before: Any, after: Any, want: Any) -> np.ndarray:
     """Where the original and its reference are NaN and the fused version is a number."""
     if not all(jnp.issubdtype(a.dtype, np.inexact) for a in (before, after, want)):
-        return np.zeros(before.shape, bool)
+        return np.zeros(0, bool)
+    before, after, want = map(np.asarray, (before, after, want))
     return np.isnan(before) & np.isnan(want) & np.isfinite(after)
 
 
@@ -254,8 +255,8 @@ def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
     )
 
 
-def _readable(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+def _readable(x: Any) -> Any:
+    return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _tolerance_of(dtype: Any, sums: ReductionSizes) -> Tolerance:
@@ -281,8 +282,5 @@ def tolerance_notes(leaves: Iterable[LeafNumerics], sums: ReductionSizes) -> tup
     )
 
 
-def _scale(x: np.ndarray) -> float:
-    if not jnp.issubdtype(x.dtype, np.inexact):
-        return 0.0
-    finite = np.abs(x[np.isfinite(x)])
-    return float(finite.max()) if finite.size else 0.0
+def _scale(x: Any) -> float:
+    return largest(x) if jnp.issubdtype(x.dtype, np.inexact) else 0.0

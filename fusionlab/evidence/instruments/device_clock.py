@@ -26,6 +26,7 @@ from .turns import take_turns
 
 NAME = "device time"
 CALLS = 8  # in a sample; XLA queues no more than some dozens of programs ahead
+SAMPLE_S = 0.03  # what a sample should last: calls that are longer hide the next one's dispatch by themselves
 MARGIN = 3.0  # the wait is so many times what queueing the calls took when it was measured
 PROBE_WAIT_S = 0.02  # while queueing is measured
 LONGEST_WAIT_S = 0.5
@@ -74,6 +75,16 @@ def can_time(devices: Collection[Any]) -> bool:
     are the clock."""
     here = Device.current()
     return here.platform == "cuda" and "cupy" not in here.missing and set(devices) <= {clock.device()}
+
+
+def calls_of(ready: Callable[[int], Sequence[Callable[[], Any]]], most: int = CALLS) -> int:
+    """How many calls of a program make a sample: fewer than `most` where they take long. It runs the program, so that it is warm."""
+    seconds = math.inf
+    for run in ready(2):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        seconds = time.perf_counter() - start
+    return min(most, max(1, math.ceil(SAMPLE_S / seconds)))
 
 
 def sampler(

@@ -375,7 +375,8 @@ def _sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], flo
 def _warm_sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
     if clock == device_clock.NAME:
         # Each call queued holds a copy of what it consumes; and XLA queues only so many programs.
-        calls = 1 if program.donated else device_clock.CALLS // 2 if cold else device_clock.CALLS
+        most = device_clock.CALLS // 2 if cold else device_clock.CALLS
+        calls = 1 if program.donated else device_clock.calls_of(program.ready, most)
         return device_clock.sampler(program.ready, calls, flush=cold), calls
     if cold:
         program.run()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,11 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from ..jax_compat import FLATTENED, scan_counts, split_closed
+from ..jax_compat import FLATTENED, child_jaxprs, scan_counts, split_closed
 from ..primitives import having
 
 _INLINED = FLATTENED | having("remat")
+_A_PROGRAM, _A_RUN = 10, 0.5  # what they cost, in equations compiled: a program besides its equations, and a run of one
 _NEAR = (
     300  # equations: a value that is read later than that crosses every cut nearby, and decides between none of them
 )
@@ -46,6 +47,11 @@ class Step:
         """Of its results in float64."""
         return sum(_wide_bytes(v.aval) for v in self.eqn.outvars)
 
+    @property
+    def flop(self) -> float:
+        """Of a matrix product, and of those in what it holds."""
+        return _flop(self.eqn)
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -60,6 +66,21 @@ class Piece:
     reads: tuple[int, ...]
     gives: tuple[int, ...]
     bytes: int
+
+    @functools.cached_property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for pieces that are alike, and hardly ever for others: primitives, types, and who reads whose results."""
+        names: dict[int, int] = {}
+        steps = [
+            (
+                step.eqn.primitive.name,
+                *(names.setdefault(n, len(names)) if isinstance(n, int) else str(n.value) for n in step.reads),
+                *(names.setdefault(n, len(names)) for n in step.gives),
+                *(str(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)),
+            )
+            for step in self.steps
+        ]
+        return (*steps, *(names[n] for n in self.gives))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +105,11 @@ class Loop:
     def bytes(self) -> int:
         return self.body.bytes
 
+    def held(self, taped: bool) -> int:
+        """Bytes that wait while it runs: those of a step, and with `taped` what each step was handed on."""
+        carried = sum(self.body.sizes[n] for n in self.body.inputs[self.constants : self.constants + self.carries])
+        return self.body.held(taped) + carried * self.length * taped
+
     @property
     def times(self) -> range:
         """The indices of its steps, in the order in which they run."""
@@ -98,6 +124,7 @@ class Program:
       inputs, outputs: numbers of values; an output may be a literal.
       constants: arrays that it captured, by their numbers, with their types.
       last: by number, the index of the last item that reads a value.
+      sizes: bytes of each value in float64, by its number.
     """
 
     items: tuple[Piece | Loop, ...]
@@ -105,11 +132,43 @@ class Program:
     constants: tuple[tuple[int, Any, Any], ...]
     outputs: tuple[int | Literal, ...]
     last: dict[int, int]
+    sizes: Mapping[int, int]
 
     @property
     def bytes(self) -> int:
         """Of the largest piece in it."""
         return max((item.bytes for item in self.items), default=0)
+
+    def held(self, taped: bool = False) -> int:
+        """The most bytes of values that wait between its pieces; with `taped`, all that the way back needs wait until then."""
+        most = alive = sum(self.sizes[n] for n in self.inputs)
+        for i, item in enumerate(self.items):
+            made = sum(self.sizes[n] for n in item.gives)
+            alive += made
+            inside = (
+                made + item.held(taped) if isinstance(item, Loop) else 0
+            )  # a loop's results, step by step and stacked
+            most = max(most, alive + inside)
+            alive -= 0 if taped else sum(self.sizes.get(n, 0) for n in self.done_with(i))
+        return most
+
+    @property
+    def flop(self) -> float:
+        """Of its matrix products, those of loops once for each step."""
+        loops = sum(item.length * item.body.flop for item in self.items if isinstance(item, Loop))
+        return loops + sum(step.flop for item in self.items if isinstance(item, Piece) for step in item.steps)
+
+    @property
+    def pieces(self) -> Iterator[Piece]:
+        """All of them, those of loops once."""
+        for item in self.items:
+            yield from item.body.pieces if isinstance(item, Loop) else (item,)
+
+    @property
+    def work(self) -> float:
+        """What it takes to compile and run, in equations compiled: alike pieces are compiled once."""
+        programs = {piece.form: len(piece.steps) + _A_PROGRAM for piece in self.pieces}
+        return sum(programs.values()) + _A_RUN * self.runs()
 
     def read_later(self, i: int) -> bool:
         """Whether an item reads what the item of that index gives."""
@@ -146,6 +205,22 @@ def in_pieces(closed: Any, most_bytes: float, consts: Sequence[Any] | None = Non
     return _Cutter(most_bytes).program(closed, consts)
 
 
+def well_cut(
+    closed: Any, most_bytes: float, least_bytes: float, held_bytes: float, consts: Sequence[Any] | None = None
+) -> Program:
+    """The program cut as in `in_pieces` at that size between `most_bytes` and `least_bytes` where it takes the least work.
+
+    Args:
+      held_bytes: what may wait between pieces on the way back; if more does at every size, the largest pieces are taken.
+    """
+    tried = [in_pieces(closed, most_bytes, consts)]
+    size = min(most_bytes, tried[0].bytes) / 2
+    while size >= least_bytes:
+        tried.append(in_pieces(closed, size, consts))
+        size /= 2
+    return min((p for p in tried if p.held(taped=True) <= held_bytes), key=lambda p: p.work, default=tried[0])
+
+
 @dataclass
 class _Cutter:
     most_bytes: float
@@ -161,7 +236,7 @@ class _Cutter:
         outputs = tuple(self._read(names, v) for v in jaxpr.outvars)
         items = self._items(steps, outputs)
         last = {n: i for i, item in enumerate(items) for n in item.reads if isinstance(n, int)}
-        return Program(items, inputs, tuple(captured), outputs, last)
+        return Program(items, inputs, tuple(captured), outputs, last, self._bytes)
 
     def _named(self, names: dict[Any, int | Literal], variables: Sequence[Any]) -> Iterator[int]:
         for v in variables:
@@ -267,3 +342,12 @@ def _made(jaxpr: Any) -> int:
         if inner is not None:
             total += eqn.params.get("length", 1) * _made(split_closed(inner)[0])
     return total
+
+
+def _flop(eqn: Any) -> float:
+    if eqn.primitive.name == "dot_general":
+        left, (out,) = eqn.invars[0].aval, eqn.outvars
+        return 2.0 * out.aval.size * math.prod(left.shape[i] for i in eqn.params["dimension_numbers"][0][0])
+    times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+    inner = (split_closed(child)[0].eqns for _, _, child in child_jaxprs(eqn))
+    return float(times) * sum(_flop(e) for eqns in inner for e in eqns)

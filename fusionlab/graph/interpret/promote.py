@@ -19,12 +19,19 @@ from jax import numpy as jnp
 from fusionlab.errors import ArgumentError
 
 from ..calls.binding import bind
-from ..jax_compat import enable_x64, split_closed
+from ..jax_compat import enable_x64, on_default_device, split_closed
 from ..program.trace import users_code
 from ..settings import jax_defaults
-from .pieces import in_pieces
-from .stepwise import Stepwise, Told
-from .widen import Interpreter, is_inexact, plain, wide_dtype
+from .pieces import Program, in_pieces
+from .stepwise import Room, Stepwise, Told
+from .widen import Interpreter, Val, is_inexact, plain, wide_dtype
+
+Cut = Callable[[Any, Sequence[Any]], Program]
+
+
+def whole(jaxpr: Any, consts: Sequence[Any]) -> Program:
+    """The program in one piece."""
+    return in_pieces(jaxpr, math.inf, consts)
 
 
 class Promoted:
@@ -44,7 +51,8 @@ class Promoted:
         out_tree: Any,
         bound: Callable,
         inline: Callable | None,
-        most_bytes: float,
+        cut: Cut,
+        room: Room,
     ) -> None:
         self.jaxpr = jaxpr
         self._in_tree, self._out_tree, self._bound = in_tree, out_tree, bound
@@ -53,8 +61,8 @@ class Promoted:
         self._in_avals = [v.aval for v in base.invars]
         self._out_avals = [v.aval for v in base.outvars]
         self.told: Told = lambda: None
-        self.program = in_pieces(jaxpr, most_bytes, self._consts)
-        self._runs = Stepwise(self._interpreter, lambda: self.told())
+        self.program = cut(jaxpr, self._consts)
+        self._runs = Stepwise(self._interpreter, lambda: self.told(), room)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -66,17 +74,23 @@ class Promoted:
 
     @property
     def runs_of_gradients(self) -> int:
-        return self.program.runs(taped=True) + self.program.runs_back()
+        return self.program.runs() + self.program.runs_back()
 
     def values(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, in the function's own output structure: numpy float64; integers and bools as they are."""
-        flat = self._widened(args, kwargs)
         with jax_defaults(), enable_x64(True):
-            outs = [_to_numpy(o.wide) for o in self._runs.forward(self.program, list(map(plain, flat)))[0]]
-        return jax.tree_util.tree_unflatten(self._out_tree, outs)
+            flat = self._widened(args, kwargs)
+            outs, _ = self._runs.forward(self.program, list(map(plain, flat)))
+            return self._outputs(outs)
 
     def gradients(self, cotangent: Any, *args: Any, wrt: Sequence[int] | None = None, **kwargs: Any) -> Any:
-        """The vector-Jacobian product with `cotangent`.
+        """The gradients of `values_and_gradients`, numpy float64."""
+        return self.values_and_gradients(cotangent, *args, wrt=wrt, **kwargs)[1]
+
+    def values_and_gradients(
+        self, cotangent: Any, *args: Any, wrt: Sequence[int] | None = None, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """The outputs, and the vector-Jacobian product with `cotangent`, of one run forward and one back.
 
         Args:
           cotangent: one array per output leaf, in the output structure; those of integer outputs are not read.
@@ -84,9 +98,9 @@ class Promoted:
           wrt: positions of the wanted leaves in the flattened (args, kwargs) without static ones; None: all floats.
 
         Returns:
-          (gradients of args, gradients of kwargs), without static ones; numpy float64, None at leaves not in `wrt`.
+          outputs: as of `values`.
+          gradients: (of args, of kwargs), without static ones; numpy float64, None at leaves not in `wrt`.
         """
-        flat = self._widened(args, kwargs)
         cts = jax.tree_util.tree_leaves(cotangent)
         if len(cts) != len(self._out_avals):
             raise ArgumentError(
@@ -98,12 +112,20 @@ class Promoted:
             np.asarray(c).astype(wide_dtype(a.dtype)) if is_inexact(a.dtype) else None
             for c, a in zip(cts, self._out_avals, strict=True)
         ]
-        active = [i in chosen for i in range(len(flat))]
         with jax_defaults(), enable_x64(True):
-            _, tape = self._runs.forward(self.program, list(map(plain, flat)), taped=True)
+            flat = self._widened(args, kwargs)
+            active = [i in chosen for i in range(len(flat))]
+            outs, tape = self._runs.forward(self.program, list(map(plain, flat)), taped=True)
+            values = self._outputs(outs)
             found = self._runs.pull(tape, wide, active)
-        grads = [np.zeros_like(x) if a and g is None else g for x, a, g in zip(flat, active, found, strict=True)]
-        return jax.tree_util.tree_unflatten(self._in_tree, grads)
+            grads = [
+                None if not a else np.zeros(np.shape(x), x.dtype) if g is None else g
+                for x, a, g in zip(flat, active, found, strict=True)
+            ]
+        return values, jax.tree_util.tree_unflatten(self._in_tree, grads)
+
+    def _outputs(self, outs: Sequence[Val]) -> Any:
+        return jax.tree_util.tree_unflatten(self._out_tree, [_readable(o.wide) for o in outs])
 
     def _widened(self, args: tuple, kwargs: dict) -> list:
         bound = self._bound(args, kwargs)
@@ -112,21 +134,23 @@ class Promoted:
             raise ArgumentError(
                 f"arguments: got structure {tree}, needed the structure it was promoted for, {self._in_tree}"
             )
-        with jax_defaults():
-            return [_argument(x, a) for x, a in zip(flat, self._in_avals, strict=True)]
+        on_device = [on_default_device(x) and self._runs.room(8 * x.size) for x in flat]
+        return [_argument(*each) for each in zip(flat, self._in_avals, on_device, strict=True)]
 
 
-def _argument(x: Any, aval: Any) -> Any:
+def _argument(x: Any, aval: Any, on_device: bool) -> Any:
+    """In its wide dtype; widened on the device or on the host."""
     if isinstance(x, jax.ShapeDtypeStruct):
         raise ArgumentError(f"arguments: got a shape ({x}), needed arrays, because the reference is run")
     if not is_inexact(aval.dtype):
         return x if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else np.asarray(x, aval.dtype)
     # Through the program's own dtype first: that is what the program sees of a Python float or a float64 array.
-    return np.asarray(x, aval.dtype).astype(wide_dtype(aval.dtype))
+    return (x if on_device else np.asarray(x)).astype(aval.dtype).astype(wide_dtype(aval.dtype))
 
 
-def _to_numpy(x: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x)
+def _readable(x: Any) -> Any:
+    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x)) if key else x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def promote(
@@ -135,7 +159,8 @@ def promote(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     inline: Callable[[Any], Callable | None] | None = None,
-    most_bytes: float = math.inf,
+    cut: Cut = whole,
+    room: Room = lambda size: False,
     **kwargs: Any,
 ) -> Promoted:
     """The same program with every float in float64.
@@ -146,7 +171,8 @@ def promote(
       static_argnums, static_argnames: as in `jax.jit`.
       inline: equation -> a plain jnp function with the meaning of that equation, or None to bind it unchanged. For
         primitives with kernels instead of a meaning that JAX can read.
-      most_bytes: what a piece of the program may make in float64; all of it is one piece unless given.
+      cut: (a jaxpr, its constants) -> the program in pieces; all of it is one piece unless given.
+      room: whether so many bytes more may stay on the device between pieces; all goes to the host unless given.
 
     Returns:
       Promoted, whose `values` and `gradients` return numpy float64. The user's `jax_enable_x64` is not changed.
@@ -159,4 +185,4 @@ def promote(
         bound = binding(args, kwargs)
         jaxpr, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))
-    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline, most_bytes)
+    return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline, cut, room)

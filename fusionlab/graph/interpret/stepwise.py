@@ -1,7 +1,8 @@
 """Runs a program piece by piece in float64, and pulls cotangents back through it the same way.
 
-Between pieces all values are on the host: they come there as they are made, and are let go of after their last use. Backwards, each
-piece is computed once more from what it read. Pieces that are the same program are compiled once: their lowered text decides.
+Between pieces a value stays on the device where there is room for it, and else is moved to the host; it is freed after its last use.
+Backwards, each piece is computed once more from what it read. Pieces that are the same program are compiled once: their lowered text
+decides.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from .pieces import Literal, Loop, Piece, Program
 from .widen import PLAIN, Interpreter, Val, is_inexact, plain
 
 Told = Callable[[], Any]  # called before each piece; what it raises ends the run
+Room = Callable[[int], bool]  # whether so many bytes more may stay on the device between pieces
 
 
 @dataclass(frozen=True, eq=False)
 class Tape:
-    """What was read on the way forward, for the way back: by item, a list of values, or the tapes of a loop's steps."""
+    """What the way back needs: by item what it read, and by index of a loop what each of its steps was handed on."""
 
     program: Program
     read: list[list[Val]]
-    steps: dict[int, list[list[Val]]]
+    carried: dict[int, list[list[Val]]]
 
 
 @dataclass(eq=False)
@@ -36,14 +38,24 @@ class Stepwise:
     Attributes:
       interpreter: what an equation means in float64.
       told: is called before each piece.
+      room: decides which values stay on the device between pieces; none do unless given.
     """
 
     interpreter: Interpreter
     told: Told = lambda: None
+    room: Room = lambda size: False
     _compiled: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _known: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def forward(self, program: Program, args: Sequence[Val], taped: bool = False) -> tuple[list[Val], Tape]:
-        """The outputs of a program; with `taped` what `pull` needs instead, so that what only makes outputs is not run."""
+    def forward(
+        self, program: Program, args: Sequence[Val], taped: bool = False, outputs: bool = True
+    ) -> tuple[list[Val], Tape]:
+        """The outputs of a program, and what `pull` needs.
+
+        Args:
+          taped: whether `pull` follows; else the tape is empty, and values are freed as they are done with.
+          outputs: whether they are wanted; else pieces that only make outputs are not run, and none are returned.
+        """
         values: dict[int, Val] = dict(zip(program.inputs, args, strict=True))
         for number, const, aval in program.constants:
             values[number] = self.interpreter.constant(const, aval)
@@ -53,19 +65,19 @@ class Stepwise:
             if taped:
                 tape.read.append(read)
             if isinstance(item, Piece):
-                if taped and not program.read_later(i):
+                if not outputs and not program.read_later(i):
                     continue
                 outs = self._run(item, read)
             elif self.interpreter.is_draw(item.eqn, read):  # whole, in its own dtype: in steps it would be another draw
-                outs = self._call(lambda vals, eqn=item.eqn: self._equation(eqn, vals), read)
+                outs = self._call((id(item),), lambda vals, eqn=item.eqn: self._equation(eqn, vals), read)
             else:
                 outs, carried = self._loop(item, read)
                 if taped:
-                    tape.steps[i] = carried
+                    tape.carried[i] = carried
             values.update(zip(item.gives, outs, strict=True))
             for n in program.done_with(i):
                 del values[n]
-        return [] if taped else [self._value(values, n) for n in program.outputs], tape
+        return [self._value(values, n) for n in program.outputs] if outputs else [], tape
 
     def pull(self, tape: Tape, cotangents: Sequence[Any], active: Sequence[bool]) -> list[Any]:
         """The cotangents of the inputs that are `active`, None of the others and where nothing depends on one.
@@ -90,7 +102,7 @@ class Stepwise:
             if isinstance(item, Piece):
                 back = self._pull_piece(item, read, cts, wanted)
             else:
-                back = self._pull_loop(item, read, tape.steps[i], cts, wanted)
+                back = self._pull_loop(item, read, tape.carried[i], cts, wanted)
             for n, ct in zip(item.reads, back, strict=True):
                 _add(sums, n, ct, depends)
         return [sums.get(n) if a else None for n, a in zip(program.inputs, active, strict=True)]
@@ -112,7 +124,7 @@ class Stepwise:
             return self.interpreter.equation(eqn, vals)
 
     def _run(self, piece: Piece, read: list[Val]) -> list[Val]:
-        return self._call(lambda vals: self._evaluated(piece, vals), read)
+        return self._call((id(piece),), lambda vals: self._evaluated(piece, vals), read)
 
     def _pull_piece(self, piece: Piece, read: list[Val], cts: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
         live = [i for i, ct in enumerate(cts) if ct is not None]
@@ -126,47 +138,61 @@ class Stepwise:
 
             return jax.vjp(forward, [v.high for v, w in zip(vals, wanted, strict=True) if w])[1](cts)[0]
 
-        grads = iter(self._call(back, read, [cts[i] for i in live]))
+        of = (id(piece), tuple(live), tuple(wanted))
+        grads = iter(self._call(of, back, read, [cts[i] for i in live]))
         return [next(grads) if w else None for w in wanted]
 
-    def _call(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def _call(self, of: tuple[Any, ...], fn: Callable[..., Any], *args: Any) -> Any:
+        """What `fn` computes; `of` identifies it among all that this object runs."""
         self.told()
-        lowered = jax.jit(fn).lower(*args)
-        key = lowered.as_text(), jax.tree.structure(args), jax.tree.structure(lowered.out_info)
-        if key not in self._compiled:
-            self._compiled[key] = lowered.compile()
-        return jax.tree.map(_on_host, self._compiled[key](*args))
+        return jax.tree.map(self._settled, self._program(of, fn, args)(*args))
+
+    def _program(self, of: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        known = of, tree, tuple((np.shape(x), x.dtype) for x in leaves)
+        if known not in self._known:
+            lowered = jax.jit(fn).lower(*args)
+            key = lowered.as_text(), tree, jax.tree.structure(lowered.out_info)
+            if key not in self._compiled:
+                self._compiled[key] = lowered.compile()
+            self._known[known] = self._compiled[key]
+        return self._known[known]
+
+    def _settled(self, x: Any) -> Any:
+        return x if _is_key(x) or self.room(x.nbytes) else np.asarray(x)
 
     # Loops.
 
     def _loop(self, loop: Loop, read: list[Val]) -> tuple[list[Val], list[list[Val]]]:
-        """The outputs, and what each step was given."""
+        """The outputs, and what each step was handed on."""
         constants, carry, xs = _parts(loop, read)
-        carry, given, made = [plain(v.wide) for v in carry], [], {}
+        carry, carried, made = [plain(v.wide) for v in carry], [], {}
         for t in loop.times:
-            given.append([*constants, *carry, *(_at(x, t) for x in xs)])
-            outs, _ = self.forward(loop.body, given[-1])
+            carried.append(carry)
+            outs, _ = self.forward(loop.body, [*constants, *carry, *(_at(x, t) for x in xs)])
             carry, made[t] = [plain(o.wide) for o in outs[: loop.carries]], outs[loop.carries :]
         stacked = [_stacked([made[t][i] for t in range(loop.length)]) for i in range(len(loop.gives) - loop.carries)]
-        return [*carry, *stacked], given
+        return [*carry, *stacked], carried
 
     def _pull_loop(
-        self, loop: Loop, read: list[Val], given: list[list[Val]], cts: Sequence[Any], wanted: Sequence[bool]
+        self, loop: Loop, read: list[Val], carried: list[list[Val]], cts: Sequence[Any], wanted: Sequence[bool]
     ) -> list[Any]:
         n, m = loop.constants, loop.constants + loop.carries
-        carried = [v.kind == PLAIN and is_inexact(v.high.dtype) for v in given[0][n:m]]
-        active = [*wanted[:n], *carried, *wanted[m:]]
+        constants, _, xs = _parts(loop, read)
+        floats = [v.kind == PLAIN and is_inexact(v.high.dtype) for v in carried[0]]
+        active = [*wanted[:n], *floats, *wanted[m:]]
         of_carry, of_constants = list(cts[: loop.carries]), [None] * n
-        of_xs: list[list[Any]] = [[None] * loop.length for _ in read[m:]]
-        for t, vals in reversed(list(zip(loop.times, given, strict=True))):
-            _, tape = self.forward(loop.body, vals, taped=True)
+        of_xs: list[list[Any]] = [[None] * loop.length for _ in xs]
+        for t, carry in reversed(list(zip(loop.times, carried, strict=True))):
+            vals = [*constants, *carry, *(_at(x, t) for x in xs)]
+            _, tape = self.forward(loop.body, vals, taped=True, outputs=False)
             of_outs = [*of_carry, *(None if ct is None else ct[t] for ct in cts[loop.carries :])]
             back = self.pull(tape, of_outs, active)
             of_constants = [_sum(a, b) for a, b in zip(of_constants, back[:n], strict=True)]
             of_carry = back[n:m]
             for x, ct in zip(of_xs, back[m:], strict=True):
                 x[t] = ct
-        stacked = [_cotangent(x, v) if w else None for x, v, w in zip(of_xs, read[m:], wanted[m:], strict=True)]
+        stacked = [_cotangent(x, v) if w else None for x, v, w in zip(of_xs, xs, wanted[m:], strict=True)]
         return [*of_constants, *(ct if w else None for ct, w in zip(of_carry, wanted[n:m], strict=True)), *stacked]
 
 
@@ -179,9 +205,11 @@ def _at(value: Val, t: int) -> Val:
     return jax.tree.map(lambda x: x[t], value)
 
 
-def _stacked(values: Sequence[Val]) -> Val:
+def _stacked(values: Sequence[Any]) -> Any:
+    """One value of those of all steps: on the host where all of them are."""
+
     def stack(*xs: Any) -> Any:
-        return jnp.stack(xs) if _is_key(xs[0]) else np.stack(xs)
+        return (jnp if any(isinstance(x, jax.Array) for x in xs) else np).stack(xs)
 
     return jax.tree.map(stack, *values)
 
@@ -191,7 +219,7 @@ def _cotangent(steps: Sequence[Any], value: Val) -> Any:
     if all(ct is None for ct in steps):
         return None
     zero = np.zeros(np.shape(value.high)[1:], value.high.dtype)
-    return np.stack([zero if ct is None else ct for ct in steps])
+    return _stacked([zero if ct is None else ct for ct in steps])
 
 
 def _dependent(program: Program, active: Sequence[bool]) -> set[int | Literal]:
@@ -219,7 +247,3 @@ def _sum(first: Any, second: Any) -> Any:
 
 def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _on_host(x: Any) -> Any:
-    return x if _is_key(x) else np.asarray(x)
