@@ -84,9 +84,8 @@ def planned(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     promoted = promote(fn, *args, inline=meaning_of, cut=_cut(free), room=_room(free), **kwargs)
     program = promoted.program
     seconds = _COMPILING_S * (3 if grad else 1) * program.work
-    seconds += (
-        (4 if grad else 1) * program.flop / _flop_per_s()
-    )  # backwards: the pieces again, and two products for each
+    # Backwards each piece runs again, and two products for each of its products.
+    seconds += (4 if grad else 1) * program.flop / _flop_per_s()
     runs = promoted.runs_of_gradients if grad else promoted.runs
     plan = Plan(runs, program.bytes, program.held(taped=grad), free, seconds)
     plan.refuse_if_too_large()

@@ -145,9 +145,8 @@ class Program:
         for i, item in enumerate(self.items):
             made = sum(self.sizes[n] for n in item.gives)
             alive += made
-            inside = (
-                made + item.held(taped) if isinstance(item, Loop) else 0
-            )  # a loop's results, step by step and stacked
+            # A loop's results wait step by step before they are stacked.
+            inside = made + item.held(taped) if isinstance(item, Loop) else 0
             most = max(most, alive + inside)
             alive -= 0 if taped else sum(self.sizes.get(n, 0) for n in self.done_with(i))
         return most
