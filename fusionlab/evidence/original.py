@@ -174,10 +174,13 @@ class Original:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
         promoted, plan = planned(self.call.fn, args, kwargs, self.grad)
+        cotangents = self.backward.args[0] if self.grad else None
+        if plan.threads > 1:
+            self.stages("compiling the float64 reference")
+            promoted.compile_ahead(plan.threads, cotangents, self.chosen)
         self._count(promoted, plan)
-        if not self.grad:
+        if cotangents is None:
             return Reference(promoted, plan, jax.tree.leaves(promoted.values(*args, **kwargs)), None)
-        cotangents, args, kwargs = self.backward.args
         outputs, found = promoted.values_and_gradients(cotangents, *args, wrt=self.chosen, **kwargs)
         flat = jax.tree_util.tree_leaves(found, is_leaf=lambda x: x is None)
         return Reference(promoted, plan, jax.tree.leaves(outputs), [flat[i] for i in self.chosen])

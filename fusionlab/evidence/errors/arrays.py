@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +17,8 @@ from fusionlab.graph.settings import jax_defaults
 from fusionlab.showing import Shown
 from fusionlab.tracebacks import own_lines_hidden
 
-BLOCK, _LARGEST_BLOCK = 2**17, 2**23  # elements: arrays larger than the first are compared on the device
+BLOCK = 2**17  # elements: larger arrays are compared on the device
+_SAMPLED = 2**12  # elements of each block, for the median
 ULP_EDGES = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 256.0, 1024.0)
 
 
@@ -29,7 +30,7 @@ class Error(Shown):
       max_abs, max_rel: largest |got - want|, and of |got - want| / |want| where want is not 0.
       rel_l2: norm of the difference over the norm of the reference.
       ulp_max, ulp_median: |got - want| in units in the last place of the array's own dtype at `want`; fractions happen. The median of
-        more than 131,072 elements is that of so many of them, evenly spaced.
+        more than 131,072 elements is that of 4,096 of each block of them, evenly spaced.
       ulp_histogram: finite elements by their distance in ulp: the counts between consecutive `ULP_EDGES`, then the count beyond the
         last; () in older records and for integers.
       share: the largest |got - want| / (atol + rtol * |want|) of finite elements: above 1 it is over tolerance; infinite where nothing is
@@ -95,16 +96,17 @@ def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: flo
 
 def largest(x: Any) -> float:
     """The largest |x| among finite elements, 0 without any."""
-    if not isinstance(x, np.ndarray) and on_default_device(x):
+    if x.size > BLOCK and jnp.issubdtype(x.dtype, np.floating):
+        size = _block_size(x)
         with jax_defaults(), enable_x64(True):
-            return float(_largest(x)) if x.size else 0.0
+            return float(max(jax.device_get([_top_of(_cut(x, i, size)) for i in _firsts(x.size, size)])))
     size = np.abs(np.asarray(x))
     top = size.max(initial=0)
     return float(top if np.isfinite(top) else size.max(initial=0, where=np.isfinite(size)))
 
 
 @jax.jit
-def _largest(x: Any) -> Any:
+def _top_of(x: Any) -> Any:
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0))
 
 
@@ -138,37 +140,46 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
 
 def _compare_in_blocks(got: Any, want: Any, dtype: Any, rtol: float, atol: float) -> Error:
     """As `_compare_floats`, on the device and in blocks of few sizes, so that little is compiled; the median is that of a sample."""
-    n, shape = got.size, got.shape
-    size = BLOCK
-    while 4 * size <= min(n, _LARGEST_BLOCK):
-        size *= 4
+    n, size = got.size, _block_size(got)
     info = jnp.finfo(dtype)
     limits = np.asarray([info.minexp, info.nmant], np.int64), np.asarray([rtol, atol], np.float64)
-    firsts = [min(start, n - size) for start in range(0, n, size)]
+    firsts = _firsts(n, size)
     with jax_defaults(), enable_x64(True):
         blocks = [_block(_cut(got, i, size), _cut(want, i, size), size * k - i, *limits) for k, i in enumerate(firsts)]
-        parts = zip(*jax.device_get(blocks), strict=True)
-        tops, sums, places = (jax.tree.map(lambda *x: np.stack(x), *part) for part in parts)
-        some, wanted = (np.asarray(x.reshape(-1)[:: -(-n // BLOCK)]) for x in (got, want))
-    worst = int(np.argmax(places["difference"]))
-    at = firsts[worst] + int(places["index"][worst])
-    norm, total = (math.sqrt(sums[k].sum()) for k in ("difference", "reference"))
+        found = [_Found(*each) for each in jax.device_get(blocks)]
+    sums, counts = (np.sum([getattr(f, part) for f in found], axis=0) for part in ("sums", "counts"))
+    tops = np.max([f.tops for f in found], axis=0)
+    worst = max(range(len(found)), key=lambda k: (found[k].worst[0], -k))
+    ulps = np.concatenate([f.ulps for f in found])
+    at = firsts[worst] + int(found[worst].index)
+    norm, total = map(math.sqrt, sums)
     return Error(
-        **{k: float(v.max()) for k, v in tops.items()},
+        **dict(zip(("max_abs", "max_rel", "ulp_max", "share"), map(float, tops), strict=True)),
         rel_l2=norm / total if total else (math.inf if norm else 0.0),
-        ulp_median=_compare_floats(some, wanted, dtype, rtol, atol).ulp_median,
-        over_tolerance=int(sums["over"].sum()),
-        nonfinite_mismatch=int(sums["mismatch"].sum()),
-        worst_index=tuple(int(i) for i in np.unravel_index(at, shape)),
-        worst_value=float(places["got"][worst]),
-        worst_reference=float(places["want"][worst]),
-        ulp_histogram=tuple(int(n) for n in sums["histogram"].sum(0)),
+        ulp_median=float(np.nanmedian(ulps)) if np.isfinite(ulps).any() else 0.0,
+        over_tolerance=int(counts[0]),
+        nonfinite_mismatch=int(counts[1]),
+        worst_index=tuple(int(i) for i in np.unravel_index(at, got.shape)),
+        worst_value=float(found[worst].worst[1]),
+        worst_reference=float(found[worst].worst[2]),
+        ulp_histogram=tuple(int(c) for c in counts[2:]),
     )
 
 
+class _Found(NamedTuple):
+    """Of a block: largest values, sums of squares, counts, the worst (difference, value, reference) and its place, a sample of ulps."""
+
+    tops: Any
+    sums: Any
+    counts: Any
+    worst: Any
+    index: Any
+    ulps: Any
+
+
 @jax.jit
-def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tuple[dict[str, Any], ...]:
-    """Largest values, sums, and the place of the largest difference, of a block without its first `skipped` elements."""
+def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tuple[Any, ...]:
+    """`_Found` of a block in float64, without its first `skipped` elements."""
     counted = jnp.arange(got.size) >= skipped
     finite = counted & jnp.isfinite(got) & jnp.isfinite(want)
     mismatch = counted & ~finite & ~((got == want) | (jnp.isnan(got) & jnp.isnan(want)))
@@ -178,23 +189,29 @@ def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tu
     ulp = jnp.ldexp(difference, exponents[1] - jnp.maximum(exponent, exponents[0]))
     tolerated = limits[1] + limits[0] * size
     share = jnp.where(tolerated > 0, difference / tolerated, jnp.where(difference > 0, jnp.inf, 0))
+    relative = jnp.where(size > 0, difference / size, 0)
+    over = counted & ((difference > tolerated) | mismatch)
     ranked = jnp.where(mismatch, jnp.inf, difference)
     index = jnp.argmax(jnp.where(counted, ranked, -1))
     within = jnp.stack([finite.sum(), *((finite & (ulp > edge)).sum() for edge in ULP_EDGES), 0])
-    tops = {
-        "max_abs": difference.max(),
-        "max_rel": jnp.where(size > 0, difference / size, 0).max(),
-        "ulp_max": ulp.max(),
-        "share": share.max(),
-    }
-    sums = {
-        "difference": (difference**2).sum(),
-        "reference": (size**2).sum(),
-        "over": (counted & ((difference > tolerated) | mismatch)).sum(),
-        "mismatch": mismatch.sum(),
-        "histogram": within[:-1] - within[1:],
-    }
-    return tops, sums, {"difference": ranked[index], "index": index, "got": got[index], "want": want[index]}
+    every = max(1, got.size // _SAMPLED)
+    return (
+        jnp.stack([x.max() for x in (difference, relative, ulp, share)]),
+        jnp.stack([(x**2).sum() for x in (difference, size)]),
+        jnp.concatenate([jnp.stack([over.sum(), mismatch.sum()]), within[:-1] - within[1:]]),
+        jnp.stack([x[index] for x in (ranked, got, want)]),
+        index,
+        jnp.where(finite, ulp, jnp.nan)[::every],
+    )
+
+
+def _block_size(x: Any) -> int:
+    return BLOCK if x.size < 16 * BLOCK else 16 * BLOCK
+
+
+def _firsts(n: int, size: int) -> list[int]:
+    """Where blocks begin; the last one holds the last elements, some of which are in the one before as well."""
+    return [min(start, n - size) for start in range(0, n, size)]
 
 
 def _cut(x: Any, first: int, size: int) -> Any:

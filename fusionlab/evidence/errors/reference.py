@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _PIECES_THAT_FIT = 6
 _LEFT_TO_PIECES = 0.6  # of what is free: the rest may hold values between them
 _SMALLEST_PIECE = 2**26  # bytes: what makes no more in float64 is not cut
 _COMPILING_S = 0.02  # for an equation, forward; backwards takes twice that (measured on a CPU and a GPU)
+_MOST_THREADS = 8
 _TOLD_S = 5.0  # an estimate below is not worth a word
 _PROBE = 768  # rows of the matrices whose product is timed
 
@@ -41,6 +43,7 @@ class Plan:
       piece_bytes: what the largest of them makes, were nothing freed; held_bytes: of values that wait between pieces.
       free_bytes: on the device, or on the host where its memory is the device's.
       seconds: to compile and run it; a rough estimate.
+      threads: in which its pieces are compiled side by side.
     """
 
     runs: int
@@ -48,6 +51,7 @@ class Plan:
     held_bytes: int
     free_bytes: float
     seconds: float
+    threads: int
 
     @property
     def stage(self) -> str:
@@ -83,11 +87,12 @@ def planned(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     free = free_bytes()
     promoted = promote(fn, *args, inline=meaning_of, cut=_cut(free), room=_room(free), **kwargs)
     program = promoted.program
-    seconds = _COMPILING_S * (3 if grad else 1) * program.work
+    threads = min(_MOST_THREADS, (os.cpu_count() or 1) // 2)
+    seconds = _COMPILING_S * (3 if grad else 1) * program.work / max(1, threads)
     # Backwards each piece runs again, and two products for each of its products.
     seconds += (4 if grad else 1) * program.flop / _flop_per_s()
     runs = promoted.runs_of_gradients if grad else promoted.runs
-    plan = Plan(runs, program.bytes, program.held(taped=grad), free, seconds)
+    plan = Plan(runs, program.bytes, program.held(taped=grad), free, seconds, threads)
     plan.refuse_if_too_large()
     return promoted, plan
 

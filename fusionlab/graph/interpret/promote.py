@@ -101,28 +101,46 @@ class Promoted:
           outputs: as of `values`.
           gradients: (of args, of kwargs), without static ones; numpy float64, None at leaves not in `wrt`.
         """
+        wide, chosen = self._wanted(cotangent, wrt)
+        with jax_defaults(), enable_x64(True):
+            flat = self._widened(args, kwargs)
+            values, found = self._run(flat, wide, chosen)
+            grads = [
+                None if i not in chosen else np.zeros(np.shape(x), x.dtype) if g is None else g
+                for i, (x, g) in enumerate(zip(flat, found, strict=True))
+            ]
+        return values, jax.tree_util.tree_unflatten(self._in_tree, grads)
+
+    def compile_ahead(self, threads: int, cotangent: Any = None, wrt: Sequence[int] | None = None) -> None:
+        """Compiles what `values`, or with a cotangent `values_and_gradients`, will run, in so many threads side by side."""
+        wide, chosen = self._wanted(cotangent, wrt) if cotangent is not None else ([], ())
+        with jax_defaults(), enable_x64(True):
+            flat = [jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype)) for a in self._in_avals]
+            if cotangent is None:
+                self._runs.compile_ahead(
+                    lambda vals: self._runs.forward(self.program, list(map(plain, vals))), threads, flat
+                )
+            else:
+                self._runs.compile_ahead(lambda vals: self._run(vals, wide, chosen), threads, flat)
+
+    def _wanted(self, cotangent: Any, wrt: Sequence[int] | None) -> tuple[list[Any], tuple[int, ...]]:
+        """The cotangents of outputs in their wide dtypes, None of integers; and the leaves to differentiate by."""
         cts = jax.tree_util.tree_leaves(cotangent)
         if len(cts) != len(self._out_avals):
             raise ArgumentError(
                 f"cotangent: got {len(cts)} leaves, needed one per output leaf ({len(self._out_avals)})"
             )
         floats = [i for i, a in enumerate(self._in_avals) if jnp.issubdtype(a.dtype, np.floating)]
-        chosen = tuple(floats if wrt is None else (i for i in floats if i in set(wrt)))
         wide = [
             np.asarray(c).astype(wide_dtype(a.dtype)) if is_inexact(a.dtype) else None
             for c, a in zip(cts, self._out_avals, strict=True)
         ]
-        with jax_defaults(), enable_x64(True):
-            flat = self._widened(args, kwargs)
-            active = [i in chosen for i in range(len(flat))]
-            outs, tape = self._runs.forward(self.program, list(map(plain, flat)), taped=True)
-            values = self._outputs(outs)
-            found = self._runs.pull(tape, wide, active)
-            grads = [
-                None if not a else np.zeros(np.shape(x), x.dtype) if g is None else g
-                for x, a, g in zip(flat, active, found, strict=True)
-            ]
-        return values, jax.tree_util.tree_unflatten(self._in_tree, grads)
+        return wide, tuple(floats if wrt is None else (i for i in floats if i in set(wrt)))
+
+    def _run(self, flat: Sequence[Any], wide: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, list[Any]]:
+        active = [i in chosen for i in range(len(flat))]
+        outs, tape = self._runs.forward(self.program, list(map(plain, flat)), taped=True)
+        return self._outputs(outs), self._runs.pull(tape, wide, active)
 
     def _outputs(self, outs: Sequence[Val]) -> Any:
         return jax.tree_util.tree_unflatten(self._out_tree, [_readable(o.wide) for o in outs])
@@ -150,7 +168,7 @@ def _argument(x: Any, aval: Any, on_device: bool) -> Any:
 
 def _readable(x: Any) -> Any:
     key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x)) if key else x if isinstance(x, jax.Array) else np.asarray(x)
+    return jax.random.key_data(x) if key else x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def promote(

@@ -7,7 +7,9 @@ decides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,7 @@ class Stepwise:
     room: Room = lambda size: False
     _compiled: dict[Any, Any] = field(default_factory=dict, repr=False)
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
+    _pool: ThreadPoolExecutor | None = field(default=None, repr=False)
 
     def forward(
         self, program: Program, args: Sequence[Val], taped: bool = False, outputs: bool = True
@@ -78,6 +81,17 @@ class Stepwise:
             for n in program.done_with(i):
                 del values[n]
         return [self._value(values, n) for n in program.outputs] if outputs else [], tape
+
+    def compile_ahead(self, run: Callable[[Any], Any], threads: int, types: Any) -> None:
+        """Compiles side by side what `run`, which calls `forward` and `pull`, will need for arrays of these types.
+
+        Nothing is computed: the values that `run` sees have types alone.
+        """
+        try:
+            with ThreadPoolExecutor(threads) as self._pool:
+                jax.eval_shape(run, types)
+        finally:
+            self._pool = None
 
     def pull(self, tape: Tape, cotangents: Sequence[Any], active: Sequence[bool]) -> list[Any]:
         """The cotangents of the inputs that are `active`, None of the others and where nothing depends on one.
@@ -144,19 +158,24 @@ class Stepwise:
 
     def _call(self, of: tuple[Any, ...], fn: Callable[..., Any], *args: Any) -> Any:
         """What `fn` computes; `of` identifies it among all that this object runs."""
+        program = self._program(of, fn, args)
+        if self._pool is not None:
+            return jax.tree.map(_unknown, program)
         self.told()
-        return jax.tree.map(self._settled, self._program(of, fn, args)(*args))
+        return jax.tree.map(self._settled, program(*args))
 
     def _program(self, of: tuple[Any, ...], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """`fn` compiled; while programs are compiled ahead, the types of its results."""
         leaves, tree = jax.tree.flatten(args)
         known = of, tree, tuple((np.shape(x), x.dtype) for x in leaves)
         if known not in self._known:
-            lowered = jax.jit(fn).lower(*args)
+            lowered = jax.jit(fn).lower(*jax.tree.map(_type_of, args))
             key = lowered.as_text(), tree, jax.tree.structure(lowered.out_info)
             if key not in self._compiled:
-                self._compiled[key] = lowered.compile()
-            self._known[known] = self._compiled[key]
-        return self._known[known]
+                self._compiled[key] = _Later(lowered.compile, self._pool)
+            self._known[known] = self._compiled[key], lowered.out_info
+        program, outs = self._known[known]
+        return outs if self._pool is not None else program.result()
 
     def _settled(self, x: Any) -> Any:
         return x if _is_key(x) or self.room(x.nbytes) else np.asarray(x)
@@ -194,6 +213,22 @@ class Stepwise:
                 x[t] = ct
         stacked = [_cotangent(x, v) if w else None for x, v, w in zip(of_xs, xs, wanted[m:], strict=True)]
         return [*of_constants, *(ct if w else None for ct, w in zip(of_carry, wanted[n:m], strict=True)), *stacked]
+
+
+class _Later:
+    """What a function returns: of a thread of the pool, or without one when asked for."""
+
+    def __init__(self, fn: Callable[[], Any], pool: ThreadPoolExecutor | None) -> None:
+        self.result = functools.cache(fn) if pool is None else pool.submit(fn).result
+
+
+def _type_of(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(np.shape(x), x.dtype)
+
+
+def _unknown(x: Any) -> Any:
+    """A value of this type, where only types count."""
+    return jnp.zeros(x.shape, x.dtype)
 
 
 def _parts(loop: Loop, read: Sequence[Val]) -> tuple[list[Val], list[Val], list[Val]]:
