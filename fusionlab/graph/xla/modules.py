@@ -24,7 +24,8 @@ from ..program.scopes import Source, clean_scope, in_backward, source_among, spl
 from ..program.symbolic import needs_numbers
 from ..program.trace import trace
 from ..settings import as_function
-from .hlo_text import CONTROL, Instruction, Module, inside, instruction_kind, parse_hlo, running
+from .contents import Contents
+from .hlo_text import CONTROL, Instruction, Module, element_type, inside, instruction_kind, parse_hlo, running
 from .tagging import tag_in, tagged_jaxpr
 
 
@@ -300,6 +301,54 @@ class _Reader:
     def calling(self, instruction: Instruction) -> list[Instruction]:
         """The loop, branch or call whose body contains an instruction, where the body's results are read and its inputs come from."""
         return [self.caller[instruction.name]] if instruction.name in self.caller else []
+
+
+@dataclass(frozen=True, repr=False)
+class Origin(Shown):
+    """What computes the content of a buffer of a compiled module.
+
+    Attributes:
+      nodes: ids of the nodes that compute it, ascending.
+      sources: their lines, as of a `ModuleKernel`.
+      argument: the argument that it is, or is a copy of: "params['w']"; "" for none. Its nodes are those that read it.
+      type: of the buffer, as in the text: "f32[8,16]"; "" where the text has none.
+    """
+
+    nodes: tuple[int, ...]
+    sources: tuple[Source, ...]
+    argument: str = ""
+    type: str = ""
+
+
+class Origins:
+    """The origin of each buffer of a compiled module: HLO text with the graph of its program, with or without tags."""
+
+    def __init__(self, text: str, graph: Graph) -> None:
+        self.module = parse_hlo(text)
+        tagged = any(tag_in(i.op_name) is not None for i in self.module.instructions.values())
+        self._graph, self._reader = graph, _Reader(self.module, graph, tagged)
+        self._contents = Contents(self.module, lambda i: bool(self._plain(self._reader.own(i))))
+
+    def of(self, name: str, index: tuple[int, ...] = ()) -> Origin:
+        """The origin of an instruction's result, or of an element of its tuple."""
+        named = self.module.instructions.get(name)
+        written = self._contents.written(name, index)
+        if named is None or written is None:
+            return Origin((), ())
+        argument = written.op_name if self._is_argument(written) else ""
+        reader = self._reader
+        nodes = next(filter(None, map(self._plain, (reader.own(written), reader.nodes(named)))), frozenset())
+        nodes = (
+            nodes or reader.own(written) or reader.around(named, reader.readers) or reader.around(named, reader.read)
+        )
+        return Origin(tuple(sorted(nodes)), reader.sources(written, nodes), argument, element_type(named.type, index))
+
+    def _plain(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Those that are no regions: a region has the line of its call, its nodes have theirs."""
+        return frozenset(n for n in nodes if not self._graph.node_by_id[n].blocks)
+
+    def _is_argument(self, instruction: Instruction) -> bool:
+        return instruction.opcode == "parameter" and instruction in self.module.computations[self.module.entry]
 
 
 class _ByMetadata:

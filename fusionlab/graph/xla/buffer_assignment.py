@@ -1,0 +1,179 @@
+"""XLA's buffer assignment of a compiled program: which blocks of memory it reserves, and which buffers live in each at its peak.
+
+`jax.stages.Compiled.memory_analysis().serialized_buffer_assignment_proto` is a message `xla.BufferAssignmentProto`, whose fields are
+declared in `xla/service/hlo.proto` (https://github.com/openxla/xla, checked against the declaration that jaxlib 0.10.2 contains). It
+names instructions by number; the names are in the `xla.HloModuleProto` of the executable. Only the fields named below are read, by the
+public wire format (https://protobuf.dev/programming-guides/encoding), so that no schema has to be installed; others are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5  # wire types
+_FREE, _SHARE = 1, 2  # kinds of a heap simulator's events; 0 allocates
+Fields = dict[int, list[Any]]
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A value that XLA places in memory: the result of the instruction `name`, or with `index` one element of its tuple; `size` bytes."""
+
+    name: str
+    index: tuple[int, ...]
+    size: int
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A block of memory that an executable reserves for the whole of a run.
+
+    Attributes:
+      size: bytes.
+      kind: "argument", "output", "constant" or "temporary".
+      parameter: the number of the argument it is; -1 for none.
+      buffers: those that lie in it at some time.
+      peak: those of them that live when most of it is in use, by XLA's own record; where XLA keeps none, and there is more than one
+        buffer, ().
+    """
+
+    size: int
+    kind: str
+    parameter: int = -1
+    buffers: tuple[Buffer, ...] = field(default=(), repr=False)
+    peak: tuple[Buffer, ...] = ()
+
+
+def read_assignment(message: bytes, names: Mapping[int, str]) -> tuple[Allocation, ...]:
+    """The blocks that a run reserves, in XLA's order; without those of threads, which are on their stacks.
+
+    Args:
+      message: a serialized `xla.BufferAssignmentProto`.
+      names: number of an instruction -> its name, of `instruction_names`.
+
+    Raises:
+      ValueError: the bytes are no such message.
+    """
+    whole = _fields(message)
+    buffers = {}
+    for one in map(_fields, whole.get(1, ())):  # logical_buffers: id, size, defined_at
+        place = _fields(_last(one, 3, b""))  # instruction_name (older), shape_index, instruction_id
+        name = names.get(_last(place, 4, -1), "") or bytes(_last(place, 2, b"")).decode()
+        buffers[_last(one, 1, 0)] = Buffer(name, tuple(_numbers(place, 3)), _last(one, 2, 0))
+    live = {_last(one, 1, 0): _numbers(one, 2) for one in map(_fields, whole.get(5, ()))}  # peak_buffers
+    traces: dict[int, list[list[int]]] = {}
+    for one in (
+        map(_fields, whole.get(4, ())) if not live else ()
+    ):  # heap_simulator_traces, which older versions keep instead
+        traces.setdefault(_last(one, 3, 0), []).append(_live_at_peak(one, buffers))
+    live |= {index: [b for trace in found for b in trace] for index, found in traces.items()}
+    allocations = (_allocation(one, buffers, live) for one in map(_fields, whole.get(3, ())))
+    return tuple(a for a in allocations if a is not None)
+
+
+def instruction_names(message: bytes) -> dict[int, str]:
+    """Number -> name of every instruction of a serialized `xla.HloModuleProto`.
+
+    Raises:
+      ValueError: the bytes are no such message.
+    """
+    found = {}
+    for computation in _fields(message).get(3, ()):
+        for instruction in map(_fields, _fields(computation).get(2, ())):
+            found[_last(instruction, 35, 0)] = bytes(_last(instruction, 1, b"")).decode()
+    return found
+
+
+def _allocation(one: Fields, buffers: Mapping[int, Buffer], live: Mapping[int, list[int]]) -> Allocation | None:
+    if _last(one, 3, 0):  # is_thread_local
+        return None
+    placed = [_fields(assigned) for assigned in one.get(9, ())]  # logical_buffer_id, offset, size
+    mine = [buffers[_last(p, 1, 0)] for p in placed]
+    parameter = _last(one, 6, 0) if _last(one, 5, 0) else -1  # is_entry_computation_parameter
+    kind = "argument" if parameter >= 0 else "output" if _last(one, 7, 0) else "temporary"  # maybe_live_out
+    peak = tuple(buffers[i] for i in live.get(_last(one, 1, 0), ()) if i in buffers)
+    return Allocation(
+        _last(one, 2, 0),
+        "constant" if _last(one, 12, 0) else kind,
+        parameter,
+        tuple(mine),
+        peak or (tuple(mine) if len(mine) == 1 else ()),
+    )
+
+
+def _live_at_peak(trace: Fields, buffers: Mapping[int, Buffer]) -> list[int]:
+    """The buffers that live when most bytes do, of a heap simulator's events: kind, buffer_id and share_with_canonical_id."""
+    live: dict[int, int] = {}  # owner of the memory -> how many buffers share it
+    owner: dict[int, int] = {}
+    size = most = 0
+    peak: list[int] = []
+    for event in map(_fields, trace.get(1, ())):
+        kind, buffer = _last(event, 1, 0), _last(event, 2, 0)
+        if kind != _FREE:
+            owner[buffer] = _last(event, 5, 0) if kind == _SHARE else buffer
+        mine = owner.get(buffer, buffer)
+        live[mine] = live.get(mine, 0) + (-1 if kind == _FREE else 1)
+        bytes_of = buffers[mine].size if mine in buffers else 0
+        if kind == _FREE and live[mine] == 0:
+            del live[mine]
+            size -= bytes_of
+        elif kind != _FREE and live[mine] == 1:
+            size += bytes_of
+            if size > most:
+                most, peak = size, list(live)
+    return peak
+
+
+# -- the wire format ---------------------------------------------------------------------------------------------------
+
+
+def _last(fields: Fields, number: int, default: Any) -> Any:
+    """The value of a field that is not repeated; the format lets the last one win."""
+    return fields[number][-1] if number in fields else default
+
+
+def _numbers(fields: Fields, number: int) -> list[int]:
+    """A repeated integer, packed or not."""
+    return [n for value in fields.get(number, ()) for n in ([value] if isinstance(value, int) else _varints(value))]
+
+
+def _varints(data: memoryview) -> Iterator[int]:
+    at = 0
+    while at < len(data):
+        value, at = _varint(data, at)
+        yield value
+
+
+def _fields(data: bytes | memoryview) -> Fields:
+    """Field number -> its values: integers, or the bytes of texts and messages."""
+    view, at, found = memoryview(data), 0, {}
+    while at < len(view):
+        key, at = _varint(view, at)
+        number, wire = key >> 3, key & 7
+        if wire == _VARINT:
+            value, at = _varint(view, at)
+        elif wire in (_EIGHT, _FOUR):
+            value, at = None, at + (8 if wire == _EIGHT else 4)
+        elif wire == _BYTES:
+            length, at = _varint(view, at)
+            value, at = view[at : at + length], at + length
+        else:
+            raise ValueError(f"wire type {wire} at byte {at}: not a message of protocol buffers")
+        if at > len(view):
+            raise ValueError("the message ends in the middle of a field")
+        found.setdefault(number, []).append(value)
+    return found
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    """An integer in base 128, the lowest seven bits first, and where it ends."""
+    value = shift = 0
+    while at < len(data):
+        byte = data[at]
+        value |= (byte & 127) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 128:
+            return value, at
+    raise ValueError("the message ends in the middle of a number")
