@@ -74,7 +74,9 @@ class Measuring:
 
     def _memory_of(self, which: int, pair: tuple[Program, Program]) -> Any:
         self.stages(f"memory, {self.original.names[which]}")
-        return memory_of(*pair)
+        names = self.original.call.leaf_names
+        gradients = ("value", *(f"gradient of {names[i]}" for i in self.original.chosen))
+        return memory_of(*pair, names, gradients if which else ())
 
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions, forward and (with `grad`) backward."""

@@ -8,10 +8,11 @@ as large as it is. What is left of the block at that moment are `gaps`: places o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
+from fusionlab.graph.jax_compat import split_closed
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.trace import graph_of_jaxpr
 from fusionlab.graph.xla.buffer_assignment import Allocation, Buffer, instruction_names, read_assignment
@@ -24,6 +25,7 @@ from ..units import binary_bytes
 from .program import Program
 
 _TOLD = 10  # buffers and lines of a text
+_NAMED = 3  # lines of a sentence
 _NODES = 3  # of a buffer's, in a text
 _ELSEWHERE = "(no line)"
 
@@ -37,8 +39,9 @@ class PeakBuffer(Shown):
       kind: "argument", "output" or "temporary", which XLA's figure counts; or "constant", which it does not.
       type: of its array: "f32[8,16]"; "" for a table of pointers.
       name: the argument or result that it is: "params['w']", "out[0]"; of a temporary the argument of which it is a copy; else "".
-      operations: the nodes that compute what it holds, as "n57 exp"; of an argument those that read it. The numbers are those of the
-        program's own graph, `fl.trace` of what was compiled.
+      operations: the nodes that compute what it holds, as "n57 exp"; of an argument those that read it. Several, where JAX keeps the
+        same line and primitive for them and their results have one size. The numbers are those of the program's own graph, `fl.trace`
+        of what was compiled.
       line: the place of the first of them, "model.py:41"; "" where JAX kept none.
       code: that line itself; "" where it cannot be read.
       scope: the module scope of that node.
@@ -64,22 +67,34 @@ class PeakBuffer(Shown):
 
     @property
     def what(self) -> str:
-        """What it holds, in a few words: its name, or else the operations that compute it."""
-        more = len(self.operations) - _NODES
-        operations = ", ".join(self.operations[:_NODES]) + (f" and {more} more" if more > 0 else "")
-        if self.kind == "temporary" and self.name:
-            return f"copy of {self.name}"
-        return self.name or operations or self.instruction
+        """What it holds, in a few words: its name, or else the operation that computes it."""
+        if self.name:
+            return f"copy of {self.name}" if self.kind == "temporary" else self.name
+        kinds = dict.fromkeys(operation.partition(" ")[2] for operation in self.operations)
+        return " or ".join(self._of(kind) for kind in [*kinds][:_NODES]) or self.instruction
+
+    def _of(self, kind: str) -> str:
+        """ "exp n57", or "exp n57, n81 or one of 3 more" where JAX keeps one and the same place for several."""
+        own = [operation.partition(" ")[0] for operation in self.operations if operation.endswith(f" {kind}")]
+        more = f" or one of {len(own) - _NODES} more" if len(own) > _NODES else ""
+        return f"{kind} {', '.join(own[:_NODES])}{more}"
+
+    @property
+    def title(self) -> str:
+        """What it holds, with its line: "exp n57 at model.py:41"."""
+        return f"{self.what} at {self.line}" if self.line else self.what
 
     def __str__(self) -> str:
         kind = f"{self.kind} {self.type}".strip()
-        where = f" at {self.line}{f' ({self.code})' if self.code else ''}" if self.line else ""
-        return f"{binary_bytes(self.bytes)}  {kind}: {self.what}{where}"
+        return f"{binary_bytes(self.bytes)}  {kind}: {self.title}{f': {self.code}' if self.code else ''}"
 
 
 @dataclass(frozen=True, repr=False)
 class LineBytes(Shown):
-    """The bytes at the peak that one source line accounts for: `buffers` of them, `bytes` in all; `line` and `code` as of a `PeakBuffer`."""
+    """The temporaries at the peak that one source line computes.
+
+    `buffers` is how many they are, `bytes` their sum; `line` and `code` as of a `PeakBuffer`.
+    """
 
     bytes: int
     buffers: int
@@ -131,6 +146,12 @@ class PeakBuffers(Shown):
         sums = (LineBytes(sum(b.bytes for b in own), len(own), line, own[0].code) for line, own in found.items())
         return tuple(sorted(sums, key=lambda s: -s.bytes))
 
+    @property
+    def sentence(self) -> str:
+        """The lines that most bytes of the temporaries come from, on one line."""
+        most = ", ".join(f"{binary_bytes(line.bytes)} of {line.line}" for line in self.lines[:_NAMED])
+        return f"{self.name}, most temporaries at the peak: {most}"
+
     def __str__(self) -> str:
         more = len(self.buffers) - _TOLD
         rows = [f"  {b}" for b in self.buffers[:_TOLD]] + ([f"  ... and {more:,} smaller ones"] if more > 0 else [])
@@ -163,13 +184,27 @@ class PeakBuffers(Shown):
         return table_of(self.buffers)
 
 
-def peak_buffers(program: Program) -> PeakBuffers | None:
-    """The buffers at the peak of a compiled program; None where the backend does not show its buffer assignment."""
+def peak_buffers(program: Program, arguments: Sequence[str] = (), results: Sequence[str] = ()) -> PeakBuffers | None:
+    """The buffers at the peak of a compiled program; None where the backend does not show its buffer assignment.
+
+    Args:
+      program: what was compiled.
+      arguments: names for the leaves of its last arguments, and `results` for all of its results; () for JAX's own.
+    """
     assigned = _assigned(program.compiled)
     if assigned is None:
         return None
     graph = graph_of_jaxpr(program.jaxpr, name=program.name, in_tree=None, out_tree=None, in_names=())
-    return _Peak(Origins(program.compiled.as_text() or "", graph), graph, program.outputs).of(program.name, assigned)
+    origins = Origins(program.compiled.as_text() or "", graph)
+    names = dict(zip(reversed(_argument_names(program.jaxpr)), reversed(arguments), strict=False))
+    returned = _results(origins, results or named_outputs(program.outputs))
+    return _Peak(origins, graph, names, returned).of(program.name, assigned)
+
+
+def _argument_names(jaxpr: Any) -> tuple[str, ...]:
+    """JAX's name for each argument, which XLA has as well; () where JAX kept none."""
+    debug = getattr(split_closed(jaxpr)[0], "debug_info", None)
+    return tuple(map(str, getattr(debug, "arg_names", None) or ()))
 
 
 def _assigned(compiled: Any) -> tuple[Allocation, ...] | None:
@@ -189,9 +224,14 @@ def _assigned(compiled: Any) -> tuple[Allocation, ...] | None:
 class _Peak:
     """Names the buffers of one program."""
 
-    def __init__(self, origins: Origins, graph: Graph, outputs: Any) -> None:
-        self.origins, self.graph = origins, graph
-        self.results = _results(origins, named_outputs(outputs))
+    def __init__(
+        self,
+        origins: Origins,
+        graph: Graph,
+        names: Mapping[str, str],
+        results: Mapping[tuple[str, tuple[int, ...]], str],
+    ) -> None:
+        self.origins, self.graph, self.names, self.results = origins, graph, names, results
 
     def of(self, name: str, allocations: Iterable[Allocation]) -> PeakBuffers:
         buffers, gaps = [], 0
@@ -216,7 +256,8 @@ class _Peak:
         origin = self.origins.of(buffer.name, buffer.index)
         nodes = [self.graph.node_by_id[i] for i in origin.nodes]
         source = origin.sources[0] if origin.sources else None
-        name = self.results.get((buffer.name, buffer.index), "") if kind == "output" else origin.argument
+        argument = self.names.get(origin.argument, origin.argument)
+        name = self.results.get((buffer.name, buffer.index), "") if kind == "output" else argument
         return PeakBuffer(
             size,
             kind,
@@ -230,7 +271,7 @@ class _Peak:
         )
 
 
-def _results(origins: Origins, names: list[str]) -> dict[tuple[str, tuple[int, ...]], str]:
+def _results(origins: Origins, names: Sequence[str]) -> dict[tuple[str, tuple[int, ...]], str]:
     """(instruction, index) -> the name of the result that it is, with every name that an element of a loop's tuple goes by."""
     module = origins.module
     root = next((i for i in module.computations.get(module.entry, ()) if i.root), None)

@@ -26,8 +26,8 @@ class Contents:
         self.module, self.is_programs = module, is_programs
         self.root, self.users, self.caller, self.body_of = {}, {}, {}, {}
         for name, body in module.computations.items():
-            roots = [i for i in body if i.root] or list(body[-1:])
-            self.root |= {name: i for i in roots}
+            for root in [i for i in body if i.root] or body[-1:]:
+                self.root[name] = root
             self.body_of |= {i.name: name for i in body}
             for instruction in body:
                 for operand in instruction.operands:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -336,12 +338,32 @@ class Origins:
         if named is None or written is None:
             return Origin((), ())
         argument = written.op_name if self._is_argument(written) else ""
-        reader = self._reader
-        nodes = next(filter(None, map(self._plain, (reader.own(written), reader.nodes(named)))), frozenset())
+        reader, shape = self._reader, element_type(named.type, index)
+        nodes = self._products(written) or self._plain(reader.own(written)) or self._on_line(written)
+        nodes = nodes or self._plain(reader.nodes(named))
         nodes = (
             nodes or reader.own(written) or reader.around(named, reader.readers) or reader.around(named, reader.read)
         )
-        return Origin(tuple(sorted(nodes)), reader.sources(written, nodes), argument, element_type(named.type, index))
+        ids = tuple(sorted(self._fitting(nodes, shape)))
+        return Origin(ids, reader.sources(written, ids), argument, shape)
+
+    def _products(self, written: Instruction) -> frozenset[int]:
+        """Of a product that is named by views of its result: the product."""
+        own = self._reader.own(written) if _multiplies(written) else ()
+        return frozenset(product for n in own for product in [*self._reader.viewed_product(n)][-1:])
+
+    def _on_line(self, written: Instruction) -> frozenset[int]:
+        """The nodes of an instruction's line: JAX lowers some primitives to others, as a logistic to a division."""
+        source, backward = source_among(self.module.origin(written)), "transpose(" in written.op_name
+        nodes = (n for n in self._graph.nodes() if source is not None and n.source == source)
+        return self._plain(n.id for n in nodes if in_backward(n) == backward)
+
+    def _fitting(self, nodes: frozenset[int], shape: str) -> frozenset[int]:
+        """Those with a result of the buffer's size, or of one of its rows, which a loop writes one by one; all where none has."""
+        numbers = [int(n) for n in re.findall(r"\d+", shape.partition("[")[2])]
+        sizes = {math.prod(numbers), math.prod(numbers[1:])}
+        results = ((n, v) for n in nodes for v in self._graph.node_by_id[n].outputs)
+        return frozenset(n for n, v in results if math.prod(v.shape) in sizes) or nodes
 
     def _plain(self, nodes: Iterable[int]) -> frozenset[int]:
         """Those that are no regions: a region has the line of its call, its nodes have theirs."""
