@@ -76,8 +76,10 @@ class PeakBuffer(Shown):
     def _of(self, kind: str) -> str:
         """ "exp n57", or "exp n57, n81 or one of 3 more" where JAX keeps one and the same place for several."""
         own = [operation.partition(" ")[0] for operation in self.operations if operation.endswith(f" {kind}")]
-        more = f" or one of {len(own) - _NODES} more" if len(own) > _NODES else ""
-        return f"{kind} {', '.join(own[:_NODES])}{more}"
+        more = len(own) - _NODES
+        last = [f"one of {more} more" if more > 1 else own[-1]] if len(own) > 1 else []
+        first = own[:_NODES] if more > 1 else own[:-1] if last else own
+        return f"{kind} {' or '.join([', '.join(first), *last])}"
 
     @property
     def title(self) -> str:

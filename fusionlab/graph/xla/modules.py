@@ -355,8 +355,9 @@ class Origins:
     def _on_line(self, written: Instruction) -> frozenset[int]:
         """The nodes of an instruction's line: JAX lowers some primitives to others, as a logistic to a division."""
         source, backward = source_among(self.module.origin(written)), "transpose(" in written.op_name
-        nodes = (n for n in self._graph.nodes() if source is not None and n.source == source)
-        return self._plain(n.id for n in nodes if in_backward(n) == backward)
+        here = [n for n in self._graph.nodes() if source is not None and n.source == source]
+        nodes = [n for n in here if in_backward(n) == backward]
+        return self._plain(n.id for n in [n for n in nodes if n.primitive not in _VIEWS_AND_CASTS] or nodes)
 
     def _fitting(self, nodes: frozenset[int], shape: str) -> frozenset[int]:
         """Those with a result of the buffer's size, or of one of its rows, which a loop writes one by one; all where none has."""

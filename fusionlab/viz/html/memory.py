@@ -15,7 +15,9 @@ from ..markup import Html, folded, mono, pick, quiet, section, short, table, tex
 
 _MOST = 10  # rows of a table
 _ALL = 200  # of the folded one
+_NODES = 3  # of a buffer
 _CODE = 90  # letters of a line
+_LESS = 50  # where there are more columns
 _HOW = (
     "XLA reserves the memory of a run before it starts: a block for each argument and result, and one for all temporaries. These are the "
     "buffers that live when most of that block is in use; gaps are places in it of buffers that live at other times."
@@ -51,9 +53,9 @@ class _Names:
         """What a buffer holds; the operations of the original are buttons, of which the first few are shown."""
         if buffer.name or not known or not self.nodes.intersection(buffer.operations):
             return buffer.what
-        shown = " ".join(pick(o.partition(" ")[0], o) if o in self.nodes else text(o) for o in buffer.operations[:3])
-        more = len(buffer.operations) - 3
-        return Html(shown + (f" or one of {more} more" if more > 0 else ""))
+        buttons = (pick(o.partition(" ")[0], o) if o in self.nodes else text(o) for o in buffer.operations[:_NODES])
+        more = len(buffer.operations) - _NODES
+        return Html(" or ".join([*buttons, *([f"one of {more} more"] if more > 0 else [])]))
 
 
 def _call(call: str, memory: Memory, names: _Names) -> str:
@@ -94,15 +96,15 @@ def _buffer(buffer: PeakBuffer, peak: PeakBuffers, names: _Names) -> list[Any]:
         _size(buffer.bytes),
         share,
         buffer.kind,
-        (buffer.type, "mono"),
+        Html(f'<code style="white-space:nowrap">{text(buffer.type)}</code>'),
         holds,
         names.line(buffer.line),
-        _code(buffer.code),
+        _code(buffer.code, _LESS),
     ]
 
 
-def _code(line: str) -> Any:
-    return Html(mono(short(line, _CODE))) if line else ""
+def _code(line: str, most: int = _CODE) -> Any:
+    return Html(mono(short(line, most))) if line else ""
 
 
 def _size(number: int) -> str:
