@@ -37,11 +37,12 @@ def train_step(case: Llama | GPT2) -> Callable[..., Any]:
 
 def measure(case: Llama | GPT2, name: str, fn: Callable[..., Any]) -> dict[str, Any]:
     """The buffers of one program, and XLA's figures."""
+    from fusionlab.evidence.errors.outputs import named_outputs
     from fusionlab.evidence.instruments.memory import compiled_memory, device_peak
     from fusionlab.evidence.instruments.program import compile_program
 
     program = compile_program(fn, (case.parameters(), tokens_of(case)), {}, name=name, donate_argnums=(0,))
-    plan = compiled_memory(program)
+    plan = compiled_memory(program, results=named_outputs(program.outputs))
     assert plan is not None, "this backend reports no memory"
     found: dict[str, Any] = {
         "xla_bytes": plan.peak,

@@ -253,8 +253,7 @@ def _rows_at_peak(call: str, version: str, peak: PeakBuffers | None, where: str)
     if peak is None:
         return []
     rows = [
-        (f"{b.kind} at the peak", f"{call}: {b.title}", version, b.bytes, "bytes", b.type.partition("[")[0], where)
-        for b in peak.buffers
+        (f"{b.kind} at the peak", f"{call}: {b.title}", version, b.bytes, "bytes", b.dtype, where) for b in peak.buffers
     ]
     rows.append(("gaps at the peak", call, version, peak.gaps, "bytes", "", where))
     lines = ((f"{call}: {line.line}", line.bytes) for line in peak.lines)

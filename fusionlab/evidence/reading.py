@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .errors.arrays import Error
@@ -51,9 +52,10 @@ def read_memory(data: Mapping[str, Any] | None) -> Memory | None:
     return Memory(*plans, data["hardware"], None if peak is None else (int(peak[0]), int(peak[1])))
 
 
-def _read_plan(data: Mapping[str, Any]) -> CompiledMemory:
-    buffers = data.get("buffers")  # older records have none
-    return CompiledMemory(**data | {"buffers": None if buffers is None else PeakBuffers.from_dict(buffers)})
+def _read_plan(data: dict[str, Any]) -> CompiledMemory:
+    plan = CompiledMemory(**data)
+    # Older records have no buffers.
+    return replace(plan, buffers=PeakBuffers.from_dict(data["buffers"])) if data.get("buffers") else plan
 
 
 def read_numerics(data: Mapping[str, Any] | None) -> Numerics | None:

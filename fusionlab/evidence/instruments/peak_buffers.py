@@ -4,10 +4,14 @@ XLA reserves all memory of a run before it starts: a block for each argument and
 places them so that those share a place which never live at the same time. What the executable takes is the size of these blocks, and it
 takes it from start to end. Its peak is the moment at which the temporaries that live fill most of their block; they are why the block is
 as large as it is. What is left of the block at that moment are `gaps`: places of buffers that live at other times.
+
+Lines and nodes come from the metadata of the compiled program. JAX's persistent cache leaves them out of its key: a program that it
+returns has the lines that it had when it was compiled.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -20,13 +24,14 @@ from fusionlab.graph.xla.hlo_text import Instruction
 from fusionlab.graph.xla.modules import Origins
 from fusionlab.showing import Shown, Table, plural, table_of
 
-from ..errors.outputs import named_outputs
 from ..units import binary_bytes
 from .program import Program
 
 _TOLD = 10  # buffers and lines of a text
 _NAMED = 3  # lines of a sentence
 _NODES = 3  # of a buffer's, in a text
+_DTYPE = re.compile(r"^(bf|f|s|u|c)(\d)")
+_KINDS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
 _ELSEWHERE = "(no line)"
 
 
@@ -64,6 +69,12 @@ class PeakBuffer(Shown):
     def nodes(self) -> tuple[int, ...]:
         """The ids of the nodes in `operations`."""
         return tuple(int(operation.partition(" ")[0][1:]) for operation in self.operations)
+
+    @property
+    def dtype(self) -> str:
+        """The name of its array's dtype, "float32"; "" for a table of pointers."""
+        name = self.type.partition("[")[0]
+        return "bool" if name == "pred" else _DTYPE.sub(lambda found: f"{_KINDS[found.group(1)]}{found.group(2)}", name)
 
     @property
     def what(self) -> str:
@@ -191,7 +202,8 @@ def peak_buffers(program: Program, arguments: Sequence[str] = (), results: Seque
 
     Args:
       program: what was compiled.
-      arguments: names for the leaves of its last arguments, and `results` for all of its results; () for JAX's own.
+      arguments: names for the leaves of its last arguments; () for JAX's own.
+      results: names for all of its results; () for none.
     """
     assigned = _assigned(program.compiled)
     if assigned is None:
@@ -199,7 +211,7 @@ def peak_buffers(program: Program, arguments: Sequence[str] = (), results: Seque
     graph = graph_of_jaxpr(program.jaxpr, name=program.name, in_tree=None, out_tree=None, in_names=())
     origins = Origins(program.compiled.as_text() or "", graph)
     names = dict(zip(reversed(_argument_names(program.jaxpr)), reversed(arguments), strict=False))
-    returned = _results(origins, results or named_outputs(program.outputs))
+    returned = _results(origins, results)
     return _Peak(origins, graph, names, returned).of(program.name, assigned)
 
 

@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5  # wire types
+# Fields of a BufferAssignmentProto: newer versions keep the first, older ones the second.
+_PEAK_BUFFERS, _HEAP_SIMULATOR_TRACES = 5, 4
+# Of a BufferAllocationProto: is_thread_local, is_entry_computation_parameter, maybe_live_out, is_constant.
+_FLAGS = {3: "thread", 5: "argument", 7: "output", 12: "constant"}
 _FREE, _SHARE = 1, 2  # kinds of a heap simulator's events; 0 allocates
 Fields = dict[int, list[Any]]
 
@@ -57,19 +61,12 @@ def read_assignment(message: bytes, names: Mapping[int, str]) -> tuple[Allocatio
       ValueError: the bytes are no such message.
     """
     whole = _fields(message)
-    buffers = {}
-    for one in map(_fields, whole.get(1, ())):  # logical_buffers: id, size, defined_at
-        place = _fields(_last(one, 3, b""))  # instruction_name (older), shape_index, instruction_id
-        name = names.get(_last(place, 4, -1), "") or bytes(_last(place, 2, b"")).decode()
-        buffers[_last(one, 1, 0)] = Buffer(name, tuple(_numbers(place, 3)), _last(one, 2, 0))
-    live = {_last(one, 1, 0): _numbers(one, 2) for one in map(_fields, whole.get(5, ()))}  # peak_buffers
-    traces: dict[int, list[list[int]]] = {}
-    for one in (
-        map(_fields, whole.get(4, ())) if not live else ()
-    ):  # heap_simulator_traces, which older versions keep instead
-        traces.setdefault(_last(one, 3, 0), []).append(_live_at_peak(one, buffers))
-    live |= {index: [b for trace in found for b in trace] for index, found in traces.items()}
-    allocations = (_allocation(one, buffers, live) for one in map(_fields, whole.get(3, ())))
+    buffers = {_last(one, 1, 0): _buffer(one, names) for one in _messages(whole, 1)}
+    live = {_last(one, 1, 0): _numbers(one, 2) for one in _messages(whole, _PEAK_BUFFERS)}
+    if not live:
+        for trace in _messages(whole, _HEAP_SIMULATOR_TRACES):
+            live.setdefault(_last(trace, 3, 0), []).extend(_live_at_peak(trace, buffers))
+    allocations = (_allocation(one, buffers, live) for one in _messages(whole, 3))
     return tuple(a for a in allocations if a is not None)
 
 
@@ -79,28 +76,27 @@ def instruction_names(message: bytes) -> dict[int, str]:
     Raises:
       ValueError: the bytes are no such message.
     """
-    found = {}
-    for computation in _fields(message).get(3, ()):
-        for instruction in map(_fields, _fields(computation).get(2, ())):
-            found[_last(instruction, 35, 0)] = bytes(_last(instruction, 1, b"")).decode()
-    return found
+    instructions = (i for computation in _messages(_fields(message), 3) for i in _messages(computation, 2))
+    return {_last(i, 35, 0): _text(i, 1) for i in instructions}
+
+
+def _buffer(one: Fields, names: Mapping[int, str]) -> Buffer:
+    """A LogicalBufferProto: id, size and defined_at, which has the instruction's name in older versions, its shape_index and number."""
+    place = _fields(_last(one, 3, b""))
+    name = names.get(_last(place, 4, -1), "") or _text(place, 2)
+    return Buffer(name, tuple(_numbers(place, 3)), _last(one, 2, 0))
 
 
 def _allocation(one: Fields, buffers: Mapping[int, Buffer], live: Mapping[int, list[int]]) -> Allocation | None:
-    if _last(one, 3, 0):  # is_thread_local
+    """A BufferAllocationProto; None for one of a thread."""
+    flags = {name: bool(_last(one, number, 0)) for number, name in _FLAGS.items()}
+    if flags["thread"]:
         return None
-    placed = [_fields(assigned) for assigned in one.get(9, ())]  # logical_buffer_id, offset, size
-    mine = [buffers[_last(p, 1, 0)] for p in placed]
-    parameter = _last(one, 6, 0) if _last(one, 5, 0) else -1  # is_entry_computation_parameter
-    kind = "argument" if parameter >= 0 else "output" if _last(one, 7, 0) else "temporary"  # maybe_live_out
+    mine = tuple(buffers[_last(placed, 1, 0)] for placed in _messages(one, 9))
     peak = tuple(buffers[i] for i in live.get(_last(one, 1, 0), ()) if i in buffers)
-    return Allocation(
-        _last(one, 2, 0),
-        "constant" if _last(one, 12, 0) else kind,
-        parameter,
-        tuple(mine),
-        peak or (tuple(mine) if len(mine) == 1 else ()),
-    )
+    kind = next((kind for kind in ("constant", "argument", "output") if flags[kind]), "temporary")
+    parameter = _last(one, 6, 0) if flags["argument"] else -1
+    return Allocation(_last(one, 2, 0), kind, parameter, mine, peak or (mine if len(mine) == 1 else ()))
 
 
 def _live_at_peak(trace: Fields, buffers: Mapping[int, Buffer]) -> list[int]:
@@ -109,8 +105,9 @@ def _live_at_peak(trace: Fields, buffers: Mapping[int, Buffer]) -> list[int]:
     owner: dict[int, int] = {}
     size = most = 0
     peak: list[int] = []
-    for event in map(_fields, trace.get(1, ())):
-        kind, buffer = _last(event, 1, 0), _last(event, 2, 0)
+    for event in _messages(trace, 1):
+        kind: int = _last(event, 1, 0)
+        buffer: int = _last(event, 2, 0)
         if kind != _FREE:
             owner[buffer] = _last(event, 5, 0) if kind == _SHARE else buffer
         mine = owner.get(buffer, buffer)
@@ -134,6 +131,15 @@ def _last(fields: Fields, number: int, default: Any) -> Any:
     return fields[number][-1] if number in fields else default
 
 
+def _text(fields: Fields, number: int) -> str:
+    return bytes(_last(fields, number, b"")).decode()
+
+
+def _messages(fields: Fields, number: int) -> Iterator[Fields]:
+    """The messages of a repeated field."""
+    return map(_fields, fields.get(number, ()))
+
+
 def _numbers(fields: Fields, number: int) -> list[int]:
     """A repeated integer, packed or not."""
     return [n for value in fields.get(number, ()) for n in ([value] if isinstance(value, int) else _varints(value))]
@@ -148,7 +154,8 @@ def _varints(data: memoryview) -> Iterator[int]:
 
 def _fields(data: bytes | memoryview) -> Fields:
     """Field number -> its values: integers, or the bytes of texts and messages."""
-    view, at, found = memoryview(data), 0, {}
+    found: Fields = {}
+    view, at = memoryview(data), 0
     while at < len(view):
         key, at = _varint(view, at)
         number, wire = key >> 3, key & 7

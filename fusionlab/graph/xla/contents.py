@@ -20,7 +20,7 @@ _MOST_STEPS = 64  # a value goes through fewer loops, calls and copies than that
 
 
 class Contents:
-    """Where the values of a module come from; `is_programs` tells the program's own operations from those that XLA adds."""
+    """Where the values of a module come from; `is_programs`: whether an operation is the program's own, and not added by XLA."""
 
     def __init__(self, module: Module, is_programs: Callable[[Instruction], bool] = lambda i: bool(i.op_name)) -> None:
         self.module, self.is_programs = module, is_programs
@@ -81,16 +81,18 @@ class Contents:
         return (self.root[called[0]], index) if called else None
 
     def _argument(self, here: Instruction, index: tuple[int, ...]) -> tuple[Instruction, tuple[int, ...]] | None:
-        """What a computation is called with: of a loop, its first value."""
+        """What a computation is called with: of a loop, what its last turn left, or its first value where no turn changes that."""
         caller = self.caller.get(self.body_of[here.name])
-        if (
-            caller is None
-            or caller.opcode not in (*_CALLS, "while")
-            or not here.operands[:1]
-            or not here.operands[0].isdigit()
-        ):
+        if caller is None or not here.operands or not here.operands[0].isdigit():
             return None
-        return self._operand(caller, 0 if caller.opcode == "while" else int(here.operands[0]), index)
+        if caller.opcode in _CALLS:
+            return self._operand(caller, int(here.operands[0]), index)
+        if caller.opcode != "while" or not index:
+            return None
+        root = self._root(caller, ("body",), index)
+        left = self._operand(root[0], index[0], index[1:]) if root is not None and root[0].opcode == "tuple" else None
+        kept = left is None or (left[0].opcode == "get-tuple-element" and (left[0].index, *left[1]) == index)
+        return self._operand(caller, 0, index) if kept else left
 
     def _filled(self, here: Instruction) -> tuple[Instruction, tuple[int, ...]] | None:
         """The loop that writes over a fill or a copy of one, which is an element of its tuple."""

@@ -31,10 +31,8 @@ def memory_html(evidence: Evidence | None, graph: Graph | None) -> str:
     """
     if evidence is None:
         return ""
-    names = {
-        evidence.calls[0]: _Names(graph),
-        evidence.calls[1]: _Names(graph, nodes=False),
-    }  # a gradient is a graph of its own
+    call, gradient = evidence.calls
+    names = {call: _Names(graph), gradient: _Names(graph, nodes=False)}
     inner = "".join(_call(call, memory, names[call]) for call, memory in evidence.memories)
     return quiet(_HOW) + inner if inner else ""
 

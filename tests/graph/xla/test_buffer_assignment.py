@@ -130,7 +130,8 @@ ENTRY %main (a: f32[8]) -> f32[5,8] {
         ("loop", (2,), "tanh.1"),
         ("wide", (), "tanh.1"),
         ("stored", (), "tanh.1"),
-        ("x", (), "a"),  # of the first turn
+        ("x", (), "tanh.1"),  # of every turn but the first
+        ("i", (), "start"),  # which no turn changes
         ("a", (), "a"),
         ("start", (), "start"),
     ],
