@@ -71,12 +71,13 @@ def read_assignment(message: bytes, names: Mapping[int, str]) -> tuple[Allocatio
 
 
 def instruction_names(message: bytes) -> dict[int, str]:
-    """Number -> name of every instruction of a serialized `xla.HloModuleProto`.
+    """Number -> name of each instruction of a serialized `xla.HloModuleProto` outside of fusions, which have no buffers inside.
 
     Raises:
       ValueError: the bytes are no such message.
     """
-    instructions = (i for computation in _messages(_fields(message), 3) for i in _messages(computation, 2))
+    computations = (c for c in _messages(_fields(message), 3) if not _last(c, 7, 0))  # is_fusion_computation
+    instructions = (i for computation in computations for i in _messages(computation, 2))
     return {_last(i, 35, 0): _text(i, 1) for i in instructions}
 
 

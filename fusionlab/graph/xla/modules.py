@@ -330,6 +330,10 @@ class Origins:
         tagged = any(tag_in(i.op_name) is not None for i in self.module.instructions.values())
         self._graph, self._reader = graph, _Reader(self.module, graph, tagged)
         self._contents = Contents(self.module, lambda i: bool(self._plain(self._reader.own(i))))
+        self._by_line: dict[Source | None, list[Node]] = {}
+        for node in graph.nodes():
+            if node.source is not None:
+                self._by_line.setdefault(node.source, []).append(node)
 
     def of(self, name: str, index: tuple[int, ...] = ()) -> Origin:
         """The origin of an instruction's result, or of an element of its tuple."""
@@ -355,8 +359,7 @@ class Origins:
     def _on_line(self, written: Instruction) -> frozenset[int]:
         """The nodes of an instruction's line: JAX lowers some primitives to others, as a logistic to a division."""
         source, backward = source_among(self.module.origin(written)), "transpose(" in written.op_name
-        here = [n for n in self._graph.nodes() if source is not None and n.source == source]
-        nodes = [n for n in here if in_backward(n) == backward]
+        nodes = [n for n in self._by_line.get(source, ()) if in_backward(n) == backward]
         return self._plain(n.id for n in [n for n in nodes if n.primitive not in _VIEWS_AND_CASTS] or nodes)
 
     def _fitting(self, nodes: frozenset[int], shape: str) -> frozenset[int]:
