@@ -211,6 +211,7 @@ def read_hlo(text: str, graph: Graph) -> CompiledModule:
     )
 
 
+_Step = Callable[[Instruction], list[Instruction]]
 _PRODUCTS = having("product")
 _VIEWS_AND_CASTS = having("layout", "cast") | {"copy"}
 
@@ -279,16 +280,18 @@ class _Reader:
             node = self.graph.block_of[node.id].producer.get(getattr(node.inputs[0], "id", -1))
         return (*views, node.id) if node is not None and node.primitive in _PRODUCTS else ()
 
-    def around(self, instruction: Instruction, step: Callable[[Instruction], list[Instruction]]) -> frozenset[int]:
+    def around(
+        self, instruction: Instruction, step: _Step, nodes_of: Callable[[Instruction], frozenset[int]] | None = None
+    ) -> frozenset[int]:
         """The nodes of the nearest instructions in one direction that have any."""
         found: set[int] = set()
-        waiting, seen = step(instruction), {instruction.name}
+        waiting, seen = [*step(instruction)], {instruction.name}
         while waiting:
             here = waiting.pop()
             if here.name in seen:
                 continue
             seen.add(here.name)
-            nodes = self.nodes(here)
+            nodes = (nodes_of or self.nodes)(here)
             found |= nodes
             waiting += () if nodes else step(here)
         return frozenset(found)
@@ -345,9 +348,10 @@ class Origins:
         reader, shape = self._reader, element_type(named.type, index)
         nodes = self._products(written) or self._plain(reader.own(written)) or self._on_line(written)
         nodes = nodes or self._plain(reader.nodes(named))
-        nodes = (
-            nodes or reader.own(written) or reader.around(named, reader.readers) or reader.around(named, reader.read)
-        )
+        nodes = nodes or reader.own(written)
+        for nodes_of in (reader.nodes, self._on_line):
+            for step in (reader.readers, reader.read):
+                nodes = nodes or reader.around(named, step, nodes_of)
         ids = tuple(sorted(self._fitting(nodes, shape)))
         return Origin(ids, reader.sources(written, ids), argument, shape)
 
