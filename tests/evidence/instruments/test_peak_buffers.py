@@ -14,7 +14,7 @@ from fusionlab.evidence import Evidence, measure
 from fusionlab.evidence.instruments.memory import compiled_memory
 from fusionlab.evidence.instruments.peak_buffers import PeakBuffer, PeakBuffers
 from fusionlab.evidence.instruments.program import compile_program
-from fusionlab.graph.xla.modules import metadata_of_its_own
+from fusionlab.graph.xla.modules import Origins, metadata_of_its_own
 from fusionlab.viz.html.tabs import evidence_tabs
 
 LAYERS, ROWS, WIDTH = 5, 32, 48
@@ -76,6 +76,15 @@ def test_arguments_and_results_have_their_names(plan):
     named = {(b.kind, b.name): b.bytes for b in plan.buffers.buffers if b.kind in ("argument", "output")}
     weights, inputs = LAYERS * WIDTH * WIDTH * 4, ROWS * WIDTH * 4
     assert named == {("argument", "w"): weights, ("argument", "x"): inputs, ("output", "out"): weights}
+
+
+def test_asking_for_origins_changes_none():
+    program = compile_program(jax.grad(loss), arguments(), {}, name="before")
+    text, graph = program.compiled.as_text(), fl.trace(jax.grad(loss), *arguments())
+    origins = Origins(text, graph)
+    names = [*origins.module.instructions]
+    first = {name: origins.of(name) for name in names}
+    assert {name: origins.of(name) for name in reversed(names)} == first
 
 
 def test_donated_arguments_count_once():
