@@ -17,6 +17,7 @@ _VARINT, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5  # wire types
 _PEAK_BUFFERS, _HEAP_SIMULATOR_TRACES = 5, 4
 # Of a BufferAllocationProto: is_thread_local, is_entry_computation_parameter, maybe_live_out, is_constant.
 _FLAGS = {3: "thread", 5: "argument", 7: "output", 12: "constant"}
+_HOST = 5  # the memory space of the host (xla/layout.h), which XLA counts apart
 _FREE, _SHARE = 1, 2  # kinds of a heap simulator's events; 0 allocates
 Fields = dict[int, list[Any]]
 
@@ -51,7 +52,8 @@ class Allocation:
 
 
 def read_assignment(message: bytes, names: Mapping[int, str]) -> tuple[Allocation, ...]:
-    """The blocks that a run reserves, in XLA's order; without those of threads, which are on their stacks.
+    """The blocks that a run reserves, in XLA's order; without those of threads, which are on their stacks, and those
+    in the host's memory.
 
     Args:
       message: a serialized `xla.BufferAssignmentProto`.
@@ -89,9 +91,9 @@ def _buffer(one: Fields, names: Mapping[int, str]) -> Buffer:
 
 
 def _allocation(one: Fields, buffers: Mapping[int, Buffer], live: Mapping[int, list[int]]) -> Allocation | None:
-    """A BufferAllocationProto; None for one of a thread."""
+    """A BufferAllocationProto; None for one of a thread, or in the host's memory."""
     flags = {name: bool(_last(one, number, 0)) for number, name in _FLAGS.items()}
-    if flags["thread"]:
+    if flags["thread"] or _last(one, 8, 0) == _HOST:  # color
         return None
     mine = tuple(buffers[_last(placed, 1, 0)] for placed in _messages(one, 9))
     peak = tuple(buffers[i] for i in live.get(_last(one, 1, 0), ()) if i in buffers)

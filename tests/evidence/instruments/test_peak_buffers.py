@@ -78,6 +78,26 @@ def test_arguments_and_results_have_their_names(plan):
     assert named == {("argument", "w"): weights, ("argument", "x"): inputs, ("output", "out"): weights}
 
 
+def branches(x):
+    return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ x), lambda x: jnp.cos(x @ x) @ x, x)
+
+
+def repeats(x):
+    return jax.lax.while_loop(lambda c: c[0] < 5, lambda c: (c[0] + 1, jnp.tanh(c[1] @ c[1])), (0, x))[1]
+
+
+def captures(x):
+    return x @ np.full((64, 64), 0.5, np.float32)
+
+
+@pytest.mark.parametrize("fn", [branches, repeats, captures])
+def test_branches_loops_and_captured_arrays_add_up_as_well(fn):
+    plan = compiled_memory(compile_program(fn, (jnp.ones((64, 64)),), {}, name="before"))
+    assert plan.buffers.total == plan.peak
+    held = [b.bytes for b in plan.buffers.buffers if b.kind == "constant" and b.bytes > 4]
+    assert held == ([64 * 64 * 4] if fn is captures else [])
+
+
 def test_asking_for_origins_changes_none():
     program = compile_program(jax.grad(loss), arguments(), {}, name="before")
     text, graph = program.compiled.as_text(), fl.trace(jax.grad(loss), *arguments())

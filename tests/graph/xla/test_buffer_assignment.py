@@ -55,9 +55,12 @@ def test_names_of_instructions_are_read_from_the_module():
 
 def test_the_peak_of_a_block_is_what_xla_recorded():
     peaks = field(5, field(1, 1) + field(2, varint(3) + varint(4)))
+    host = field(3, field(1, 4) + field(2, 64) + field(8, 5) + placed(2))
     threads = field(3, field(1, 2) + field(2, 64) + field(3, 1) + placed(2))
     constant = field(3, field(1, 3) + field(2, 300) + field(12, 1) + placed(2))
-    argument, temporary, held = read_assignment(BUFFERS + ARGUMENT + TEMPORARY + threads + constant + peaks, NAMES)
+    argument, temporary, held = read_assignment(
+        BUFFERS + ARGUMENT + TEMPORARY + threads + host + constant + peaks, NAMES
+    )
     assert (argument.kind, argument.size, argument.parameter) == ("argument", 400, 3)
     assert argument.peak == (Buffer("x.1", (), 400),)
     assert (temporary.kind, temporary.size) == ("temporary", 640)
