@@ -38,11 +38,15 @@ class Contents:
     def written(self, name: str, index: tuple[int, ...] = ()) -> Instruction | None:
         """The instruction that computes a value, or an element of its tuple; None if there is no such instruction."""
         here = self.module.instructions.get(name)
+        fill: Instruction | None = None
         seen: dict[tuple[str, tuple[int, ...]], Instruction] = {}
-        while here is not None and len(seen) < _MOST_STEPS and (here.name, index) not in seen:
+        while here is not None and len(seen) < _MOST_STEPS:
+            if (here.name, index) in seen:  # a loop that hands it on unchanged
+                return fill or here
             seen[here.name, index] = here
             step = self._step(here, index)
             if step is None and here.opcode in _FILLS:  # of the copies of a fill, each may be written by another loop
+                fill = here
                 step = next((filled for i in seen.values() if (filled := self._filled(i)) is not None), None)
             if step is None:
                 break

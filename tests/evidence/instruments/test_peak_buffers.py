@@ -87,7 +87,7 @@ def repeats(x):
 
 
 def captures(x):
-    return x @ np.full((64, 64), 0.5, np.float32)
+    return x @ np.arange(64 * 64, dtype=np.float32).reshape(64, 64)
 
 
 @pytest.mark.parametrize("fn", [branches, repeats, captures])

@@ -129,7 +129,7 @@ ENTRY %main (a: f32[8]) -> f32[5,8] {
     ("name", "index", "written"),
     [
         ("room.copy", (), "tanh.1"),  # zeros that the loop writes over
-        ("room", (), "tanh.1"),
+        ("room", (), "room"),  # only its copy is written over
         ("loop", (2,), "tanh.1"),
         ("wide", (), "tanh.1"),
         ("stored", (), "tanh.1"),
