@@ -19,6 +19,7 @@ from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 from .errors.numerics import Numerics
 from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import Memory
+from .instruments.peak_buffers import PeakBuffers
 from .instruments.record import Environment, environment, load_json, to_json
 from .instruments.timing import Timing, Verdict, check_effort, names_of, seconds
 from .measuring import Measuring
@@ -110,7 +111,8 @@ class Evidence(Shown):
             )
             if b.dispatch_s is not None and a.dispatch_s is not None:
                 lines.append(f"  dispatch: {seconds(b.dispatch_s)} -> {seconds(a.dispatch_s)} per call, on the host")
-        lines += [f"  {call}: {m.text}" for call, m in self.memories]
+        for call, memory in self.memories:
+            lines += [f"  {call}: {memory.text}", *(f"    {line}" for line in memory.lines)]
         lines += [f"  {self.kernels}"] if self.kernels is not None else []
         lines += [f"  {line}" for line in self.devices.lines] if self.devices is not None else []
         lines += self._error_lines()
@@ -213,6 +215,8 @@ class Evidence(Shown):
         for call, memory in self.memories:
             plans = (memory.before, memory.after)
             rows += [("compiled peak memory", call, p.name, p.peak, "bytes", "", memory.hardware) for p in plans]
+            for plan in plans:
+                rows += _rows_at_peak(call, plan.name, plan.buffers, memory.hardware)
         for version, counts in self.kernels.versions if self.kernels else ():
             where = self.environment.hardware
             rows += [("XLA kernels", kind, version, n, "", "", where) for kind, n in counts.items()]
@@ -242,6 +246,18 @@ class Evidence(Shown):
         for version, times in self.devices.device_s.items():
             rows += [("time of a device", f"device {i}", version, s, "s", "", where) for i, s in times.items()]
         return rows
+
+
+def _rows_at_peak(call: str, version: str, peak: PeakBuffers | None, where: str) -> list[tuple]:
+    """The buffers that live at the peak, the gaps between them, and the temporaries by source line."""
+    if peak is None:
+        return []
+    rows = [
+        (f"{b.kind} at the peak", f"{call}: {b.title}", version, b.bytes, "bytes", b.dtype, where) for b in peak.buffers
+    ]
+    rows.append(("gaps at the peak", call, version, peak.gaps, "bytes", "", where))
+    lines = ((f"{call}: {line.line}", line.bytes) for line in peak.lines)
+    return rows + [("temporaries of a line at the peak", name, version, n, "bytes", "", where) for name, n in lines]
 
 
 def _donation_notes(before: Bound, after: Bound) -> list[str]:

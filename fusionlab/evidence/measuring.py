@@ -11,6 +11,7 @@ from fusionlab.processes import several
 from fusionlab.progress import Stages
 
 from .errors.numerics import Numerics, filled_notes, rounding_notes, tolerance_notes
+from .errors.outputs import named_outputs
 from .instruments.instructions import instructions
 from .instruments.memory import memory_of
 from .instruments.program import Program
@@ -74,7 +75,9 @@ class Measuring:
 
     def _memory_of(self, which: int, pair: tuple[Program, Program]) -> Any:
         self.stages(f"memory, {self.original.names[which]}")
-        return memory_of(*pair)
+        names = self.original.call.leaf_names
+        gradients = ["value", *(f"gradient of {names[i]}" for i in self.original.chosen)]
+        return memory_of(*pair, names, gradients if which else named_outputs(pair[0].outputs))
 
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions, forward and (with `grad`) backward."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .errors.arrays import Error
 from .errors.numerics import LeafNumerics, Numerics
 from .instruments.clocks import Clocks
 from .instruments.memory import CompiledMemory, Memory
+from .instruments.peak_buffers import PeakBuffers
 from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict
 
 
@@ -45,9 +47,15 @@ def read_memory(data: Mapping[str, Any] | None) -> Memory | None:
     """Compiled memory as `asdict` gave it; None of None."""
     if data is None:
         return None
-    plans = CompiledMemory(**data["before"]), CompiledMemory(**data["after"])
+    plans = _read_plan(data["before"]), _read_plan(data["after"])
     peak = data.get("device_peak")  # records from before it was measured have none
     return Memory(*plans, data["hardware"], None if peak is None else (int(peak[0]), int(peak[1])))
+
+
+def _read_plan(data: dict[str, Any]) -> CompiledMemory:
+    plan = CompiledMemory(**data)
+    # Older records have no buffers.
+    return replace(plan, buffers=PeakBuffers.from_dict(data["buffers"])) if data.get("buffers") else plan
 
 
 def read_numerics(data: Mapping[str, Any] | None) -> Numerics | None:

@@ -20,6 +20,7 @@ from fusionlab.tracebacks import own_lines_hidden
 
 from ..units import binary_bytes
 from .out_of_memory import out_of_memory
+from .peak_buffers import PeakBuffers, peak_buffers
 from .program import Program
 from .record import hardware
 
@@ -32,8 +33,11 @@ class CompiledMemory(Shown):
     machine code) are XLA's. `peak` is what the executable allocates: arguments, outputs and temporaries, less what they share. XLA's own
     `peak_memory_in_bytes` is not used: on the CPU of jax 0.10 it is smaller than the temporaries alone. A library called by
     XLA may take scratch memory beyond it, and XLA's CPU backend may hold a product inside a fusion unlisted:
-    `resident_growth` measures both.
+    `resident_growth` measures both. `buffers` has the buffers that live at the peak, with their source lines; None where the backend
+    does not show its buffer assignment, and in older records.
     """
+
+    _told = ("name", "argument", "output", "temp", "alias", "code", "peak")
 
     name: str
     argument: int
@@ -42,6 +46,7 @@ class CompiledMemory(Shown):
     alias: int
     code: int
     peak: int
+    buffers: PeakBuffers | None = None
 
     def __str__(self) -> str:
         return f"{self.name}: compiled peak {binary_bytes(self.peak)}, temporaries {binary_bytes(self.temp)}"
@@ -75,6 +80,11 @@ class Memory(Shown):
         )
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """For each version the source lines that most bytes of its temporaries come from, at the peak."""
+        return tuple(v.buffers.sentence for v in (self.before, self.after) if v.buffers is not None and v.buffers.lines)
+
+    @property
     def _peak(self) -> str:
         return (
             ""
@@ -86,19 +96,29 @@ class Memory(Shown):
         return table_of((self.before, self.after))
 
 
-def compiled_memory(program: Program) -> CompiledMemory | None:
-    """The compiler's plan for it; None if the backend does not report it."""
+def compiled_memory(
+    program: Program, arguments: Sequence[str] = (), results: Sequence[str] = ()
+) -> CompiledMemory | None:
+    """The compiler's plan for it; None if the backend does not report it. The names are as for `peak_buffers`."""
     stats = program.compiled.memory_analysis()
     if stats is None:
         return None
     parts = {k: int(getattr(stats, f"{k}_size_in_bytes", 0)) for k in ("argument", "output", "temp", "alias")}
     peak = parts["argument"] + parts["output"] + parts["temp"] - parts["alias"]
-    return CompiledMemory(program.name, **parts, code=int(getattr(stats, "generated_code_size_in_bytes", 0)), peak=peak)
+    code = int(getattr(stats, "generated_code_size_in_bytes", 0))
+    return CompiledMemory(
+        program.name, **parts, code=code, peak=peak, buffers=peak_buffers(program, arguments, results)
+    )
 
 
-def memory_of(before: Program, after: Program) -> Memory | None:
-    """Compiled memory of both, or None if the backend does not report it; on a GPU the device's peak around a run of each as well."""
-    first, second = compiled_memory(before), compiled_memory(after)
+def memory_of(
+    before: Program, after: Program, arguments: Sequence[str] = (), results: Sequence[str] = ()
+) -> Memory | None:
+    """Compiled memory of both, or None if the backend does not report it; on a GPU the device's peak around a run of each as well.
+
+    The names are as for `peak_buffers`.
+    """
+    first, second = (compiled_memory(program, arguments, results) for program in (before, after))
     if first is None or second is None:
         return None
     # The count of a process only grows: of two runs the one that needs less has to come first to be seen.

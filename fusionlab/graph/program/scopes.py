@@ -27,7 +27,10 @@ _LIB_DIRS = tuple({sysconfig.get_paths()[k] + os.sep for k in ("purelib", "platl
 _OWN_DIR = str(Path(os.path.abspath(__file__)).parents[2])
 # The models that ship with the package are user code: their lines are what a reader of the demo wants to see.
 _ROOMS = ("graph", "kernels", "fusers", "evidence", "viz", "verbs")
-_OWN_CODE = tuple(os.path.join(_OWN_DIR, room) + os.sep for room in _ROOMS)
+_OWN_CODE = (
+    *(os.path.join(_OWN_DIR, room) + os.sep for room in _ROOMS),
+    os.path.join(_OWN_DIR, "tracebacks.py"),  # which wraps every verb
+)
 # jvp(...), transpose(...), vmap(...) and the like wrap a scope's name when a transformation traced it.
 # Code typed at a prompt has no file; the other names in angle brackets are of generated code.
 _TYPED = ("<ipython-input-", "<python-input-", "<stdin>")

@@ -29,6 +29,8 @@ _CALLED = re.compile(
 _FUSION_KIND = re.compile(r"\bkind=(\w+)")
 _TARGET = re.compile(r'custom_call_target="((?:[^"\\]|\\.)*)"')
 _BACKEND_KIND = re.compile(r'\\?"kind\\?":\s*\\?"(__[^"\\]+)\\?"')  # in a backend_config, which may be a string of JSON
+_ARRAY = re.compile(r"\b[a-z]\w*\[[\d,<=]*\]")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'\\?"known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
 _TABLES = frozenset({"FileNames", "FunctionNames", "FileLocations", "StackFrames"})
 _ENTRY = re.compile(r"^(\d+)\s+(.*)$")
@@ -50,6 +52,8 @@ class Instruction:
       file, line: from older metadata, which contains them directly; "" and 0 otherwise.
       type: of its result, as in the text: "f32[8,16]{1,0}", "(f32[2]{0}, s32[])".
       trips: the trip count of a loop if XLA knows it; else 0.
+      index: of the element that a get-tuple-element takes; else 0.
+      root: it is the result of its computation.
     """
 
     name: str
@@ -64,6 +68,8 @@ class Instruction:
     line: int = 0
     type: str = ""
     trips: int = 0
+    index: int = 0
+    root: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +144,7 @@ def _instruction(line: str) -> Instruction | None:
     kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
     target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
     trips = _TRIPS.search(attributes) if opcode.group(1) == "while" else None
+    index = _INDEX.search(attributes) if opcode.group(1) == "get-tuple-element" else None
     numbers = dict(_NUMBER.findall(metadata))
     return Instruction(
         name=match.group(2),
@@ -152,7 +159,17 @@ def _instruction(line: str) -> Instruction | None:
         line=int(numbers.get("source_line", 0)),
         type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
         trips=int(_matched(trips) or 0),
+        index=int(_matched(index) or 0),
+        root=bool(match.group(1)),
     )
+
+
+def element_type(text: str, index: tuple[int, ...] = ()) -> str:
+    """The type of a result, or of an element of its tuple, without layouts: "f32[8,16]"; "" for a tuple itself."""
+    arrays = _ARRAY.findall(text)
+    if text.startswith("("):
+        return arrays[index[0]] if len(index) == 1 and index[0] < len(arrays) else ""
+    return arrays[0] if len(arrays) == 1 else ""
 
 
 def _matched(match: re.Match[str] | None) -> str:

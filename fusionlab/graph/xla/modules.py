@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +26,8 @@ from ..program.scopes import Source, clean_scope, in_backward, source_among, spl
 from ..program.symbolic import needs_numbers
 from ..program.trace import trace
 from ..settings import as_function
-from .hlo_text import CONTROL, Instruction, Module, inside, instruction_kind, parse_hlo, running
+from .contents import Contents
+from .hlo_text import CONTROL, Instruction, Module, element_type, inside, instruction_kind, parse_hlo, running
 from .tagging import tag_in, tagged_jaxpr
 
 
@@ -208,6 +211,7 @@ def read_hlo(text: str, graph: Graph) -> CompiledModule:
     )
 
 
+_Step = Callable[[Instruction], list[Instruction]]
 _PRODUCTS = having("product")
 _VIEWS_AND_CASTS = having("layout", "cast") | {"copy"}
 
@@ -276,16 +280,18 @@ class _Reader:
             node = self.graph.block_of[node.id].producer.get(getattr(node.inputs[0], "id", -1))
         return (*views, node.id) if node is not None and node.primitive in _PRODUCTS else ()
 
-    def around(self, instruction: Instruction, step: Callable[[Instruction], list[Instruction]]) -> frozenset[int]:
+    def around(
+        self, instruction: Instruction, step: _Step, nodes_of: Callable[[Instruction], frozenset[int]] | None = None
+    ) -> frozenset[int]:
         """The nodes of the nearest instructions in one direction that have any."""
         found: set[int] = set()
-        waiting, seen = step(instruction), {instruction.name}
+        waiting, seen = [*step(instruction)], {instruction.name}
         while waiting:
             here = waiting.pop()
             if here.name in seen:
                 continue
             seen.add(here.name)
-            nodes = self.nodes(here)
+            nodes = (nodes_of or self.nodes)(here)
             found |= nodes
             waiting += () if nodes else step(here)
         return frozenset(found)
@@ -300,6 +306,79 @@ class _Reader:
     def calling(self, instruction: Instruction) -> list[Instruction]:
         """The loop, branch or call whose body contains an instruction, where the body's results are read and its inputs come from."""
         return [self.caller[instruction.name]] if instruction.name in self.caller else []
+
+
+@dataclass(frozen=True, repr=False)
+class Origin(Shown):
+    """What computes the content of a buffer of a compiled module.
+
+    Attributes:
+      nodes: ids of the nodes that compute it, ascending.
+      sources: their lines, as of a `ModuleKernel`.
+      argument: the argument that it is, or is a copy of: "params['w']"; "" for none. Its nodes are those that read it.
+      type: of the buffer, as in the text: "f32[8,16]"; "" where the text has none.
+    """
+
+    nodes: tuple[int, ...]
+    sources: tuple[Source, ...]
+    argument: str = ""
+    type: str = ""
+
+
+class Origins:
+    """The origin of each buffer of a compiled module: HLO text with the graph of its program, with or without tags."""
+
+    def __init__(self, text: str, graph: Graph) -> None:
+        self.module = parse_hlo(text)
+        tagged = any(tag_in(i.op_name) is not None for i in self.module.instructions.values())
+        self._graph, self._reader = graph, _Reader(self.module, graph, tagged)
+        self._contents = Contents(self.module, lambda i: bool(self._plain(self._reader.own(i))))
+        self._by_line: dict[Source | None, list[Node]] = {}
+        for node in graph.nodes():
+            if node.source is not None:
+                self._by_line.setdefault(node.source, []).append(node)
+
+    def of(self, name: str, index: tuple[int, ...] = ()) -> Origin:
+        """The origin of an instruction's result, or of an element of its tuple."""
+        named = self.module.instructions.get(name)
+        written = self._contents.written(name, index)
+        if named is None or written is None:
+            return Origin((), ())
+        argument = written.op_name if self._is_argument(written) else ""
+        reader, shape = self._reader, element_type(named.type, index)
+        nodes = self._products(written) or self._plain(reader.own(written)) or self._on_line(written)
+        nodes = nodes or self._plain(reader.nodes(named))
+        nodes = nodes or reader.own(written)
+        for nodes_of in (reader.nodes, self._on_line):
+            for step in (reader.readers, reader.read):
+                nodes = nodes or reader.around(named, step, nodes_of)
+        ids = tuple(sorted(self._fitting(nodes, shape)))
+        return Origin(ids, reader.sources(written, ids), argument, shape)
+
+    def _products(self, written: Instruction) -> frozenset[int]:
+        """Of a product that is named by views of its result: the product."""
+        own = self._reader.own(written) if _multiplies(written) else ()
+        return frozenset(product for n in own for product in [*self._reader.viewed_product(n)][-1:])
+
+    def _on_line(self, written: Instruction) -> frozenset[int]:
+        """The nodes of an instruction's line: JAX lowers some primitives to others, as a logistic to a division."""
+        source, backward = source_among(self.module.origin(written)), "transpose(" in written.op_name
+        nodes = [n for n in self._by_line.get(source, ()) if in_backward(n) == backward]
+        return self._plain(n.id for n in [n for n in nodes if n.primitive not in _VIEWS_AND_CASTS] or nodes)
+
+    def _fitting(self, nodes: frozenset[int], shape: str) -> frozenset[int]:
+        """Those with a result of the buffer's size, or of one of its rows, which a loop writes one by one; all where none has."""
+        numbers = [int(n) for n in re.findall(r"\d+", shape.partition("[")[2])]
+        sizes = {math.prod(numbers), math.prod(numbers[1:])}
+        results = ((n, v) for n in nodes for v in self._graph.node_by_id[n].outputs)
+        return frozenset(n for n, v in results if math.prod(v.shape) in sizes) or nodes
+
+    def _plain(self, nodes: Iterable[int]) -> frozenset[int]:
+        """Those that are no regions: a region has the line of its call, its nodes have theirs."""
+        return frozenset(n for n in nodes if not self._graph.node_by_id[n].blocks)
+
+    def _is_argument(self, instruction: Instruction) -> bool:
+        return instruction.opcode == "parameter" and instruction in self.module.computations[self.module.entry]
 
 
 class _ByMetadata:

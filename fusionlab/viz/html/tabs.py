@@ -18,6 +18,7 @@ from ..model.evidence_view import EvidenceTable, evidence_dict, evidence_tables,
 from ..model.sites import is_applied
 from .diff import diff_html
 from .kernel_sources import kernels_html
+from .memory import memory_html
 from .pictures import evidence_pictures
 
 NOT_MEASURED = "Nothing measured for these sites yet: press Measure. Its progress is shown next to the button."
@@ -62,7 +63,7 @@ def evidence_tabs(
     tabs = {
         "Timing": figures.get("Timing", "") + _table(tables.get("Timing")) or _missing(evidence, "timed"),
         "Errors": figures.get("Errors", "") + _table(tables.get("Errors")) or _missing(evidence, "compared"),
-        "Memory": _table(tables.get("Compiled memory")) or _missing(evidence, "asked for memory"),
+        "Memory": _memory(evidence, findings, tables) or _missing(evidence, "asked for memory"),
         "Roofline": _roofline(findings, device, under),
         "Kernels": kernels + _titled(tables, "Collectives") + _titled(tables, "Time of each device"),
         "Graph diff": _diff(findings, after, enabled),
@@ -84,6 +85,11 @@ def evidence_tabs(
 def tab(name: str, html: str, empty: bool = False) -> Tab:
     """A tab; `empty`: it only explains why there is nothing to show."""
     return {"name": name, "html": html} | ({"empty": True} if empty else {})
+
+
+def _memory(evidence: Any, findings: Findings | None, tables: dict[str, Any]) -> str:
+    graph = findings.graph if findings is not None else None
+    return _table(tables.get("Compiled memory")) + memory_html(evidence, graph)
 
 
 def _titled(tables: dict[str, Any], name: str) -> str:

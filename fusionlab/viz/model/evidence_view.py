@@ -8,6 +8,7 @@ from typing import Any
 
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics, share_text
+from fusionlab.evidence.instruments.memory import Memory
 from fusionlab.evidence.instruments.timing import Timing, seconds
 from fusionlab.evidence.units import binary_bytes
 from fusionlab.graph.xla.collectives import bytes_text
@@ -59,10 +60,16 @@ def evidence_dict(evidence: Evidence | None) -> dict[str, Any] | None:
         "worst": numerics.sentence if numerics is not None and leaves else "",
         "regressions": len(numerics.regressions) if numerics is not None else 0,
         "notes": list(evidence.all_notes),
-        "memory": [{"what": call, **dataclasses.asdict(m)} for call, m in evidence.memories],
+        "memory": [{"what": call, **_memory_dict(m)} for call, m in evidence.memories],
         "devices": _devices_dict(evidence),
         "environment": environment_dict(evidence),
     }
+
+
+def _memory_dict(memory: Memory) -> dict[str, Any]:
+    """What the compiler planned; the buffers stay with the evidence itself."""
+    plans = {v.name: dataclasses.replace(v, buffers=None) for v in (memory.before, memory.after)}
+    return dataclasses.asdict(dataclasses.replace(memory, **plans))
 
 
 def _devices_dict(evidence: Evidence) -> dict[str, Any] | None:
