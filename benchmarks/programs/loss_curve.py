@@ -179,7 +179,9 @@ def line(name: str, curve: Any, seconds: float) -> str:
     first = f", first {curve.outside[0]}" if curve.outside else f", farthest {curve.worst[0]}" if curve.worst else ""
     stages = ", ".join(f"{k} {v:.1f} s" for k, v in curve.seconds.items())
     loss = f"{curve.losses[0]:.4f} -> {curve.losses[-1]:.4f}, fused -> {curve.fused_losses[-1]:.4f}"
-    return f"{name}: {curve.verdict}, {seconds:.1f} s ({stages})\n  loss {loss}; {of_loss}\n  {len({s.of for s in curve.outside})} outside{first}"
+    outside = len({s.of for s in curve.outside})
+    head = f"{name}: {curve.verdict}, {seconds:.1f} s ({stages})"
+    return f"{head}\n  loss {loss}; {of_loss}\n  {outside} outside{first}"
 
 
 def _parser() -> Any:

@@ -65,7 +65,8 @@ class Stretch(Shown):
 
     def __str__(self) -> str:
         where = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
-        return f"{self.of}, {where}: {self.fused:.2e}, {self.share:.2g} of its limit {self.limit:.2e} (the original from itself {self.band:.2e})"
+        shares = f"{self.share:.2g} of its limit {self.limit:.2e}"
+        return f"{self.of}, {where}: {self.fused:.2e}, {shares} (the original from itself {self.band:.2e})"
 
     def _row(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"share": self.share, "outside": self.outside}
@@ -158,8 +159,11 @@ class Curve(Shown):
             ]
         lines += [f"  band: {self.runs} {plural('run', self.runs)} of the original whose sums round otherwise"]
         worst = self.worst
-        lines += [f"  farthest: {s}" for s in worst[:1] if not self.outside]
-        lines += [f"  loss: {s}" for s in worst if s.of == LOSS and s is not worst[0]]
+        if worst and not any(s.fused for s in worst):
+            lines += ["  both have the same numbers at every step"]
+        else:
+            lines += [f"  farthest: {s}" for s in worst[:1] if not self.outside]
+            lines += [f"  {s}" for s in worst if s.of == LOSS and s is not worst[0]]
         if self.outside:
             names = list(dict.fromkeys(s.of for s in self.outside))
             lines += [f"  outside: {len(names)} of {len(worst)}, first {self.outside[0]}"]

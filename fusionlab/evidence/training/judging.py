@@ -86,7 +86,10 @@ def in_blocks(values: Sequence[float]) -> list[float]:
 
 
 def judged(of: Sequence[Measured], fused: Series, runs: Sequence[Series]) -> Iterator[Stretch]:
-    """Each of them in each block in which a run of the original is there to be compared with."""
+    """Each of them in each block in which a run of the original is there to be compared with.
+
+    The loss may give half of the false alarms, the arrays together the other half.
+    """
     blocks = blocks_of(len(fused.losses))
     for one in of:
         mine, theirs = one.squares(fused), [one.squares(run) for run in runs]
@@ -94,7 +97,7 @@ def judged(of: Sequence[Measured], fused: Series, runs: Sequence[Series]) -> Ite
             have = [squares[b] for run, squares in zip(runs, theirs, strict=True) if len(run.losses) >= last]
             if not have:
                 continue
-            factor = limit(one.entries, len(have), len(of) * len(blocks))
+            factor = limit(one.entries, len(have), 2 * len(blocks) * (1 if one.name == LOSS else len(of) - 1))
             yield _stretch(one, (first, last), mine[b], sum(have) / len(have), one.scale[b], factor)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
-from fusionlab.graph.interpret.resummed import resummed
+from fusionlab.graph.interpret.resummed import Arithmetic, resummed
 from fusionlab.graph.settings import jax_defaults
 
 from .blocks import block_of
@@ -145,17 +145,17 @@ class Programs:
     """The jitted steps, each compiled once for each shape of a batch.
 
     Attributes:
-      tf32: whether the device computes float32 products in TF32.
+      arithmetic: of the device.
     """
 
-    def __init__(self, tf32: bool) -> None:
-        self.tf32 = tf32
+    def __init__(self, arithmetic: Arithmetic) -> None:
+        self.arithmetic = arithmetic
         self._made: dict[Any, Callable] = {}
 
     def of(self, step: Step, batch: Any, resums: bool) -> Callable:
         key, made = step.program(batch)
         if (step, key, resums) not in self._made:
-            fn = made(lambda closed: resummed(closed, self.tf32)) if resums else made()
+            fn = made(lambda closed: resummed(closed, self.arithmetic)) if resums else made()
             self._made[step, key, resums] = jax.jit(fn, donate_argnums=(0,), **step.compiling)
         return self._made[step, key, resums]
 

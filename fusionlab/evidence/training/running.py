@@ -14,9 +14,9 @@ from fusionlab.errors import ArgumentError
 from fusionlab.progress import Cancel, Progress, Reporter, Stages, Stopped, watched
 from fusionlab.tracebacks import own_lines_hidden
 
-from ..errors.reduction_sizes import sums_of
 from ..instruments.out_of_memory import out_of_memory
 from ..instruments.record import environment
+from .arithmetic import arithmetic_for
 from .curve import Curve
 from .judging import judged, measured
 from .kept import Kept, on_host
@@ -136,7 +136,7 @@ class _Training:
         self.step, self.fused, self.batches, self.steps, self.runs = step, fused, batches, steps, runs
         self.stages, self.budget_s, self.start = stages, budget_s, time.perf_counter()
         self.loss_eps = float(jnp.finfo(jnp.float32).eps)
-        self.programs = Programs(sums_of(step.traced, jax.default_backend()).tf32)
+        self.programs = Programs(arithmetic_for(step.traced))
         self.done: dict[str, Series] = {}
         self.group: Group | None = None
         self.seconds: dict[str, float] = {}

@@ -292,7 +292,7 @@ class _Matched:
         named = {leaf.name: leaf for leaf in own}
         results = {leaf.name: leaf.at for leaf in out.leaves}
         self.next = {named[n].at: results[n] for n in bound.changed if n in named and n in results}
-        self.trees = {label: tree for label, tree in _arguments(step.call, bound, named)}
+        self.trees = dict(_arguments(step.call, bound, named))
         self.fixed: list[str] = []
         self._decided: set[str] = set()
         self._free = [(depth, path, node) for depth, path, node in out.nodes() if not isinstance(node, _Other)]

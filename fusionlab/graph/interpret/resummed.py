@@ -11,13 +11,15 @@ How far a result moves is a uniform number d between -a and a, rounded at random
 
 For a result narrower than its accumulator (bfloat16 of float32) a is 1/2: one in four moves by one unit, as often as stochastic rounding
 and rounding to the nearest differ. For a float32 result the deviation of d is sqrt(n / 12) units, that of the difference of two orders in
-which n terms of random sign are added one after another. A float32 product that the device computes in TF32 has TF32's unit.
+which n terms of random sign are added one after another. A float32 product that the device computes in TF32 has TF32's unit. A reduction
+whose partial sums the device rounds to a narrow dtype has an error of its own (`Arithmetic.narrow`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,25 +31,41 @@ from ..jax_compat import FLATTENED, scan_counts, split_closed
 from ..primitives import SUMS_OVER_DEVICES, having
 
 PRODUCTS = having("product", "ragged product")
-SUMS = PRODUCTS | SUMS_OVER_DEVICES | frozenset("reduce_sum cumsum scatter-add reduce_window_sum add_any".split())
+SUMS = PRODUCTS | SUMS_OVER_DEVICES | frozenset("reduce_sum cumsum scatter-add reduce_window_sum".split())
 _TF32_BITS = 10  # of mantissa
 _FEWEST_BITS = 7  # of mantissa: in the narrower types of quantised programs one unit is no rounding error
 Seed = Any
 
 
-def resummed(closed: Any, tf32: bool = False) -> Callable[..., list[Any]]:
+TERMS = 8192  # of the sums that `Arithmetic.narrow` is about
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What a device does that a program leaves to it.
+
+    Attributes:
+      tf32: whether float32 products run in TF32 where the program sets no precision.
+      narrow: (dtype, how many times the error of one rounding a reduction of `TERMS` terms of that dtype has).
+    """
+
+    tf32: bool = False
+    narrow: tuple[tuple[str, float], ...] = ()
+
+
+def resummed(closed: Any, arithmetic: Arithmetic = Arithmetic()) -> Callable[..., list[Any]]:
     """A traced program as a function of (seed, *arrays) whose sums round otherwise.
 
     Args:
       closed: the program; its loops, branches, checkpoints and calls are entered, a `shard_map` is run as it is.
-      tf32: whether the device computes float32 products in TF32 where the program leaves the precision to it.
+      arithmetic: of the device that runs it.
 
     Returns:
       A function that can be traced: seed uint32[] and the program's arrays -> its results. Random draws and integers do not change.
     """
 
     def run(seed: Any, *args: Any) -> list[Any]:
-        return _Resummed(jnp.asarray(seed, jnp.uint32), tf32).run(closed, args)
+        return _Resummed(jnp.asarray(seed, jnp.uint32), arithmetic).run(closed, args)
 
     return run
 
@@ -55,8 +73,8 @@ def resummed(closed: Any, tf32: bool = False) -> Callable[..., list[Any]]:
 class _Resummed:
     """One run. `site` counts the sums, so that each has its own random numbers."""
 
-    def __init__(self, seed: Seed, tf32: bool) -> None:
-        self.seed, self.tf32, self.site = seed, tf32, 0
+    def __init__(self, seed: Seed, arithmetic: Arithmetic) -> None:
+        self.seed, self.arithmetic, self.site = seed, arithmetic, 0
 
     def run(self, closed: Any, args: Sequence[Any], consts: Sequence[Any] | None = None) -> list[Any]:
         jaxpr, own = split_closed(closed)
@@ -83,8 +101,10 @@ class _Resummed:
     def _moved(self, eqn: Any, x: Any) -> Any:
         if not (is_float(x.dtype) and jnp.finfo(x.dtype).nmant >= _FEWEST_BITS):
             return x
+        if eqn.primitive.name == "reduce_sum" and _terms(eqn) == 1:  # of axes of size 1
+            return x
         self.site += 1
-        return moved(x, reach(eqn, self.tf32), self.seed + jnp.uint32(self.site * 0x9E3779B9 & 0xFFFFFFFF))
+        return moved(x, reach(eqn, self.arithmetic), self.seed + jnp.uint32(self.site * 0x9E3779B9 & 0xFFFFFFFF))
 
     def _call(self, eqn: Any, ins: list[Any]) -> list[Any]:
         return self.run(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), ins)
@@ -130,13 +150,16 @@ _REGIONS: dict[str, Callable[[_Resummed, Any, list[Any]], list[Any]]] = {
 }
 
 
-def reach(eqn: Any, tf32: bool) -> float:
+def reach(eqn: Any, arithmetic: Arithmetic) -> float:
     """How many units in the last place a result of a sum moves at most, before it is rounded to a whole number."""
     dtype = eqn.outvars[0].aval.dtype
     bits = int(jnp.finfo(dtype).nmant)
     of_sum = max(bits, int(jnp.finfo(jnp.float32).nmant))  # narrower ones are added up in float32
-    if eqn.primitive.name in PRODUCTS and tf32 and dtype == jnp.float32 and _leaves_precision(eqn):
+    if eqn.primitive.name in PRODUCTS and arithmetic.tf32 and dtype == jnp.float32 and _leaves_precision(eqn):
         return 0.5 * 2.0 ** (bits - _TF32_BITS)  # its operands' rounding, which is more than that of the sum
+    own = dict(arithmetic.narrow).get(str(dtype), 1.0) if eqn.primitive.name == "reduce_sum" else 1.0
+    if own > 1:  # the deviation of the difference of two such sums
+        return max(0.5, own * math.sqrt(_terms(eqn) / TERMS / 2))
     return 0.5 * max(1.0, math.sqrt(_terms(eqn)) * 2.0 ** (bits - of_sum))
 
 
@@ -160,36 +183,42 @@ def _terms(eqn: Any) -> int:
         kernel = eqn.invars[1].aval
         return max(1, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
     else:
-        return 2 if name == "add_any" else 1
+        return 1
     return max(1, math.prod(int(shape[i]) for i in axes))
 
 
 def moved(x: Any, most: float, seed: Seed) -> Any:
     """`x` with each entry moved by a random number of units in its last place: uniform in [-most, most], rounded at random.
 
-    Zeros, infinities and NaN stay as they are, and nothing finite becomes infinite. The random numbers are a hash of seed, position and
-    value: as cheap as the arithmetic around them, and different in each step of a loop.
+    Zeros, infinities and NaN stay as they are; nothing else becomes one of them or changes its sign. The random numbers are a hash of seed,
+    position and value: as cheap as the arithmetic around them, and different in each step of a loop.
     """
-    bits = jnp.finfo(x.dtype).bits
-    whole = jnp.dtype(f"uint{bits}")
-    held = lax.bitcast_convert_type(x, whole)
+    width = jnp.finfo(x.dtype).bits
+    held = lax.bitcast_convert_type(x, jnp.dtype(f"int{width}"))
+    held = held if width >= 32 else lax.convert_element_type(held, jnp.int32)
+    whole = held.dtype.type
     h = _hashed(held, x.shape, seed)
-    first, second = ((half.astype(jnp.float32) + 0.5) * 2.0**-16 for half in (h >> 16, h & 0xFFFF))
-    by = jnp.floor(most * (2 * first - 1) + second)
-    # The bits of a float of one sign are in the order of the floats.
-    there = held + by.astype(jnp.int32).astype(whole) if bits <= 32 else held + by.astype(jnp.int64).astype(whole)
-    new = lax.bitcast_convert_type(there, x.dtype)
-    same_side = jnp.isfinite(new) & (jnp.signbit(new) == jnp.signbit(x)) & (jnp.abs(new - x) <= jnp.abs(x))
-    return jnp.where(jnp.isfinite(x) & (x != 0) & same_side, new, x)
+    first, second = (
+        lax.convert_element_type(half, jnp.float32) for half in (h >> np.uint32(16), h & np.uint32(0xFFFF))
+    )
+    # floor(most * (2 u - 1) + v), u and v being the halves over 2^16, each in the middle of its step
+    by = lax.floor(first * np.float32(most * 2.0**-15) + (second * np.float32(2.0**-16) + np.float32(2.0**-17 - most)))
+    # The bits of floats of one sign are in the order of the floats.
+    magnitude = held & whole(2 ** (width - 1) - 1)
+    endless = np.asarray(np.inf, x.dtype).view(f"int{width}").astype(whole)
+    new = lax.clamp(whole(1), magnitude + lax.convert_element_type(by, held.dtype), endless - whole(1))
+    new = jnp.where((magnitude == whole(0)) | (magnitude >= endless), magnitude, new) | (
+        held & ~whole(2 ** (width - 1) - 1)
+    )
+    new = lax.convert_element_type(new, jnp.dtype(f"int{width}"))
+    return lax.bitcast_convert_type(new, x.dtype)
 
 
 def _hashed(held: Any, shape: Sequence[int], seed: Seed) -> Any:
     """32 random bits for each entry: the finaliser of MurmurHash3 (Appleby, 2011)."""
-    low = held.astype(jnp.uint32) if held.dtype.itemsize <= 4 else (held ^ (held >> 32)).astype(jnp.uint32)
-    where = jnp.zeros((), jnp.uint32)
-    for axis, size in enumerate(shape):
-        where = where * jnp.uint32(size & 0xFFFFFFFF) + lax.broadcasted_iota(jnp.uint32, shape, axis)
-    h = low * jnp.uint32(0xCC9E2D51) ^ where * jnp.uint32(0x9E3779B1) ^ seed
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        h = (h ^ (h >> shift)) * jnp.uint32(factor)
-    return h ^ (h >> 16)
+    low = lax.convert_element_type(held, jnp.uint32)
+    where = lax.reshape(lax.iota(jnp.uint32, math.prod(shape)), shape)
+    h = (low * np.uint32(0xCC9E2D51)) ^ (where * np.uint32(0x9E3779B1)) ^ seed
+    h = (h ^ (h >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    h = (h ^ (h >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return h ^ (h >> np.uint32(16))
