@@ -70,6 +70,8 @@ class Batches:
             )
         self._data, self.keeps = data, True
         self.count = len(data) if hasattr(data, "__len__") else None
+        if self.count == 0:
+            raise ArgumentError("data: got no batches, needed at least one")
         is_sequence = self.count is not None and hasattr(data, "__getitem__")
         self._rest: Iterator[Any] | None = None if callable(data) or is_sequence else iter(data)
         self._taken: dict[int, Any] = {}
@@ -84,8 +86,6 @@ class Batches:
         if callable(self._data):
             return self._data(step)
         if self._rest is None:
-            if not self.count:
-                raise Ended
             return self._data[step % self.count]
         while self._at <= step:
             if not self.keeps:

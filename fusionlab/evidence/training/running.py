@@ -79,7 +79,7 @@ def train(
     static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     with watched(progress) as told:
         stages = Stages(told, cancel)
-        stages("tracing")
+        Stages(told)("tracing")
         first = _first(batches)
         made = [
             Step(Call.of(f, state, kwargs, first, data_argnum, **static), first, loss, next_state) for f in (fn, fused)
