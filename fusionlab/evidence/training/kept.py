@@ -111,5 +111,5 @@ def _series_dict(series: Series) -> dict[str, Any]:
 
 
 def _series(data: Mapping[str, Any]) -> Series:
-    plain = ([float(x) for x in data[k]] for k in ("losses", "loss_differences", "squares"))
-    return Series(*plain, [np.array([float(x) for x in block]) for block in data["blocks"]])
+    losses, differences, squares = ([float(x) for x in data[k]] for k in ("losses", "loss_differences", "squares"))
+    return Series(losses, differences, squares, [np.array([float(x) for x in block]) for block in data["blocks"]])

@@ -68,8 +68,9 @@ class Batches:
             raise ArgumentError(
                 f"data: got {type(data).__name__}, needed batches: a sequence or an iterator of them, or a function of a step's number"
             )
-        self._data, self.keeps = data, True
-        self.count = len(data) if hasattr(data, "__len__") else None
+        self._data: Any = data
+        self.keeps = True
+        self.count: int | None = len(self._data) if hasattr(data, "__len__") else None
         if self.count == 0:
             raise ArgumentError("data: got no batches, needed at least one")
         is_sequence = self.count is not None and hasattr(data, "__getitem__")
@@ -86,7 +87,7 @@ class Batches:
         if callable(self._data):
             return self._data(step)
         if self._rest is None:
-            return self._data[step % self.count]
+            return self._data[step % len(self._data)]
         while self._at <= step:
             if not self.keeps:
                 self._taken = {0: self._taken[0]} if self._taken else {}

@@ -223,8 +223,11 @@ def test_what_cannot_be_trained_is_one_clear_error():
     ):
         with pytest.raises(FusionLabError, match=message):
             curve(*made, **options)
-    with pytest.raises(ArgumentError, match="fused: got a step that replaces"):
-        curve(made[0], lambda params, x, y: ({"first": params["first"]}, loss(params, x, y)), next_state=None)
+    counted = [
+        lambda params, n, x, y, by=by: (*made[0](params, x, y), n + 1)[:by] for by in (3, 2)
+    ]  # the second returns no count
+    with pytest.raises(ArgumentError, match=r"fused: got a step that replaces 4, needed the original's 5"):
+        curve(*counted, start(), jnp.int32(0))
 
     def prints(params, x, y):
         jax.debug.print("{}", x[0, 0])
