@@ -40,7 +40,7 @@ def _reduced(closed: Any) -> Iterator[Any]:
 def error_of_sums(dtype: str) -> float:
     """How many times the error of one rounding a sum of `TERMS` terms of this dtype has: 1 where it is added up in float32.
 
-    A compiler may round each partial sum to the program's dtype or none of them; no setting tells, so one sum is measured.
+    A compiler may round each partial sum to the program's dtype or none of them; no setting states which, so one sum is measured.
     """
     draw = np.random.default_rng(0).standard_normal((TERMS, _COLUMNS))
     with jax_defaults():

@@ -178,7 +178,8 @@ class Curve(Shown):
     def _headline(self) -> str:
         verdict = self.verdict.upper() if self.verdict is Band.OUTSIDE else str(self.verdict)
         early = f" of {self.steps} ({self.stopped})" if self.stopped else ""
-        return f"{verdict} over {self.reached}{early} steps"
+        steps = f"{self.reached}{early} {plural('step', self.steps if early else self.reached)}"
+        return f"{verdict} over {steps}"
 
     def _sentence(self) -> str:
         return f"{self.name}: {self._headline}"

@@ -46,7 +46,7 @@ def train(
     cancel: Cancel | None = None,
     **kwargs: Any,
 ) -> Curve:
-    """Trains both from one state on the same batches, and tells whether they differ by more than rounding.
+    """Trains both from one state on the same batches, and decides whether they differ by more than rounding.
 
     The original is run `runs` times more with other roundings of its sums (`fusionlab.graph.interpret.resummed`); the fused version's
     losses and states are judged by how far these runs are from the original (`judging`).

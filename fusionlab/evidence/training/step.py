@@ -318,16 +318,14 @@ class _Matched:
         self.fixed += [label for label, _ in trees[len(parts) :]]
 
     def _by_structure(self, label: str, tree: Any) -> None:
-        """Takes the part of the result that is least deep in it of those that are like the argument."""
+        """Takes the part of the result that is like the argument; of several, the one that is least deep in it."""
         if any(leaf.at in self.next for leaf in _leaves(tree)):  # changed in place
             return
         fits = [(depth, path, node) for depth, path, node in self._free if _is_same(tree, node)]
         fits = [fit for fit in fits if fit[0] == fits[0][0]]
         alike = [other for other, t in self.trees.items() if _is_same(tree, t) and other not in self._decided]
         self._decided.add(label)
-        if isinstance(tree, Leaf) and tree.shape == () and is_float(tree.dtype) and len(fits) <= len(alike):
-            fits = []  # the loss
-        if not fits:
+        if not fits or (_may_be_loss(tree) and len(fits) <= len(alike)):
             self.fixed += [label] if _leaves(tree) else []
             return
         if len(fits) > len(alike):
@@ -382,6 +380,10 @@ def _marked(label: str, arg: Any, named: dict[str, Leaf]) -> tuple[str, Any]:
     flat, tree = flattened(arg)
     marks = [_Other(label) if is_object(x) else named.get(label + keystr(path), _Other(label)) for path, x in flat]
     return label, jax.tree.unflatten(tree, marks)
+
+
+def _may_be_loss(tree: Any) -> bool:
+    return isinstance(tree, Leaf) and tree.shape == () and is_float(tree.dtype)
 
 
 def _leaves(tree: Any) -> list[Leaf]:

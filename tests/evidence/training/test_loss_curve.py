@@ -223,9 +223,8 @@ def test_what_cannot_be_trained_is_one_clear_error():
     ):
         with pytest.raises(FusionLabError, match=message):
             curve(*made, **options)
-    counted = [
-        lambda params, n, x, y, by=by: (*made[0](params, x, y), n + 1)[:by] for by in (3, 2)
-    ]  # the second returns no count
+    # The second returns no count.
+    counted = [lambda params, n, x, y, by=by: (*made[0](params, x, y), n + 1)[:by] for by in (3, 2)]
     with pytest.raises(ArgumentError, match=r"fused: got a step that replaces 4, needed the original's 5"):
         curve(*counted, start(), jnp.int32(0))
 
