@@ -22,7 +22,7 @@ def load(path: str | os.PathLike[str]) -> SavedLab | Comparison | LossCurve:
       `fusionlab.LossCurve`.
 
     Raises:
-      ArgumentError: there is no such file, it is larger than 256 MB (other than .npz), or it is none of these.
+      ArgumentError: there is no such file, it is larger than 256 MB (other than .npz), or it is another kind of file.
     """
     from .saved import read
 
