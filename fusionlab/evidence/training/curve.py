@@ -125,8 +125,9 @@ class Curve(Shown):
 
     @property
     def outside(self) -> Records[Stretch]:
-        """What is above its limit, in the order of the steps, then the farthest first."""
-        return Records(sorted((s for s in self.stretches if s.outside), key=lambda s: (s.first, -s.share)))
+        """What is above its limit, in the order of the steps, then single arrays before all of them, then the farthest first."""
+        above = (s for s in self.stretches if s.outside)
+        return Records(sorted(above, key=lambda s: (s.first, s.of == TOTAL, -s.share)))
 
     @property
     def worst(self) -> Records[Stretch]:
