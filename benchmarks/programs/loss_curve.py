@@ -1,7 +1,7 @@
 """GPT-2 trained beside its fused version: which errors a loss curve shows, and which it does not.
 
     python -m benchmarks loss_curve [--json] [-o FILE] [--quick] [--only TEXT] [--steps N] [--runs N] [--batch N] [--length N] [--layers N]
-        [--width N] [--plots FOLDER]
+        [--width N] [--plots FOLDER] [--gradients]
 
 GPT-2's shapes (12 layers of width 768, vocabulary 50257) at 4 texts of 512 tokens unless said otherwise; parameters and optimisers in
 float32, the model in bfloat16. The texts are walks of a Markov chain of 512 tokens with four successors each, so that there is something
@@ -12,12 +12,12 @@ to learn. `fl.compare(step, fused, *state, data=texts, steps=200)` of
     times 1.5, SGD       that gradient is multiplied by 1.5
     times 1.01           that gradient is multiplied by 1.01, AdamW, which divides the gradient by its own size
 
-and, for the last one, `fl.compare` of the loss with its gradients. Each program is compiled with JAX's persistent cache in a new folder.
+and with --gradients, for the last one, `fl.compare` of the loss with its gradients. Each program is compiled with JAX's persistent cache
+in a new folder.
 """
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -191,6 +191,9 @@ def _parser() -> Any:
     parser.add_argument("--runs", type=int, default=RUNS, help="further runs of the original")
     for name in ("batch", "length", "layers", "width"):
         parser.add_argument(f"--{name}", type=int, default=None)
+    parser.add_argument(
+        "--gradients", action="store_true", help="also compare the gradients that are 1.01 times what they should be"
+    )
     parser.add_argument("--plots", type=Path, help="a folder for the curves' plots and pages")
     return parser
 
@@ -200,6 +203,28 @@ def _case(options: Any, on_cuda: bool) -> GPT2:
     case = GPT2(layers=2, width=32, heads=4, vocabulary=64, batch=4, length=32) if tiny else GPT2(batch=4, length=512)
     given = {k: v for k in ("batch", "length", "layers", "width") if (v := getattr(options, k)) is not None}
     return replace(case, **given)
+
+
+def _trained_cases(case: GPT2, options: Any, record: dict[str, Any], on_cuda: bool) -> None:
+    for name in (n for n in CASES if options.only in n):
+        start = time.perf_counter()
+        curve = trained(name, case, record["steps"], options.runs)
+        seconds = time.perf_counter() - start
+        record["cases"][name] = summary(curve) | {"wall_s": seconds}
+        if not options.json:
+            print(line(name, curve, seconds), flush=True)
+        for suffix in ("html", "png") if options.plots else ():
+            curve.save(options.plots / f"{name.replace(' ', '_').replace(',', '')}.{suffix}")
+        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+
+
+def _compared_gradients(case: GPT2, options: Any) -> dict[str, Any]:
+    start = time.perf_counter()
+    evidence = compared(case)
+    bad = [str(leaf) for leaf in evidence.numerics.regressions] if evidence.numerics is not None else []
+    if not options.json:
+        print(f"times 1.01, gradients: {len(bad)} WORSE", *bad[:4], *evidence.notes, sep="\n  ", flush=True)
+    return {"worse": bad, "notes": list(evidence.notes), "wall_s": time.perf_counter() - start}
 
 
 def main(argv: list[str]) -> int:
@@ -212,36 +237,15 @@ def main(argv: list[str]) -> int:
 
     on_cuda = Device.current().platform == "cuda"
     case = _case(options, on_cuda)
-    steps = options.steps or (20 if options.quick else STEPS)
-    record: dict[str, Any] = new_record("loss_curve", options) | {"cases": {}, "steps": steps, "runs": options.runs}
+    record: dict[str, Any] = new_record("loss_curve", options) | {"cases": {}, "runs": options.runs}
+    record["steps"] = options.steps or (20 if options.quick else STEPS)
     record["shape"] = {k: getattr(case, k) for k in ("layers", "width", "heads", "vocabulary", "batch", "length")}
     with tempfile.TemporaryDirectory(prefix="fusionlab-") as cache:
         jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        for name in (n for n in CASES if options.only in n):
-            start = time.perf_counter()
-            curve = trained(name, case, steps, options.runs)
-            seconds = time.perf_counter() - start
-            record["cases"][name] = summary(curve) | {"wall_s": seconds}
-            if not options.json:
-                print(line(name, curve, seconds), flush=True)
-            if options.plots:
-                for suffix in ("html", "png"):
-                    curve.save(options.plots / f"{name.replace(' ', '_').replace(',', '')}.{suffix}")
-            save(record, options, on_cuda)
-        if options.only in "times 1.01":
-            start = time.perf_counter()
-            evidence = compared(case)
-            bad = evidence.numerics.regressions if evidence.numerics is not None else ()
-            record["gradients"] = {"worse": [str(leaf) for leaf in bad], "notes": list(evidence.notes)}
-            record["gradients"]["wall_s"] = time.perf_counter() - start
-            if not options.json:
-                print(
-                    f"times 1.01, gradients: {len(bad)} WORSE",
-                    *map(str, bad[:4]),
-                    *evidence.notes,
-                    sep="\n  ",
-                    file=sys.stdout,
-                )
+        _trained_cases(case, options, record, on_cuda)
+        if options.gradients:
+            record["gradients"] = _compared_gradients(case, options)
+        jax.config.update("jax_compilation_cache_dir", None)
     finish(record, options, on_cuda)
     return 0

@@ -25,7 +25,7 @@ from .curve import LOSS, TOTAL, Stretch
 from .lanes import Series
 from .step import Leaf
 
-FACTOR = 2.0  # a fused program also rounds where the original does not: other intermediate values, not only other orders of sums
+FACTOR = 3.0  # a fused program also rounds where the original does not: other intermediate values, not only other orders of sums
 ENTRIES = 32  # degrees of freedom of a larger array
 FALSE_ALARMS = 0.01  # of a comparison
 
