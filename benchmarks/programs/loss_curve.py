@@ -18,9 +18,10 @@ in a new folder.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,11 +228,31 @@ def _compared_gradients(case: GPT2, options: Any) -> dict[str, Any]:
     return {"worse": bad, "notes": list(evidence.notes), "wall_s": time.perf_counter() - start}
 
 
+@contextlib.contextmanager
+def _new_cache() -> Iterator[None]:
+    """JAX's persistent cache in a folder of its own, for the original that several cases have."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+
+    def use(values: list[Any]) -> None:
+        compilation_cache.reset_cache()
+        for name, value in zip(names, values, strict=True):
+            jax.config.update(name, value)
+
+    with tempfile.TemporaryDirectory(prefix="fusionlab-") as folder:
+        use([folder, 0])
+        try:
+            yield
+        finally:
+            use(before)
+
+
 def main(argv: list[str]) -> int:
     """Prints the verdict on each case and writes the record. Returns the exit status."""
     options = _parser().parse_args(argv)
-
-    import jax
 
     from fusionlab.device import Device
 
@@ -240,12 +261,9 @@ def main(argv: list[str]) -> int:
     record: dict[str, Any] = new_record("loss_curve", options) | {"cases": {}, "runs": options.runs}
     record["steps"] = options.steps or (20 if options.quick else STEPS)
     record["shape"] = {k: getattr(case, k) for k in ("layers", "width", "heads", "vocabulary", "batch", "length")}
-    with tempfile.TemporaryDirectory(prefix="fusionlab-") as cache:
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    with _new_cache():
         _trained_cases(case, options, record, on_cuda)
         if options.gradients:
             record["gradients"] = _compared_gradients(case, options)
-        jax.config.update("jax_compilation_cache_dir", None)
     finish(record, options, on_cuda)
     return 0
