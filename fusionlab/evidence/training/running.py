@@ -319,9 +319,7 @@ class _Training:
                 "the original's loss is not finite at every step; such steps are outside where the fused version's is"
             )
         if any(not any(s.squares) for s in others):
-            notes.append(
-                "a run of the original with other roundings has the very same state: its steps have no sum that rounds"
-            )
+            notes.append("a run of the original with other roundings has the very same state: none of them reaches it")
         return notes
 
 
