@@ -23,7 +23,7 @@ from jax import numpy as jnp
 from .blocks import blocks_of
 from .curve import LOSS, TOTAL, Stretch
 from .lanes import Series
-from .step import Leaf
+from .result import Leaf
 
 FACTOR = 3.0  # a fused program also rounds where the original does not: other intermediate values, not only other orders of sums
 ENTRIES = 32  # degrees of freedom of a larger array

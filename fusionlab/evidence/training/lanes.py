@@ -20,7 +20,8 @@ from fusionlab.graph.interpret.resummed import Arithmetic, resummed
 from fusionlab.graph.settings import jax_defaults
 
 from .blocks import block_of
-from .step import Leaf, Step
+from .result import Leaf
+from .step import Step
 
 ORIGINAL, FUSED = "original", "fused"
 _BEHIND = 2  # steps that the host may be ahead of the device

@@ -21,7 +21,8 @@ from .curve import Curve
 from .judging import judged, measured
 from .kept import Kept, on_host
 from .lanes import FUSED, ORIGINAL, Batches, Ended, Group, Lane, Programs, Series, floats, room_for
-from .step import Call, Loss, Picks, Step
+from .result import Loss
+from .step import Call, Picks, Step
 
 RUNS = 6
 _ENDED, _BUDGET, _CANCELLED = "no more batches", "budget", "cancelled"

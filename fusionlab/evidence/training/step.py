@@ -19,40 +19,16 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import Bound, label_of
-from fusionlab.graph.calls.parts import CallResult, flattened, is_array, keystr
+from fusionlab.graph.calls.parts import flattened, is_array, keystr
 from fusionlab.graph.calls.state import is_object
 from fusionlab.graph.calls.wrappers import unwrapped
-from fusionlab.graph.dtypes import is_float
 from fusionlab.graph.program.trace import bind_users, name_of, users_code
 from fusionlab.graph.settings import as_function
 
 from ..instruments.program import compiling, refuse_side_effects
+from .result import Leaf, Loss, Other, Result, is_same, leaves_of, loss_of, may_be_loss, text_of
 
-Loss = str | Callable[[Any], Any] | None
 Picks = Callable[[Any], Any] | None
-_DEPTH = 3  # how far into a result the state is looked for
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """An array's place: its number among the arrays of a call or of its result, its name, shape and dtype."""
-
-    at: int
-    name: str
-    shape: tuple[int, ...]
-    dtype: Any
-
-    @property
-    def text(self) -> str:
-        """ "out[1]: float32[8,4]"."""
-        return f"{self.name}: {self.dtype}[{','.join(map(str, self.shape))}]"
-
-
-@dataclass(frozen=True, eq=False)
-class _Other:
-    """A leaf that is no array: equal to any other."""
-
-    name: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +122,7 @@ class Step:
             Leaf(i, n, tuple(np.shape(x)), jnp.result_type(x))
             for i, (n, x) in enumerate(zip(bound.leaf_names, leaves, strict=True))
         ]
-        out = _Result(shape)
+        out = Result(shape)
         self._batch = [leaf.at for leaf in named if leaf.at in set(self._batch_leaves(bound))]
         own = [leaf for leaf in named if leaf.at not in set(self._batch)]
         found = _Matched(self, bound, own, out, next_state)
@@ -158,7 +134,7 @@ class Step:
         self.fixed_names = found.fixed
         taken = set(found.next.values())
         self._loss_at = (
-            None if callable(loss) else _loss_of(self.name, loss, [x for x in out.leaves if x.at not in taken])
+            None if callable(loss) else loss_of(self.name, loss, [x for x in out.leaves if x.at not in taken])
         )
         self.loss = getattr(loss, "__name__", "loss") if self._loss_at is None else self._loss_at.name
         self._programs: dict[Any, Any] = {self._key(leaves): (closed, shape)}
@@ -235,7 +211,7 @@ class Step:
 
     def _picked(self, shape: Any, outs: Sequence[Any]) -> Any:
         assert callable(self._loss)
-        loss = self._loss(_Result(shape).tree_of(outs))
+        loss = self._loss(Result(shape).tree_of(outs))
         if np.shape(loss) != ():
             raise ArgumentError(f"loss: got {np.shape(loss)} from the function, needed one number")
         return loss
@@ -246,39 +222,6 @@ def _strong(x: Any, leaf: Leaf) -> Any:
     return x if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jnp.asarray(x, leaf.dtype)
 
 
-class _Result:
-    """A step's result as its user sees it, with a `Leaf` at each array; what is neither array nor number is an `_Other`."""
-
-    def __init__(self, shape: Any) -> None:
-        rest = shape.rest if isinstance(shape, CallResult) else None
-        arrays = shape.arrays if rest is not None else jax.tree.leaves(shape)
-        self._structure = rest.tree if rest is not None else jax.tree.structure(shape)
-        self._kinds = rest.leaves if rest is not None else ("array",) * len(arrays)
-        names = shape.leaf_names if rest is not None else ["out" + keystr(p) for p, _ in flattened(shape)[0]]
-        self.leaves = [Leaf(i, n, tuple(x.shape), x.dtype) for i, (n, x) in enumerate(zip(names, arrays, strict=True))]
-        self.tree = self.tree_of(self.leaves)
-
-    def tree_of(self, arrays: Sequence[Any]) -> Any:
-        values = iter(arrays)
-        return jax.tree.unflatten(self._structure, [next(values) if k == "array" else _Other("") for k in self._kinds])
-
-    def nodes(self) -> Iterator[tuple[int, str, Any]]:
-        """(depth, path, part) of the result, the whole of it first, then what is deeper in it."""
-        level: list[tuple[str, Any]] = [("out", self.tree)]
-        for depth in range(_DEPTH + 1):
-            yield from ((depth, path, node) for path, node in level)
-            level = [(path + key, child) for path, node in level for key, child in _children(node)]
-
-
-def _children(node: Any) -> list[tuple[str, Any]]:
-    if isinstance(node, Leaf | _Other):
-        return []
-    return [
-        (keystr(path), child)
-        for path, child in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    ]
-
-
 class _Matched:
     """The state's arrays, by structure or by the names of changed objects.
 
@@ -287,7 +230,7 @@ class _Matched:
       fixed: names of the arguments that have none.
     """
 
-    def __init__(self, step: Step, bound: Bound, own: Sequence[Leaf], out: _Result, picks: Picks) -> None:
+    def __init__(self, step: Step, bound: Bound, own: Sequence[Leaf], out: Result, picks: Picks) -> None:
         self.step, self.out = step, out
         named = {leaf.name: leaf for leaf in own}
         results = {leaf.name: leaf.at for leaf in out.leaves}
@@ -295,12 +238,12 @@ class _Matched:
         self.trees = dict(_arguments(step.call, bound, named))
         self.fixed: list[str] = []
         self._decided: set[str] = set()
-        self._free = [(depth, path, node) for depth, path, node in out.nodes() if not isinstance(node, _Other)]
+        self._free = [(depth, path, node) for depth, path, node in out.nodes() if not isinstance(node, Other)]
         if picks is not None:
             self._by(picks)
         else:
             # The largest first: a part of an optimiser's state may be like the parameters.
-            for label, tree in sorted(self.trees.items(), key=lambda item: -len(_leaves(item[1]))):
+            for label, tree in sorted(self.trees.items(), key=lambda item: -len(leaves_of(item[1]))):
                 self._by_structure(label, tree)
         if not self.next:
             raise self._nothing()
@@ -312,21 +255,23 @@ class _Matched:
             picked = (picked,)
         parts = picked if len(trees) > 1 else (picked,)
         for (label, tree), part in zip(trees, parts, strict=False):
-            if not _is_same(tree, part):
-                raise ArgumentError(f"next_state: got {_text(part)} for {label}, needed its next value: {_text(tree)}")
+            if not is_same(tree, part):
+                raise ArgumentError(
+                    f"next_state: got {text_of(part)} for {label}, needed its next value: {text_of(tree)}"
+                )
             self._take(tree, part)
         self.fixed += [label for label, _ in trees[len(parts) :]]
 
     def _by_structure(self, label: str, tree: Any) -> None:
         """Takes the part of the result that is like the argument; of several, the one that is least deep in it."""
-        if any(leaf.at in self.next for leaf in _leaves(tree)):  # changed in place
+        if any(leaf.at in self.next for leaf in leaves_of(tree)):  # changed in place
             return
-        fits = [(depth, path, node) for depth, path, node in self._free if _is_same(tree, node)]
+        fits = [(depth, path, node) for depth, path, node in self._free if is_same(tree, node)]
         fits = [fit for fit in fits if fit[0] == fits[0][0]]
-        alike = [other for other, t in self.trees.items() if _is_same(tree, t) and other not in self._decided]
+        alike = [other for other, t in self.trees.items() if is_same(tree, t) and other not in self._decided]
         self._decided.add(label)
-        if not fits or (_may_be_loss(tree) and len(fits) <= len(alike)):
-            self.fixed += [label] if _leaves(tree) else []
+        if not fits or (may_be_loss(tree) and len(fits) <= len(alike)):
+            self.fixed += [label] if leaves_of(tree) else []
             return
         if len(fits) > len(alike):
             places = ", ".join(path for _, path, _ in fits[:4])
@@ -335,27 +280,27 @@ class _Matched:
                 f"next value; pick the state: next_state=lambda out: (out[0], out[1])"
             )
         self._take(tree, fits[0][2])
-        taken = {leaf.at for leaf in _leaves(fits[0][2])}
-        self._free = [free for free in self._free if not taken & {leaf.at for leaf in _leaves(free[2])}]
+        taken = {leaf.at for leaf in leaves_of(fits[0][2])}
+        self._free = [free for free in self._free if not taken & {leaf.at for leaf in leaves_of(free[2])}]
 
     def _take(self, tree: Any, node: Any) -> None:
-        pairs = zip(_leaves(tree), _leaves(node), strict=True)
+        pairs = zip(leaves_of(tree), leaves_of(node), strict=True)
         self.next |= {a.at: b.at for a, b in pairs}
 
     def _nothing(self) -> ArgumentError:
-        arguments = "; ".join(f"{label} of {_text(tree)}" for label, tree in self.trees.items()) or "no arguments"
+        arguments = "; ".join(f"{label} of {text_of(tree)}" for label, tree in self.trees.items()) or "no arguments"
         near = next(filter(None, (self._near(label, tree) for label, tree in self.trees.items())), "")
         return ArgumentError(
-            f"{self.step.name}: got {arguments}, and a result of {_text(self.out.tree)}, in which no argument has its next value{near}; "
+            f"{self.step.name}: got {arguments}, and a result of {text_of(self.out.tree)}, in which no argument has its next value{near}; "
             f"needed a step that returns its state, such as (state, batch) -> (state, loss), or next_state=lambda out: ... that picks it"
         )
 
     def _near(self, label: str, tree: Any) -> str:
         """The first array that differs in a part of the result with the argument's structure."""
         for _, path, node in self.out.nodes():
-            if isinstance(node, Leaf | _Other) or jax.tree.structure(node) != jax.tree.structure(tree):
+            if isinstance(node, Leaf | Other) or jax.tree.structure(node) != jax.tree.structure(tree):
                 continue
-            for a, b in zip(_leaves(tree), _leaves(node), strict=False):
+            for a, b in zip(leaves_of(tree), leaves_of(node), strict=False):
                 if (a.shape, a.dtype) != (b.shape, b.dtype):
                     return f" ({path} is like {label}, but for {a.text}, which becomes {b.text})"
         return ""
@@ -378,62 +323,5 @@ def _positional(call: Call, bound: Bound) -> tuple:
 
 def _marked(label: str, arg: Any, named: dict[str, Leaf]) -> tuple[str, Any]:
     flat, tree = flattened(arg)
-    marks = [_Other(label) if is_object(x) else named.get(label + keystr(path), _Other(label)) for path, x in flat]
+    marks = [Other(label) if is_object(x) else named.get(label + keystr(path), Other(label)) for path, x in flat]
     return label, jax.tree.unflatten(tree, marks)
-
-
-def _may_be_loss(tree: Any) -> bool:
-    return isinstance(tree, Leaf) and tree.shape == () and is_float(tree.dtype)
-
-
-def _leaves(tree: Any) -> list[Leaf]:
-    return [x for x in jax.tree.leaves(tree) if isinstance(x, Leaf)]
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two trees agree in structure, shapes and dtypes, and have an array."""
-    if isinstance(a, Leaf) != isinstance(b, Leaf) or not _leaves(a):
-        return False
-    if jax.tree.structure(a) != jax.tree.structure(b):
-        return False
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(
-        (x.shape, x.dtype) == (y.shape, y.dtype) if isinstance(x, Leaf) and isinstance(y, Leaf) else type(x) is type(y)
-        for x, y in pairs
-    )
-
-
-def _text(tree: Any) -> str:
-    """ "3 arrays (out[0]: float32[8,4], out[1]: float32[4], ...)"."""
-    leaves = _leaves(tree)
-    some = ", ".join(leaf.text for leaf in leaves[:3]) + (", ..." if len(leaves) > 3 else "")
-    return f"{len(leaves)} array{'s' if len(leaves) != 1 else ''} ({some})" if leaves else "no arrays"
-
-
-def _loss_of(name: str, loss: Loss, free: Sequence[Leaf]) -> Leaf:
-    """The loss among the results that are not of the state: the one asked for, the only number, or the only one that is called so."""
-    numbers = [x for x in free if x.shape == () and is_float(x.dtype)]
-    if isinstance(loss, str):
-        chosen = [x for x in numbers if x.name == loss or _last(x.name) == loss]
-        if len(chosen) != 1:
-            have = ", ".join(x.name for x in numbers) or "none"
-            raise ArgumentError(f"loss: got {loss!r}, needed the name of one number in the result of {name}: {have}")
-        return chosen[0]
-    called = [x for x in numbers if "loss" in _last(x.name).lower()]
-    for some in (numbers, called):
-        if len(some) == 1:
-            return some[0]
-    if not numbers:
-        have = ", ".join(x.text for x in free[:6]) or "nothing"
-        raise ArgumentError(
-            f"{name}: got {have} and its state, needed the loss, one float; return it, or make it of the result: loss=lambda out: ..."
-        )
-    have = ", ".join(x.name for x in numbers[:6])
-    raise ArgumentError(
-        f"{name}: got {len(numbers)} numbers that may be the loss ({have}), needed one; name it: loss={numbers[0].name!r}"
-    )
-
-
-def _last(name: str) -> str:
-    """The last key of a path: "loss" of "out[1]['loss']"."""
-    return name.removesuffix("]").rpartition("[")[2].rpartition(".")[2].strip("'\"")
