@@ -77,6 +77,11 @@ def read_numerics(data: Mapping[str, Any] | None) -> Numerics | None:
         parts |= {k: error(d[k]) for k in ("before", "after", "between")}
         parts |= {"zero_in_theory": d.get("zero_in_theory", False)}
         parts |= {k: d.get(k, 0) for k in ("filled", "filled_rows")}
+        scales = d.get("scales")  # older records have none
+        parts |= {
+            "scales": None if scales is None else (scales[0], scales[1]),
+            "scale_limit": d.get("scale_limit", 0.0),
+        }
         return LeafNumerics(shape=tuple(d["shape"]), **parts)
 
     leaves = tuple(map(leaf, data["leaves"]))

@@ -7,14 +7,17 @@ import io
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+from ..errors import ArgumentError
 from ..evidence.comparison import Evidence, measure
+from ..evidence.training.running import train
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused, already_fused
 from .lab import check_names, not_swallowed
 from .shown import fields_of
+from .training import LossCurve
 
 
 @errors_for_users
@@ -73,29 +76,47 @@ class Comparison(Evidence):
         return text
 
 
+@overload
+def compare(
+    fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, data: None = None, **options: Any
+) -> Comparison: ...
+@overload
+def compare(fn: Callable, fused: Callable, *args: Any, data: Any, **options: Any) -> LossCurve: ...
 @own_lines_hidden
-def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, **options: Any) -> Comparison:
+def compare(
+    fn: Callable, fused: Callable, *args: Any, grad: bool | None = None, data: Any = None, **options: Any
+) -> Comparison | LossCurve:
     """Measures time, memory and errors of `fn` (jitted) against `fused`: of the call and its gradient, or of a train step as it is.
+
+    With `data` it trains both from one state instead, and compares the losses and states (see `LossCurve`).
 
     Where every site runs what XLA runs anyway and both versions compile to the same instructions, nothing is timed.
     On a GPU times are device time, elsewhere (and on several devices, or without CuPy) wall time; each timing's `clock` names the clock.
 
     Args:
       fn, fused: the original and the version to judge.
-      *args: arrays to run on.
+      *args: arrays to run on; with `data`, the step's arguments but for the batch.
       grad: also compare gradients, and time value and gradient; None: where `fn` has one, and is not differentiated already.
+      data: batches, for a train step.
       **options: argnums, samples, budget_s, donate_argnums, static_argnums, static_argnames, timing, numerics, memory, progress and
-        cancel, as for `fusionlab.evidence.comparison.measure`; the rest are keyword arguments of the functions. Static arguments
-        that are not named here are those that `fused` was made with.
+        cancel, as for `fusionlab.evidence.comparison.measure`; with `data` steps, loss, next_state, data_argnum, runs, resume, budget_s,
+        static_argnums, static_argnames, progress and cancel, as for `fusionlab.evidence.training.running.train`. The rest are keyword
+        arguments of the functions. Static arguments that are not named here are those that `fused` was made with.
 
     Raises:
       ArgumentError: shapes where arrays are needed, an option with the name of a parameter of `fn`, or an argument that is not an
-        array and was not named as static. SideEffectError: the function has callbacks or prints. TraceError: it does not trace.
+        array and was not named as static; with `data`, a step whose state or loss is not found. SideEffectError: the function has
+        callbacks or prints. TraceError: it does not trace.
     """
-    own = signature(measure).parameters
+    verb = measure if data is None else train
+    own = signature(verb).parameters
     kwargs = {k: v for k, v in options.items() if k not in own}
-    check_names("compare", fn, kwargs, (*own, "grad"))
-    not_swallowed("compare", fn, {k: v for k, v in options.items() if k in own})
+    check_names("compare", fn, kwargs, (*own, "grad", "data"))
+    not_swallowed(
+        "compare", fn, {k: v for k, v in options.items() if k in own} | ({} if data is None else {"data": data})
+    )
+    if data is not None:
+        return _trained(fn, fused, args, grad, data, options)
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
     options = fused.__fusionlab_jit__.static | options
@@ -107,3 +128,15 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
         grad = False if grad is None and found.differentiated else grad
         evidence = measure(fn, fused, *args, grad=grad, **options)
     return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes, *already_fused(fn))))
+
+
+def _trained(
+    fn: Callable, fused: Callable, args: tuple, grad: bool | None, data: Any, options: dict[str, Any]
+) -> LossCurve:
+    if grad is not None:
+        raise ArgumentError(
+            f"grad: got {grad!r} with data; needed one of the two: with data, the steps are run and not differentiated"
+        )
+    static = fused.__fusionlab_jit__.static if isinstance(fused, Fused) else {}
+    curve = train(fn, fused, *args, data=data, **(static | options))
+    return LossCurve(**fields_of(curve, notes=(*curve.notes, *already_fused(fn))))

@@ -10,17 +10,19 @@ from ..tracebacks import own_lines_hidden
 if TYPE_CHECKING:
     from .comparison import Comparison
     from .saved import SavedLab
+    from .training import LossCurve
 
 
 @own_lines_hidden
-def load(path: str | os.PathLike[str]) -> SavedLab | Comparison:
-    """Reads what `lab.save("x.json")` or `comparison.save("x.json")` wrote: plain data, of which nothing is run.
+def load(path: str | os.PathLike[str]) -> SavedLab | Comparison | LossCurve:
+    """Reads what `lab.save("x.json")`, `comparison.save("x.json")` or `curve.save("x.npz")` wrote: plain data, of which nothing is run.
 
     Returns:
-      A `fusionlab.verbs.saved.SavedLab` (`.explore(fn, *args)` opens it again, `.fuse(fn)` fuses as it was set), or a `Comparison`.
+      A `fusionlab.verbs.saved.SavedLab` (`.explore(fn, *args)` opens it again, `.fuse(fn)` fuses as it was set), a `Comparison`, or a
+      `fusionlab.LossCurve`.
 
     Raises:
-      ArgumentError: there is no such file, it is larger than 256 MB, or it is neither.
+      ArgumentError: there is no such file, it is larger than 256 MB (other than .npz), or it is another kind of file.
     """
     from .saved import read
 

@@ -1,4 +1,4 @@
-"""Saved explorers and comparisons, read back. They are plain data: opening one runs no code from the file."""
+"""Saved explorers, comparisons and loss curves, read back. They are plain data: opening one runs no code from the file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..evidence.instruments.record import load_json
+from ..evidence.training.curve import FORMAT as CURVE
 from ..tracebacks import errors_for_users
 from ..viz.explorer.state_file import FORMAT, Saved
 from .comparison import Comparison
 from .explorer import explore
 from .lab import Fused, fuse
+from .training import LossCurve
 
 _MOST_BYTES = 256 << 20
 
@@ -40,14 +42,18 @@ class SavedLab(Saved):
         return fuse(fn, passes=self.setting.strategy, only=sorted(self.setting.enabled), **options)
 
 
-def read(path: str | os.PathLike[str]) -> SavedLab | Comparison:
+def read(path: str | os.PathLike[str]) -> SavedLab | Comparison | LossCurve:
     """See `fusionlab.load`."""
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"path: got {path!r:.80}, needed the path of a file")
     file = Path(path)
+    if file.suffix.lower() == ".npz":
+        return LossCurve.load(file)
     if file.is_file() and file.stat().st_size > _MOST_BYTES:
         raise ArgumentError(f"path: {path} has {file.stat().st_size:,} bytes, needed at most {_MOST_BYTES:,}")
     data = load_json(file)
+    if isinstance(data, dict) and data.get("format") == CURVE:
+        return LossCurve.load(file)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         return Comparison.load(file)
     try:

@@ -26,7 +26,7 @@ fusers.engine fusers.strategy fusers.passes.linear fusers.passes.norm fusers.pas
 fusers.passes.transformer fusers.passes.custom fusers.passes fusers.registry fusers.report fusers.find fusers
 testing.tolerances evidence.units evidence.instruments evidence.errors evidence
 viz.palette viz.markup viz.browser viz.convert viz.model viz.cards.card viz.cards.layout viz.parts viz.cards viz.export viz.notebook
-viz.plots viz.roofline_plots viz.route_plots viz.gpu_record viz.html viz.explorer viz
+viz.plots viz.curve_plots viz.roofline_plots viz.route_plots viz.gpu_record viz.html viz.explorer viz
 verbs testing models commands cli __main__
 """.split()
 MOST_FILES = 18  # of a folder

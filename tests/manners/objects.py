@@ -214,6 +214,7 @@ def roots(folder: Path) -> Iterator[Any]:
     result = dataclasses.replace(result, timing=timing, same_code=False)
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     yield from (result, evidence.Evidence(**plain), fused, record_diff.diff_records(result, result))
+    yield trained()
     yield fusionlab.bisect(program, *args)
     yield fusionlab.errors_by_site(program, *args)
     yield fusionlab.tune(program, *args)
@@ -228,6 +229,23 @@ def roots(folder: Path) -> Iterator[Any]:
     yield from (lab, lab.ledger, lab.setting, lab.toggles, lab.sites, lab.select("%5"), lab.code())
     yield fusionlab.load(lab.save(folder / "lab.json"))
     yield from by_hand()
+
+
+def trained() -> Any:
+    """A loss curve of one step, whose differences are made up."""
+    from fusionlab.evidence.training.curve import Stretch
+    from fusionlab.verbs.training import LossCurve
+
+    here = fusionlab.evidence.environment()
+    numbers = {
+        "losses": (2.0,),
+        "fused_losses": (2.5,),
+        "loss_differences": ((1e-7,),),
+        "distances": (0.1,),
+        "band_distances": ((1e-6,),),
+    }
+    stretches = (Stretch("loss", 1, 1, 0.5, 1e-7, 1e-6), Stretch("params['w']", 1, 1, 0.1, 1e-6, 4e-6))
+    return LossCurve("step", here, 1, "out[1]", ("params['w']",), (), stretches=stretches, **numbers)
 
 
 def by_hand() -> Iterator[Any]:
@@ -312,6 +330,7 @@ VIEWS = {
     "Explorer": "the widget; where no kernel runs a still picture",
     "Findings": "the picture of the graph, and what was found",
     "Graph": "the picture of the graph",
+    "LossCurve": "its text, the losses and the distances as plots, and a table",
     "Text": "its lines",
 }
 

@@ -16,6 +16,7 @@ from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .arrays import Error, compare_arrays, largest
 from .reduction_sizes import ReductionSizes, mantissa_bits
+from .scales import scale as scale_of
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
@@ -38,6 +39,8 @@ class LeafNumerics(Shown):
         A gradient far below the largest one; an output (an update from such a gradient) of which the original has no correct digit.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
         the fused version: attention gives 0 to a query that sees no key. Not a regression, and mentioned in the notes.
+      scales: by which factor the original and the fused version are larger than the reference as a whole; None where unknown.
+      scale_limit: how far from 1 a factor may be: one unit in the last place of the dtype in which the program multiplies.
     """
 
     name: str
@@ -53,6 +56,18 @@ class LeafNumerics(Shown):
     zero_in_theory: bool = False
     filled: int = 0
     filled_rows: int = 0
+    scales: tuple[float, float] | None = None
+    scale_limit: float = 0.0
+
+    @property
+    def is_rescaled(self) -> bool:
+        """Whether the fused version as a whole is larger or smaller than the reference by a factor that is no rounding."""
+        if self.scales is None or self.zero_in_theory:
+            return False
+        before, after = (abs(scale - 1) for scale in self.scales)
+        # What rounding leaves of a factor, five standard deviations of it, if the original's errors are independent.
+        left = 5 * self.before.rel_l2 / math.sqrt(self.size)
+        return after > self.scale_limit + 2 * before + left
 
     @property
     def called(self) -> str:
@@ -61,11 +76,14 @@ class LeafNumerics(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether there is no new NaN or infinity, and the error is in tolerance or at most twice that of the original."""
+        """Whether there is no new NaN or infinity, no factor that is no rounding, and the error is in tolerance or at most twice that
+        of the original."""
         before, after = self.before, self.after
         # Were all of after's mismatches also before's, the two would differ in exactly the rest of before's.
         rest = before.nonfinite_mismatch - (after.nonfinite_mismatch - self.filled)
         if self.between.nonfinite_mismatch - self.filled > rest:
+            return False
+        if self.is_rescaled:
             return False
         near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
         # What is rounding alone is tolerated by its own size: an error that spreads over the array would pass by that.
@@ -89,6 +107,8 @@ class LeafNumerics(Shown):
 
     def __str__(self) -> str:
         verdict = "" if self.ok else ": WORSE"
+        if self.is_rescaled and self.scales is not None:
+            verdict = f", {self.scales[1]:.4g} times the reference as a whole{verdict}"
         relative = f"rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}"
         return (
             f"{self.kind} {self.name} {self.dtype}{list(self.shape)}: max abs {self.before.max_abs:.2e} -> "
@@ -213,9 +233,24 @@ def leaf_numerics(
                 zero_in_theory=zero,
                 filled=int(filled.sum()),
                 filled_rows=int(filled.all(-1).sum()) if filled.ndim and filled.size else 0,
+                scales=_scales(b, a, want),
+                scale_limit=_scale_limit(b.dtype, row, sums),
             )
         )
     return leaves
+
+
+def _scales(before: Any, after: Any, want: Any) -> tuple[float, float] | None:
+    first, second = scale_of(before, want), scale_of(after, want)
+    return None if first is None or second is None else (first, second)
+
+
+def _scale_limit(dtype: Any, row: Tolerance, sums: ReductionSizes) -> float:
+    """One unit in the last place of the dtype that the program multiplies in, or the tolerance of the elements where that is less."""
+    if not jnp.issubdtype(dtype, np.floating):
+        return 0.0
+    unit = max(float(jnp.finfo(_judged_as(dtype, sums)).eps), 2.0**-10 if sums.tf32 else 0.0)
+    return unit if unit > 2.0**-20 else row.rtol
 
 
 def _rounding_alone(before: Any, want: Any) -> float:

@@ -1,0 +1,1 @@
+"""Tests of `fusionlab/evidence/training`: steps, bands and loss curves."""

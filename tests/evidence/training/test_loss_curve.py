@@ -1,0 +1,236 @@
+"""`fl.compare(step, fused, state, data=batches)`: what is inside the band, what is not, and that a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fusionlab as fl
+from fusionlab.errors import ArgumentError, FusionLabError, SideEffectError
+from fusionlab.evidence.training import running
+from fusionlab.evidence.training.blocks import block_of, blocks_of
+from fusionlab.evidence.training.curve import Band
+from fusionlab.evidence.training.judging import limit
+
+STEPS = 24
+
+
+def start(seed=0):
+    draw = np.random.default_rng(seed)
+    shapes = {"first": (16, 32), "bias": (32,), "second": (32, 32), "last": (32, 4)}
+    return {name: jnp.asarray(draw.normal(size=s) / np.sqrt(s[0]), jnp.float32) for name, s in shapes.items()}
+
+
+@functools.cache
+def batches(count=STEPS):
+    draw = np.random.default_rng(1)
+    return [tuple(draw.normal(size=(32, n)).astype(np.float32) for n in (16, 4)) for _ in range(count)]
+
+
+def loss(p, x, y):
+    h = jax.nn.gelu(x @ p["first"] + p["bias"])
+    return jnp.mean((jax.nn.gelu(h @ p["second"]) @ p["last"] - y) ** 2)
+
+
+def reordered(p, x, y):
+    """The same, its sums in other orders."""
+    h = jax.nn.gelu(x[:, ::-1] @ p["first"][::-1] + p["bias"])
+    return jnp.sum((jax.nn.gelu(h @ p["second"]) @ p["last"] - y) ** 2) / y.size
+
+
+def as_it_is(grads, last):
+    return grads
+
+
+def scaled(factor):
+    return lambda grads, last: grads | {"second": grads["second"] * factor}
+
+
+def late(grads, last):
+    return grads | {"second": last}
+
+
+def sgd(loss, change=as_it_is):
+    def step(params, x, y):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        return jax.tree.map(lambda p, g: p - 0.05 * g, params, change(grads, None)), value
+
+    return step
+
+
+def adam(loss, change=as_it_is):
+    def step(params, moments, last, x, y):
+        value, grads = jax.value_and_grad(loss)(params, x, y)
+        now, grads = grads["second"], change(grads, last)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments["m"], grads)
+        v = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g * g, moments["v"], grads)
+        params = jax.tree.map(lambda p, m, v: p - 1e-3 * m / (jnp.sqrt(v) + 1e-8), params, m, v)
+        return value, params, {"m": m, "v": v}, now
+
+    return step
+
+
+def adam_state():
+    p = start()
+    zeros = jax.tree.map(jnp.zeros_like, p)
+    return p, {"m": zeros, "v": zeros}, zeros["second"]
+
+
+def curve(step, other, *state, **options):
+    return fl.compare(step, other, *(state or (start(),)), **{"data": batches(), "runs": 4} | options)
+
+
+def outside(found):
+    return {s.of for s in found.outside}
+
+
+def test_blocks_double():
+    assert blocks_of(0) == []
+    assert blocks_of(10) == [(1, 1), (2, 3), (4, 7), (8, 10)]
+    assert [block_of(t) for t in range(7)] == [0, 1, 1, 2, 2, 2, 2]
+
+
+def test_limits_are_wider_for_one_number_and_for_more_comparisons():
+    assert limit(1, 6, 10) > limit(1000, 6, 10) > 3
+    assert limit(1000, 6, 10_000) > limit(1000, 6, 10)
+    assert limit(1000, 6, 10_000) < 7
+
+
+@pytest.mark.dear
+def test_another_order_of_sums_is_inside_and_wrong_gradients_are_not():
+    inside = curve(sgd(loss), sgd(reordered))
+    assert inside.verdict is Band.INSIDE
+    assert 0 < max(inside.distances) < 1e-6
+    assert max(s.share for s in inside.worst) > 1e-3  # the two do differ
+    wrong = curve(sgd(loss), sgd(reordered, scaled(1.5)))
+    assert wrong.verdict is Band.OUTSIDE
+    assert wrong.outside[0].of == "params['second']"
+    assert wrong.outside[0].first == 1
+    assert "loss" in outside(wrong)
+    assert "OUTSIDE THE BAND over 24 steps" in str(wrong)
+
+
+@pytest.mark.dear
+def test_adam_hides_a_factor_but_not_a_gradient_that_is_one_step_late():
+    state = adam_state()
+    behind = curve(adam(loss), adam(reordered, late), *state)
+    assert behind.verdict is Band.OUTSIDE
+    assert {"params['second']", "moments['m']['second']"} <= outside(behind)
+    factor = curve(adam(loss), adam(reordered, scaled(1.01)), *state)
+    # Neither the loss nor a parameter shows it; the moments are off by what it is.
+    moments = {"moments['m']['second']", "moments['v']['second']"}
+    assert outside(factor) == {*moments, "all floats of the state"}
+    assert {round(s.fused, 3) for s in factor.worst if s.of in moments} == {0.01, 0.02}
+    # A comparison of the gradients themselves names it.
+    both = [lambda p, x, y, c=c: c(jax.grad(reordered)(p, x, y), None) for c in (as_it_is, scaled(1.01))]
+    bad = fl.compare(*both, start(), *batches()[0], timing=False, memory=False).numerics.regressions
+    assert [leaf.name for leaf in bad] == ["out['second']"]
+
+
+@pytest.mark.dear
+def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
+    state, made = adam_state(), (adam(loss), adam(reordered))
+    whole = curve(*made, *state)
+    asked = itertools.count()
+    half = curve(*made, *state, data=iter(batches()), steps=STEPS, cancel=lambda: next(asked) > 15)
+    assert half.stopped == "cancelled"
+    assert 0 < half.reached < STEPS
+    assert half.losses == whole.losses[: half.reached]
+    assert half.verdict is Band.INSIDE
+    file = half.save(tmp_path / "half.npz")
+    for earlier in (half, file):
+        rest = curve(*made, *state, data=iter(batches()), steps=STEPS, resume=earlier)
+        assert (rest.stopped, rest.kept) == ("", None)
+        assert (rest.losses, rest.distances, rest.stretches) == (whole.losses, whole.distances, whole.stretches)
+    assert fl.load(file) == half
+    with pytest.raises(ArgumentError, match="resume: got a training of step over 24 steps"):
+        curve(*made, *state, steps=STEPS + 1, resume=half)
+    with pytest.raises(ArgumentError, match="has made all its steps"):
+        curve(*made, *state, resume=whole)
+    with pytest.raises(ArgumentError, match="saved without its states"):
+        curve(*made, *state, resume=half.save(tmp_path / "half.json"))
+    # Where there is room for one more state only, the original runs again beside each of the others.
+    monkeypatch.setattr(running, "room_for", lambda state: 1)
+    groups = curve(*made, *state, data=iter(batches()), steps=STEPS)
+    assert groups.stretches == whole.stretches
+    asked = itertools.count()
+    stopped = curve(*made, *state, data=iter(batches()), steps=STEPS, cancel=lambda: next(asked) > 60)
+    assert stopped.kept is not None
+    assert "fused" in stopped.kept.done
+    assert stopped.reached == STEPS
+    rest = curve(*made, *state, data=iter(batches()), steps=STEPS, resume=stopped)
+    assert rest.stretches == whole.stretches
+
+
+@pytest.mark.dear
+def test_a_curve_saves_and_draws_itself(tmp_path):
+    found = curve(sgd(loss), sgd(reordered), steps=6, runs=2)
+    for suffix in ("json", "npz"):
+        assert fl.load(found.save(tmp_path / f"c.{suffix}")) == found
+    rows = found.save(tmp_path / "c.csv").read_text().splitlines()
+    assert len(rows) == 7
+    assert rows[0].startswith("step,loss,fused loss,loss limit,distance,distance of run 1")
+    assert found.save(tmp_path / "c.html").read_text().count("<svg") == 3
+    assert found.save(tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert len(found.to_dataframe()) == 6
+    ax = found.plot_distance(of="params['second']")
+    assert ax.get_title(loc="left") == "step: params['second']"
+    with pytest.raises(ArgumentError, match=r"needed the name of an array of the state: .*params"):
+        found.plot_distance(of="w")
+    with pytest.raises(ArgumentError, match=r"suffix '\.gif'"):
+        found.save(tmp_path / "c.gif")
+    (tmp_path / "other.npz").write_bytes(b"PK no zip")
+    with pytest.raises(ArgumentError, match="is not a saved loss curve"):
+        fl.load(tmp_path / "other.npz")
+
+
+@pytest.mark.dear
+def test_batches_end_or_come_again_and_time_runs_out():
+    made = sgd(loss), sgd(reordered)
+    ended = curve(*made, data=iter(batches(5)), steps=STEPS, runs=1)
+    assert (ended.reached, ended.stopped) == (5, "no more batches")
+    again = curve(*made, data=batches(3), steps=7, runs=1)
+    assert "3 batches" in again.notes[0]
+    numbered = curve(*made, data=lambda i: batches(3)[i % 3], steps=7, runs=1)
+    assert numbered.losses == again.losses
+    spent = curve(*made, steps=STEPS, runs=1, budget_s=1e-9)
+    assert (spent.reached, spent.stopped) == (1, "budget")
+    stages = []
+    nothing = curve(*made, runs=1, steps=2, cancel=lambda: True, progress=lambda *step: stages.append(step[0]))
+    assert (nothing.reached, nothing.verdict, nothing.stopped) == (0, Band.UNDECIDED, "cancelled")
+    with pytest.raises(ArgumentError, match="no step of step was made"):
+        nothing.plot()
+    assert curve(*made, runs=1, steps=2, resume=nothing).reached == 2
+
+
+def test_what_cannot_be_trained_is_one_clear_error():
+    made = sgd(loss), sgd(reordered)
+    for options, message in (
+        ({"data": iter(batches())}, "steps: got None"),
+        ({"data": []}, "data: got no batches"),
+        ({"data": {"x": 1}}, "data: got dict"),
+        ({"steps": 0}, "steps: got 0"),
+        ({"runs": 0}, "runs: got 0"),
+        ({"resume": 3}, "resume: got int"),
+        ({"grad": True}, "grad: got True with data"),
+        ({"data_argnum": 4}, "data_argnum: got 4"),
+        ({"stpes": 3}, "stpes: neither an option of compare nor a parameter of step. Did you mean 'steps'"),
+    ):
+        with pytest.raises(FusionLabError, match=message):
+            curve(*made, **options)
+    # The second returns no count.
+    counted = [lambda params, n, x, y, by=by: (*made[0](params, x, y), n + 1)[:by] for by in (3, 2)]
+    with pytest.raises(ArgumentError, match=r"fused: got a step that replaces 4, needed the original's 5"):
+        curve(*counted, start(), jnp.int32(0))
+
+    def prints(params, x, y):
+        jax.debug.print("{}", x[0, 0])
+        return made[0](params, x, y)
+
+    with pytest.raises(SideEffectError, match="debug"):
+        curve(prints, made[1])
