@@ -54,21 +54,27 @@ def _operand_dtypes(jaxpr: Any) -> Iterator[Any]:
 
 def reduction_size(jaxpr: Any) -> int:
     """The number of terms of the largest sum in a program: contracted axes of a product, reduced axes of a sum."""
-    largest = 1
-    for eqn in split_closed(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        shape = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
-        if name == "dot_general":
-            axes = eqn.params["dimension_numbers"][0][0]
-            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
-        elif name in ("reduce_sum", "cumsum", "reduce_prod"):
-            axes = eqn.params.get("axes", (eqn.params.get("axis"),))
-            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
-        elif name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval
-            largest = max(largest, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
-        largest = max([largest, *(reduction_size(child) for _, _, child in child_jaxprs(eqn))])
-    return largest
+    sizes = (
+        max([reduction_size_of(eqn), *(reduction_size(child) for _, _, child in child_jaxprs(eqn))])
+        for eqn in split_closed(jaxpr)[0].eqns
+    )
+    return max(sizes, default=1)
+
+
+def reduction_size_of(eqn: Any) -> int:
+    """The number of terms of the sums that one equation makes itself; 1 where it makes none."""
+    name = eqn.primitive.name
+    shape = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        return max(1, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
+    if name == "dot_general":
+        axes = eqn.params["dimension_numbers"][0][0]
+    elif name in ("reduce_sum", "cumsum", "reduce_prod"):
+        axes = eqn.params.get("axes", (eqn.params.get("axis"),))
+    else:
+        return 1
+    return max(1, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
 
 
 def _asks_for_default(jaxpr: Any) -> bool:
