@@ -38,6 +38,8 @@ if _TYPE_CHECKING:
     from .verbs.by_site import time_by_site as time_by_site
     from .verbs.comparison import Comparison as Comparison
     from .verbs.comparison import compare as compare
+    from .verbs.drift import drift as drift
+    from .verbs.drift import minimise as minimise
     from .verbs.explorer import explore as explore
     from .verbs.lab import Findings as Findings
     from .verbs.lab import Fused as Fused
@@ -61,6 +63,7 @@ _NAMES_OF_MODULES = {
     "ops": "ops",
     "verbs.by_site": "bisect errors_by_site time_by_site",
     "verbs.comparison": "Comparison compare",
+    "verbs.drift": "drift minimise",
     "verbs.explorer": "explore",
     "verbs.lab": "Findings Fused Graph find fuse passes register trace unregister",
     "verbs.load": "load",
