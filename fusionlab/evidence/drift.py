@@ -6,6 +6,7 @@ are compared as they are made and then let go of.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from fusionlab.progress import SILENT, Stages, Stopped
 from fusionlab.showing import Records, Shown
 from fusionlab.testing.tolerances import tolerance
 
-from .errors.reduction_sizes import reduction_size_of, sums_of
+from .errors.reduction_sizes import Roughness, roughness_of, sums_of
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import refuse_side_effects
 
@@ -52,7 +53,7 @@ class NodeDrift(Shown):
       dtype, shape: in the program.
       before, after: max |got - want| / max |want| of the original and of the fused program; None of a value that the fused program lacks.
       before_l2, after_l2: norm of the difference / norm of the reference.
-      tolerated: what rounding explains, by the dtype and the longest sum up to here (`fusionlab.testing.tolerance`).
+      tolerated: what rounding explains, by the coarsest dtype and the longest sum behind the value (`fusionlab.testing.tolerance`).
       mismatches: entries that are finite in the fused program and not in the reference, or the reverse, and are not so in the original.
     """
 
@@ -118,7 +119,7 @@ class NodeDrift(Shown):
 
 
 @dataclass(frozen=True, repr=False)
-class Drift(Shown):
+class DriftMap(Shown):
     """The errors of a program and of its fused version at every node.
 
     Attributes:
@@ -126,7 +127,7 @@ class Drift(Shown):
       values: every float value of the original, in the order in which they are made; those in a loop's body once for each step.
       notes: what has no float64 form.
       stopped: "", or "cancelled": then `values` are those up to there.
-      graph: the original, traced.
+      findings: the search, with the sites that are fused in `applied`.
     """
 
     _listed = "values"
@@ -135,7 +136,7 @@ class Drift(Shown):
     values: tuple[NodeDrift, ...]
     notes: tuple[str, ...] = ()
     stopped: str = ""
-    graph: Graph | None = field(default=None, repr=False)
+    findings: Findings | None = field(default=None, repr=False)
 
     @property
     def first(self) -> NodeDrift | None:
@@ -147,26 +148,33 @@ class Drift(Shown):
         """The results of fused sites alone."""
         return Records(v for v in self.values if v.site)
 
+    def _worst(self) -> list[NodeDrift]:
+        """Results of sites in which the two differ most, in program order, each in the step in which it is worst."""
+        worst: dict[str, tuple[int, NodeDrift]] = {}
+        for i, v in enumerate(self.sites):
+            if v.value not in worst or v.excess > worst[v.value][1].excess:
+                worst[v.value] = i, v
+        most = sorted(worst.values(), key=lambda item: -item[1].excess)[:_MOST_LINES]
+        return [v for _, v in sorted(most, key=lambda item: item[0])]
+
     def by_node(self) -> dict[int, float]:
-        """Node -> the largest `excess` of its values, over all steps."""
+        """Node -> the largest `excess` of its values, over all steps; no node that the fused program lacks."""
         found: dict[int, float] = {}
         for v in self.values:
-            found[v.node] = max(found.get(v.node, 0.0), v.excess)
+            if v.after is not None:
+                found[v.node] = max(found.get(v.node, 0.0), v.excess)
         return found
 
     def __str__(self) -> str:
-        head = f"{self.name}: {len(self.values):,} values, of which {len(self.sites):,} are results of fused sites"
+        head = f"{self.name}: {len(self.values):,} values compared, {len(self.sites):,} of them results of fused sites"
         head += f"; stopped: {self.stopped}" if self.stopped else ""
         first = self.first
         if first is None:
-            lines = ["nowhere do the two part by more than rounding"]
+            lines = ["  the two differ by no more than rounding"]
         else:
-            lines = [f"first part at {first}"]
-        shown = sorted(self.sites, key=lambda v: -v.excess)[:_MOST_LINES]
-        order = {id(v): i for i, v in enumerate(self.values)}
-        lines += [f"  {v}" for v in sorted(shown, key=lambda v: order[id(v)])]
-        more = len(self.sites) - len(shown)
-        lines += [f"  ... and {more:,} more: .values has them all"] if more else []
+            lines = [f"  first differ by more than rounding at {first}"]
+        lines += ["  the results of sites that differ most:"]
+        lines += [f"    {v}" for v in self._worst()]
         return "\n".join([head, *lines, *(f"note: {n}" for n in self.notes)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,7 +182,7 @@ class Drift(Shown):
         return super().to_dict() | {"first": None if self.first is None else self.first.to_dict()}
 
 
-def drift_of(found: Findings, chosen: Sequence[Candidate], arrays: Sequence[Any], stages: Stages = SILENT) -> Drift:
+def drift_of(found: Findings, chosen: Sequence[Candidate], arrays: Sequence[Any], stages: Stages = SILENT) -> DriftMap:
     """The errors of a program and of the same program with some sites fused, value by value.
 
     Args:
@@ -187,7 +195,7 @@ def drift_of(found: Findings, chosen: Sequence[Candidate], arrays: Sequence[Any]
       SideEffectError: the program prints or calls back into Python. TraceError: it has no float64 form. OutOfMemoryError: the device
         has too little memory.
     """
-    graph = found.graph
+    graph, applied = found.graph, dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
     refuse_side_effects(graph.name, split_closed(graph.top.jaxpr)[0])
     interpreter = Interpreter(meaning_of)
     values: list[NodeDrift] = []
@@ -196,7 +204,8 @@ def drift_of(found: Findings, chosen: Sequence[Candidate], arrays: Sequence[Any]
         stages("rewriting")
         original, names = with_names(graph)
         fused, fused_names = with_names(graph, [c.site for c in chosen])
-        drifting = _Drifting(graph, chosen, names, _sizes(original), sums_of(original, jax.default_backend()).tf32)
+        tf32 = sums_of(original, jax.default_backend()).tf32
+        drifting = _Drifting(graph, chosen, names, roughness_of(original), tf32)
         stage = stages("drift, value by value", count_of(original))
         with out_of_memory("running the programs equation by equation"):
             ours, reference = observed(original, arrays, Own(original)), observed(original, arrays, Wide(interpreter))
@@ -208,7 +217,7 @@ def drift_of(found: Findings, chosen: Sequence[Candidate], arrays: Sequence[Any]
                 stage.step()
     except Stopped:
         stopped = "cancelled"
-    return Drift(graph.name, Records(values), tuple(interpreter.notes), stopped, graph)
+    return DriftMap(graph.name, Records(values), tuple(interpreter.notes), stopped, applied)
 
 
 class _Matching:
@@ -237,14 +246,14 @@ class _Drifting:
 
     Attributes:
       names: variable -> ids.
-      sizes: variable -> terms of the longest sum up to there.
+      roughness: variable -> what its rounding depends on.
       tf32: whether float32 products may run in TF32.
     """
 
     graph: Graph
     chosen: Sequence[Candidate]
     names: Mapping[Any, tuple[int, ...]]
-    sizes: Mapping[Any, int]
+    roughness: Mapping[Any, Roughness]
     tf32: bool
 
     @functools.cached_property
@@ -263,7 +272,8 @@ class _Drifting:
             return None
         before = _distance(got.value, want.value)
         after = None if other is None else _distance(other, want.value)
-        row = tolerance(value.dtype, self.sizes[got.variable], tf32=self.tf32)
+        rough = self.roughness[got.variable]
+        row = tolerance(rough.dtype or value.dtype, rough.longest, tf32=self.tf32)
         return NodeDrift(
             node=node.id,
             value=value.name,
@@ -286,22 +296,6 @@ class _Drifting:
 def _gradients(candidate: Candidate) -> list[Value]:
     part = candidate.site.backward
     return [] if part is None else [share.value for _, share in part.gradients]
-
-
-def _sizes(closed: Any) -> dict[Any, int]:
-    """Variable -> the terms of the longest sum in the program up to the equation that makes it, its loops included."""
-    found: dict[Any, int] = {}
-
-    def read(jaxpr: Any, longest: int) -> int:
-        for eqn in split_closed(jaxpr)[0].eqns:
-            for _, _, child in child_jaxprs(eqn):
-                longest = max(longest, read(child, longest))
-            longest = max(longest, reduction_size_of(eqn))
-            found.update(dict.fromkeys(eqn.outvars, longest))
-        return longest
-
-    read(closed, 1)
-    return found
 
 
 def _variables(closed: Any) -> set[Any]:

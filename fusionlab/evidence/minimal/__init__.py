@@ -1,1 +1,3 @@
-"""Small programs that still show a fault: `program` cuts one out of another, `search` looks for the smallest, `source` writes it as Python."""
+"""Small programs that still show a fault: `program` cuts one out of another, `faults` says what it shows, `search` looks for the smallest,
+`source` writes it as Python, `repro` the whole file.
+"""

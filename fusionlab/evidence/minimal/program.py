@@ -101,13 +101,25 @@ def entered(whole: Small, number: int, step: int = 0) -> Small | None:
     eqn = whole.jaxpr.eqns[number]
     name, p = eqn.primitive.name, eqn.params
     if name in _CALLS:
-        return small(_body(eqn), recorded(whole, eqn.invars))
+        return small(_scoped(_body(eqn), eqn), recorded(whole, eqn.invars))
     if name == "cond":
         index, *operands = recorded(whole, eqn.invars)
-        return small(p["branches"][int(index)], operands)
+        return small(_scoped(p["branches"][int(index)], eqn), operands)
     if name == "scan":
-        return small(p["jaxpr"], _at_step(eqn, recorded(whole, eqn.invars), step))
+        return small(_scoped(p["jaxpr"], eqn), _at_step(eqn, recorded(whole, eqn.invars), step))
     return None
+
+
+def _scoped(body: Any, outer: Any) -> Any:
+    """A body whose equations name the scopes around it as well: they tell what is a backward pass."""
+    jaxpr, consts = split_closed(body)
+    eqns = [_inside_of(eqn, outer) for eqn in jaxpr.eqns]
+    return rebuild(body, list(jaxpr.constvars), list(jaxpr.invars), list(jaxpr.outvars), eqns, list(consts))
+
+
+def _inside_of(eqn: Any, outer: Any) -> Any:
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=outer.source_info.name_stack + info.name_stack))
 
 
 def _body(eqn: Any) -> Any:
@@ -148,6 +160,7 @@ class _Writer:
     def __init__(self, loops: bool) -> None:
         self.loops, self.changed = loops, False
         self.eqns: list[Any] = []
+        self.columns: dict[Any, list[Any]] = {}  # what a loop gave stacked -> what it gave in each step
 
     def run(self, closed: Any, atoms: Sequence[Any]) -> list[Any]:
         jaxpr, consts = split_closed(closed)
@@ -172,7 +185,7 @@ class _Writer:
         name = eqn.primitive.name
         if name in _CALLS:
             self.changed = True
-            return self.run(_body(eqn), given)
+            return self.run(_scoped(_body(eqn), eqn), given)
         if name == "scan" and self.loops:
             self.changed = True
             return self._scan(eqn, given)
@@ -184,11 +197,20 @@ class _Writer:
         fixed, carry, xs = given[:constants], given[constants : constants + carries], given[constants + carries :]
         made: dict[int, list[Any]] = {}
         for t in range(p["length"] - 1, -1, -1) if p["reverse"] else range(p["length"]):
-            entries = [self._added(eqn, lambda x, t=t: x[t], [x])[0] for x in xs]
-            outs = self.run(p["jaxpr"], [*fixed, *carry, *entries])
+            outs = self.run(_scoped(p["jaxpr"], eqn), [*fixed, *carry, *(self._entry(eqn, x, t) for x in xs)])
             carry, made[t] = outs[:carries], outs[carries:]
         columns = ([made[t][i] for t in range(p["length"])] for i in range(len(eqn.outvars) - carries))
-        return [*carry, *(self._added(eqn, lambda *ys: jnp.stack(ys), column)[0] for column in columns)]
+        return [*carry, *(self._stacked(eqn, column) for column in columns)]
+
+    def _entry(self, eqn: Any, x: Any, t: int) -> Any:
+        if not hasattr(x, "val") and x in self.columns:
+            return self.columns[x][t]
+        return self._added(eqn, lambda x: x[t], [x])[0]
+
+    def _stacked(self, eqn: Any, column: list[Any]) -> Any:
+        (stack,) = self._added(eqn, lambda *ys: jnp.stack(ys), column)
+        self.columns[stack] = column
+        return stack
 
     def _added(self, eqn: Any, fn: Callable[..., Any], atoms: Sequence[Any]) -> list[Any]:
         """The results of a function of a few atoms, whose equations are added."""
@@ -199,7 +221,7 @@ class _Writer:
 
 
 def inward(whole: Small, steps: Sequence[int] = ()) -> Iterator[Small]:
-    """Programs that may show the same without one loop or call: bodies first, loops in these steps, in the first, the middle and the last."""
+    """Programs that may show the same without one loop or call: first bodies, of loops in these steps and the first, middle and last."""
     for i, eqn in enumerate(whole.jaxpr.eqns):
         length = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
         for step in dict.fromkeys([*(s for s in steps if s < length), 0, length // 2, length - 1]):

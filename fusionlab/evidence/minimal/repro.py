@@ -118,7 +118,8 @@ class Minimal(Shown):
         return self.program.closed
 
     def __str__(self) -> str:
-        head = f"{self.name}: {self.equations} of {self.of:,} {plural('equation', self.of)} show it, {self.trials} {plural('trial', self.trials)}"
+        head = f"{self.name}: {self.equations} of {self.of:,} {plural('equation', self.of)} show it"
+        head += f", {self.trials} {plural('trial', self.trials)}"
         head += f", stopped: {self.stopped}" if self.stopped else ""
         lines = [head, f"  {self.observed}"]
         lines += [f"  not written as source: {self.unwritten}"] if self.unwritten else []

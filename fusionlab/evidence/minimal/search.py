@@ -6,9 +6,10 @@ Delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Induc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fusionlab.progress import SILENT, Stages, Stopped
@@ -39,33 +40,33 @@ class _Over(Exception):  # noqa: N818 - the way out of a search, not an error
     """The budget is spent."""
 
 
-@dataclass
 class Search:
-    """The smallest program that shows a fault.
+    """The search for the smallest program that shows a fault.
 
     Args:
       attempt: what a program shows.
+      whole: a program that shows the fault.
+      observed: what it shows, in words.
       stages: called before each trial, where a cancel ends the search.
       budget_s: seconds after which no further trial begins.
     """
 
-    attempt: Attempt
-    stages: Stages = SILENT
-    budget_s: float = float("inf")
-    best: Small | None = None
-    observed: str = ""
-    trials: int = 0
-    _ends: float = field(default=float("inf"), repr=False)
+    def __init__(
+        self, attempt: Attempt, whole: Small, observed: str, stages: Stages = SILENT, budget_s: float = math.inf
+    ) -> None:
+        self.attempt, self.stages, self.budget_s = attempt, stages, budget_s
+        self.best, self.smallest = whole, (whole, observed)
+        self.trials = 0
+        self._ends = math.inf
+        self._tried: dict[tuple[int, ...], Small] = {}
 
-    def run(self, whole: Small, observed: str, hints: Iterable[Callable[[], Small | None]], steps: Sequence[int]) -> Found:
+    def run(self, hints: Iterable[Callable[[], Small | None]] = (), steps: Sequence[int] = ()) -> Found:
         """
         Args:
-          whole: a program that shows the fault.
-          observed: what it shows, in words.
           hints: make smaller programs that may show it, tried first.
           steps: the steps of loops in which it is likely to show.
         """
-        self.best, self.observed, self._ends = whole, observed, time.perf_counter() + self.budget_s
+        self._ends = time.perf_counter() + self.budget_s
         stopped = ""
         try:
             for hint in hints:
@@ -79,23 +80,29 @@ class Search:
             stopped = "cancelled"
         except _Over:
             stopped = "budget"
-        return Found(self.best, self.observed, self.trials, stopped)
+        return Found(*self.smallest, self.trials, stopped)
 
     def _shows(self, program: Small) -> bool:
-        """Whether a program shows the fault; then it is the best one so far."""
+        """Whether a program shows the fault; then the search goes on from it. None is tried twice."""
+        key = tuple(map(id, program.jaxpr.eqns))
+        if key in self._tried:
+            return False
         if time.perf_counter() > self._ends:
             raise _Over
         self.trials += 1
-        self.stages(f"trial {self.trials}, {program.count} of {self.best.count if self.best else 0} equations")
+        self.stages(f"trial {self.trials}, {program.count} of {self.best.count} equations")
+        self._tried[key] = program  # holds the equations, whose ids are not used again then
         observed = self.attempt(program)
         if observed:
-            self.best, self.observed = program, observed
+            self.best = program
+            if program.count < self.smallest[0].count:
+                self.smallest = program, observed
         return bool(observed)
 
     def _shrink(self) -> None:
         """Leaves equations out until no single one can be."""
         parts = 2
-        while self.best is not None and (total := len(self.best.jaxpr.eqns)) > 1:
+        while (total := len(self.best.jaxpr.eqns)) > 1:
             parts = min(parts, total)
             whole = self.best
             chunks = [range(total * k // parts, total * (k + 1) // parts) for k in range(parts)]

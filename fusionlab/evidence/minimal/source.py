@@ -16,11 +16,12 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.jax_compat import FLATTENED, scan_counts, split_closed
 from fusionlab.graph.primitives import having
 from fusionlab.graph.program.ir import type_text
-from fusionlab.graph.program.scopes import source_of
+from fusionlab.graph.program.scopes import is_backward, is_in_derivative, jaxpr_in_backward, source_of
 from fusionlab.kernels.op.primitive import FusedPrimitive, Marker
 
 from .program import Small
 
+_ALIKE = {"add_any": "add"}  # by the public primitive that computes the same
 _INLINED = FLATTENED | having("rule")
 # Written as functions of their operands where that says all: every parameter is at its default.
 _PLAIN = frozenset(
@@ -35,7 +36,7 @@ def source_of_program(program: Small, name: str = "program") -> str:
     Raises:
       ArgumentError: an equation has no form as source: a kernel of another library, a callback, a program split over devices.
     """
-    writer = _Function()
+    writer = _Function(jaxpr_in_backward(program.closed))
     args = [f"x{i}" for i in range(len(program.jaxpr.invars))]
     types = ", ".join(f"{a}: {type_text(v.aval)}" for a, v in zip(args, program.jaxpr.invars, strict=True))
     body, outs = writer.body(program.closed, args, 1)
@@ -44,19 +45,25 @@ def source_of_program(program: Small, name: str = "program") -> str:
 
 
 class _Function:
-    """Numbers the values of a program through all of its functions."""
+    """Numbers the values of a program through all of its functions.
 
-    def __init__(self) -> None:
+    `scoped` keeps the scopes by which a backward pass is known for one.
+    """
+
+    def __init__(self, scoped: bool) -> None:
         self.numbers = itertools.count()
+        self.scoped = scoped
 
     def body(self, closed: Any, args: Sequence[str], depth: int) -> tuple[list[str], list[str]]:
         """(lines, names of the results) at operands of these names."""
         jaxpr, consts = split_closed(closed)
         names: dict[Any, str] = dict(zip(jaxpr.invars, args, strict=True))
         names.update((v, _value(np.asarray(c))) for v, c in zip(jaxpr.constvars if consts else (), consts, strict=True))
-        lines = []
-        for eqn in jaxpr.eqns:
-            lines += self._equation(eqn, [_atom(names, a) for a in eqn.invars], names, depth)
+        lines: list[str] = []
+        for scope, eqns in itertools.groupby(jaxpr.eqns, _derivative if self.scoped else lambda eqn: ""):
+            lines += [f'{"    " * depth}with jax.named_scope("{scope}"):'] if scope else []
+            for eqn in eqns:
+                lines += self._equation(eqn, [_atom(names, a) for a in eqn.invars], names, depth + bool(scope))
         return lines, [_atom(names, a) for a in jaxpr.outvars]
 
     def _equation(self, eqn: Any, args: list[str], names: dict[Any, str], depth: int) -> Iterator[str]:
@@ -113,9 +120,13 @@ class _Function:
         yield f"{pad}{_tuple(outs[:carries])}, {_tuple(outs[carries:])} = lax.scan({step}, {given}, {options}){where}"
 
 
+def _derivative(eqn: Any) -> str:
+    return "transpose(jvp())" if is_backward(eqn) else "jvp()" if is_in_derivative(eqn) else ""
+
+
 def _call(eqn: Any, args: Sequence[str]) -> str:
     """An equation as an expression."""
-    name, p = eqn.primitive.name, eqn.params
+    name, p = _ALIKE.get(eqn.primitive.name, eqn.primitive.name), eqn.params
     given = ", ".join(args)
     if name in _PLAIN and hasattr(lax, name) and all(v is None or v is False for v in p.values()) and _one_shape(eqn):
         return f"lax.{name}({given})"
