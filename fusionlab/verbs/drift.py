@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from ..evidence.drift import DriftMap, drift_of
+from ..evidence.blame.drift import DriftMap, drift_of
+from ..evidence.instruments.program import on_device
 from ..progress import Cancel, Progress, Stages, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
 from . import lab
@@ -18,7 +19,7 @@ from .shown import fields_of
 
 @errors_for_users
 class Drift(DriftMap):
-    """The errors at every value (see `fusionlab.evidence.drift.DriftMap`), with pictures."""
+    """The errors at every value (see `fusionlab.evidence.blame.drift.DriftMap`), with pictures."""
 
     def plot(self, ax: Any = None, **kwargs: Any) -> Any:
         """Errors of both programs along the program, on a log axis; returns matplotlib Axes."""
@@ -94,5 +95,5 @@ def drift(
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     with watched(progress) as told:
         found, chosen, call = selected_sites(fn, args, kwargs, asked, told)
-        arrays = jax.tree.leaves((call.args, call.kwargs))
+        arrays = jax.tree.leaves(on_device((call.args, call.kwargs)))
         return Drift(**fields_of(drift_of(found, list(chosen.values()), arrays, Stages(told, cancel))))

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from ..errors import ArgumentError
-from ..evidence.drift import drift_of
+from ..evidence.blame.drift import drift_of
+from ..evidence.blame.faults import KINDS, Fault, Shows
+from ..evidence.blame.program import Small, cut, entered, small
+from ..evidence.blame.repro import Minimal, confirmed
+from ..evidence.blame.search import Search
 from ..evidence.errors.gradients import random_cotangents, value_and_gradients
+from ..evidence.instruments.program import on_device
 from ..evidence.instruments.timing import check_effort
-from ..evidence.minimal.faults import KINDS, Fault, Shows
-from ..evidence.minimal.program import Small, cut, entered, small
-from ..evidence.minimal.repro import Minimal, confirmed
-from ..evidence.minimal.search import Search
 from ..fusers import Candidate
 from ..graph.calls.binding import Bound
 from ..graph.program.crossing import BlockTree
@@ -80,7 +81,7 @@ def minimise(
         found, chosen, call = selected_sites(fn, args, kwargs, asked, told)
         if grad:
             found, chosen, call = selected_sites(*_differentiated(call), options, told)
-        arrays = jax.tree.leaves((call.args, call.kwargs))
+        arrays = jax.tree.leaves(on_device((call.args, call.kwargs)))
         closed, names = with_names(found.graph)
         whole = small(closed, arrays)
         given = {k: v for k, v in options.items() if v is not None}

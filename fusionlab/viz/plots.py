@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.drift import DriftMap
+from fusionlab.evidence.blame.drift import DriftMap
 from fusionlab.evidence.errors.arrays import ULP_EDGES
 from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics
 from fusionlab.evidence.instruments.timing import Runs, Timing

@@ -19,7 +19,7 @@ import traitlets
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, FusionLabError
-from fusionlab.evidence.drift import DriftMap
+from fusionlab.evidence.blame.drift import DriftMap
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph

@@ -160,7 +160,8 @@ class Minimal(Shown):
         written = save_as(target, self._makers() | {".py": lambda: self.source(target.name)})
         if written.suffix.lower() == ".py":
             file = io.BytesIO()
-            np.savez(file, **{f"x{i}": _stored(x)[0] for i, x in enumerate(self.arrays)})
+            stored: dict[str, Any] = {f"x{i}": _stored(x)[0] for i, x in enumerate(self.arrays)}
+            np.savez(file, **stored)
             write_file(written.with_suffix(".npz"), file.getvalue())
         return written
 

@@ -186,8 +186,8 @@ def _parameter(value: Any) -> str:
             return _value(np.asarray(value))
         case enum.Enum():
             return _named_number(value)
-        case tuple() if hasattr(value, "_fields"):
-            fields = ", ".join(f"{k}={_parameter(v)}" for k, v in zip(value._fields, value, strict=True))
+        case tuple() if (names := getattr(value, "_fields", None)) is not None:
+            fields = ", ".join(f"{k}={_parameter(v)}" for k, v in zip(names, value, strict=True))
             return f"{_public(type(value))}({fields})"
         case tuple():
             return _tuple([_parameter(v) for v in value])

@@ -160,7 +160,9 @@ class _Writer:
     def __init__(self, loops: bool) -> None:
         self.loops, self.changed = loops, False
         self.eqns: list[Any] = []
-        self.columns: dict[Any, list[Any]] = {}  # what a loop gave stacked -> what it gave in each step
+        self.entries: dict[
+            tuple[Any, int], Any
+        ] = {}  # (what loops gave stacked, or read step by step; the step) -> the entry
 
     def run(self, closed: Any, atoms: Sequence[Any]) -> list[Any]:
         jaxpr, consts = split_closed(closed)
@@ -203,13 +205,15 @@ class _Writer:
         return [*carry, *(self._stacked(eqn, column) for column in columns)]
 
     def _entry(self, eqn: Any, x: Any, t: int) -> Any:
-        if not hasattr(x, "val") and x in self.columns:
-            return self.columns[x][t]
-        return self._added(eqn, lambda x: x[t], [x])[0]
+        if hasattr(x, "val"):
+            return self._added(eqn, lambda x: x[t], [x])[0]
+        if (x, t) not in self.entries:  # a loop and its backward pass read the same ones
+            (self.entries[x, t],) = self._added(eqn, lambda x: x[t], [x])
+        return self.entries[x, t]
 
     def _stacked(self, eqn: Any, column: list[Any]) -> Any:
         (stack,) = self._added(eqn, lambda *ys: jnp.stack(ys), column)
-        self.columns[stack] = column
+        self.entries.update(((stack, t), entry) for t, entry in enumerate(column))
         return stack
 
     def _added(self, eqn: Any, fn: Callable[..., Any], atoms: Sequence[Any]) -> list[Any]:

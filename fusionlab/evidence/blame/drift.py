@@ -30,9 +30,9 @@ from fusionlab.progress import SILENT, Stages, Stopped
 from fusionlab.showing import Records, Shown
 from fusionlab.testing.tolerances import tolerance
 
-from .errors.reduction_sizes import Roughness, roughness_of, sums_of
-from .instruments.out_of_memory import out_of_memory
-from .instruments.program import refuse_side_effects
+from ..errors.reduction_sizes import Roughness, roughness_of, sums_of
+from ..instruments.out_of_memory import out_of_memory
+from ..instruments.program import refuse_side_effects
 
 _GROWTH = 2.0  # an error up to so many times the original's own is rounding of another order
 _NOISE = 0.1  # where the original is off by this share of the largest entry, the value itself is rounding
