@@ -54,6 +54,8 @@ class NodeDrift(Shown):
       before, after: max |got - want| / max |want| of the original and of the fused program; None of a value that the fused program lacks.
       before_l2, after_l2: norm of the difference / norm of the reference.
       tolerated: what rounding explains, by the coarsest dtype and the longest sum behind the value (`fusionlab.testing.tolerance`).
+      same_code: whether its node computes the same in both programs, from operands that do not differ by more than rounding: an error here
+        is rounding that the node enlarges, as a division by almost 0 does.
       mismatches: entries that are finite in the fused program and not in the reference, or the reverse, and are not so in the original.
     """
 
@@ -73,20 +75,22 @@ class NodeDrift(Shown):
     before_l2: float
     after_l2: float | None
     tolerated: float
+    same_code: bool = False
     mismatches: int = 0
 
     @property
     def excess(self) -> float:
-        """The error of the fused program as a multiple of what is allowed: above 1 the programs part here by more than rounding."""
+        """The error of the fused program as a multiple of what rounding explains: above 1 the two differ here by more than that."""
         if self.after is None or self.after_l2 is None:
             return 0.0
-        if self.mismatches:
+        if self.mismatches and not self.same_code:
             return math.inf
         if self.before > _NOISE:
             return 0.0
-        allowed = max(self.tolerated, _GROWTH * self.before)
-        # An error that is in one entry alone may be larger by chance; one that is more than rounding shows in the norm as well.
-        return self.after / allowed if self.after_l2 > _GROWTH * self.before_l2 else min(self.after / allowed, 1.0)
+        excess = self.after / max(self.tolerated, _GROWTH * self.before)
+        # An error of one entry alone may be larger by chance; one that is more than rounding shows in the norm as well.
+        explained = self.same_code or self.after_l2 <= _GROWTH * self.before_l2
+        return min(excess, 1.0) if explained else excess
 
     @property
     def parts(self) -> bool:
@@ -255,6 +259,7 @@ class _Drifting:
     names: Mapping[Any, tuple[int, ...]]
     roughness: Mapping[Any, Roughness]
     tf32: bool
+    parted: set[int] = field(default_factory=set)  # ids of the values that were found to differ by more than rounding
 
     @functools.cached_property
     def makers(self) -> dict[int, tuple[Node, Value]]:
@@ -274,14 +279,15 @@ class _Drifting:
         after = None if other is None else _distance(other, want.value)
         rough = self.roughness[got.variable]
         row = tolerance(rough.dtype or value.dtype, rough.longest, tf32=self.tf32)
-        return NodeDrift(
+        site = self.sites.get(number, "")
+        drift = NodeDrift(
             node=node.id,
             value=value.name,
             primitive=node.primitive,
             scope=node.scope,
             source=node.source.short if node.source else "",
             steps=got.steps,
-            site=self.sites.get(number, ""),
+            site=site,
             dtype=str(value.dtype),
             shape=value.shape,
             before=before.largest,
@@ -289,8 +295,18 @@ class _Drifting:
             before_l2=before.l2,
             after_l2=None if after is None else after.l2,
             tolerated=row.rtol + row.atol,
+            same_code=not site and not self._inherits(node),
             mismatches=0 if after is None else max(0, after.mismatches - before.mismatches),
         )
+        if drift.parts:
+            self.parted.add(number)
+        return drift
+
+    def _inherits(self, node: Node) -> bool:
+        """Whether an operand of a node differs by more than rounding; those from outside a loop's body do if anything does."""
+        block = self.graph.block_of[node.id]
+        from_outside = bool(self.parted) and block is not self.graph.top
+        return any(v.id in self.parted or (from_outside and v.id not in block.producer) for v in node.values)
 
 
 def _gradients(candidate: Candidate) -> list[Value]:
