@@ -68,7 +68,7 @@ def minimise(
       The program; `.save("repro.py")` writes it as Python, with its arrays in `repro.npz`. `python repro.py` prints the fault.
 
     Raises:
-      ArgumentError: `fn` does not show the fault, `shows` is none of these, or shapes where arrays are needed. TraceError: `fn` does not
+      ArgumentError: `fn` does not show the fault, another word in `shows`, or shapes where arrays are needed. TraceError: `fn` does not
         trace.
     """
     if not (shows is None or callable(shows) or shows in KINDS):

@@ -1,4 +1,4 @@
-"""Faults that a program and its fused version may show: an error, an exception, a slowdown, or what a user's function says."""
+"""Faults that a program and its fused version may show: an error, an exception, a slowdown, or what a function of the user's looks for."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Fault:
         jax.block_until_ready(jax.jit(lambda *xs: fn(*xs))(*arrays))
         try:
             jax.block_until_ready(jax.jit(self.fuse(lambda *xs: fn(*xs)))(*arrays))
-        # Any error counts: which one it is, the text says.
+        # Any error counts: the text names it.
         except Exception as error:
             return error_text(error)
         return ""

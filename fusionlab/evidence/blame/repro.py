@@ -60,7 +60,7 @@ def arrays():
     types, keys = {types!r}, {keys!r}
     with np.load(Path(__file__).with_name({arrays!r}), allow_pickle=False) as file:
         given = [file[f"x{{i}}"].view(jax.numpy.dtype(t)) for i, t in enumerate(types)]
-    return [x if k is None else jax.random.wrap_key_data(x, impl=k) for x, k in zip(given, keys, strict=True)]
+    return [jax.random.wrap_key_data(x, impl=k) if k else x for x, k in zip(given, keys, strict=True)]
 
 
 def main():
@@ -86,8 +86,7 @@ class Minimal(Shown):
       trials: how many programs were tried.
       stopped: "", or why the search ended early ("cancelled", "budget").
       unwritten: why it cannot be written as source; "" if it can, and the source shows the same.
-      fn: the program: arrays -> a list of arrays.
-      arrays: what it runs on.
+      program: the program with its arrays; opaque to readers.
       options: of `fuse`, as keyword arguments in text.
       needs: lines that the file runs first.
     """
@@ -106,10 +105,12 @@ class Minimal(Shown):
 
     @property
     def fn(self) -> Callable[..., Any]:
+        """The program: arrays -> a list of arrays."""
         return self.program.fn
 
     @property
     def arrays(self) -> tuple[Any, ...]:
+        """What it runs on: an array for each of its arguments."""
         return self.program.arrays
 
     @property

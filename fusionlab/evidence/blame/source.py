@@ -23,7 +23,7 @@ from .program import Small
 
 _ALIKE = {"add_any": "add"}  # by the public primitive that computes the same
 _INLINED = FLATTENED | having("rule")
-# Written as functions of their operands where that says all: every parameter is at its default.
+# Written as functions of their operands, where every parameter is at its default.
 _PLAIN = frozenset(
     "add sub mul div neg max min rem pow exp exp2 expm1 log log1p tanh logistic sqrt rsqrt cbrt erf erfc erf_inv sin cos tan abs sign "
     "floor ceil is_finite eq ne lt le gt ge select_n stop_gradient".split()
@@ -132,11 +132,18 @@ def _call(eqn: Any, args: Sequence[str]) -> str:
         return f"lax.{name}({given})"
     if name == "convert_element_type" and not p["weak_type"] and p["sharding"] is None:
         return f"lax.convert_element_type({given}, {_dtype(p['new_dtype'])})"
+    scatter = name.startswith("scatter")  # the combination of entries, a program, is in the name
+    kept = {
+        k: v
+        for k, v in p.items()
+        if not isinstance(v, Marker) and not (scatter and k in ("update_jaxpr", "update_consts"))
+    }
     try:
-        params = ", ".join(f"{k}={_parameter(v)}" for k, v in p.items() if not isinstance(v, Marker))
+        params = ", ".join(f"{k}={_parameter(v)}" for k, v in kept.items())
     except _NotWrittenError as error:
         raise _no_source(eqn, f"its parameter {error} has no form as source") from None
-    return f"{_primitive(eqn)}.bind({', '.join(filter(None, (given, params)))})"
+    called = f"lax.{name.replace('-', '_')}" if scatter else f"{_primitive(eqn)}.bind"
+    return f"{called}({', '.join(filter(None, (given, params)))})"
 
 
 def _one_shape(eqn: Any) -> bool:

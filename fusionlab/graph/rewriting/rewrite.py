@@ -84,7 +84,7 @@ def with_names(graph: Graph, replacements: Iterable[Replacement] = ()) -> tuple[
 
 
 def _emitted(graph: Graph, chosen: Sequence[Replacement], paths: Iterable[str]) -> tuple[Any, dict]:
-    """`paths` are blocks that are written anew although they contain no site, so that their variables have names."""
+    """`paths` are further blocks to rewrite, so that their variables have names."""
     with wide_types(types_in(graph.top.jaxpr)):
         emitter = _Emitter(chosen, BlockTree(graph), paths)
         closed = emitter.block(graph.top)

@@ -18,9 +18,9 @@ from fusionlab.evidence.blame.program import small, written_out
 from fusionlab.evidence.blame.search import Search
 from fusionlab.evidence.blame.source import source_of_program
 from fusionlab.progress import Stages
-from tests.evidence.planting import looped, planted, unrolled
+from tests.evidence.blame.planting import looped, planted, unrolled
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def normal(*shape):
@@ -39,7 +39,7 @@ def ran(file):
 @pytest.mark.dear
 def test_a_train_step_of_24_layers_is_cut_to_the_planted_site_and_written_as_a_file_that_runs(tmp_path):
     step, args, of_layer = unrolled(24, 7)
-    needs = "from tests.evidence.planting import planted\nerror = planted(1.001)\nerror.__enter__()"
+    needs = "from tests.evidence.blame.planting import planted\nerror = planted(1.001)\nerror.__enter__()"
     with planted(1.001, of_layer):
         found = fl.minimise(step, *args, needs=needs)
         assert found.of > 500

@@ -16,7 +16,7 @@ from fusionlab.evidence.blame.drift import NodeDrift
 from fusionlab.evidence.errors.reduction_sizes import Roughness, roughness_of
 from fusionlab.graph.interpret.observe import Own, Wide, count_of, observed
 from fusionlab.graph.interpret.promote import promote
-from tests.evidence.planting import LINE, looped, planted, unrolled
+from tests.evidence.blame.planting import LINE, looped, planted, unrolled
 
 
 def normal(*shape, seed=0):
@@ -39,10 +39,8 @@ def test_a_factor_in_one_of_24_layers_is_named_at_its_site_and_line():
     assert first.before < 1e-6 < 9e-4 < first.after < 1.2e-3
     root = fl.find(step, *args)["gemm_epilogue@layer_7#1"].root
     assert (first.value, first.shape) == (root.name, root.shape)
-    later = [v for v in found.sites if v.parts]
-    assert {v.site for v in later} == {
-        v.site for v in found.sites
-    }  # what is behind the loss inherits it, all gradients do
+    # The gradients of all layers inherit it through the loss.
+    assert {v.site for v in found.sites if v.parts} == {v.site for v in found.sites}
 
 
 @pytest.mark.dear
