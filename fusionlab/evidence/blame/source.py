@@ -126,7 +126,8 @@ def _derivative(eqn: Any) -> str:
 
 def _call(eqn: Any, args: Sequence[str]) -> str:
     """An equation as an expression."""
-    name, p = _ALIKE.get(eqn.primitive.name, eqn.primitive.name), eqn.params
+    name, p = str(eqn.primitive.name), eqn.params
+    name = _ALIKE.get(name, name)
     given = ", ".join(args)
     if name in _PLAIN and hasattr(lax, name) and all(v is None or v is False for v in p.values()) and _one_shape(eqn):
         return f"lax.{name}({given})"

@@ -73,7 +73,7 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
 def with_names(graph: Graph, replacements: Iterable[Replacement] = ()) -> tuple[Any, dict[Any, tuple[int, ...]]]:
     """(as `to_jaxpr`, variable -> the ids of the values of `graph` that it is), in the bodies of loops and calls as well.
 
-    A value that a site computes no more, or that nothing reads, is none of them.
+    A value that a site no longer computes, or that nothing reads, is left out.
     """
     owner = BlockTree(graph).owner
     entered = {""}

@@ -12,6 +12,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, SideEffectError
+from fusionlab.evidence.blame import drift
 from fusionlab.evidence.blame.drift import NodeDrift
 from fusionlab.evidence.errors.reduction_sizes import Roughness, roughness_of
 from fusionlab.graph.interpret.observe import Own, Wide, count_of, observed
@@ -131,7 +132,20 @@ def test_it_can_be_watched_and_cancelled_and_refuses_what_it_cannot_run():
         fl.drift(lambda x: (jax.debug.print("{}", x), x * 2)[1], args[0])
 
 
-# How a difference is judged.
+# How a difference is measured and judged.
+
+
+@pytest.mark.dear
+def test_arrays_are_measured_alike_on_the_host_and_on_a_device():
+    want = np.random.default_rng(0).standard_normal((64, 64))
+    got = (want * (1 + 1e-3)).astype(np.float32)
+    got[3, 4], want[5, 6], got[7, 8], want[7, 8] = np.nan, np.inf, np.inf, np.inf
+    on_host = [float(n) for n in drift._measured(np, got, want)]
+    with jax.enable_x64(True):
+        on_device = [float(n) for n in drift._measured_on_device(got, want)]
+    assert on_host == pytest.approx(on_device, rel=1e-12)
+    assert on_host[0] / on_host[1] == pytest.approx(1e-3, rel=1e-3)
+    assert on_host[-1] == 2  # where both are infinite they agree
 
 
 def value(**changed):
