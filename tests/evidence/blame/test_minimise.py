@@ -14,9 +14,11 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.blame import faults
 from fusionlab.evidence.blame.program import small, written_out
 from fusionlab.evidence.blame.search import Search
 from fusionlab.evidence.blame.source import source_of_program
+from fusionlab.evidence.instruments import timing
 from fusionlab.progress import Stages
 from tests.evidence.blame.planting import looped, planted, unrolled
 
@@ -151,6 +153,20 @@ def test_a_program_that_raises_and_one_whose_gradients_are_wrong():
             fl.minimise(layer, *args)
         found = fl.minimise(layer, *args, grad=True)
     assert (found.kind, found.unwritten) == ("error", "")
+
+
+@pytest.mark.dear
+def test_a_slowdown_by_a_clock_that_is_made_up(monkeypatch):
+    def timed(what, before, after, **_):
+        slow = 1.3 if " tan " in str(before.jaxpr) else 0.99
+        seconds = {"before": 1e-3, "after": 1e-3 * slow}
+        runs = [timing.Runs(name, (s,) * 40, 1, 0.0, 0.0, 0.0) for name, s in seconds.items()]
+        return timing.timing_of(what, *runs)
+
+    monkeypatch.setattr(faults, "time_programs", timed)
+    found = fl.minimise(of_many, normal(3), shows="time")
+    assert (found.kind, found.equations) == ("time", 1)
+    assert "slower" in found.observed
 
 
 # What is written.
