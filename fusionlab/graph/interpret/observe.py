@@ -1,7 +1,7 @@
 """Runs a program equation by equation and hands out every value as it is made, those in the bodies of loops and calls included.
 
 Each equation is a program of its own, so its results are those of the program as it is written: XLA fuses nothing across equations.
-A value is let go of after its last use.
+A value is let go of after its last use; one that is read much later waits on the host.
 """
 
 from __future__ import annotations
@@ -159,6 +159,7 @@ def count_of(closed: Any) -> int:
     return total
 
 
+_LATER = 64  # equations after which a value that is still to be read is kept on the host until then
 _Values = Generator[Made, None, list[Any]]
 
 
@@ -175,6 +176,7 @@ class _Walk:
             for v, const in zip(jaxpr.constvars if consts else (), consts, strict=True):
                 values[v] = self.arithmetic.constant(const, v.aval)
         dying = _last_uses(jaxpr)
+        waiting = _read_later(jaxpr, dying)
         for i, eqn in enumerate(jaxpr.eqns):
             outs = yield from self._equation(eqn, [self._read(values, a) for a in eqn.invars], steps)
             values.update(zip(eqn.outvars, outs, strict=True))
@@ -182,6 +184,8 @@ class _Walk:
                 yield Made(v, steps, self._array(value))
             for v in dying.get(i, ()):
                 values.pop(v, None)
+            for v in waiting.get(i - _LATER, ()):
+                values[v] = jax.tree.map(_on_host, values[v])
         return [self._read(values, a) for a in jaxpr.outvars]
 
     def _read(self, values: dict, atom: Any) -> Any:
@@ -230,6 +234,18 @@ def _last_uses(jaxpr: Any) -> dict[int, list[Any]]:
         if v not in kept:
             found.setdefault(i, []).append(v)
     return found
+
+
+def _read_later(jaxpr: Any, dying: dict[int, list[Any]]) -> dict[int, list[Any]]:
+    """Number of an equation -> those of its results that another reads more than `_LATER` equations later."""
+    last = {v: i for i, variables in dying.items() for v in variables}
+    late = {i: [v for v in eqn.outvars if last.get(v, i) > i + _LATER] for i, eqn in enumerate(jaxpr.eqns)}
+    return {i: variables for i, variables in late.items() if variables}
+
+
+def _on_host(x: Any) -> Any:
+    """The array on the host, unless it is one of keys or lies on several devices."""
+    return x if _is_key(x) or (isinstance(x, jax.Array) and len(x.devices()) > 1) else np.asarray(x)
 
 
 def _is_key(aval: Any) -> bool:

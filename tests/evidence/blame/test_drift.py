@@ -15,6 +15,7 @@ from fusionlab.errors import ArgumentError, SideEffectError
 from fusionlab.evidence.blame import drift
 from fusionlab.evidence.blame.drift import NodeDrift
 from fusionlab.evidence.errors.reduction_sizes import Roughness, roughness_of
+from fusionlab.graph.interpret import observe
 from fusionlab.graph.interpret.observe import Own, Wide, count_of, observed
 from fusionlab.graph.interpret.promote import promote
 from tests.evidence.blame.planting import LINE, looped, planted, unrolled
@@ -209,7 +210,8 @@ def branchy(key, w, x):
 
 
 @pytest.mark.dear
-def test_values_are_those_of_the_program_and_of_its_reference():
+def test_values_are_those_of_the_program_and_of_its_reference(monkeypatch):
+    monkeypatch.setattr(observe, "_LATER", 1)  # values wait on the host
     args = jax.random.key(3), normal(5, 5) / 2, normal(2, 5)
     closed, leaves = jax.make_jaxpr(branchy)(*args), list(args)
     jitted, reference = jax.jit(branchy)(*args), promote(branchy, *args).values(*args)
