@@ -50,7 +50,7 @@ def minimise(
     bodies, a loop's in one step.
 
     Args:
-      fn: the function.
+      fn: the function; or one that `fuse` returned, whose own passes, with their defaults, and implementation then count.
       *args, **kwargs: arrays to run on.
       shows: "error": an output of the fused program is further from its float64 reference than the original's and beyond the tolerance;
         "raises": the fused program raises where the original runs; "time": it is slower, by the verdict of a timing; None: "raises" or
@@ -75,6 +75,8 @@ def minimise(
         raise ArgumentError(f"shows: got {shows!r}, needed one of {', '.join(map(repr, KINDS))}, or a function")
     check_effort(samples, budget_s)
     options = {"passes": passes, "implementation": implementation}
+    if isinstance(fn, lab.Fused):
+        options = fn.named_options
     asked = options | {"static_argnums": static_argnums, "static_argnames": static_argnames}
     with watched(progress) as told:
         stages = Stages(told, cancel)

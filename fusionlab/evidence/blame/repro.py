@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fusionlab
+from fusionlab.fusers.strategy import Strategy
 from fusionlab.graph.jax_compat import types_in
 from fusionlab.graph.settings import has_wide_types
 from fusionlab.output import write_file
@@ -87,7 +88,7 @@ class Minimal(Shown):
       stopped: "", or why the search ended early ("cancelled", "budget").
       unwritten: why it cannot be written as source; "" if it can, and the source shows the same.
       program: the program with its arrays; opaque to readers.
-      options: of `fuse`, as keyword arguments in text.
+      options: keyword arguments of `fuse`.
       needs: lines that the file runs first.
     """
 
@@ -133,7 +134,9 @@ class Minimal(Shown):
           ArgumentError: an equation has no form as source.
         """
         wide = has_wide_types(types_in(self.program.closed)) or jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
-        options = "".join(f", {k}={v!r}" for k, v in self.options.items())
+        # The text of a Strategy is the call that makes it.
+        texts = {k: f"fusionlab.{v!r}" if isinstance(v, Strategy) else repr(v) for k, v in self.options.items()}
+        options = "".join(f", {k}={v}" for k, v in texts.items())
         return _FILE.format(
             title=f"{self.name}: {self.equations} equations that show a fault of its fused version.",
             observed=self.observed.replace("\\", "\\\\").replace('"""', "'''"),

@@ -123,6 +123,12 @@ def test_a_search_ends_with_the_smallest_so_far():
     assert (found.stopped, found.trials, found.program) == ("budget", 0, whole)
 
 
+def test_of_a_fused_function_its_passes_count():
+    fused = fl.fuse(of_many, passes=["lerp"], implementation="xla")
+    found = fl.minimise(fused, normal(3), shows=has_tan)
+    assert (found.equations, found.options) == (1, {"passes": ["lerp"], "implementation": "xla"})
+
+
 def test_what_is_asked_wrongly_is_refused():
     x = normal(3)
     with pytest.raises(
@@ -216,8 +222,11 @@ def test_arrays_of_other_dtypes_come_back_from_the_file(tmp_path):
     def shows(program, *arrays):
         return str(jax.make_jaxpr(program)(*arrays)).count(" tan ") and len(arrays) == 2
 
-    found = fl.minimise(f, jax.random.key(7), jnp.asarray(normal(3), jnp.bfloat16), shows=shows)
-    found.save(tmp_path / "r.py")
+    found = fl.minimise(
+        f, jax.random.key(7), jnp.asarray(normal(3), jnp.bfloat16), shows=shows, passes=fl.Strategy(lerp=True)
+    )
+    text = found.save(tmp_path / "r.py").read_text()
+    assert "fused = fusionlab.fuse(program, passes=fusionlab.Strategy(lerp=True))" in text
     space = {"__name__": "r", "__file__": str(tmp_path / "r.py")}
     exec((tmp_path / "r.py").read_text(), space)
     for got, want in zip(space["arrays"](), found.arrays, strict=True):
