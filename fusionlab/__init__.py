@@ -38,6 +38,7 @@ if _TYPE_CHECKING:
     from .verbs.by_site import time_by_site as time_by_site
     from .verbs.comparison import Comparison as Comparison
     from .verbs.comparison import compare as compare
+    from .verbs.drift import drift as drift
     from .verbs.explorer import explore as explore
     from .verbs.lab import Findings as Findings
     from .verbs.lab import Fused as Fused
@@ -49,6 +50,7 @@ if _TYPE_CHECKING:
     from .verbs.lab import trace as trace
     from .verbs.lab import unregister as unregister
     from .verbs.load import load as load
+    from .verbs.minimise import minimise as minimise
     from .verbs.training import LossCurve as LossCurve
     from .verbs.tuning import share_plan as share_plan
     from .verbs.tuning import tune as tune
@@ -62,10 +64,12 @@ _NAMES_OF_MODULES = {
     "ops": "ops",
     "verbs.by_site": "bisect errors_by_site time_by_site",
     "verbs.comparison": "Comparison compare",
+    "verbs.drift": "drift",
     "verbs.explorer": "explore",
     "verbs.lab": "Findings Fused Graph find fuse passes register trace unregister",
     "verbs.load": "load",
     "verbs.training": "LossCurve",
+    "verbs.minimise": "minimise",
     "verbs.tuning": "share_plan tune",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}

@@ -74,7 +74,12 @@ def is_x64() -> bool:
 
 def wide_types(values: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     """A context for tracing with 64-bit types enabled if one of some arrays or types has 64 bits; JAX would otherwise truncate it."""
-    return enable_x64(True) if not is_x64() and any(map(_is_wide, values)) else contextlib.nullcontext()
+    return enable_x64(True) if has_wide_types(values) else contextlib.nullcontext()
+
+
+def has_wide_types(values: Iterable[Any]) -> bool:
+    """Whether one of some arrays or types has 64 bits, and 64-bit types are not enabled."""
+    return not is_x64() and any(map(_is_wide, values))
 
 
 def types_of_operands(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -72,7 +72,7 @@ def bisect(
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     with watched(progress) as told:
         stages = Stages(told, cancel)
-        found, chosen, call = _selected(fn, args, kwargs, asked, told)
+        found, chosen, call = selected_sites(fn, args, kwargs, asked, told)
         tried = _trials(found, call, grad, stages, "trial")
         effort = {"samples": samples, "budget_s": budget_s, "stages": stages}
         return trials.bisect_subsets(tried, found.graph.name, of, list(chosen), **effort)
@@ -106,7 +106,7 @@ def errors_by_site(
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     with watched(progress) as told:
         stages = Stages(told, cancel)
-        found, chosen, call = _selected(fn, args, kwargs, asked, told)
+        found, chosen, call = selected_sites(fn, args, kwargs, asked, told)
         tried, arrays = (
             _trials(found, call, grad, stages, "site", len(chosen)),
             jax.tree.leaves((call.args, call.kwargs)),
@@ -152,12 +152,12 @@ def time_by_site(
     asked = {"passes": passes, "implementation": implementation}
     asked |= {"static_argnums": static_argnums, "static_argnames": static_argnames}
     with watched(progress) as told:
-        found, chosen, call = _selected(fn, args, kwargs, asked, told)
+        found, chosen, call = selected_sites(fn, args, kwargs, asked, told)
         effort = {"samples": samples, "budget_s": budget_s, "progress": told}
         return sites_of(found, *call.args, chosen=list(chosen.values()), **effort, **call.kwargs)
 
 
-def _selected(
+def selected_sites(
     fn: Callable, args: tuple, kwargs: dict, options: dict[str, Any], progress: Progress
 ) -> tuple[lab.Findings, dict[str, Candidate], Bound]:
     """(what is found, the sites that are fused by id in program order, the call without its static arguments)."""

@@ -112,6 +112,14 @@ class Fused:
         self._objects = self._leaves = self._numbers = False
         self._is_off: bool | None = None
 
+    @property
+    def named_options(self) -> dict[str, Any]:
+        """Its passes by name and its implementation, as keyword arguments of `fuse`."""
+        return {
+            "passes": [p.name for p, _ in self._options["passes"]],
+            "implementation": self._options["implementation"],
+        }
+
     def _first(self) -> Any:
         """The runner until a call needs another one: the jit that the function had, or `jax.jit`."""
         return self._runner(self._way, NOTHING) if self._jit is None else self._jit.again(self._traced(self._way))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
@@ -17,10 +18,17 @@ from .model.summaries import summary
 
 LIVE = "fusionlab.explore(fn, *args)"
 CAPTION = f"FusionLab · to open cards, switch sites and measure them: {LIVE}"
+DRIFTING = "FusionLab · stripe: error of the fused program; broad and coloured where it is more than rounding explains"
 Show = Collection[object] | str
 
 
-def album(graph: Graph, findings: Findings | None, enabled: Collection[str] | None, show: Show = ()) -> Album:
+def album(
+    graph: Graph,
+    findings: Findings | None,
+    enabled: Collection[str] | None,
+    show: Show = (),
+    drift: Mapping[int, float] = MappingProxyType({}),
+) -> Album:
     """The pictures of a graph, with the requested names visible.
 
     Args:
@@ -28,11 +36,13 @@ def album(graph: Graph, findings: Findings | None, enabled: Collection[str] | No
       enabled: ids of the candidates that are applied; None means all of them that are not idle.
       show: names of things to make visible: nodes ("%143", "n12"), sites, structures, source lines ("model.py:41"); "all" opens
         every card.
+      drift: node id -> an error, for a stripe on each card (see `Album`).
 
     Raises:
       ArgumentError: the graph contains nothing of that name.
     """
     pictures = Album(graph, findings)
+    pictures.drift = drift
     if isinstance(show, str) and show == "all":
         pictures.open_all(enabled)
         return pictures
@@ -48,9 +58,10 @@ def to_svg(
     *,
     show: Show = (),
     id_prefix: str = "fl-",
+    drift: Mapping[int, float] = MappingProxyType({}),
 ) -> str:
     """The picture as the text of an SVG file; args and errors as of `album`. `id_prefix` keeps the ids of pictures on one page distinct."""
-    return album(graph, findings, enabled, show).still(enabled, id_prefix, CAPTION)
+    return album(graph, findings, enabled, show, drift).still(enabled, id_prefix, DRIFTING if drift else CAPTION)
 
 
 def to_dot(

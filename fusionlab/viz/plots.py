@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.blame.drift import DriftMap
 from fusionlab.evidence.errors.arrays import ULP_EDGES
 from fusionlab.evidence.errors.numerics import LeafNumerics, Numerics
 from fusionlab.evidence.instruments.timing import Runs, Timing
@@ -83,6 +84,44 @@ def _draw_runs(ax: Any, row: int, run: Runs, colour: str, kwargs: dict[str, Any]
 
 def _row_name(timing: Timing, run: Runs, several: bool) -> str:
     return f"{timing.what}\n{run.name}" if several else run.name
+
+
+def plot_drift(drift: DriftMap, ax: Any = None, **kwargs: Any) -> Any:
+    """Errors of the original and of the fused program along the program, and what rounding explains, on a log axis.
+
+    Args:
+      drift: what `fusionlab.drift` returned.
+      ax: matplotlib Axes to draw into; None makes a new figure.
+      **kwargs: go to the markers (`Axes.plot`).
+
+    Returns:
+      The Axes. The first value at which the two differ by more than rounding is marked, and named in the title.
+
+    Raises:
+      ArgumentError: no value was compared.
+    """
+    values = [v for v in drift.values if v.after is not None]
+    if not values:
+        raise ArgumentError("drift: no value was compared, so there is nothing to plot")
+    ax = axes_or_new(ax, 7.2, 3.4)
+    rows = range(len(values))
+    style = {"linestyle": "", "marker": ".", "markersize": 4}
+    for name, colour in (("before", BEFORE), ("after", AFTER)):
+        ax.plot(
+            rows, [getattr(v, name) or math.nan for v in values], **(style | {"color": colour, "label": name} | kwargs)
+        )
+    ax.plot(rows, [v.tolerated for v in values], color=LIMIT, linewidth=1, label="tolerated")
+    first = drift.first
+    if first is not None:
+        ax.axvline(values.index(first), color=LIMIT, linestyle=":", linewidth=1)
+    ax.set_yscale("log")
+    ax.set_xlabel("values, in program order")
+    ax.set_ylabel("max error / max of the reference")
+    ax.set_title(
+        str(first) if first is not None else str(drift).splitlines()[0], fontsize=9, loc="left", wrap=True, **AS_IT_IS
+    )
+    ax.legend(fontsize=8)
+    return ax
 
 
 def plot_errors(evidence: Any, ax: Any = None, *, measure: str = "max_abs", **kwargs: Any) -> Any:

@@ -217,6 +217,8 @@ def roots(folder: Path) -> Iterator[Any]:
     yield trained()
     yield fusionlab.bisect(program, *args)
     yield fusionlab.errors_by_site(program, *args)
+    yield fusionlab.drift(program, *args)
+    yield fusionlab.minimise(program, *args, shows=lambda fn, *xs: "tanh" in str(jax.make_jaxpr(fn)(*xs)))
     yield fusionlab.tune(program, *args)
     yield roofline.roofline(found, card, measured=1e-4).with_measured({})
     yield roofline.roofline(found, card, measured=1e-4).reconcile()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +12,7 @@ import jax
 import numpy as np
 from jax import numpy as jnp
 
-from fusionlab.graph.jax_compat import child_jaxprs, split_closed
+from fusionlab.graph.jax_compat import child_jaxprs, split_closed, variables_in
 
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 
@@ -54,21 +56,67 @@ def _operand_dtypes(jaxpr: Any) -> Iterator[Any]:
 
 def reduction_size(jaxpr: Any) -> int:
     """The number of terms of the largest sum in a program: contracted axes of a product, reduced axes of a sum."""
-    largest = 1
+    sizes = (
+        max([reduction_size_of(eqn), *(reduction_size(child) for _, _, child in child_jaxprs(eqn))])
+        for eqn in split_closed(jaxpr)[0].eqns
+    )
+    return max(sizes, default=1)
+
+
+def reduction_size_of(eqn: Any) -> int:
+    """The number of terms of the sums that one equation makes itself; 1 where it makes none."""
+    name = eqn.primitive.name
+    shape = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
+    if name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        return max(1, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
+    if name == "dot_general":
+        axes = eqn.params["dimension_numbers"][0][0]
+    elif name in ("reduce_sum", "cumsum", "reduce_prod"):
+        axes = eqn.params.get("axes", (eqn.params.get("axis"),))
+    else:
+        return 1
+    return max(1, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
+
+
+@dataclass(frozen=True)
+class Roughness:
+    """What the rounding of a value depends on.
+
+    Attributes:
+      longest: the terms of the longest sum behind it.
+      dtype: the float dtype with the fewest bits of mantissa that it, or a value that it is made of, was rounded to; "" for none.
+    """
+
+    longest: int = 1
+    dtype: str = ""
+
+    def __or__(self, other: Roughness) -> Roughness:
+        dtypes = sorted(filter(None, {self.dtype, other.dtype}))
+        return Roughness(max(self.longest, other.longest), min(dtypes, key=mantissa_bits, default=""))
+
+
+def roughness_of(jaxpr: Any) -> dict[Any, Roughness]:
+    """Variable -> its roughness, in the bodies of a program's loops and calls as well: there each operand may be behind each value."""
+    found: dict[Any, Roughness] = {}
+    _spread(jaxpr, Roughness(), found)
+    return found
+
+
+def _spread(jaxpr: Any, given: Roughness, found: dict[Any, Roughness]) -> Roughness:
+    """Notes the roughness of all values of a jaxpr whose inputs are so rough; that of all of them together."""
+    whole = given
     for eqn in split_closed(jaxpr)[0].eqns:
-        name = eqn.primitive.name
-        shape = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
-        if name == "dot_general":
-            axes = eqn.params["dimension_numbers"][0][0]
-            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
-        elif name in ("reduce_sum", "cumsum", "reduce_prod"):
-            axes = eqn.params.get("axes", (eqn.params.get("axis"),))
-            largest = max(largest, int(np.prod([shape[i] for i in axes], dtype=np.int64)))
-        elif name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval
-            largest = max(largest, kernel.size // max(1, kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]))
-        largest = max([largest, *(reduction_size(child) for _, _, child in child_jaxprs(eqn))])
-    return largest
+        floats = (str(v.aval.dtype) for v in eqn.outvars if jnp.issubdtype(getattr(v.aval, "dtype", bool), np.inexact))
+        behind = [found.get(v, given) for v in variables_in(eqn.invars)]
+        rough = functools.reduce(operator.or_, [*behind, *(Roughness(1, d) for d in floats)], Roughness())
+        rough |= Roughness(reduction_size_of(eqn))
+        for _, _, child in child_jaxprs(eqn):
+            once = _spread(child, rough, found)
+            rough |= _spread(child, once, found)  # once more, as a loop hands on what it made
+        found.update(dict.fromkeys(eqn.outvars, rough))
+        whole |= rough
+    return whole
 
 
 def _asks_for_default(jaxpr: Any) -> bool:

@@ -88,12 +88,18 @@ Pairs = Sequence[tuple[int, BackwardPart]]
 
 
 class Chosen:
-    """The replaced pairs, and the chaining of those in a row of layers, as far as both neighbours are among them."""
+    """The replaced pairs, and the chaining of those in a row of layers, as far as both neighbours are among them.
+
+    Attributes: `number` (root -> number of its pair), `followed` (roots whose last function the next layer differentiates), `unlike` (the
+    cotangents of these, which in the rewritten program have that derivative in them).
+    """
 
     def __init__(self, pairs: Pairs) -> None:
         self.number = {part.root.id: number for number, part in pairs}
         links = (part.chain for _, part in pairs if part.chain is not None)
         self.followed = {c.before.id for c in links if c.before is not None and c.before.id in self.number}
+        # Gradients that the rewritten program takes a step further than the original does, so that they are not the same values.
+        self.unlike = {part.cotangent.id for _, part in pairs if part.root.id in self.followed}
 
     def pulled(self, number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
         """The equations of a site's gradients, from its cotangent and the residuals of its forward pass; `env` gets the gradients."""

@@ -367,6 +367,12 @@ class Interpreter:
         return all(_only_draws(child, random) for _, _, child in child_jaxprs(eqn)) and bool(random)
 
 
+def only_draws(eqn: Any) -> bool:
+    """Whether an equation's bodies draw random numbers and do nothing else."""
+    random: list[str] = []
+    return all(_only_draws(child, random) for _, _, child in child_jaxprs(eqn)) and bool(random)
+
+
 def _only_draws(closed: Any, seen_random: list) -> bool:
     """True when every equation belongs to a draw; notes in `seen_random` that there is one."""
     for eqn in split_closed(closed)[0].eqns:

@@ -15,6 +15,7 @@ from jax.extend import core as jex_core
 
 from ...errors import RewriteError
 from ..backward.gradients import BackwardPart, Chosen, TravelKey, claims_of, first_gradients, sum_of_gradients
+from ..interpret.observe import ENTERED
 from ..jax_compat import rebuild, split_closed, types_in, variable_like, with_weakness, without_dead_code
 from ..primitives import having
 from ..program.crossing import BlockTree, more_operands, more_results
@@ -65,11 +66,32 @@ def to_jaxpr(graph: Graph, replacements: Iterable[Replacement] = ()) -> Any:
       RewriteError: a replacement's result differs in shape or dtype from the value it replaces; or (SitesWaitError) replacements of
         several results depend on each other's.
     """
-    chosen = tuple(replacements)
+    return _emitted(graph, tuple(replacements), ())[0]
+
+
+@jax_defaults()
+def with_names(graph: Graph, replacements: Iterable[Replacement] = ()) -> tuple[Any, dict[Any, tuple[int, ...]]]:
+    """(as `to_jaxpr`, variable -> the ids of the values of `graph` that it is), in the bodies of loops and calls as well.
+
+    A value that a site no longer computes, or that nothing reads, is left out.
+    """
+    owner = BlockTree(graph).owner
+    entered = {""}
+    for block in graph.blocks():  # outermost first
+        if block.path in owner and owner[block.path][1].path in entered and owner[block.path][0].primitive in ENTERED:
+            entered.add(block.path)
+    return _emitted(graph, tuple(replacements), entered)
+
+
+def _emitted(graph: Graph, chosen: Sequence[Replacement], paths: Iterable[str]) -> tuple[Any, dict]:
+    """`paths` are further blocks to rewrite, so that their variables have names."""
     with wide_types(types_in(graph.top.jaxpr)):
-        closed = _Emitter(chosen, BlockTree(graph)).block(graph.top)
-        # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
-        return with_neighbours(without_dead_code(closed)) if any(r.backward for r in chosen) else closed
+        emitter = _Emitter(chosen, BlockTree(graph), paths)
+        closed = emitter.block(graph.top)
+        if any(r.backward for r in chosen):
+            # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
+            closed = with_neighbours(without_dead_code(closed))
+    return closed, emitter.names
 
 
 _REMAT = having("remat")
@@ -82,8 +104,9 @@ class _Emitter:
     replacement, "residual" or "gradient", number); values passed to another block by ("value", id).
     """
 
-    def __init__(self, replacements: Sequence[Replacement], tree: BlockTree) -> None:
+    def __init__(self, replacements: Sequence[Replacement], tree: BlockTree, paths: Iterable[str] = ()) -> None:
         self.tree = tree
+        self.names: dict[Any, tuple[int, ...]] = {}  # variable -> ids of the values that it is
         self.forward = _grouped((r.block_path, i, r) for i, r in enumerate(replacements))
         parts = [(i, r.backward) for i, r in enumerate(replacements) if r.backward is not None]
         self.chosen = Chosen(parts)
@@ -95,7 +118,7 @@ class _Emitter:
         for i, part in parts:
             if part.block_path != part.site_path:
                 self._send(i, part)
-        self.paths = {*self.forward, *self.backward, *self.exports, *self.imports}
+        self.paths = {*self.forward, *self.backward, *self.exports, *self.imports, *paths}
 
     def _send(self, number: int, part: BackwardPart) -> None:
         """Passes the values that a backward pass needs and its block lacks out of the site's block and those around it."""
@@ -124,6 +147,9 @@ class _Emitter:
         invars = [*(env[v.id] for v in block.inputs), *(env[key] for key in given)]
         captured = [(env[v.id], c) for v, c in block.consts] if closed else []
         constvars, consts = _apart(captured, extra)
+        for key, atom in env.items():
+            if isinstance(key, int) and isinstance(atom, jex_core.Var) and key not in self.chosen.unlike:
+                self.names[atom] = (*self.names.get(atom, ()), key)
         return rebuild(block.jaxpr, constvars, invars, outvars, live(eqns, outvars), consts)
 
     def _leaving(self, block: Block, env: Env) -> list:

@@ -33,6 +33,7 @@ class Album:
       copies: id of a card of several equal parts -> which of them it shows, from 0.
       pane: width and height in px.
       times: node id -> seconds, if the kernels were timed; they replace bytes, except in a before/after picture.
+      drift: node id -> the error of the fused program as a multiple of what rounding explains (`Drift.by_node`): a stripe on each card.
       fused: the program with the sites fused, drawn next to this one; None draws this one alone, lane by lane.
     """
 
@@ -42,6 +43,7 @@ class Album:
         self.copies: dict[str, int] = {}
         self._pane = PANE
         self._times: Mapping[int, float] = {}
+        self.drift: Mapping[int, float] = {}
         self.fused: Graph | None = None
         self._maker: Maker | None = None
         self._made: tuple[Any, Overview, Chains] | None = None
@@ -87,7 +89,7 @@ class Album:
           notes: node id -> the text that replaces the source line in boxes whose nodes all have it.
           caption: one line below, for a file of its own.
         """
-        return svg(self.picture(enabled, notes), id_prefix, caption)
+        return svg(self.picture(enabled, notes), id_prefix, caption, self._drift(enabled))
 
     def picture(self, enabled: Collection[str] | None, notes: Mapping[int, str] | None = None) -> Picture:
         """The layout: the position of everything in the picture."""
@@ -99,7 +101,19 @@ class Album:
         drawn = self.overview(enabled)
         lanes, rows = len(drawn.phases), len(drawn.rows)
         width = _ONE_LANE if lanes == 1 else PANE[0]
-        return svg(plan(drawn, width, min(PANE[1], _AROUND + _ROW * rows), self.opened), id_prefix, caption)
+        return svg(
+            plan(drawn, width, min(PANE[1], _AROUND + _ROW * rows), self.opened),
+            id_prefix,
+            caption,
+            self._drift(enabled),
+        )
+
+    def _drift(self, enabled: Collection[str] | None) -> dict[str, float]:
+        """Card id -> the largest error of its nodes, those of all copies."""
+        found: dict[str, float] = {}
+        for nid, card in ((n, c) for n, chain in self._make(enabled)[1].items() if n in self.drift for c in chain):
+            found[card] = max(found.get(card, 0.0), self.drift[nid])
+        return found
 
     def items(self, enabled: Collection[str] | None) -> dict[str, dict[str, Any]]:
         """Card id -> spoken label, kind and whether it opens, of all that can be selected now."""

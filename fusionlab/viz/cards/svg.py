@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape as _escape
+from types import MappingProxyType
 
 from fusionlab.viz.markup import printable
 from fusionlab.viz.palette import colour_of, tint_of
@@ -25,21 +27,26 @@ LESS = "#19703e"  # fewer bytes than before
 DARK, LIGHT = "#36424f", "#8a98a8"  # bars of operations and of bytes
 THIN, WIDE = "#7b8794", "#a7b2bf"  # edges
 NEUTRAL, NEUTRAL_TINT = "#5c86b8", "#c9d8ea"  # of the legend
+# Up to this error, as a multiple of what rounding explains: width and colour of the stripe.
+DRIFT = ((1.0, 3.0, "#9fb3c4"), (10.0, 5.0, "#e69f00"), (math.inf, 8.0, "#d55e00"))
 _BROAD = 5.0  # from this width on an edge is light
 
 
-def svg(picture: Picture, id_prefix: str = "fl-", caption: str = "") -> str:
+def svg(
+    picture: Picture, id_prefix: str = "fl-", caption: str = "", drift: Mapping[str, float] = MappingProxyType({})
+) -> str:
     """The picture as the text of an SVG file.
 
     Args:
       picture: what `plan` gave.
       id_prefix: prefix of the cards' ids, so that several pictures can be on one page.
       caption: one line below a standalone picture, on paper of its own.
+      drift: card id -> the error of the fused program there, as a multiple of what rounding explains: a stripe at the card's edge.
     """
     parts = [
         *map(_lane, picture.lanes),
         *map(_text, picture.heads),
-        *(_box(box, id_prefix) for box in picture.boxes),
+        *(_box(box, id_prefix, drift.get(box.id)) for box in picture.boxes),
         *(_pill(pill, id_prefix) for pill in picture.pills),
         *map(_wire, picture.wires),
         *(_text(t) for wire in picture.wires for t in wire.label),
@@ -159,14 +166,29 @@ def _chip(chip: Chip) -> str:
     return f'<g class="{kind}"{step}>{_frame(chip.rect, "chip-body", CELL, radius=chip.rect.height / 2)}{_text(chip.text)}</g>'
 
 
-def _box(box: Box, id_prefix: str) -> str:
+def _box(box: Box, id_prefix: str, drift: float | None = None) -> str:
     kind = " ".join(
         filter(None, ("card", box.kind, box.state, "line" if box.line else "", "backward" if box.backward else ""))
     )
     more = f' data-level="{box.level}" data-lane="{escape(box.lane)}"'
     more += f' data-pass="{escape(box.pass_name)}"' if box.pass_name else ""
-    head = f'<g id="{escape(id_prefix + box.id)}" class="{kind}"{more}><title>{escape(box.label)}</title>'
-    return f"{head}{_sheets(box)}{_body(box)}{_marks(box.marks)}</g>"
+    head = f'<g id="{escape(id_prefix + box.id)}" class="{kind}"{more}><title>{escape(box.label)}{_drift_text(drift)}</title>'
+    return f"{head}{_sheets(box)}{_body(box)}{_drift(box, drift)}{_marks(box.marks)}</g>"
+
+
+def _drift_text(drift: float | None) -> str:
+    return "" if drift is None else f"; error of the fused program {drift:.2g} times what rounding explains"
+
+
+def _drift(box: Box, drift: float | None) -> str:
+    """A stripe along the left edge, broader the more the programs differ: colour is not alone."""
+    if drift is None:
+        return ""
+    width, colour = next((w, c) for most, w, c in DRIFT if drift <= most)
+    r = box.rect
+    return _frame(
+        Rect(r.x, r.y + 2, width, r.height - 4), "drift", colour, radius=1.5, more=f' data-drift="{drift:.3g}"'
+    )
 
 
 def _sheets(box: Box) -> str:

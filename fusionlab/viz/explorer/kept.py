@@ -25,6 +25,7 @@ def kept(session: Session) -> dict[str, Any]:
         (graph, findings, enabled), view = session.drawn(), session.summary()
         album, decided = Album(graph, findings), len(session.ledger)
         album.pane, album.times = session.stage.pane, session.stage.times_shown
+        album.drift = session.stage.drift_shown
     with aside():
         return _record(album, enabled, view) | {"decided": decided}
 
@@ -78,7 +79,7 @@ class Keeper:
             self._wait()
             return
         side = "after" if session.stage.shown == "after" else "before"
-        key = side, session.setting, session.stage.pane, id(session.stage.times_shown)
+        key = side, session.setting, session.stage.pane, id(session.stage.times_shown), id(session.stage.drift_shown)
         if key not in self._sent:
             start = time.monotonic()
             self._send({"type": "kept", "side": side, "data": kept(session)})

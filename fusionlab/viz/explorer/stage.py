@@ -40,6 +40,7 @@ class Stage:
         self._albums: dict[str, Album] = {"before": Album(graph)}
         self.pane = PANE
         self.times = _NONE  # seconds of the nodes of the program as written
+        self.drift = _NONE  # errors of the fused program at the nodes of the program as written, as `Album` takes them
         self._clicked: Card | None = None
         self._svg: tuple[Any, str] = (None, "")
 
@@ -79,6 +80,7 @@ class Stage:
             id(album),
             id(album.fused),
             id(album.times),
+            id(album.drift),
             enabled,
             frozenset(album.opened),
             tuple(album.copies.items()),
@@ -95,6 +97,11 @@ class Stage:
     def times_shown(self) -> Mapping[int, float]:
         """Seconds of the nodes that are drawn."""
         return self.times if self.shown != "after" else _NONE
+
+    @property
+    def drift_shown(self) -> Mapping[int, float]:
+        """Errors at the nodes that are drawn."""
+        return self.drift if self.shown == "before" else _NONE
 
     def file(self, drawn: Drawn, compiled: CompiledModule | None = None) -> str:
         """The picture as the text of an SVG file."""
@@ -121,7 +128,7 @@ class Stage:
                 album.opened, album.copies = old.opened, old.copies
             self._albums[side] = album
         album.pane = self.pane
-        album.times = self.times_shown
+        album.times, album.drift = self.times_shown, self.drift_shown
         album.fused = self._fused() if self.shown == "both" and self._fused is not None else None
         return album
 

@@ -19,6 +19,7 @@ import traitlets
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, FusionLabError
+from fusionlab.evidence.blame.drift import DriftMap
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
@@ -144,6 +145,19 @@ class Explorer(Measuring):
         if self._script_with is None:
             raise ArgumentError("code: this explorer has only a graph; make it with fusionlab.explore(fn, *args)")
         return Text(self._script_with(self.setting, self.findings))
+
+    def show_drift(self, drift: DriftMap | None) -> None:
+        """Marks each card with the error of the fused program there (`fusionlab.drift`); None takes the marks away.
+
+        Raises:
+          ArgumentError: the map is of another program.
+        """
+        if drift is not None and (drift.findings is None or str(drift.findings.graph) != str(self.session.graph)):
+            raise ArgumentError(
+                f"show_drift: got the map of {drift.name}, which is another program; needed fusionlab.drift(fn, *args)"
+            )
+        self.session.stage.drift = {} if drift is None else drift.by_node()
+        self.refresh()
 
     def close(self) -> None:
         """Disconnects the explorer from the page, where it stays as a record; a running measurement is cancelled."""

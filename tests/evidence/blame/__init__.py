@@ -1,0 +1,1 @@
+"""Tests of `fusionlab/evidence`: timing, memory, errors, and which site is behind a difference."""
