@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from .kernels.op.own import CudaKernel as CudaKernel
     from .verbs.by_site import bisect as bisect
     from .verbs.by_site import errors_by_site as errors_by_site
+    from .verbs.by_site import time_by_scope as time_by_scope
     from .verbs.by_site import time_by_site as time_by_site
     from .verbs.comparison import Comparison as Comparison
     from .verbs.comparison import compare as compare
@@ -59,7 +60,7 @@ _NAMES_OF_MODULES = {
     "fusers": "Candidate Rejection Strategy pattern_pass",
     "kernels.op.own": "CudaKernel",
     "ops": "ops",
-    "verbs.by_site": "bisect errors_by_site time_by_site",
+    "verbs.by_site": "bisect errors_by_site time_by_scope time_by_site",
     "verbs.comparison": "Comparison compare",
     "verbs.explorer": "explore",
     "verbs.lab": "Findings Fused Graph find fuse passes register trace unregister",

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fusionlab.errors import ArgumentError, MissingDependencyError
+from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
@@ -196,13 +196,7 @@ class Evidence(Shown):
         Raises:
           MissingDependencyError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
-            ) from error
-        return pd.DataFrame(list(self.rows()), columns=list(_HEADS))
+        return self._table().dataframe()
 
     def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
         """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype are "" for numbers without."""
