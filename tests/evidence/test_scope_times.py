@@ -15,6 +15,7 @@ from fusionlab.evidence.kernel_times import KernelTimes, kernels_in
 from fusionlab.evidence.node_times import NodeTimes
 from fusionlab.evidence.scopes.scope_times import AROUND, BETWEEN, NO_NODE, NO_SCOPE, scope_times
 from fusionlab.graph.program.scopes import place_of
+from fusionlab.viz.explorer.widget import Explorer
 
 
 class Net:
@@ -155,3 +156,34 @@ def test_a_function_that_is_not_fused_is_measured_alone_and_bad_arguments_are_na
         fl.time_by_scope(two, W, B, X, runs=0)
     with pytest.raises(ArgumentError, match="needed arrays"):
         fl.time_by_scope(two, W, B, jax.ShapeDtypeStruct((32, 64), "float32"))
+
+
+def test_the_explorer_shows_scopes_once_they_are_measured_and_writes_their_trace(tmp_path):
+    graph = fl.trace(two, W, B, X)
+    found, told = fl.find(graph), []
+    before, after = made_up(graph, {"dot_general": 2.0, "add": 1.0}), made_up(graph, {"dot_general": 1.0}, 8.0)
+
+    def scopes(setting, findings, progress):
+        told.append(setting.enabled)
+        return after
+
+    lab = Explorer(graph, found, measure=lambda *_: None, times=lambda _: before, scopes=scopes, enabled=frozenset())
+    assert "Scopes" not in [tab["name"] for tab in lab.tabs]
+    with pytest.raises(ArgumentError, match=r"lab\.measure_scopes\(\) first"):
+        lab.save(tmp_path / "x.perfetto.json.gz")
+    lab.measure()
+    lab.toggles["gemm_epilogue"] = True
+    (html,) = [tab["html"] for tab in lab.tabs if tab["name"] == "Scopes"]
+    assert 'data-fl="scopes"' in html
+    assert "with sites fused" not in html
+    lab._message(lab, {"type": "scopes"}, [])
+    lab._background.join()
+    (html,) = [tab["html"] for tab in lab.tabs if tab["name"] == "Scopes"]
+    assert told == [{"gemm_epilogue@net/up#1"}]
+    assert 'data-fl="scopes"' not in html
+    assert "with sites fused" in html
+    assert lab.measure_scopes().fused_whole_s == pytest.approx(8.0)
+    assert lab.session.stage.times == before.seconds
+    data = json.loads(gzip.decompress(lab.save(tmp_path / "x.perfetto.json.gz").read_bytes()))
+    assert len(slices(data, "kernel")) == 2
+    assert "whole run" in lab.export(".html", "x.html")

@@ -102,14 +102,16 @@ class ScopeTimes(Shown):
         ]
         left = len(self.rows) - len(shown)
         more = [f"  {left} more {plural('row', left)} of less than {_LEAST:.1%} each"] if left else []
-        return "\n".join([self._head(), *table, *more, f"  {self._how()}"])
+        return "\n".join([self._head(), *table, *more, f"  {self.how}"])
 
     def _head(self) -> str:
         after = f" -> {seconds(self.after.whole_s)}" if self.after is not None else ""
         scopes = sum(not row.scope.startswith("(") for row in self.rows)
         return f"{self.name}: {seconds(self.whole_s)}{after} a run, in {scopes} {plural('scope', scopes)}"
 
-    def _how(self) -> str:
+    @property
+    def how(self) -> str:
+        """How it was measured, and where."""
         k = self.before.kernels
         return f"mean of the middle of {k.runs} runs under the profiler; {k.source}, on {k.hardware}"
 
