@@ -176,8 +176,7 @@ def test_the_explorer_shows_scopes_once_they_are_measured_and_writes_their_trace
     (html,) = [tab["html"] for tab in lab.tabs if tab["name"] == "Scopes"]
     assert 'data-fl="scopes"' in html
     assert "with sites fused" not in html
-    lab._message(lab, {"type": "scopes"}, [])
-    lab._background.join()
+    lab.start_scopes().join(60)
     (html,) = [tab["html"] for tab in lab.tabs if tab["name"] == "Scopes"]
     assert told == [{"gemm_epilogue@net/up#1"}]
     assert 'data-fl="scopes"' not in html

@@ -65,6 +65,7 @@ def export(
             formulas=formulas,
             tabs=session.tabs(script),
             panel=session.panel(),
+            times=session.stage.times,
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {

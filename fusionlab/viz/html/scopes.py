@@ -7,6 +7,7 @@ from fusionlab.evidence.scopes.scope_times import ScopeTime, ScopeTimes
 
 from ..markup import Html, folded, quiet, table, text
 
+_DIVIDED = "A kernel's time is divided among the scopes of its operations by the bytes they move."
 _LEAST = 0.01  # of the run: rows of less are folded
 _BUTTON = (
     '<p><button type="button" data-fl="scopes" data-msg="{&quot;type&quot;:&quot;scopes&quot;}" '
@@ -29,17 +30,11 @@ def scopes_html(times: ScopeTimes | None, can_fuse: bool = False) -> str:
         (large if weight >= _LEAST * times.whole_s else small).append(row)
     fused = times.after is not None
     heads = ["scope", "total", *(["with sites fused"] if fused else []), "itself", "backward", "share of the run"]
-    numeric = tuple(range(1, len(heads)))
+    numeric = tuple(range(1, len(heads) - 1))
     rest = folded(f"{len(small)} more of less than {_LEAST:.0%} each", table(heads, _rows(times, small), numeric))
     button = _BUTTON if can_fuse and not fused else ""
     shown = table(heads, [*_rows(times, large), _whole(times)], numeric) + rest
-    return (
-        button
-        + shown
-        + quiet(
-            f"{times.how[0].upper()}{times.how[1:]}. What a kernel takes is divided among the scopes of its operations by the bytes they move."
-        )
-    )
+    return button + shown + quiet(f"{times.how[0].upper()}{times.how[1:]}. {_DIVIDED}")
 
 
 def _rows(times: ScopeTimes, rows: list[ScopeTime]) -> list[list[object]]:
@@ -62,7 +57,7 @@ def _name(row: ScopeTime) -> Html:
 
 
 def _share(share: float) -> Html:
-    return Html(f'<span class="fl-num">{share:.1%}</span><span class="fl-share" style="--share:{share:.4f}"></span>')
+    return Html(f'{share:.1%}<span class="fl-share" style="--share:{share:.4f}"></span>')
 
 
 def _whole(times: ScopeTimes) -> list[object]:
