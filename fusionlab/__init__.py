@@ -50,6 +50,7 @@ if _TYPE_CHECKING:
     from .verbs.lab import trace as trace
     from .verbs.lab import unregister as unregister
     from .verbs.load import load as load
+    from .verbs.records import diff as diff
     from .verbs.tuning import share_plan as share_plan
     from .verbs.tuning import tune as tune
 
@@ -65,6 +66,7 @@ _NAMES_OF_MODULES = {
     "verbs.explorer": "explore",
     "verbs.lab": "Findings Fused Graph find fuse passes register trace unregister",
     "verbs.load": "load",
+    "verbs.records": "diff",
     "verbs.tuning": "share_plan tune",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}

@@ -8,7 +8,7 @@ dispatch, is in every part once and is subtracted. The remaining difference gets
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from fusionlab.graph.settings import as_function
 from fusionlab.progress import Cancel, Progress, Stages, watched
 from fusionlab.showing import Shown, plural
 
+from .comparison import Evidence
 from .instruments.program import Program, compile_program
 from .instruments.record import hardware
 from .instruments.timing import Runs, ratio_interval, runs_of, seconds
@@ -268,6 +269,12 @@ class SiteShares(Shown):
     def _sentence(self) -> str:
         sites = f"{len(self.sites)} {plural('site', len(self.sites))}"
         return f"{sites}, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
+
+
+def with_savings(evidence: Evidence, shares: SiteShares) -> Evidence:
+    """The evidence with what each of its sites saves."""
+    saved = {s.site: s.saved_s for s in shares.sites}
+    return replace(evidence, sites=tuple(replace(s, saved_s=saved.get(s.site, s.saved_s)) for s in evidence.sites))
 
 
 def sites_of(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..evidence.comparison import Evidence, measure
+from ..evidence.instruments.workload import site_states
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
 from .fused import Fused, already_fused
@@ -106,4 +107,5 @@ def compare(fn: Callable, fused: Callable, *args: Any, grad: bool | None = None,
         options["progress"] = told
         grad = False if grad is None and found.differentiated else grad
         evidence = measure(fn, fused, *args, grad=grad, **options)
-    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes, *already_fused(fn))))
+    notes = (*evidence.notes, *found.notes, *already_fused(fn))
+    return Comparison(**fields_of(evidence, notes=notes, sites=site_states(found, fusing)))

@@ -6,13 +6,16 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.evidence.bisection import Bisection
+from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.node_times import NodeTimes
+from fusionlab.evidence.record_diff import diff_records
 from fusionlab.evidence.roofline import Roofline
 from fusionlab.evidence.scopes.scope_times import ScopeTimes, scope_times
 from fusionlab.fusers import Strategy
 from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
+from ..html.records import records_html
 from ..html.scopes import scopes_html
 from ..html.shares import shares_html
 from ..html.tabs import AWAITED, HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
@@ -36,6 +39,7 @@ class Below(Decided):
       shares: setting -> the time that each of its sites saves.
       blamed: setting -> the sites found to make it slower ("time") or worse ("error").
       rates: this process's device with measured rates, for the roofline.
+      other: a record to put beside the measurement; None for none.
       node_times: of the program's nodes, as written.
       fused_times: setting -> times of the same nodes with its sites fused.
     """
@@ -49,6 +53,7 @@ class Below(Decided):
         self.shares: dict[Setting, Any] = {}
         self.blamed: dict[Setting, dict[str, Bisection]] = {}
         self.rates: Device | None = None
+        self.other: Evidence | None = None
         self.node_times: NodeTimes | None = None
         self.fused_times: dict[Setting, NodeTimes] = {}
         self._fused: dict[Setting, Graph] = {}
@@ -92,6 +97,8 @@ class Below(Decided):
         shown = [each | {"html": self._above(each["name"], rated) + each["html"]} for each in shown]
         if rated:  # the button is there, so that nobody has to be told of the line of Python
             shown = [each | {"html": each["html"].replace(HOW_TO_RATE, "")} for each in shown]
+        if self.other is not None:
+            shown = [*shown, tab("Records", self._beside(self.other))]
         return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
 
     def _above(self, name: str, rated: bool) -> str:
@@ -99,6 +106,15 @@ class Below(Decided):
         if name == "Roofline" and rated:
             return _RATES
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
+
+    def _beside(self, other: Evidence) -> str:
+        if self.evidence is None:
+            return quiet(f"A record of {other.name} is loaded; press Measure to put these sites beside it.")
+        key = "records", id(other), id(self.evidence)
+        if key not in self._drawn_tabs:
+            drawn = records_html(diff_records(other, self.evidence))
+            self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: [tab("Records", drawn)]}
+        return self._drawn_tabs[key][0]["html"]
 
     def _own_code(self) -> int:
         """The number of enabled sites with code other than XLA's own."""

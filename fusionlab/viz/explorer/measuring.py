@@ -12,6 +12,7 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.attribution import with_savings
 from fusionlab.evidence.bisection import Bisection
 from fusionlab.evidence.node_times import NodeTimes
 from fusionlab.evidence.scopes.scope_times import ScopeTimes
@@ -149,6 +150,8 @@ class Measuring(Selecting):
             shares = self._shares_with(setting, findings, told, token)
             if shares is not None and not token.is_set():
                 self.session.shares[setting] = shares
+                if evidence is not None:
+                    evidence = self.session.measured[setting] = with_savings(evidence, shares)
         if self._times_with is not None and self.session.node_times is None:
             told("time of each kernel")
             self._time_nodes(functools.partial(self._times_with, told))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.evidence.comparison import Evidence
-from fusionlab.evidence.instruments.record import to_json
+from fusionlab.evidence.instruments.record import load_json, to_json
 from fusionlab.graph.program.graph import Graph
-from fusionlab.graph.program.text import graph_text
+from fusionlab.graph.program.text import block_fingerprint
 from fusionlab.showing import Shown
 
 from ..model.setting import Decision, Setting
@@ -79,6 +79,22 @@ class Saved(Shown):
             measured=dict(_measured(m, evidence) for m in data["measured"]),
         )
 
+    @property
+    def evidence(self) -> Evidence:
+        """What was measured with the saved setting; with another one, where that was the only measurement.
+
+        Raises:
+          ArgumentError: nothing was measured.
+        """
+        found = self.measured.get(self.setting)
+        if found is None and len(self.measured) == 1:
+            (found,) = self.measured.values()
+        if found is None:
+            raise ArgumentError(
+                f"got {self!r}, needed one with a measurement of the sites that were on: lab.measure(), then lab.save('x.json')"
+            )
+        return found
+
     def __repr__(self) -> str:
         on, n = len(self.setting.enabled), len(self.measured)
         return f"<saved explorer of {self.function}: {on} sites on, {len(self.decisions)} decisions, {n} measurements>"
@@ -96,6 +112,32 @@ def _measured(data: Any, evidence: type[Evidence]) -> tuple[Setting, Evidence]:
         if isinstance(error, ArgumentError | UnknownNameError):
             raise
         raise ArgumentError(f"measured: not a record of a comparison ({type(error).__name__}: {error})") from error
+
+
+def record_of(
+    given: Evidence | Saved | str | os.PathLike[str], evidence: type[Evidence] = Evidence, what: str = "record"
+) -> Evidence:
+    """The record of a measurement: itself, that of a saved explorer, or what a file of either has.
+
+    Args:
+      given: one of these.
+      evidence: the class of what is read.
+      what: the name of the argument, for errors.
+
+    Raises:
+      ArgumentError: it is nothing of the kind, or nothing was measured.
+    """
+    if isinstance(given, str | os.PathLike):
+        data = load_json(given)
+        is_lab = isinstance(data, Mapping) and data.get("format") == FORMAT
+        given = Saved.from_dict(data, evidence) if is_lab else evidence.load(given)
+    if isinstance(given, Saved):
+        return given.evidence
+    if not isinstance(given, Evidence):
+        raise ArgumentError(
+            f"{what}: got {given!r:.80}, needed a comparison, a saved explorer, or the path of a file of one"
+        )
+    return given
 
 
 def saved_of(session: Session) -> Saved:
@@ -117,7 +159,7 @@ def saved_text(session: Session) -> str:
 
 def program_digest(graph: Graph) -> str:
     """Distinguishes programs by their equations, shapes and dtypes, not by source lines."""
-    return hashlib.sha256(graph_text(graph).encode()).hexdigest()[:16]
+    return block_fingerprint(graph.top)
 
 
 def _check_format(data: Any) -> None:

@@ -19,7 +19,9 @@ import traitlets
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, FusionLabError
+from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.node_times import NodeTimes
+from fusionlab.evidence.record_diff import RecordDiff, diff_records
 from fusionlab.evidence.scopes.scope_times import TRACE
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
@@ -38,7 +40,7 @@ from .measuring import Measure, Measuring, Scopes, Share, Which
 from .messages import act
 from .observed import IDLE
 from .session import Session
-from .state_file import Saved, saved_text
+from .state_file import Saved, record_of, saved_text
 
 
 @errors_for_users
@@ -186,6 +188,22 @@ class Explorer(Measuring):
         if lost:
             self.problem = {"code": "changed_program", "sentence": lost}
         self.refresh()
+
+    def against(self, record: Evidence | Saved | str | os.PathLike[str] | None) -> RecordDiff | None:
+        """Puts an older record beside what is measured here, in the tab Records: what changed, and what became worse.
+
+        Args:
+          record: what `compare` returned or `load` read, the path of a file of either, or None to take it away.
+
+        Returns:
+          Both side by side (as of `fusionlab.diff`); None while nothing is measured with the enabled sites.
+
+        Raises:
+          ArgumentError: there is no such file, it is neither, or nothing was measured in it.
+        """
+        self.session.other = other = None if record is None else record_of(record)
+        self.refresh()
+        return None if other is None or self.evidence is None else diff_records(other, self.evidence)
 
     def keep(self) -> None:
         """Has the browser keep a record of the explorer, updated after each change: the record answers once the kernel is gone."""

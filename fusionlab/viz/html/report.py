@@ -155,6 +155,11 @@ def _where(evidence: Any) -> str:
     return f'<p class="quiet">Measured on {_e(measured_on(evidence))}.</p>'
 
 
+def whole_page(title: str, body: str) -> str:
+    """A page with a title and a body of HTML, which loads nothing."""
+    return _page(title, f"<h1>{_e(title)}</h1>{body}<footer>A record made by FusionLab.</footer>")
+
+
 def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:
     """A page that loads nothing; with `data`, its explorer: the widget's module and the page's stand-in for a kernel."""
     scripts = ""
