@@ -54,18 +54,19 @@ def _measured(diff: RecordDiff) -> str:
 
 def _pictures(diff: RecordDiff) -> str:
     drawn = ((word, evidence_pictures(r).get("Timing", "")) for word, r in (("older", diff.old), ("newer", diff.new)))
-    return "".join(f"{quiet(f'The {word} record:')}{picture}" for word, picture in drawn if picture)
+    shown = "".join(f"<div>{quiet(f'The {word} record:')}{picture}</div>" for word, picture in drawn if picture)
+    return f'<div style="display:flex;flex-wrap:wrap;gap:0 16px">{shown}</div>' if shown else ""
 
 
 def _group(changes: tuple[RecordChange, ...]) -> str:
-    shown = [c for c in changes if c.verdict != "equal"]
-    alike = [c for c in changes if c.verdict == "equal"]
-    return _table(shown) + folded(f"{len(alike)} equal", _table(alike))
+    alike = [c for c in changes if c.verdict == "equal" or (c.verdict == "same" and c.group == "errors")]
+    word = "no better and no worse" if changes and changes[0].group == "errors" else "equal"
+    return _table([c for c in changes if c not in alike]) + folded(f"{len(alike)} {word}", _table(alike))
 
 
 def _table(changes: list[RecordChange]) -> str:
-    heads = ["what", "older", "newer", "verdict", "why"]
-    return table(heads, [_row(c) for c in changes])
+    heads = ["what", "older", "newer", "verdict", *(["why"] if any(c.why for c in changes) else [])]
+    return table(heads, [_row(c)[: len(heads)] for c in changes])
 
 
 def _row(c: RecordChange) -> list[Any]:
