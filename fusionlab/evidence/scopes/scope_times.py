@@ -90,9 +90,15 @@ class ScopeTimes(Shown):
         """The same with the sites fused; None where that was not measured."""
         return self.after.whole_s if self.after is not None else None
 
+    @property
+    def has_backward(self) -> bool:
+        """Whether a part of the program is a backward pass."""
+        return any(row.backward_s for row in self.rows)
+
     def __str__(self) -> str:
         shown = [row for row in self.rows if _weighs(row, self.whole_s)]
-        heads = ["total", *(["fused"] if self.after else []), "self", "backward", "share", "scope"]
+        backward = ["backward"] if self.has_backward else []
+        heads = ["total", *(["fused"] if self.after else []), "self", *backward, "share", "scope"]
         cells = [[*self._cells(row), "  " * row.depth + row.name] for row in shown]
         cells.append([*self._cells(self._sum()), "whole run"])
         widths = [max(len(line[k]) for line in [heads, *cells]) for k in range(len(heads) - 1)]
@@ -122,7 +128,8 @@ class ScopeTimes(Shown):
     def _cells(self, row: ScopeTime) -> list[str]:
         fused = [] if self.after is None else [seconds(row.fused_total_s or 0.0)]
         share = f"{row.total_s / (self.whole_s or 1.0):.1%}"
-        return [seconds(row.total_s), *fused, seconds(row.self_s), seconds(row.backward_s), share]
+        backward = [seconds(row.backward_s)] if self.has_backward else []
+        return [seconds(row.total_s), *fused, seconds(row.self_s), *backward, share]
 
     def _sentence(self) -> str:
         return self._head()
