@@ -29,7 +29,14 @@ def scopes_html(times: ScopeTimes | None, can_fuse: bool = False) -> str:
         weight = max(row.total_s, row.fused_total_s or 0.0)
         (large if weight >= _LEAST * times.whole_s else small).append(row)
     fused = times.after is not None
-    heads = ["scope", "total", *(["with sites fused"] if fused else []), "itself", "backward", "share of the run"]
+    heads = [
+        "scope",
+        "total",
+        *(["with sites fused"] if fused else []),
+        "itself",
+        *(["backward"] if times.has_backward else []),
+        "share of the run",
+    ]
     numeric = tuple(range(1, len(heads) - 1))
     rest = folded(f"{len(small)} more of less than {_LEAST:.0%} each", table(heads, _rows(times, small), numeric))
     button = _BUTTON if can_fuse and not fused else ""
@@ -45,7 +52,7 @@ def _rows(times: ScopeTimes, rows: list[ScopeTime]) -> list[list[object]]:
             seconds(row.total_s),
             *([seconds(row.fused_total_s or 0.0)] if fused else []),
             seconds(row.self_s),
-            seconds(row.backward_s) if row.backward_s else "",
+            *([seconds(row.backward_s) if row.backward_s else ""] if times.has_backward else []),
             _share(row.total_s / (times.whole_s or 1.0)),
         ]
         for row in rows
@@ -67,6 +74,5 @@ def _whole(times: ScopeTimes) -> list[object]:
         seconds(times.whole_s),
         *fused,
         seconds(sum(r.self_s for r in times.rows)),
-        "",
-        "",
+        *[""] * (1 + times.has_backward),
     ]
