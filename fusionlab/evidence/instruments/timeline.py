@@ -15,6 +15,8 @@ from typing import Any
 
 from fusionlab.showing import Shown
 
+from .timing import seconds
+
 RUN = "fusionlab: a run"
 _Span = tuple[float, float]  # nanoseconds
 
@@ -41,6 +43,9 @@ class Launch(Shown):
     end_s: float
     own_s: float
     share_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name}: {seconds(self.end_s - self.start_s)}, from {seconds(self.start_s)} on"
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,7 +76,7 @@ class Timeline(Shown):
         return max(0.0, self.whole_s - self.around_s - self.busy_s)
 
     def __str__(self) -> str:
-        return f"{len(self.launches)} launches, busy for {self.busy_s:.3g} s of {self.whole_s:.3g} s"
+        return f"{len(self.launches)} launches, busy for {seconds(self.busy_s)} of {seconds(self.whole_s)}"
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def packed_trace(
 def trace_events(
     name: str, versions: Mapping[str, NodeTimes], graph: Graph | None, sites: Mapping[int, str] | None = None
 ) -> dict[str, Any]:
-    """One run of each version as a process: a thread for each stream with a slice for each launch of a kernel, and beside it one with the
+    """One run of each version as a process: a thread for each stream with a slice for each launch of a kernel, and next to it one with the
     scopes in which it ran.
 
     A slice's `args` hold the ids of its nodes with its parts of time, scope, source line, site, the number of the launch (a loop's step),

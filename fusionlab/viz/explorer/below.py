@@ -39,7 +39,7 @@ class Below(Decided):
       shares: setting -> the time that each of its sites saves.
       blamed: setting -> the sites found to make it slower ("time") or worse ("error").
       rates: this process's device with measured rates, for the roofline.
-      other: a record to put beside the measurement; None for none.
+      other: a record to compare the measurement with; None for none.
       node_times: of the program's nodes, as written.
       fused_times: setting -> times of the same nodes with its sites fused.
     """
@@ -109,7 +109,7 @@ class Below(Decided):
 
     def _beside(self, other: Evidence) -> str:
         if self.evidence is None:
-            return quiet(f"A record of {other.name} is loaded; press Measure to put these sites beside it.")
+            return quiet(f"A record of {other.name} is loaded; press Measure to compare it with these sites.")
         key = "records", id(other), id(self.evidence)
         if key not in self._drawn_tabs:
             drawn = records_html(diff_records(other, self.evidence))

@@ -190,7 +190,7 @@ class Explorer(Measuring):
         self.refresh()
 
     def against(self, record: Evidence | Saved | str | os.PathLike[str] | None) -> RecordDiff | None:
-        """Puts an older record beside what is measured here, in the tab Records: what changed, and what became worse.
+        """Compares what is measured here with an older record, in the tab Records: what changed, and what became worse.
 
         Args:
           record: what `compare` returned or `load` read, the path of a file of either, or None to take it away.

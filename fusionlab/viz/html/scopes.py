@@ -29,14 +29,8 @@ def scopes_html(times: ScopeTimes | None, can_fuse: bool = False) -> str:
         weight = max(row.total_s, row.fused_total_s or 0.0)
         (large if weight >= _LEAST * times.whole_s else small).append(row)
     fused = times.after is not None
-    heads = [
-        "scope",
-        "total",
-        *(["with sites fused"] if fused else []),
-        "itself",
-        *(["backward"] if times.has_backward else []),
-        "share of the run",
-    ]
+    backward = ["backward"] if times.has_backward else []
+    heads = ["scope", "total", *(["with sites fused"] if fused else []), "itself", *backward, "share of the run"]
     numeric = tuple(range(1, len(heads) - 1))
     rest = folded(f"{len(small)} more of less than {_LEAST:.0%} each", table(heads, _rows(times, small), numeric))
     button = _BUTTON if can_fuse and not fused else ""
