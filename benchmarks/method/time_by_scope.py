@@ -4,7 +4,8 @@
     python -m benchmarks time_by_scope --layers 2 --width 64 --tokens 64 --batch 2 --words 256    for a trial on a CPU
 
 It prints the tree and checks: the rows' own seconds are the run; nearly all of the kernels' time has a node; each step of the scan is a
-launch; the busy time agrees with the device's own; and the written trace is one, whose slices add up to the busy time. Exit status 1 where not.
+launch; the busy time agrees with the sum of the kernels' medians; and the slices of the written trace add up to the busy time. Exit
+status 1 where not.
 """
 
 from __future__ import annotations
