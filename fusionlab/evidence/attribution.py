@@ -7,7 +7,7 @@ dispatch, is in every part once and is subtracted. The remaining difference gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from .comparison import Evidence
 from .instruments.program import Program, compile_program
 from .instruments.record import hardware
 from .instruments.timing import Runs, ratio_interval, runs_of, seconds
+from .reading import read_runs
 from .reconcile import Reconciliation
 
 SAMPLES = 40
@@ -265,6 +266,21 @@ class SiteShares(Shown):
             else []
         )
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SiteShares:
+        """Reads `dataclasses.asdict` of one back."""
+        sites = (
+            SiteShare(
+                s["site"],
+                read_runs(s["without"]),
+                float(s["saved_s"]),
+                (float(s["interval"][0]), float(s["interval"][1])),
+            )
+            for s in data["sites"]
+        )
+        versions = read_runs(data["fused"]), read_runs(data["unfused"])
+        return cls(tuple(sites), *versions, str(data["hardware"]), tuple(map(str, data["same_code"])))
 
     def _sentence(self) -> str:
         sites = f"{len(self.sites)} {plural('site', len(self.sites))}"
