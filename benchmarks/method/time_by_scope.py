@@ -88,7 +88,7 @@ def checked(times: Any, layers: int, trace: Path) -> dict[str, Any]:
         check(f"rows, {name}", abs(rows / version.whole_s - 1) < 1e-9, f"{rows:.6f} s of {version.whole_s:.6f} s")
         check(f"placed, {name}", placed >= LEAST_PLACED * busy, f"{placed / busy:.2%} of all kernels' time")
         medians = version.kernels.sum_s
-        check(f"medians, {name}", 0.7 < busy / medians < 1.05, f"busy {busy:.6f} s, sum of medians {medians:.6f} s")
+        check(f"medians, {name}", 0.7 < busy / medians < 1.25, f"busy {busy:.6f} s, sum of medians {medians:.6f} s")
     data = json.loads(gzip.decompress(times.save(trace).read_bytes()))
     for pid, name in ((1, "before"), (2, "after"))[: 1 + (times.after is not None)]:
         mine = [e for e in data["traceEvents"] if e["pid"] == pid and e["ph"] == "X"]

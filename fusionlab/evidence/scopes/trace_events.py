@@ -7,9 +7,11 @@ with `ts` and `dur` in microseconds, and metadata events ("M") with the names of
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fusionlab.graph.program.graph import Graph
@@ -58,21 +60,52 @@ def _process(
     pid: int, version: str, times: NodeTimes, graph: Graph | None, sites: Mapping[int, str] | None
 ) -> Iterator[dict[str, Any]]:
     run = times.run
-    streams = {stream: 2 * k + 2 for k, stream in enumerate(sorted({x.stream for x in run.launches}))}
     yield _named("process_name", pid, 0, version)
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     yield _named("thread_name", pid, 0, "run")
-    yield _slice(version, "run", pid, 0, 0.0, run.whole_s, {"busy_us": run.busy_s * 1e6})
-    for stream, tid in streams.items():
+    yield _slice(version, "run", pid, 0, 0, _ns(run.whole_s), {"busy_us": run.busy_s * 1e6})
+    seen: Counter[tuple[str, str]] = Counter()
+    for k, stream in enumerate(sorted({x.stream for x in run.launches})):
+        tid, drawn = 2 * k + 2, _drawn(x for x in run.launches if x.stream == stream)
         yield _named("thread_name", pid, tid - 1, _SCOPES + stream)
         yield _named("thread_name", pid, tid, stream)
-        yield from _scopes(pid, tid - 1, [x for x in run.launches if x.stream == stream], times, graph)
-    seen: Counter[tuple[str, str]] = Counter()
-    for launch in run.launches:
-        seen[launch.name, launch.hlo] += 1
-        told = _args(launch, times, graph, sites or {}) | {"launch": seen[launch.name, launch.hlo]}
-        tid = streams[launch.stream]
-        yield _slice(launch.name, "kernel", pid, tid, launch.start_s, launch.end_s - launch.start_s, told)
+        yield from _scopes(pid, tid - 1, drawn, times, graph)
+        for one in drawn:
+            launch = one.launch
+            seen[launch.name, launch.hlo] += 1
+            told = _args(launch, times, graph, sites or {}) | {"launch": seen[launch.name, launch.hlo]}
+            yield _slice(launch.name, "kernel", pid, tid, one.start, one.end, told)
+
+
+@dataclass
+class _Drawn:
+    """A launch as a slice of its stream's track, in whole nanoseconds: slices of a track are nested or apart."""
+
+    launch: Launch
+    start: int
+    end: int
+    is_leaf: bool = True  # no other is nested in it
+
+
+def _drawn(launches: Iterable[Launch]) -> list[_Drawn]:
+    """The launches of a stream by their start; one that overlaps the one ahead begins where that ends."""
+    found: list[_Drawn] = []
+    around: list[_Drawn] = []
+    for launch in launches:
+        one = _Drawn(launch, _ns(launch.start_s), _ns(launch.end_s))
+        while around and around[-1].end <= one.start:
+            around.pop()
+        if around and one.end > around[-1].end:
+            one.start = around.pop().end
+        elif around:
+            around[-1].is_leaf = False
+        around.append(one)
+        found.append(one)
+    return found
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
 
 
 def _args(launch: Launch, times: NodeTimes, graph: Graph | None, sites: Mapping[int, str]) -> dict[str, Any]:
@@ -95,32 +128,37 @@ def _main(parts: Mapping[int, float], graph: Graph | None) -> Node | None:
     return graph.node_by_id[max(parts, key=lambda i: parts[i])] if parts and graph is not None else None
 
 
-def _scopes(
-    pid: int, tid: int, launches: list[Launch], times: NodeTimes, graph: Graph | None
-) -> Iterator[dict[str, Any]]:
-    """Slices of scopes around consecutive kernels of a stream, nested as the scopes are."""
-    open_: list[tuple[str, float]] = []  # name, start
-    end = 0.0
-    for launch in sorted(launches, key=lambda x: x.start_s):
-        node = _main(times.nodes_of(launch.name, launch.hlo), graph)
-        path = (place_of(node) if node is not None else "").split("/")
-        same = 0
-        while same < min(len(open_), len(path)) and open_[same][0] == path[same]:
-            same += 1
-        while len(open_) > same:
+def _scopes(pid: int, tid: int, drawn: Sequence[_Drawn], times: NodeTimes, graph: Graph | None) -> list[dict[str, Any]]:
+    """Slices of scopes around consecutive kernels of a stream, nested as the scopes are, the outer ones first."""
+    open_: list[tuple[str, int]] = []  # name, start
+    found: list[dict[str, Any]] = []
+    end = 0
+
+    def close(depth: int) -> None:
+        while len(open_) > depth:
             name, start = open_.pop()
-            yield _slice(name, "scope", pid, tid, start, end - start, {})
-        begin = max(launch.start_s, end)
-        open_ += [(name, begin) for name in path[same:] if name]
-        end = max(end, launch.end_s)
-    while open_:
-        name, start = open_.pop()
-        yield _slice(name, "scope", pid, tid, start, end - start, {})
+            found.append(_slice(name, "scope", pid, tid, start, end, {}))
+
+    for one in (one for one in drawn if one.is_leaf):
+        node = _main(times.nodes_of(one.launch.name, one.launch.hlo), graph)
+        path = [part for part in (place_of(node) if node is not None else "").split("/") if part]
+        close(_shared(path, [name for name, _ in open_]))
+        open_ += [(name, one.start) for name in path[len(open_) :]]
+        end = one.end
+    close(0)
+    found.reverse()  # inner ones were closed first
+    return sorted(found, key=lambda e: (e["ts"], -e["dur"]))
 
 
-def _slice(name: str, cat: str, pid: int, tid: int, start_s: float, dur_s: float, args: Any) -> dict[str, Any]:
+def _shared(path: Sequence[str], other: Sequence[str]) -> int:
+    """How many first parts both have in common."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path, other, strict=False)))
+
+
+def _slice(name: str, cat: str, pid: int, tid: int, start: int, end: int, args: Any) -> dict[str, Any]:
+    """A complete event, from its nanoseconds."""
     where = {"ph": "X", "name": name, "cat": cat, "pid": pid, "tid": tid}
-    return where | {"ts": round(start_s * 1e6, 3), "dur": round(dur_s * 1e6, 3), "args": args}
+    return where | {"ts": start / 1e3, "dur": (end - start) / 1e3, "args": args}
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

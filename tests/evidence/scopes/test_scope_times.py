@@ -1,5 +1,6 @@
 """Time by scope: every row's own seconds add up to the run; the trace that is written has them too."""
 
+import dataclasses
 import gzip
 import json
 from collections import defaultdict
@@ -114,7 +115,21 @@ def test_a_trace_has_a_process_for_each_version_and_its_slices_carry_nodes_scope
     assert "scope" not in kernels[1][2]["args"]
     assert sum(e["dur"] for e in kernels[1]) == pytest.approx(3.75e6)
     around = [(e["name"], e["ts"], e["dur"]) for e in slices(data, "scope")[1]]
-    assert sorted(around) == [("net", 1e6, 3e6), ("net", 4.5e6, 0.25e6), ("up", 1e6, 3e6)]
+    assert around == [("net", 1e6, 3e6), ("up", 1e6, 3e6), ("net", 4.5e6, 0.25e6)]  # the outer one first
+
+
+def test_slices_of_a_track_are_nested_or_apart(tmp_path):
+    graph = fl.trace(two, W, B, X)
+    times = made_up(graph, {"dot_general": 2.0, "add": 1.0})
+    dot, add = times.run.launches
+    copy = dataclasses.replace(dot, name="copy", hlo="copy", start_s=3.5, end_s=3.75)  # nested in the addition
+    late = dataclasses.replace(dot, name="late", hlo="late", start_s=3.9, end_s=5.0)  # begins before that has ended
+    run = Timeline((dot, add, copy, late), 10.0)
+    times = dataclasses.replace(times, kernels=dataclasses.replace(times.kernels, timelines=(run,)))
+    data = json.loads(gzip.decompress(scope_times(graph, times).trace()))
+    drawn = [(e["name"], e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6) for e in slices(data, "kernel")[1]]
+    assert drawn == [("dot_general", 1, 3), ("add", 3, 4), ("copy", 3.5, 3.75), ("late", 4, 5)]
+    assert [(e["name"], e["ts"], e["dur"]) for e in slices(data, "scope")[1]] == [("net", 1e6, 2e6), ("up", 1e6, 2e6)]
 
 
 def test_where_a_program_names_no_scopes_calls_take_their_place():
@@ -146,6 +161,8 @@ def test_a_measured_program_adds_up_before_and_after_with_each_step_of_a_loop(tm
         assert sum(e["args"]["share_us"] for e in kernels) == pytest.approx(run[0]["args"]["busy_us"])
         assert max(e["args"]["launch"] for e in kernels) >= 6
         assert max(e["ts"] + e["dur"] for e in kernels) <= run[0]["dur"] + 0.01
+        assert all(e["dur"] > 0 for e in slices(data, "scope")[pid])
+        assert sum(e["dur"] for e in slices(data, "scope")[pid] if e["name"] == "layer") > 0.3 * run[0]["dur"]
 
 
 def test_a_function_that_is_not_fused_is_measured_alone_and_bad_arguments_are_named():
