@@ -35,6 +35,7 @@ if _TYPE_CHECKING:
     from .kernels.op.own import CudaKernel as CudaKernel
     from .verbs.by_site import bisect as bisect
     from .verbs.by_site import errors_by_site as errors_by_site
+    from .verbs.by_site import time_by_scope as time_by_scope
     from .verbs.by_site import time_by_site as time_by_site
     from .verbs.comparison import Comparison as Comparison
     from .verbs.comparison import compare as compare
@@ -51,6 +52,7 @@ if _TYPE_CHECKING:
     from .verbs.lab import unregister as unregister
     from .verbs.load import load as load
     from .verbs.minimise import minimise as minimise
+    from .verbs.records import diff as diff
     from .verbs.training import LossCurve as LossCurve
     from .verbs.tuning import share_plan as share_plan
     from .verbs.tuning import tune as tune
@@ -62,7 +64,7 @@ _NAMES_OF_MODULES = {
     "fusers": "Candidate Rejection Strategy pattern_pass",
     "kernels.op.own": "CudaKernel",
     "ops": "ops",
-    "verbs.by_site": "bisect errors_by_site time_by_site",
+    "verbs.by_site": "bisect errors_by_site time_by_scope time_by_site",
     "verbs.comparison": "Comparison compare",
     "verbs.drift": "drift",
     "verbs.explorer": "explore",
@@ -70,6 +72,7 @@ _NAMES_OF_MODULES = {
     "verbs.load": "load",
     "verbs.training": "LossCurve",
     "verbs.minimise": "minimise",
+    "verbs.records": "diff",
     "verbs.tuning": "share_plan tune",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}

@@ -131,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument(
         "newer", nargs="?", metavar="NEW.json", help="a record; FUNCTION is then the older record, OLD.json"
     )
+    diff.add_argument(
+        "-o", "--output", metavar="FILE", help="of two records: also write a page (.html), .csv, .json or .txt"
+    )
     _add_pass_options(diff)
     diff.set_defaults(run=_diff)
 
@@ -280,10 +283,13 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _diff_records(options: argparse.Namespace) -> int:
-    from .evidence.comparison import Evidence
-    from .evidence.record_diff import diff_records
+    import fusionlab as fl
 
-    found = diff_records(Evidence.load(options.function), Evidence.load(options.newer))
+    if options.output:
+        check_file(options.output, None)
+    found = fl.diff(options.function, options.newer)
+    if options.output:
+        found.save(options.output)
     _print(options, found, found.to_dict())
     return WORSE if found.regressions else 0
 

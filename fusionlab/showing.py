@@ -26,7 +26,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, overload
 
-from .errors import ArgumentError, did_you_mean
+from .errors import ArgumentError, MissingDependencyError, did_you_mean
 from .output import write_file
 
 Makers = Mapping[str, Callable[[], "str | bytes"]]
@@ -51,7 +51,14 @@ def save_as(path: str | os.PathLike[str], makers: Makers, **options: Any) -> Pat
     """
     if not isinstance(path, str | os.PathLike):
         raise ArgumentError(f"path: got {path!r:.80}, needed the name of a file that ends in {_one_of(makers)}")
-    return write_file(path, content_as(Path(path).suffix.lower(), str(path), makers), **options)
+    return write_file(path, content_as(suffix_of(path, makers), str(path), makers), **options)
+
+
+def suffix_of(path: str | os.PathLike[str], makers: Iterable[str]) -> str:
+    """The longest suffix of a file among those there are, ".perfetto.json.gz"; its last one if none of them fits."""
+    name = Path(path).name.lower()
+    known = sorted((s for s in makers if name.endswith(s)), key=len)
+    return known[-1] if known else Path(path).suffix.lower()
 
 
 def content_as(suffix: str, name: str, makers: Makers) -> str | bytes:
@@ -99,6 +106,20 @@ class Table:
         writer.writerow(self.heads)
         writer.writerows([v if isinstance(v, int | float) else cell(v) for v in row] for row in self.rows)
         return file.getvalue()
+
+    def dataframe(self) -> Any:
+        """As a pandas frame.
+
+        Raises:
+          MissingDependencyError: pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError as error:
+            raise MissingDependencyError(
+                "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
+            ) from error
+        return pd.DataFrame(list(self.rows), columns=list(self.heads))
 
 
 def _td(value: Any) -> str:

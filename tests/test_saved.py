@@ -1,5 +1,7 @@
 """An explorer's state as a file and as a program: both bring it back, and a file can only ever be data."""
 
+import dataclasses
+import inspect
 import json
 from functools import partial
 
@@ -10,6 +12,9 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, OutputError, UnknownNameError
+from fusionlab.evidence import Runs
+from fusionlab.evidence.attribution import SiteShare, SiteShares
+from fusionlab.evidence.bisection import Bisection, Cause, Trial
 from fusionlab.verbs.saved import SavedLab
 from fusionlab.viz.explorer.state_file import FORMAT
 
@@ -221,3 +226,32 @@ def test_errors_of_explore_name_the_argument():
         fl.explore(network, PARAMS, X, scale=SCALE, measure="yes")
     with pytest.raises(ArgumentError, match="path: got 3"):
         fl.load(3)
+
+
+def test_what_each_site_saves_and_which_is_to_blame_come_back(lab, file):
+    run = Runs("fused", (1e-3, 1.1e-3), 1, 0.1, 0.1, 0.1)
+    site = next(iter(lab.enabled))
+    shares = SiteShares((SiteShare(site, run, 1e-4, (1.0, 1.2)),), run, run, "a card", ("lerp@#1",))
+    cause = Cause((site,), "call: 2.0 ms -> 3.0 ms")
+    found = Bisection("network", "time", (site,), (cause,), (Trial((site,), True, "slower"),), "cancelled")
+    state = json.loads(file.read_text())
+    (measured,) = state["measured"]
+    told = {"shares": dataclasses.asdict(shares), "blamed": {"time": dataclasses.asdict(found)}}
+    again = fl.load(changed(file, measured=[measured | told])).explore(network, PARAMS, X, scale=SCALE)
+    assert again.session.shares == {again.setting: shares}
+    assert again.session.blamed == {again.setting: {"time": found}}
+    written = json.loads(again.save(file).read_text())["measured"]
+    assert {k: written[0][k] for k in told} == json.loads(json.dumps(told))
+    for broken in (7, {"time": 3}, {"time": {"of": "neither"}}):
+        with pytest.raises(ArgumentError, match="measured"):
+            fl.load(changed(file, measured=[measured | {"blamed": broken}]))
+    with pytest.raises(ArgumentError, match="measured"):
+        fl.load(changed(file, measured=[measured | {"shares": {"sites": [1]}}]))
+
+
+def test_a_program_whose_lines_have_moved_is_the_same(lab, file):
+    moved = {}
+    exec("\n\n\ndef network" + inspect.getsource(network).partition("def network")[2], globals(), moved)
+    again = fl.load(file).explore(moved["network"], PARAMS, X, scale=SCALE)
+    assert again.problem is None
+    assert again.evidence is not None

@@ -7,8 +7,8 @@ dispatch, is in every part once and is subtracted. The remaining difference gets
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,11 @@ from fusionlab.graph.settings import as_function
 from fusionlab.progress import Cancel, Progress, Stages, watched
 from fusionlab.showing import Shown, plural
 
+from .comparison import Evidence
 from .instruments.program import Program, compile_program
 from .instruments.record import hardware
 from .instruments.timing import Runs, ratio_interval, runs_of, seconds
+from .reading import read_runs
 from .reconcile import Reconciliation
 
 SAMPLES = 40
@@ -265,9 +267,30 @@ class SiteShares(Shown):
         )
         return "\n".join([*map(str, self.sites), *same, together, rest, f"{self.fused.clock}, on {self.hardware}"])
 
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SiteShares:
+        """Reads `dataclasses.asdict` of one back."""
+        sites = (
+            SiteShare(
+                s["site"],
+                read_runs(s["without"]),
+                float(s["saved_s"]),
+                (float(s["interval"][0]), float(s["interval"][1])),
+            )
+            for s in data["sites"]
+        )
+        versions = read_runs(data["fused"]), read_runs(data["unfused"])
+        return cls(tuple(sites), *versions, str(data["hardware"]), tuple(map(str, data["same_code"])))
+
     def _sentence(self) -> str:
         sites = f"{len(self.sites)} {plural('site', len(self.sites))}"
         return f"{sites}, {seconds(self.unfused.median_s)} -> {seconds(self.fused.median_s)} together"
+
+
+def with_savings(evidence: Evidence, shares: SiteShares) -> Evidence:
+    """The evidence with what each of its sites saves."""
+    saved = {s.site: s.saved_s for s in shares.sites}
+    return replace(evidence, sites=tuple(replace(s, saved_s=saved.get(s.site, s.saved_s)) for s in evidence.sites))
 
 
 def sites_of(

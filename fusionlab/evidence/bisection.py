@@ -8,7 +8,7 @@ shortest bad prefix found by halving), and another search over the remaining sit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +65,16 @@ class Bisection(Shown):
     causes: tuple[Cause, ...]
     trials: tuple[Trial, ...] = field(repr=False)
     stopped: str = ""
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Bisection:
+        """Reads `dataclasses.asdict` of one back."""
+        if data["of"] not in ("error", "time"):
+            raise ValueError(f"of: {data['of']!r:.40}")
+        causes = (Cause(tuple(map(str, c["sites"])), str(c["observed"])) for c in data["causes"])
+        trials = (Trial(tuple(map(str, t["sites"])), bool(t["bad"]), str(t["observed"])) for t in data["trials"])
+        sites = tuple(map(str, data["sites"]))
+        return cls(str(data["name"]), data["of"], sites, tuple(causes), tuple(trials), str(data["stopped"]))
 
     def __str__(self) -> str:
         fault = {"error": "worse than before against float64", "time": "slower than before"}[self.of]

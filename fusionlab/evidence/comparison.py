@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fusionlab.errors import ArgumentError, MissingDependencyError
+from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
@@ -22,10 +22,12 @@ from .instruments.memory import Memory
 from .instruments.peak_buffers import PeakBuffers
 from .instruments.record import Environment, environment, load_json, to_json
 from .instruments.timing import Timing, Verdict, check_effort, names_of, seconds
+from .instruments.workload import SiteState, Workload, read_sites, workload_of
 from .measuring import Measuring
 from .over_devices import OverDevices
 from .reading import read_memory, read_numerics, read_timing
 
+_PARTS = "environment timing timing_grad numerics memory memory_grad kernels devices workload".split()
 _HEADS = ("quantity", "name", "version", "value", "unit", "dtype", "hardware")
 
 
@@ -46,6 +48,8 @@ class Evidence(Shown):
       environment: hardware, versions, settings.
       same_code: True when the two compile to the same instructions, so that nothing was timed.
       notes: sentences worth reading.
+      workload: fingerprints of the original, by which two records are known to be of the same work; None in older records.
+      sites: the program's sites, where it was measured against what `fuse` made of it.
       hlo: optimised HLO text of "before" and "after" (forward); `to_dict` leaves it out.
     """
 
@@ -61,6 +65,8 @@ class Evidence(Shown):
     kernels: KernelCounts | None = None
     devices: OverDevices | None = None
     differentiated: bool = False
+    workload: Workload | None = None
+    sites: tuple[SiteState, ...] = ()
     hlo: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -132,7 +138,7 @@ class Evidence(Shown):
         """Plain data; `from_dict` reads it back. Medians and quartiles are for readers; the samples are the source."""
         data: dict[str, Any] = {"name": self.name, "verdict": self.verdict, "same_code": self.same_code}
         data["differentiated"] = self.differentiated
-        for part in ("environment", "timing", "timing_grad", "numerics", "memory", "memory_grad", "kernels", "devices"):
+        for part in _PARTS:
             value = getattr(self, part)
             data[part] = None if value is None else asdict(value)
             if isinstance(value, Timing):
@@ -141,6 +147,7 @@ class Evidence(Shown):
             if isinstance(value, Numerics):
                 for leaf, row in zip(value.leaves, data[part]["leaves"], strict=True):
                     row["ok"] = leaf.ok
+        data["sites"] = [asdict(site) for site in self.sites]
         return json.loads(to_json({**data, "notes": self.notes}))
 
     def to_json(self) -> str:
@@ -160,10 +167,12 @@ class Evidence(Shown):
             memory_grad=read_memory(data["memory_grad"]),
             same_code=data["same_code"],
             notes=tuple(data["notes"]),
-            # Older records have neither.
+            # Older records have none of these.
             kernels=KernelCounts(**kernels) if (kernels := data.get("kernels")) else None,
             differentiated=data.get("differentiated", False),
             devices=OverDevices.from_dict(over) if (over := data.get("devices")) else None,
+            workload=Workload.from_dict(data.get("workload")),
+            sites=read_sites(data.get("sites", ())),
         )
 
     def _table(self) -> Table:
@@ -198,13 +207,7 @@ class Evidence(Shown):
         Raises:
           MissingDependencyError: pandas is not installed.
         """
-        try:
-            import pandas as pd
-        except ImportError as error:
-            raise MissingDependencyError(
-                "to_dataframe needs pandas, which is not installed: pip install pandas (or use to_dict)"
-            ) from error
-        return pd.DataFrame(list(self.rows()), columns=list(_HEADS))
+        return self._table().dataframe()
 
     def rows(self) -> list[tuple[str, str, str, float, str, str, str]]:
         """Every number as (quantity, name, version, value, unit, dtype, hardware); unit and dtype are "" for numbers without."""
@@ -336,6 +339,7 @@ def measure(
             )
         hlo = measuring.hlo()
         compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+        compiled["workload"] = workload_of(measuring.original.forward.jaxpr) if hlo else None
         compiled["differentiated"] = bool(hlo) and measuring.original.differentiated
     return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)
 

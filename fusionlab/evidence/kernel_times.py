@@ -8,10 +8,9 @@ an instruction of the optimised HLO, and tracing takes time of its own, so that 
 from __future__ import annotations
 
 import tempfile
-import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import Program, compile_program, compiling
 from .instruments.record import hardware
+from .instruments.timeline import RUN, Timeline, timelines_of
 from .instruments.timing import seconds
 
 WITHOUT_COMMAND_BUFFERS = {"xla_gpu_enable_command_buffer": ""}
@@ -72,6 +72,7 @@ class KernelTimes(Shown):
       runs: traced runs of the program.
       source: the profiler.
       hardware: where.
+      timelines: every run.
     """
 
     _listed = "kernels"
@@ -81,6 +82,7 @@ class KernelTimes(Shown):
     runs: int
     source: str
     hardware: str
+    timelines: tuple[Timeline, ...] = field(default=(), repr=False)
 
     @property
     def sum_s(self) -> float:
@@ -94,10 +96,6 @@ class KernelTimes(Shown):
         ]
         head = f"{self.name}: {len(self.kernels)} kernels, {seconds(self.sum_s)} in all"
         return "\n".join([head, *rows, f"  median of {self.runs} runs; {self.source}, on {self.hardware}"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, JSON-able."""
-        return asdict(self)
 
 
 @own_lines_hidden
@@ -142,13 +140,21 @@ def traced(program: Program, runs: int) -> KernelTimes:
     """Times every kernel of a compiled program (see `traceable`), in `runs` runs after one that is not traced."""
     program.run()
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=_no_python()):
             for _ in range(runs):
-                program.run()
+                with jax.profiler.TraceAnnotation(RUN):
+                    program.run()
         (file,) = Path(folder).rglob("*.xplane.pb")
-        found = _kernels(_trace(file), runs, _on_gpu())
+        found = timelines_of(_trace(file), _on_gpu())
     source = "CUPTI durations, command buffers off" if _on_gpu() else "XLA's marks on the host"
-    return KernelTimes(program.name, found, runs, source, hardware())
+    return KernelTimes(program.name, kernels_in(found), runs, source, hardware(), found)
+
+
+def _no_python() -> Any:
+    """The calls of Python are not traced: they would lengthen what is between the kernels."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return options
 
 
 def _trace(file: Path) -> Any:
@@ -157,76 +163,15 @@ def _trace(file: Path) -> Any:
     return ProfileData.from_file(str(file))
 
 
-def _kernels(trace: Any, runs: int, on_gpu: bool) -> tuple[KernelTime, ...]:
-    taken: dict[tuple[str, str], list[tuple[Any, float]]] = defaultdict(list)
-    for line in _lines(trace, on_gpu):
-        # Kernels of a stream stand beside one another, and may overlap where one starts before the one ahead has ended.
-        for event, own_s in ((e, e.seconds) for e in line) if on_gpu else _own_times(line):
-            taken[event.name, event.hlo].append((event.run, own_s))
-    kernels = (KernelTime(*key, _by_run(launches, runs), len(launches) / runs) for key, launches in taken.items())
+def kernels_in(timelines: Sequence[Timeline]) -> tuple[KernelTime, ...]:
+    """The kernels of these runs, the most expensive first."""
+    runs: dict[tuple[str, str], dict[int, float]] = {}
+    launches: Counter[tuple[str, str]] = Counter()
+    for number, run in enumerate(timelines):
+        for launch in run.launches:
+            key = launch.name, launch.hlo
+            taken = runs.setdefault(key, {})
+            taken[number] = taken.get(number, 0.0) + launch.own_s
+            launches[key] += 1
+    kernels = (KernelTime(*key, tuple(s.values()), launches[key] / len(timelines)) for key, s in runs.items())
     return tuple(sorted(kernels, key=lambda k: -k.median_s))
-
-
-def _by_run(launches: Sequence[tuple[Any, float]], runs: int) -> tuple[float, ...]:
-    """Seconds of each run: by the trace's number of the run, or where it has none by sharing launches out in order."""
-    if all(run is not None for run, _ in launches):
-        sums: dict[Any, float] = defaultdict(float)
-        for run, own_s in launches:
-            sums[run] += own_s
-        return tuple(sums.values())
-    each = -(-len(launches) // runs)
-    return tuple(sum(s for _, s in launches[i : i + each]) for i in range(0, len(launches), each))
-
-
-@dataclass(frozen=True)
-class _Event:
-    name: str
-    hlo: str
-    run: Any
-    start_ns: float
-    end_ns: float
-
-    @property
-    def seconds(self) -> float:
-        return (self.end_ns - self.start_ns) * 1e-9
-
-
-def _lines(trace: Any, on_gpu: bool) -> Iterator[list[_Event]]:
-    """The events of each stream of a GPU, or of each thread that runs HLO instructions, in order."""
-    for plane in trace.planes:
-        if plane.name.startswith("/device:GPU") != on_gpu:
-            continue
-        for line in plane.lines:
-            if on_gpu and not line.name.startswith("Stream"):
-                continue  # the others tell the same again
-            events = [_event(e, on_gpu) for e in line.events]
-            yield sorted((e for e in events if e is not None), key=lambda e: (e.start_ns, -e.end_ns))
-
-
-def _event(event: Any, on_gpu: bool) -> _Event | None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the binding's own making
-        stats = dict(event.stats)
-    if not on_gpu and "hlo_op" not in stats:
-        return None
-    hlo = str(stats.get("hlo_op", ""))
-    run = stats.get("run_id", stats.get("group_id"))
-    return _Event(event.name, hlo, run, event.start_ns, event.start_ns + event.duration_ns)
-
-
-def _own_times(events: Iterable[_Event]) -> Iterator[tuple[_Event, float]]:
-    """Each event of a line with its seconds less those of the events inside it: a loop's are its body's."""
-    open_: list[tuple[_Event, list[float]]] = []
-    for event in events:
-        while open_ and open_[-1][0].end_ns <= event.start_ns:
-            yield _closed(open_.pop())
-        if open_:
-            open_[-1][1].append(event.end_ns - event.start_ns)
-        open_.append((event, []))
-    while open_:
-        yield _closed(open_.pop())
-
-
-def _closed(frame: tuple[_Event, list[float]]) -> tuple[_Event, float]:
-    event, inside = frame
-    return event, max(0.0, event.end_ns - event.start_ns - sum(inside)) * 1e-9

@@ -14,26 +14,27 @@ from .instruments.peak_buffers import PeakBuffers
 from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict
 
 
+def read_runs(data: Mapping[str, Any]) -> Runs:
+    """Samples as `asdict` gave them."""
+    keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
+    # Older records have none of these.
+    later_fields: dict[str, Any] = {
+        "clock": data.get("clock", WALL),
+        "cold": data.get("cold", False),
+        "dispatch_s": data.get("dispatch_s"),
+    }
+    return Runs(samples_s=tuple(data["samples_s"]), **later_fields, **{k: data[k] for k in keys})
+
+
 def read_timing(data: Mapping[str, Any] | None) -> Timing | None:
     """A timing as `asdict` gave it; None of None."""
     if data is None:
         return None
-
-    def runs(d: Mapping[str, Any]) -> Runs:
-        keys = ("name", "repeats", "trace_s", "lower_s", "compile_s")
-        # Older records have neither.
-        later_fields: dict[str, Any] = {
-            "clock": d.get("clock", WALL),
-            "cold": d.get("cold", False),
-            "dispatch_s": d.get("dispatch_s"),
-        }
-        return Runs(samples_s=tuple(d["samples_s"]), **later_fields, **{k: d[k] for k in keys})
-
     low, high = (float(x) for x in data["interval"])
     return Timing(
         what=str(OLDER_NAMES.get(data["what"], data["what"])),
-        before=runs(data["before"]),
-        after=runs(data["after"]),
+        before=read_runs(data["before"]),
+        after=read_runs(data["after"]),
         ratio=data["ratio"],
         interval=(low, high),
         verdict=Verdict(data["verdict"]),

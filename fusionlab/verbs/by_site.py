@@ -1,7 +1,9 @@
-"""The verbs `bisect`, `errors_by_site` and `time_by_site`: what each fused site does to the errors and the time of a program."""
+"""The verbs `bisect`, `errors_by_site` and `time_by_site`: what each fused site does to the errors and the time of a program; and
+`time_by_scope`: where the time goes."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -12,12 +14,14 @@ from ..evidence import subsets as trials
 from ..evidence.attribution import SiteShares, sites_of
 from ..evidence.bisection import Bisection
 from ..evidence.instruments.timing import check_effort
+from ..evidence.node_times import RUNS, fused_node_times, node_times
+from ..evidence.scopes.scope_times import ScopeTimes, scope_times
 from ..evidence.site_errors import local_errors
 from ..fusers import Candidate
 from ..graph.calls.binding import Bound
 from ..graph.program.trace import bind_users
 from ..graph.settings import as_function
-from ..progress import Cancel, Progress, Stages, watched
+from ..progress import Cancel, Progress, Stages, Stopped, watched
 from ..showing import Records
 from ..tracebacks import own_lines_hidden
 from . import lab
@@ -155,6 +159,52 @@ def time_by_site(
         found, chosen, call = selected_sites(fn, args, kwargs, asked, told)
         effort = {"samples": samples, "budget_s": budget_s, "progress": told}
         return sites_of(found, *call.args, chosen=list(chosen.values()), **effort, **call.kwargs)
+
+
+@own_lines_hidden
+def time_by_scope(
+    fn: Callable,
+    *args: Any,
+    runs: int = RUNS,
+    progress: Progress = False,
+    cancel: Cancel | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> ScopeTimes:
+    """Measures the time of each module and named scope, kernel by kernel; all rows add up to a whole run.
+
+    Args:
+      fn: the function; one that `fuse` returned is measured before and after.
+      *args, **kwargs: arrays to run on.
+      runs: of each program under the profiler, after one that is not traced.
+      progress: False, True (a line) or a function of (task, done, total).
+      cancel: called between stages; once it returns True, the times of the original are returned.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      The tree, which prints as a table; `.save("x.perfetto.json.gz")` writes one run for https://ui.perfetto.dev.
+
+    Raises:
+      ArgumentError: shapes where arrays are needed, or no runs. TraceError: `fn` does not trace. SideEffectError: it prints or calls
+        back into Python. Stopped: it was cancelled before anything was measured.
+    """
+    asked = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    with watched(progress) as told:
+        stages = Stages(told, cancel)
+        if isinstance(fn, lab.Fused):
+            found, chosen, call = selected_sites(fn, args, kwargs, {}, told)
+            graph, sites = found.graph, [*chosen.values()]
+        else:
+            stages("tracing")
+            found, sites = None, []
+            graph, call = lab.trace(fn, *args, **asked, **kwargs), bind_users(fn, args, kwargs, *asked.values())
+        before, after = node_times(graph, *call.args, runs=runs, stages=stages, **call.kwargs), None
+        with contextlib.suppress(Stopped):
+            if found is not None and sites:
+                leaves = jax.tree.leaves((call.args, call.kwargs))
+                after = fused_node_times(found, sites, leaves, runs, stages)
+    return scope_times(graph, before, after, sites)
 
 
 def selected_sites(

@@ -11,6 +11,7 @@ from typing import Any, overload
 
 from ..errors import ArgumentError
 from ..evidence.comparison import Evidence, measure
+from ..evidence.instruments.workload import site_states
 from ..evidence.training.running import train
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
@@ -127,7 +128,8 @@ def compare(
         options["progress"] = told
         grad = False if grad is None and found.differentiated else grad
         evidence = measure(fn, fused, *args, grad=grad, **options)
-    return Comparison(**fields_of(evidence, notes=(*evidence.notes, *found.notes, *already_fused(fn))))
+    notes = (*evidence.notes, *found.notes, *already_fused(fn))
+    return Comparison(**fields_of(evidence, notes=notes, sites=site_states(found, fusing)))
 
 
 def _trained(

@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
+
 from ..device import Device
 from ..errors import ArgumentError
 from ..evidence.attribution import SiteShares, sites_of
 from ..evidence.bisection import Bisection
 from ..evidence.instruments.peaks import measure_peaks
 from ..evidence.instruments.timing import check_effort
-from ..evidence.node_times import node_times
+from ..evidence.node_times import NodeTimes, fused_node_times, node_times
 from ..fusers import Findings as PlainFindings
 from ..fusers import Strategy, registry
+from ..graph.calls.binding import Bound
 from ..graph.program.trace import bind_users
 from ..progress import Progress, Stages, watched
 from ..tracebacks import own_lines_hidden
@@ -73,13 +76,23 @@ class _Live:
         toggled = [c for c in chosen if not c.same_code]
         if not 0 < len(toggled) <= MOST_SHARES or (cancel is not None and cancel()):
             return None
-        call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
+        call = self.call
         effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 2}
         return sites_of(found, *call.args, chosen=chosen, **effort, **call.kwargs)
 
-    def times(self, progress: Any = False) -> Mapping[int, float]:
-        call = bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
-        return node_times(self.graph, *call.args, stages=Stages(progress), **call.kwargs).seconds
+    @property
+    def call(self) -> Bound:
+        """The function of its arrays alone."""
+        return bind_users(self.fn, self.args, dict(self.kwargs), *(self.static.get(k, ()) for k in _STATIC))
+
+    def times(self, progress: Any = False) -> NodeTimes:
+        call = self.call
+        return node_times(self.graph, *call.args, stages=Stages(progress), **call.kwargs)
+
+    def scopes(self, setting: Setting, found: PlainFindings, progress: Any = False) -> NodeTimes:
+        call = self.call
+        leaves = jax.tree.leaves((call.args, call.kwargs))
+        return fused_node_times(found, found.select(sorted(setting.enabled)), leaves, stages=Stages(progress))
 
     def rates(self, progress: Any = False) -> Device:
         return measure_peaks(progress=progress)
@@ -159,6 +172,7 @@ def _explorer(
             measure=live.measure,
             shares=live.shares,
             times=live.times,
+            scopes=live.scopes,
             rates=live.rates,
             # On a CPU it takes as long as all the rest, which few ask for there.
             rates_at_once=Device.current().platform != "cpu",

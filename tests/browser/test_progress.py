@@ -240,6 +240,32 @@ def test_the_rates_of_the_device_have_a_button(page, problems):
     assert problems == []
 
 
+@pytest.mark.dear
+def test_the_time_of_scopes_after_fusing_has_a_button(page, problems):
+    args = jnp.ones((8, 8)), jnp.ones((8, 8)), jnp.ones(8)
+    found = fl.find(linear, *args)
+    before, go = fl.time_by_scope(linear, *args, runs=1).before, threading.Event()
+
+    def scopes(setting, findings, told):
+        told("time of each kernel, fused", 2, 10)
+        assert go.wait(30)
+        return before
+
+    lab = Lab(found.graph, found, measure=lambda *_: None, times=lambda _: before, scopes=scopes)
+    lab.measure()
+    stand(page, lab, live=True)
+    shown = Explorer(page)
+    tab = shown.open_tab("Scopes")
+    expect(tab).to_contain_text("whole run")
+    shown.hook("scopes").click()
+    expect(shown.hook("status")).to_have_text("time of each kernel, fused 2/10")
+    expect(shown.hook("scopes")).to_be_disabled()
+    go.set()
+    expect(shown.hook("scopes")).to_have_count(0)
+    expect(tab).to_contain_text("with sites fused")
+    assert problems == []
+
+
 CELL = """import time, jax.numpy as jnp, fusionlab as fl
 def slow(x):
     print("traced")

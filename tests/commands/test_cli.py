@@ -265,6 +265,9 @@ def test_records_are_written_read_and_compared(run, model, tmp_path):
     status, out, _ = run("diff", old, new)
     assert status == WORSE
     assert "worse: compiled peak memory of the fused version, call" in out
+    page = tmp_path / "both.html"
+    assert run("diff", old, new, "-o", str(page))[0] == WORSE
+    assert "Are they of the same work?" in page.read_text()
     status, out, _ = run("diff", old, new, "--json")
     assert (status, [c["verdict"] for c in json.loads(out)["changes"]].count("worse")) == (WORSE, 1)
 

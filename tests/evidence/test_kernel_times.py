@@ -11,8 +11,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence import kernel_times as module
-from fusionlab.evidence.kernel_times import kernel_times
+from fusionlab.evidence.instruments.timeline import RUN, middle, timelines_of
+from fusionlab.evidence.kernel_times import kernel_times, kernels_in
 
 
 def looped(x, w):
@@ -64,12 +64,17 @@ def test_kernels_of_a_gpu_are_those_of_its_streams():
         for t, d in ((9, 1), (12, 2), (28, 1.5), (34, 4.5))  # two start before the kernel ahead has ended
     ]
     on_device = {"Stream #1(Compute)": stream, "XLA Ops": [event("custom-call", 0, 10, hlo_op="custom-call")]}
-    host = {"python": [event("gemm", 0, 100, hlo_op="custom-call")]}
-    found = module._kernels(trace(**{"/device:GPU:0": on_device, "/host:CPU": host}), 2, on_gpu=True)
+    host = {"python": [event("gemm", 0, 100, hlo_op="custom-call"), event(RUN, -2, 20), event(RUN, 19, 21)]}
+    runs = timelines_of(trace(**{"/device:GPU:0": on_device, "/host:CPU": host}), on_gpu=True)
+    found = kernels_in(runs)
     assert [(k.name, k.hlo, k.launches) for k in found] == [("gemm", "custom-call", 1), ("loop", "fusion.1", 2)]
     assert found[0].samples_s == pytest.approx((10e-6, 10e-6))
     assert found[1].samples_s == pytest.approx((3e-6, 6e-6))
     assert (found[0].label, found[1].label) == ("gemm (custom-call)", "loop (fusion.1)")
+    first = runs[0]  # for a microsecond both ran, and each has half of it
+    assert {x.name: pytest.approx(x.share_s) for x in first.launches[:2]} == {"gemm": 9.5e-6, "loop": 0.5e-6}
+    assert (first.whole_s, first.busy_s) == pytest.approx((20e-6, 12e-6))
+    assert (first.between_s, first.around_s) == pytest.approx((2e-6, 6e-6))
 
 
 def test_a_loop_takes_what_its_body_does_not():
@@ -81,6 +86,23 @@ def test_a_loop_takes_what_its_body_does_not():
         event("add", 100, 1, hlo_op="add", run_id=7),
         event("python", 0, 500),
     ]
-    found = module._kernels(trace(**{"/host:CPU": {"thread": line}}), 1, on_gpu=False)
-    times = {k.name: k.samples_s[0] for k in found}
+    (run,) = timelines_of(trace(**{"/host:CPU": {"thread": line, "main": [event(RUN, 0, 101)]}}), on_gpu=False)
+    times = {k.name: k.samples_s[0] for k in kernels_in([run])}
     assert times == pytest.approx({"dot": 65e-6, "while": 30e-6, "fusion": 5e-6, "add": 1e-6})
+    assert run.busy_s == pytest.approx(101e-6)
+
+
+def test_two_threads_at_once_share_the_time_and_all_adds_up_to_the_run():
+    one = [event("a", 10, 40, hlo_op="a"), event("c", 60, 20, hlo_op="c")]
+    other = [event("b", 30, 40, hlo_op="b")]
+    lines = {"one": one, "other": other, "main": [event(RUN, 0, 100)]}
+    (run,) = timelines_of(trace(**{"/host:CPU": lines}), on_gpu=False)
+    assert {x.name: pytest.approx(x.share_s) for x in run.launches} == {"a": 30e-6, "b": 25e-6, "c": 15e-6}
+    assert run.busy_s + run.between_s + run.around_s == pytest.approx(run.whole_s)
+    assert run.around_s == pytest.approx(30e-6)
+
+
+def test_a_run_that_was_held_up_counts_for_nothing():
+    runs = [SimpleNamespace(whole_s=s) for s in (1.0, 9.0, 1.1, 0.9, 1.2)]
+    assert [run.whole_s for run in middle(runs)] == [1.0, 1.1, 1.2]
+    assert [len(middle(runs[:k])) for k in range(1, 5)] == [1, 2, 1, 2]

@@ -6,7 +6,8 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
-from fusionlab.evidence.kernel_times import KernelTime, KernelTimes
+from fusionlab.evidence.instruments.timeline import Launch, Timeline
+from fusionlab.evidence.kernel_times import KernelTimes, kernels_in
 from fusionlab.evidence.node_times import node_times, placed
 from fusionlab.graph.cost.cost import cost_of
 from fusionlab.graph.xla.modules import CompiledModule, ModuleKernel
@@ -30,7 +31,10 @@ def test_all_time_of_a_program_is_its_nodes():
     ids = {n.primitive: n.id for n in graph.nodes()}
     assert set(times.seconds) <= set(graph.node_by_id)
     assert times.seconds[ids["dot_general"]] > 0
-    assert sum(times.seconds.values()) + times.unplaced_s == pytest.approx(times.kernels.sum_s)
+    runs = times.kernels.timelines
+    assert sum(times.seconds.values()) + times.unplaced_s == pytest.approx(sum(r.busy_s for r in runs) / 2)
+    assert times.whole_s == pytest.approx(sum(r.whole_s for r in runs) / 2)
+    assert times.run in runs
     assert "of all kernels' time placed" in str(times)
     with pytest.raises(ArgumentError, match="needed the 2"):
         node_times(graph, ARGS[0])
@@ -41,10 +45,13 @@ def test_all_time_of_a_program_is_its_nodes():
 def test_a_kernels_time_is_shared_out_by_bytes_and_what_is_of_no_node_is_told():
     graph = fl.trace(two, *ARGS)
     dot, tanh = (next(n for n in graph.nodes() if n.primitive == p) for p in ("dot_general", "tanh"))
-    kernels = (
-        KernelTime("fusion.1", "", (3.0, 3.0), 1),
-        KernelTime("gemm", "dot.7", (1.0, 1.0), 1),
-        KernelTime("copy", "", (0.5, 0.5), 1),
+    run = Timeline(
+        (
+            Launch("fusion.1", "", "stream", 1.0, 4.0, 3.0, 3.0),
+            Launch("gemm", "dot.7", "stream", 4.0, 5.0, 1.0, 1.0),
+            Launch("copy", "", "stream", 5.25, 5.75, 0.5, 0.5),
+        ),
+        6.0,
     )
     module = CompiledModule(
         "two",
@@ -57,11 +64,14 @@ def test_a_kernels_time_is_shared_out_by_bytes_and_what_is_of_no_node_is_told():
         {},
     )
     costs = cost_of(graph)
-    times = placed(KernelTimes("two", kernels, 2, "", ""), module, costs)
+    times = placed(KernelTimes("two", kernels_in([run]), 1, "", "", (run,)), module, costs)
     dots, tanhs = (costs.nodes[n.id].bytes_moved + 1 for n in (dot, tanh))
     assert times.seconds[dot.id] == pytest.approx(3 * dots / (dots + tanhs) + 1)
     assert times.seconds[tanh.id] == pytest.approx(3 * tanhs / (dots + tanhs))
-    assert times.unplaced_s == 0.5
+    assert (times.unplaced_s, times.between_s, times.around_s) == (0.5, 0.25, 1.25)
+    assert times.whole_s == pytest.approx(6.0)
+    assert set(times.nodes_of("gemm", "dot.7")) == {dot.id}
+    assert not times.nodes_of("copy", "")
 
 
 def test_times_take_the_place_of_bytes_and_move_nothing():

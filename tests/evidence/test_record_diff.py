@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
 from fusionlab.evidence.instruments.timing import Runs, timing_of
-from fusionlab.evidence.record_diff import diff_records
+from fusionlab.evidence.instruments.workload import SiteState, workload_of
+from fusionlab.evidence.record_diff import GROUPS, JUDGED, diff_records
+from fusionlab.viz.explorer.widget import Explorer
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +38,18 @@ def verdicts(old, new):
     return {c.what: c.verdict for c in diff_records(old, new).changes}
 
 
+def judged(found):
+    return [c for c in found.changes if c.verdict in JUDGED]
+
+
 def test_a_record_is_no_worse_than_itself(record):
     found = diff_records(timed(record, 2e-3, 1e-3), timed(record, 2e-3, 1e-3))
     assert found.regressions == ()
-    assert {c.verdict for c in found.changes} == {"same"}
-    assert len(found.changes) == 1 + 2 + 1 + 3  # time, two memories, an output, three gradients
+    assert {c.verdict for c in judged(found)} == {"same"}
+    assert len(judged(found)) == 1 + 2 + 1 + 3  # time, two memories, an output, three gradients
+    assert {c.verdict for c in found.changes} == {"same", "equal"}
+    assert found.same_work is True
+    assert {c.group for c in found.changes} == {*GROUPS}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +83,7 @@ def test_what_only_one_record_has_is_not_compared_and_told(record):
     found = diff_records(record, timed(record, 2e-3, 1e-3))
     assert "not compared: time, call: nothing -> 2.000x" in str(found)
     without = dataclasses.replace(record, numerics=None, memory=None)
-    assert {c.verdict for c in diff_records(record, without).changes} == {"not compared", "same"}
+    assert {c.verdict for c in judged(diff_records(record, without))} == {"not compared", "same"}
 
 
 def test_errors_that_leave_the_tolerance_are_worse(record):
@@ -98,12 +108,93 @@ def test_other_settings_and_functions_are_noted(record):
     here = record.environment
     other = dataclasses.replace(here, versions=here.versions | {"jax": "0.0"}, xla_flags="--x")
     found = diff_records(record, dataclasses.replace(record, name="g", environment=other))
-    assert found.notes == (
-        "the records are of two functions, f and g",
-        f"versions: jax {here.versions['jax']} -> 0.0",
-        "xla_flags: none -> --x" if not here.xla_flags else f"xla_flags: {here.xla_flags} -> --x",
-    )
+    assert found.notes == ("the records are of two functions, f and g",)
+    differing = {c.what: (c.old, c.new) for c in found.of("environment") if c.verdict == "differs"}
+    assert differing == {"jax": (here.versions["jax"], "0.0"), "xla flags": (here.xla_flags, "--x")}
+    assert f"differs: jax: {here.versions['jax']} -> 0.0" in str(found)
     assert json.loads(json.dumps(found.to_dict()))["notes"] == list(found.notes)
+
+
+def test_equal_programs_have_equal_fingerprints_whatever_they_are_called_and_wherever_they_are(record):
+    def renamed(a, b, c):
+        with jax.named_scope("layer"):
+            product = a @ b
+
+        return jnp.maximum(product + c, 0)
+
+    args = jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones(16)
+    assert workload_of(jax.make_jaxpr(renamed)(*args)) == record.workload
+    other = workload_of(jax.make_jaxpr(lambda x, w, b: jnp.tanh(x @ w + b))(*args))
+    assert (other.arguments, other.products) == (record.workload.arguments, record.workload.products)
+    assert other.program != record.workload.program
+    larger = workload_of(jax.make_jaxpr(renamed)(jnp.ones((8, 8)), *args[1:]))
+    assert larger.arguments != record.workload.arguments
+    assert larger.products != record.workload.products
+    in_loop = jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda c, _: (c @ w, None), x, length=3)[0])(
+        *[jnp.ones((8, 8))] * 2
+    )
+    assert workload_of(in_loop).products != workload_of(jax.make_jaxpr(jnp.add)(*[jnp.ones((8, 8))] * 2)).products
+
+
+def test_records_of_other_work_are_not_judged_and_without_fingerprints_that_is_unknown(record):
+    old, new = timed(record, 2e-3, 1e-3), timed(record, 2e-3, 2e-3)
+    assert diff_records(old, new).regressions
+    other = dataclasses.replace(new, workload=dataclasses.replace(record.workload, products="other"))
+    found = diff_records(old, other)
+    assert found.same_work is False
+    assert not found.regressions
+    assert {c.why for c in judged(found)} == {"the records are of other work"}
+    rewritten = dataclasses.replace(new, workload=dataclasses.replace(record.workload, program="other", nodes=9))
+    assert diff_records(old, rewritten).same_work is True
+    assert diff_records(old, rewritten).regressions
+    older = dataclasses.replace(old, workload=None, sites=())
+    assert diff_records(older, new).same_work is None
+    assert "unknown: work: nothing -> nothing (no fingerprint in the older record)" in str(diff_records(older, new))
+    assert "note: the older record lists no sites" in str(diff_records(older, new))
+
+
+def test_sites_and_kernels_are_put_side_by_side(record):
+    (site,) = record.sites
+    assert (site.state, site.why) == ("fused", "xla")
+    lost = SiteState(site.site, "declined", "escapes")
+    more = SiteState("lerp@#1", "fused", "xla", 1e-5)
+    kernels = dataclasses.replace(record.kernels, after={"library": 7})
+    found = diff_records(record, dataclasses.replace(record, sites=(lost, more), kernels=kernels))
+    assert [(c.what, c.old, c.new, c.verdict) for c in found.of("sites")] == [
+        (site.site, "fused (xla)", "declined (escapes)", "differs"),
+        ("lerp@#1", "not found", "fused (xla), saves 10 µs", "differs"),
+    ]
+    assert ("library kernels, after", "7") in [(c.what, c.new) for c in found.of("kernels")]
+
+
+def test_two_records_have_a_page_a_frame_and_a_place_in_the_explorer(record, tmp_path):
+    old, new = timed(record, 2e-3, 1e-3), timed(record, 2e-3, 1.5e-3)
+    found = fl.diff(old.save(tmp_path / "old.json"), new)
+    assert [c.what for c in found.regressions] == ["time, call"]
+    frame = found.to_dataframe()
+    assert frame[frame["verdict"] == "worse"]["group"].tolist() == ["time"]
+    page = found.save(tmp_path / "x.html").read_text()
+    assert "Are they of the same work?" in page
+    assert '<td class="warn">worse</td>' in page
+    assert page.count("<figure") == 2
+    assert "http" not in page.partition("<style>")[0]
+
+    def f(x, w, b):
+        return jnp.maximum(x @ w + b, 0)
+
+    searched = fl.find(f, jnp.ones((4, 8)), jnp.ones((8, 16)), jnp.ones(16))
+    lab = Explorer(searched.graph, searched, measure=lambda *_: new)
+    assert lab.against(tmp_path / "old.json") is None
+    assert "press Measure" in next(tab["html"] for tab in lab.tabs if tab["name"] == "Records")
+    lab.measure()
+    assert "1 worse" in next(tab["html"] for tab in lab.tabs if tab["name"] == "Records")
+    assert lab.against(fl.load(lab.save(tmp_path / "lab.json"))).regressions == ()
+    assert lab.against(None) is None
+    assert "Records" not in [tab["name"] for tab in lab.tabs]
+    with pytest.raises(ArgumentError, match="needed a comparison"):
+        lab.against(3)
+    with pytest.raises(ArgumentError, match="needed one with a measurement"):
+        fl.diff(fl.load(Explorer(searched.graph, searched).save(tmp_path / "bare.json")), new)
 
 
 def test_a_record_is_read_back_as_it_was(record, tmp_path):

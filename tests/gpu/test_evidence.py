@@ -46,6 +46,16 @@ def test_kernels_of_our_own_are_among_those_of_a_fused_program():
     assert "epilogue_forward" in names
 
 
+def test_the_time_of_scopes_adds_up_to_the_run_before_and_after_fusing(block):
+    times = fl.time_by_scope(fl.fuse(transformer.block), *block)
+    for part, version in (("self_s", times.before), ("fused_self_s", times.after)):
+        assert sum(getattr(row, part) for row in times.rows) == pytest.approx(version.whole_s)
+        placed = sum(version.seconds.values())
+        assert placed > 0.9 * (placed + version.unplaced_s)
+        assert placed + version.unplaced_s < 1.2 * version.kernels.sum_s
+        assert 0 < version.run.busy_s < version.run.whole_s
+
+
 def test_what_xla_fused_is_known_and_the_numbers_change_no_kernel(block):
     found = fl.find(transformer.block, *block)
     made = found.xla()

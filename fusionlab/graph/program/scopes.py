@@ -6,6 +6,7 @@ Only attributes of the objects JAX hands out are read here (`eqn.source_info`), 
 from __future__ import annotations
 
 import functools
+import itertools
 import linecache
 import os
 import re
@@ -35,6 +36,8 @@ _OWN_CODE = (
 # Code typed at a prompt has no file; the other names in angle brackets are of generated code.
 _TYPED = ("<ipython-input-", "<python-input-", "<stdin>")
 _NOT_MODULES = frozenset({"rematted_computation", "checkpoint", "while", "body", "cond", "closed_call", "core_call"})
+# Names under which libraries call a user's code; a reader wants the class or the caller instead.
+_NOBODY = frozenset({"__call__", "apply", "call", "forward", "wrapped", "wrapper", "inner", "f", "fn", "fun"})
 _WRAPPER = re.compile(r"^(?:jvp|transpose|vmap|rematted_computation|checkpoint|jit|pjit)\((.*)\)$")
 
 
@@ -152,6 +155,65 @@ def kind_of_file(file: str) -> str:
     if file.startswith(_JAX_PARTS) or (file.startswith("<") and not file.startswith(_TYPED)):
         return "jax"
     return "library" if file.startswith(_LIB_DIRS) else "user"
+
+
+def frames_of(node: Any) -> tuple[Source, ...]:
+    """The user's calls that led to a node, outermost first; () where JAX kept none."""
+    found = _frames(traceback_of(node.eqn, node.calls))
+    for call in reversed(node.calls):
+        found = found or _frames(getattr(call.source_info, "traceback", None))
+    return found
+
+
+@functools.lru_cache(maxsize=65536)
+def _frames(traceback: Any) -> tuple[Source, ...]:
+    frames = traceback.frames if traceback is not None else ()
+    found = []
+    for frame in frames:
+        kind = kind_of_file(frame.file_name)
+        if kind == "own" and found:
+            break  # below stands the call to FusionLab itself
+        if kind == "user" and frame.function_name != "<module>":
+            found.append(Source(frame.file_name, frame.line_num, frame.function_name))
+    return tuple(reversed(found))
+
+
+def place_of(node: Any) -> str:
+    """The scope of a node; where the program has none, the calls that led to it: "train_step()/loss()/Net/Block/Linear".
+
+    Calls are the user's functions and, inside these, the modules of libraries; "" where JAX kept none either.
+    """
+    if node.scope:
+        return node.scope
+    frames = _calls(traceback_of(node.eqn, node.calls))
+    for call in reversed(node.calls):
+        frames = frames or _calls(getattr(call.source_info, "traceback", None))
+    return "/".join(frames)
+
+
+@functools.lru_cache(maxsize=65536)
+def _calls(traceback: Any) -> tuple[str, ...]:
+    """Names of the calls, outermost first: "Net" for `Net.__call__`, "loss()" for a function."""
+    found: list[str] = []
+    modules = True  # as long as no frame of the user's was met: what is inside of his innermost one
+    for frame in traceback.frames if traceback is not None else ():
+        kind, function = kind_of_file(frame.file_name), frame.function_name
+        if kind == "own" and found:
+            break
+        is_module = function.endswith(".__call__")
+        modules = modules and kind != "user"
+        if (kind == "user" and function != "<module>") or (kind == "library" and is_module and modules):
+            name = "" if function.endswith("<lambda>") else spoken(function)
+            found += [name if is_module else f"{name}()"] if name else []
+    return tuple(name for name, _ in itertools.groupby(reversed(found)))
+
+
+def spoken(function: str) -> str:
+    """A function's name as people write it: "Block" for `Block.__call__`, "" for a function without a name of its own."""
+    parts = [p for p in function.split(".") if not p.startswith("<")]
+    while parts and parts[-1] in _NOBODY:
+        parts.pop()
+    return parts[-1] if parts else ""
 
 
 def scope_of(eqn: Any, calls: tuple[Any, ...] = ()) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..jax_compat import is_jaxpr
-from .ir import Atom, Block, Node, Value, dtype_text
+from .ir import Atom, Block, Node, Value, dtype_text, type_text
 from .meshes import region_mesh_text, sharding_text
 
 if TYPE_CHECKING:
@@ -65,6 +67,17 @@ def graph_text(graph: Graph, *, sources: bool = True, scopes: bool | None = None
     lines = [f"graph {graph.name}({head})"]
     lines += _block_lines(graph.top, "  ", sources, sources if scopes is None else scopes)
     return "\n".join(lines)
+
+
+def block_fingerprint(block: Block) -> str:
+    """Equal for programs of equal equations, shapes, dtypes and parameters, whatever their names, scopes and source lines."""
+    types = [type_text(v.aval) for v in block.inputs]
+    return digest([*types, *_block_lines(block, "", sources=False, scopes=False)])
+
+
+def digest(lines: Iterable[str]) -> str:
+    """16 hexadecimal digits that distinguish texts."""
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _block_lines(block: Block, indent: str, sources: bool, scopes: bool) -> list[str]:

@@ -10,7 +10,7 @@ async function unpack(text) {
 }
 
 // What the inspector says while nothing is selected.
-const idle = (record) => ({ name: "", title: record?.dearest ? "Where the bytes go" : "", html: record?.dearest || "" });
+const idle = (record) => ({ name: "", title: record?.title || "", html: record?.dearest || "" });
 
 // Rows of (name, text, monospaced) as HTML; texts enter as text.
 function rowsHtml(rows) {

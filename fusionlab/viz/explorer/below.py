@@ -6,11 +6,17 @@ from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.evidence.bisection import Bisection
+from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.node_times import NodeTimes
+from fusionlab.evidence.record_diff import diff_records
 from fusionlab.evidence.roofline import Roofline
+from fusionlab.evidence.scopes.scope_times import ScopeTimes, scope_times
 from fusionlab.fusers import Strategy
 from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
+from ..html.records import records_html
+from ..html.scopes import scopes_html
 from ..html.shares import shares_html
 from ..html.tabs import AWAITED, HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet
@@ -33,6 +39,9 @@ class Below(Decided):
       shares: setting -> the time that each of its sites saves.
       blamed: setting -> the sites found to make it slower ("time") or worse ("error").
       rates: this process's device with measured rates, for the roofline.
+      other: a record to compare the measurement with; None for none.
+      node_times: of the program's nodes, as written.
+      fused_times: setting -> times of the same nodes with its sites fused.
     """
 
     graph: Graph
@@ -44,6 +53,9 @@ class Below(Decided):
         self.shares: dict[Setting, Any] = {}
         self.blamed: dict[Setting, dict[str, Bisection]] = {}
         self.rates: Device | None = None
+        self.other: Evidence | None = None
+        self.node_times: NodeTimes | None = None
+        self.fused_times: dict[Setting, NodeTimes] = {}
         self._fused: dict[Setting, Graph] = {}
         self._roofs: dict[Strategy | None, Roofline] = {}
         self._drawn_tabs: dict[Any, list[Tab]] = {}
@@ -53,18 +65,28 @@ class Below(Decided):
         """The program with the enabled sites fused."""
         raise NotImplementedError
 
-    def tabs(self, script: str = "", awaited: bool = False, rates: bool = False) -> list[Tab]:
+    def scopes(self) -> ScopeTimes | None:
+        """Time by module and scope, as written and with the enabled sites fused, as far as measured; None where nothing was."""
+        if self.node_times is None:
+            return None
+        chosen = self.findings.select(sorted(self.enabled))
+        return scope_times(self.graph, self.node_times, self.fused_times.get(self.setting), chosen)
+
+    def tabs(self, script: str = "", awaited: bool = False, rates: bool = False, scopes: bool = False) -> list[Tab]:
         """Name and HTML of the tabs: measurements, the graph before and after, the ledger and the program `script`.
 
-        While a measurement is `awaited`, the previous one stays visible, dimmed, with a note that it is of other sites. `rates`: there is
-        something to measure the device's with.
+        While a measurement is `awaited`, the previous one stays visible, dimmed, with a note that it is of other sites. `rates`,
+        `scopes`: there is something to measure the device's rates, or the time of scopes after fusing, with.
         """
         after = self._fused_soon()
         shares, under = self.shares.get(self.setting), self._under()
-        key = self.setting, id(self.evidence), id(shares), id(under), id(after)
+        later = self.fused_times.get(self.setting)
+        key = self.setting, *map(id, (self.evidence, shares, under, after, self.node_times, later)), scopes
         if key not in self._drawn_tabs:  # plots take longer to draw than anybody wants to wait after a click
             shown = evidence_tabs(self.evidence, self.findings, enabled=self.enabled, after=after, under=under)
             shown.insert(2, tab("Sites", shares_html(shares, self._own_code()), shares is None))
+            if scoped := scopes_html(self.scopes(), scopes and bool(self.enabled)):
+                shown.insert(3, tab("Scopes", scoped))
             self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: shown}
         shown = self._drawn_tabs[key]
         if self.evidence is not None:
@@ -75,6 +97,8 @@ class Below(Decided):
         shown = [each | {"html": self._above(each["name"], rated) + each["html"]} for each in shown]
         if rated:  # the button is there, so that nobody has to be told of the line of Python
             shown = [each | {"html": each["html"].replace(HOW_TO_RATE, "")} for each in shown]
+        if self.other is not None:
+            shown = [*shown, tab("Records", self._beside(self.other))]
         return [*shown, tab("Ledger", self.ledger.html()), *([tab("Code", code(script))] if script else [])]
 
     def _above(self, name: str, rated: bool) -> str:
@@ -82,6 +106,15 @@ class Below(Decided):
         if name == "Roofline" and rated:
             return _RATES
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
+
+    def _beside(self, other: Evidence) -> str:
+        if self.evidence is None:
+            return quiet(f"A record of {other.name} is loaded; press Measure to compare it with these sites.")
+        key = "records", id(other), id(self.evidence)
+        if key not in self._drawn_tabs:
+            drawn = records_html(diff_records(other, self.evidence))
+            self._drawn_tabs = dict([*self._drawn_tabs.items()][1 - _TABS_KEPT :]) | {key: [tab("Records", drawn)]}
+        return self._drawn_tabs[key][0]["html"]
 
     def _own_code(self) -> int:
         """The number of enabled sites with code other than XLA's own."""

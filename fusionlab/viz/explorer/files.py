@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusionlab.errors import ArgumentError
+from fusionlab.evidence.scopes.scope_times import TRACE
 from fusionlab.fusers import Findings
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.text import graph_text
@@ -33,15 +35,24 @@ def export(
 
     Args:
       session: what is on, shown and measured.
-      suffix: ".json" (the state), ".html" (the page), ".svg", ".png", ".pdf", ".dot" or ".txt" (the picture, and the program as text).
+      suffix: ".json" (the state), ".html" (the page), ".svg", ".png", ".pdf", ".dot" or ".txt" (the picture, and the program as text), or
+        ".perfetto.json.gz" (a run, kernel by kernel).
       name: of the file, for the error.
       formulas: as for `report_html`.
       saved: makes the state's text.
       script: the program that does the same, for the page.
 
     Raises:
-      ArgumentError: another suffix. MissingDependencyError: PDF without the extra.
+      ArgumentError: another suffix, or a trace where no kernel was timed. MissingDependencyError: PDF without the extra.
     """
+
+    def trace() -> bytes:
+        times = session.scopes()
+        if times is None:
+            raise ArgumentError(
+                f"path: {name}: got no times of kernels to write; call lab.measure() or lab.measure_scopes() first"
+            )
+        return times.trace()
 
     def page() -> str:
         after = session.fused_graph() if session.can_fuse else None
@@ -54,6 +65,7 @@ def export(
             formulas=formulas,
             tabs=session.tabs(script),
             panel=session.panel(),
+            times=session.stage.times,
         )
 
     makers: dict[str, Callable[[], str | bytes]] = {
@@ -64,6 +76,7 @@ def export(
         ".pdf": lambda: to_pdf(session.svg()),
         ".dot": session.dot,
         ".txt": lambda: graph_text(session.shown_graph) + "\n",
+        TRACE: trace,
     }
     return content_as(suffix, name, makers)
 

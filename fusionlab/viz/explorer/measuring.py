@@ -7,12 +7,15 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.attribution import with_savings
 from fusionlab.evidence.bisection import Bisection
+from fusionlab.evidence.node_times import NodeTimes
+from fusionlab.evidence.scopes.scope_times import ScopeTimes
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.progress import Clock, Progress, Stopped, Watch, pass_on, watched
 
@@ -24,6 +27,7 @@ from .offering import Selecting
 
 Measure = Callable[[Setting, Watch, Cancel], Any]
 Share = Callable[[Setting, Findings, Watch, Cancel], Any]
+Scopes = Callable[[Setting, Findings, Watch], NodeTimes]
 Which = Callable[[Setting, Fault, Watch, Cancel], Bisection]
 _Job = Callable[[Setting, Watch, Cancel], Any]
 
@@ -47,7 +51,8 @@ class Measuring(Selecting):
 
     _measure_with: Measure | None
     _shares_with: Share | None
-    _times_with: Callable[[Watch], Mapping[int, float]] | None
+    _times_with: Callable[[Watch], NodeTimes] | None
+    _scopes_with: Scopes | None
     _rates_with: Callable[[Watch], Device] | None
     _which_with: Which | None
     _rates_at_once: bool
@@ -102,6 +107,22 @@ class Measuring(Selecting):
         """`measure_rates` in a thread of its own."""
         return self._later(self._rated, "measuring rates", self._rates_with)
 
+    def measure_scopes(self) -> ScopeTimes:
+        """Measures the time of each module and scope now, as written and with the enabled sites fused; it is kept with these sites.
+
+        Raises:
+          ArgumentError: the explorer was made without something to measure with.
+        """
+        self._now(self._scoped, "time by scope", self._scopes_with)
+        found = self.session.scopes()
+        if found is None:
+            raise ArgumentError("measure_scopes: it was cancelled, or the profiler gave no kernel; see `lab.problem`")
+        return found
+
+    def start_scopes(self) -> threading.Thread:
+        """`measure_scopes` in a thread of its own."""
+        return self._later(self._scoped, "time by scope", self._scopes_with)
+
     def start_option(self, name: str, option: str, value: Any) -> threading.Thread:
         """`option` in a thread of its own: what was measured stays in sight until the search has ended, and a cancel changes nothing."""
         return self._later(functools.partial(self._looked_ahead, name, option, value), "search", True)
@@ -129,7 +150,9 @@ class Measuring(Selecting):
             shares = self._shares_with(setting, findings, told, token)
             if shares is not None and not token.is_set():
                 self.session.shares[setting] = shares
-        if self._times_with is not None and not self.session.stage.times:
+                if evidence is not None:
+                    evidence = self.session.measured[setting] = with_savings(evidence, shares)
+        if self._times_with is not None and self.session.node_times is None:
             told("time of each kernel")
             self._time_nodes(functools.partial(self._times_with, told))
         if self._rates_at_once and self.session.rates is None:
@@ -141,10 +164,11 @@ class Measuring(Selecting):
         """Shows in the tabs that their measurement runs."""
         raise NotImplementedError
 
-    def _time_nodes(self, times_with: Callable[[], Mapping[int, float]]) -> None:
+    def _time_nodes(self, times_with: Callable[[], NodeTimes]) -> None:
         """Times take the place of bytes in the picture. What was measured before stays where the profiler gives none."""
         try:
-            self.session.stage.times = times_with()
+            times = times_with()
+            self.session.node_times, self.session.stage.times = times, times.seconds
         except Stopped:
             raise
         except Exception as error:  # the profiler's, of which JAX names no kinds
@@ -177,6 +201,18 @@ class Measuring(Selecting):
             self.session.rates = rates
             told("drawing the roof")
             self.refresh()
+
+    def _scoped(self, setting: Setting, told: Watch, token: Cancel) -> None:
+        assert self._scopes_with is not None
+        assert self._times_with is not None
+        findings = self.session.findings_of(setting)
+        told("time of each kernel")
+        if self.session.node_times is None:
+            self._time_nodes(functools.partial(self._times_with, told))
+        if setting.enabled:
+            times = self._scopes_with(setting, findings, told)
+            if not token.is_set():
+                self.session.fused_times[setting] = times
 
     def _compiled(self, _: Setting, told: Watch, token: Cancel) -> None:
         told("compiling, to list XLA's kernels")

@@ -119,6 +119,7 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "measure": lambda lab, _: lab.start(),
     "which": lambda lab, m: lab.start_which(m.get("of")),
     "rates": lambda lab, _: lab.start_rates(),
+    "scopes": lambda lab, _: lab.start_scopes(),
     "cancel": lambda lab, _: lab.cancel(),
     "export": _download,
     "dismiss": _dismiss,

@@ -208,6 +208,8 @@ class Session(Below):
             ]
         else:
             self.measured.update(saved.measured)
+            self.shares.update(saved.shares)
+            self.blamed.update({s: dict(found) for s, found in saved.blamed.items()})
         if gone := sorted(wanted - enabled):
             lost += [
                 f"{len(gone)} of {len(wanted)} sites are not in it: {', '.join(gone[:5])}{', ...' if gone[5:] else ''}"

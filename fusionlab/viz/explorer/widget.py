@@ -20,11 +20,15 @@ import traitlets
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, FusionLabError
 from fusionlab.evidence.blame.drift import DriftMap
+from fusionlab.evidence.comparison import Evidence
+from fusionlab.evidence.node_times import NodeTimes
+from fusionlab.evidence.record_diff import RecordDiff, diff_records
+from fusionlab.evidence.scopes.scope_times import TRACE
 from fusionlab.fusers import Strategy
 from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.program.graph import Graph
 from fusionlab.progress import Clock, Watch, noticed
-from fusionlab.showing import Text
+from fusionlab.showing import Text, suffix_of
 from fusionlab.tracebacks import errors_for_users
 
 from ..html.tabs import Tab
@@ -33,11 +37,11 @@ from ..notebook import explorer_outputs, frames_outputs, png_of, show
 from .background import Background, Cancel
 from .decided import Find
 from .kept import Keeper
-from .measuring import Measure, Measuring, Share, Which
+from .measuring import Measure, Measuring, Scopes, Share, Which
 from .messages import act
 from .observed import IDLE
 from .session import Session
-from .state_file import Saved, saved_text
+from .state_file import Saved, record_of, saved_text
 
 
 @errors_for_users
@@ -51,8 +55,8 @@ class Explorer(Measuring):
         stage begins and at each step, where a cancel ends it, and may ask `cancel()` besides.
       shares: `shares(setting, findings, progress, cancel)`, the time that each site saves (`SiteShares`), or None where nothing
         can be attributed; called after `measure`.
-      times: `times(progress) -> {node id: seconds}`, the time of each node of the program (`node_times`); shown in place of bytes
-        once measured.
+      times: `times(progress) -> NodeTimes`, the time of each node of the program (`node_times`); shown in place of bytes once measured.
+      scopes: `scopes(setting, findings, progress) -> NodeTimes`, the same with those sites fused (`fused_node_times`).
       rates: `rates(progress) -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
       which: `which(setting, fault, progress, cancel) -> Bisection`, which sites are to blame for a measurement that is slower or worse.
@@ -81,7 +85,8 @@ class Explorer(Measuring):
         *,
         measure: Measure | None = None,
         shares: Share | None = None,
-        times: Callable[[Watch], Mapping[int, float]] | None = None,
+        times: Callable[[Watch], NodeTimes] | None = None,
+        scopes: Scopes | None = None,
         rates: Callable[[Watch], Device] | None = None,
         rates_at_once: bool = False,
         which: Which | None = None,
@@ -94,6 +99,7 @@ class Explorer(Measuring):
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
         self._script_with, self._times_with, self._which_with = script, times, which
+        self._scopes_with = scopes if times is not None else None
         self._rates_at_once = rates is not None and rates_at_once
         self._formulas = dict(formulas or {})
         self._background, self._clock = Background(), Clock()
@@ -168,10 +174,12 @@ class Explorer(Measuring):
         super().close()
 
     def save(self, path: Any) -> Path:
-        """Writes .json (all of the state: `fusionlab.load` reads it back), or a picture: .svg .png .pdf .dot .html .txt, by suffix.
+        """Writes .json (all of the state: `fusionlab.load` reads it back), a picture: .svg .png .pdf .dot .html .txt, or .perfetto.json.gz
+        (a run for https://ui.perfetto.dev), by suffix.
 
         Raises:
-          ArgumentError: another suffix. OutputError: the file cannot be written. MissingDependencyError: PDF without the extra.
+          ArgumentError: another suffix; or a run is asked for, and none was measured. OutputError: the file cannot be written.
+          MissingDependencyError: PDF without the extra.
         """
         from fusionlab.output import write_file
 
@@ -179,7 +187,7 @@ class Explorer(Measuring):
             raise ArgumentError(f"path: got {path!r:.80}, needed the name of a file, for instance 'explorer.html'")
         target = Path(path)
         with noticed(f"writing {target.name}"):
-            content = self.export(target.suffix.lower(), str(target))
+            content = self.export(suffix_of(target, [TRACE]), str(target))
             return write_file(target, content)
 
     def restore(self, saved: Saved) -> None:
@@ -194,6 +202,22 @@ class Explorer(Measuring):
         if lost:
             self.problem = {"code": "changed_program", "sentence": lost}
         self.refresh()
+
+    def against(self, record: Evidence | Saved | str | os.PathLike[str] | None) -> RecordDiff | None:
+        """Compares what is measured here with an older record, in the tab Records: what changed, and what became worse.
+
+        Args:
+          record: what `compare` returned or `load` read, the path of a file of either, or None to take it away.
+
+        Returns:
+          Both side by side (as of `fusionlab.diff`); None while nothing is measured with the enabled sites.
+
+        Raises:
+          ArgumentError: there is no such file, it is neither, or nothing was measured in it.
+        """
+        self.session.other = other = None if record is None else record_of(record)
+        self.refresh()
+        return None if other is None or self.evidence is None else diff_records(other, self.evidence)
 
     def keep(self) -> None:
         """Has the browser keep a record of the explorer, updated after each change: the record answers once the kernel is gone."""
@@ -285,7 +309,8 @@ class Explorer(Measuring):
 
     def _tabs(self, awaited: bool = False) -> list[Tab]:
         awaited = awaited or (self.measuring and self._background.running)
-        return self.session.tabs(self._script(), awaited=awaited, rates=self._rates_with is not None)
+        can = {"rates": self._rates_with is not None, "scopes": self._scopes_with is not None}
+        return self.session.tabs(self._script(), awaited=awaited, **can)
 
     def _script(self) -> str:
         return self._script_with(self.setting, self.findings) if self._script_with is not None else ""

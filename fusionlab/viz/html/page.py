@@ -19,7 +19,7 @@ from ..cards.layout.opened import opened_name
 from ..markup import ID_PREFIX
 from ..model.panel import panel as panel_of
 from .baked import MAX_BYTES, MAX_SECONDS, bake, index, packed_json
-from .dearest import dearest_html
+from .dearest import dearest_html, dearest_title
 from .inspector import inspect
 from .outline import outline
 
@@ -82,7 +82,8 @@ def record_data(
         return {"svg": album.svg(enabled, ID_PREFIX), "items": items(album, enabled, ID_PREFIX), "inspector": panes}
 
     data = {
-        "dearest": dearest_html(overview, searched=album.findings is not None),
+        "dearest": (shown := dearest_html(overview, searched=album.findings is not None)),
+        "title": dearest_title(overview) if shown else "",
         "outline": outline(overview, [card.id for card in overview.cards()]),
         "inspector": packed_json({**teller.shown(), **teller.names(), **others}),
         "sites": {s["id"]: s["nodes"][0] for s in view["sites"] if s["nodes"]},

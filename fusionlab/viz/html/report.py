@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from html import escape as _escape
+from types import MappingProxyType
 from typing import Any
 
 from fusionlab.fusers.report.findings import Findings
@@ -44,6 +45,7 @@ def report_html(
     title: str | None = None,
     tabs: Sequence[Tab] | None = None,
     panel: Mapping[str, Any] | None = None,
+    times: Mapping[int, float] = MappingProxyType({}),
 ) -> str:
     """A whole HTML page about a graph, what was found in it and what was measured.
 
@@ -55,8 +57,10 @@ def report_html(
       title: the page's title; the graph's name without it.
       tabs: those of a live explorer, with its ledger and code (`Session.tabs`); without them what was measured and is known.
       panel: that of a live explorer (`Session.panel`), with what its sites gain or cost; without it what was found.
+      times: seconds of the graph's nodes, shown in place of bytes; {} where they were not measured.
     """
     album = _album(graph, findings)
+    album.times = times
     view = summary(graph, findings, enabled, evidence, formulas)
     title = title or f"FusionLab: {view['title']}"
     later = _album(after) if after is not None else None
@@ -149,6 +153,11 @@ def _worst(evidence: Any, kind: str) -> Any:
 
 def _where(evidence: Any) -> str:
     return f'<p class="quiet">Measured on {_e(measured_on(evidence))}.</p>'
+
+
+def whole_page(title: str, body: str) -> str:
+    """A page with a title and a body of HTML, which loads nothing."""
+    return _page(title, f"<h1>{_e(title)}</h1>{body}<footer>A record made by FusionLab.</footer>")
 
 
 def _page(title: str, body: str, data: Mapping[str, Any] | None = None) -> str:

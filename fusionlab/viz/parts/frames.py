@@ -1,20 +1,11 @@
-"""The calls that led to a node, as a reader of the source knows them; and the turns of loops, distinguished by the order of calls.
-
-Libraries that put no scopes into programs are read this way: which function called which, on which line.
-"""
+"""What the calls that led to nodes (`scopes.frames_of`) have in common, and the turns of loops, distinguished by the order of calls."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from fusionlab.graph.program.ir import Node
-from fusionlab.graph.program.scopes import Source, kind_of_file, traceback_of
-
-# Names under which libraries call a user's code; a reader wants the class or the caller instead.
-_NOBODY = frozenset({"__call__", "apply", "call", "forward", "wrapped", "wrapper", "inner", "f", "fn", "fun"})
+from fusionlab.graph.program.scopes import Source
 
 
 @dataclass(frozen=True)
@@ -23,35 +14,6 @@ class Turn:
 
     first: Hashable
     number: int
-
-
-def frames_of(node: Node) -> tuple[Source, ...]:
-    """The user's calls that led to a node, outermost first; () where JAX kept none."""
-    found = _frames(traceback_of(node.eqn, node.calls))
-    for call in reversed(node.calls):
-        found = found or _frames(getattr(call.source_info, "traceback", None))
-    return found
-
-
-@functools.lru_cache(maxsize=65536)
-def _frames(traceback: Any) -> tuple[Source, ...]:
-    frames = traceback.frames if traceback is not None else ()
-    found = []
-    for frame in frames:
-        kind = kind_of_file(frame.file_name)
-        if kind == "own" and found:
-            break  # below stands the call to FusionLab itself
-        if kind == "user" and frame.function_name != "<module>":
-            found.append(Source(frame.file_name, frame.line_num, frame.function_name))
-    return tuple(reversed(found))
-
-
-def spoken(function: str) -> str:
-    """A function's name as people write it: "Block" for `Block.__call__`, "" for a function without a name of its own."""
-    parts = [p for p in function.split(".") if not p.startswith("<")]
-    while parts and parts[-1] in _NOBODY:
-        parts.pop()
-    return parts[-1] if parts else ""
 
 
 def shared(paths: Sequence[tuple[Source, ...]]) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 
-from fusionlab.graph.program.scopes import Source
+from fusionlab.graph.program.scopes import Source, spoken
 
-from .frames import Turn, shared, spoken, turns
+from .frames import Turn, shared, turns
 from .items import RECOMPUTED, Item
 from .nodes import PRODUCTS
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 
 from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.program.ir import Node, all_nodes
-from fusionlab.graph.program.scopes import Source
+from fusionlab.graph.program.scopes import Source, frames_of
 
-from .frames import frames_of
 from .nodes import ALONE, PRODUCTS, fused_name, is_light, is_recomputed
 from .sites import Found
 

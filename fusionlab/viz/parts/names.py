@@ -12,9 +12,8 @@ from fusionlab.graph.cost.cost import quantity
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node, Value
 from fusionlab.graph.program.meshes import collective_axes, collective_bytes
-from fusionlab.graph.program.scopes import Source
+from fusionlab.graph.program.scopes import Source, frames_of, spoken
 
-from .frames import frames_of, spoken
 from .items import Item
 from .nodes import PRODUCTS, fused_name, is_light
 

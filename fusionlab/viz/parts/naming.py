@@ -8,9 +8,9 @@ from typing import Any
 
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node
+from fusionlab.graph.program.scopes import frames_of
 
 from .flows import Flows
-from .frames import frames_of
 from .groups import Group
 from .items import Item
 from .names import item_name, parameter_name, shared_parameter, short_parameter, works_on

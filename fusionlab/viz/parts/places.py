@@ -7,11 +7,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionlab.graph.program.ir import all_nodes, type_text
-from fusionlab.graph.program.scopes import Source
+from fusionlab.graph.program.scopes import Source, spoken
 
 from ..cards.card import PHASES
 from .flows import Flows
-from .frames import shared, spoken
+from .frames import shared
 from .groups import Group, grouped, ids_of
 from .items import Item
 from .names import lines_text, run_name

@@ -11,8 +11,8 @@ from fusionlab.fusers.engine.outcomes import Candidate, Rejection
 from fusionlab.graph.cost.traffic import is_region
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Node, all_nodes, type_text
+from fusionlab.graph.program.scopes import frames_of
 
-from .frames import frames_of
 from .nodes import PRODUCTS, is_light, is_recomputed
 
 Place = tuple[Any, ...]

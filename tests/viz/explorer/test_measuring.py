@@ -166,7 +166,7 @@ def test_a_real_measurement_is_cancelled_at_whichever_stage_it_is(fn, positions)
     assert lab.evidence is not None
     for stage in stages if fn is attend else [s for s in stages if re.fullmatch("compiling after, .* 4/4", s)]:
         lab.session.measured.clear()
-        lab.session.stage.times = {}
+        lab.session.node_times = None
         told = []
 
         def cancel(change, stage=stage, told=told):

@@ -1,0 +1,1 @@
+"""Time by scope, and the trace of a run."""
