@@ -241,7 +241,12 @@ def main(argv: list[str]) -> int:
                 print(f"    {line}", flush=True)
     if options.output:
         command = f"python -m benchmarks optimiser_steps --layers {options.layers}"
-        record = {"benchmark": "optimiser_steps", "command": command, "environment": environment().to_dict(), "steps": rows}
+        record = {
+            "benchmark": "optimiser_steps",
+            "command": command,
+            "environment": environment().to_dict(),
+            "steps": rows,
+        }
         print(f"written to {save_json(options.output, record)}", file=sys.stderr)
     return int(any(list(faults(row)) for row in rows))
 

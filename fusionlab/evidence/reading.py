@@ -7,6 +7,7 @@ from typing import Any
 
 from .errors.arrays import Error
 from .errors.numerics import LeafNumerics, Numerics
+from .errors.rounding import Noise
 from .instruments.clocks import Clocks
 from .instruments.memory import CompiledMemory, Memory
 from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict
@@ -69,9 +70,16 @@ def read_numerics(data: Mapping[str, Any] | None) -> Numerics | None:
         parts |= {k: error(d[k]) for k in ("before", "after", "between")}
         parts |= {"zero_in_theory": d.get("zero_in_theory", False)}
         parts |= {k: d.get(k, 0) for k in ("filled", "filled_rows")}
-        return LeafNumerics(shape=tuple(d["shape"]), **parts)
+        return LeafNumerics(shape=tuple(d["shape"]), noise=_read_noise(d.get("noise")), **parts)
 
     leaves = tuple(map(leaf, data["leaves"]))
     return Numerics(
         leaves, tuple(data["left_out"]), data["reduction_size"], tuple(data["notes"]), data.get("tf32", False)
     )
+
+
+def _read_noise(data: Mapping[str, Any] | None) -> Noise | None:
+    if data is None:
+        return None
+    counts = {k: int(data[k]) for k in ("runs", "over_tolerance")}
+    return Noise(**counts, max_abs=float(data["max_abs"]), rel_l2=float(data["rel_l2"]))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .arrays import Error, compare_arrays
 from .reduction_sizes import ReductionSizes, mantissa_bits
+from .rounding import GROWTH, Noise, measure_noise
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
@@ -38,6 +39,7 @@ class LeafNumerics(Shown):
         A gradient far below the largest one; an output (an update from such a gradient) of which the original has no correct digit.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
         the fused version: attention gives 0 to a query that sees no key. Not a regression, and mentioned in the notes.
+      noise: what rounding alone does to it in the original; measured only where the error asks for it, else None.
     """
 
     name: str
@@ -53,6 +55,7 @@ class LeafNumerics(Shown):
     zero_in_theory: bool = False
     filled: int = 0
     filled_rows: int = 0
+    noise: Noise | None = None
 
     @property
     def called(self) -> str:
@@ -61,7 +64,7 @@ class LeafNumerics(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether there is no new NaN or infinity, and the error is in tolerance or at most twice that of the original."""
+        """Whether there is no new NaN or infinity, and the error is in tolerance, at most twice that of the original, or explained by `noise`."""
         before, after = self.before, self.after
         # Were all of after's mismatches also before's, the two would differ in exactly the rest of before's.
         rest = before.nonfinite_mismatch - (after.nonfinite_mismatch - self.filled)
@@ -69,7 +72,12 @@ class LeafNumerics(Shown):
             return False
         near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
         # What is rounding alone is tolerated by its own size: an error that spreads over the array would pass by that.
-        return near or (after.over_tolerance == self.filled and not self.is_rounding)
+        return near or (after.over_tolerance == self.filled and not self.is_rounding) or self.is_explained
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether `noise` was measured and explains the error of the fused version."""
+        return self.noise is not None and self.noise.explains(self.after, self.before)
 
     @property
     def is_rounding(self) -> bool:
@@ -218,6 +226,25 @@ def leaf_numerics(
     return leaves
 
 
+def explained_by_rounding(
+    leaves: Sequence[LeafNumerics], reference: Sequence, run: Callable[[int], Sequence[Any]]
+) -> list[LeafNumerics]:
+    """The same leaves; those that are worse get their `noise`, which may explain it.
+
+    `run` gives the original's results on arguments moved for the run of that number; it is not called where no leaf is worse.
+    """
+    judged = {i: (leaf.after, leaf.before) for i, leaf in enumerate(leaves) if not leaf.ok}
+    if not judged:
+        return list(leaves)
+
+    def error_of(i: int, got: Any) -> Error:
+        got, leaf = _readable(got), leaves[i]
+        return compare_arrays(got, np.asarray(reference[i]), got.dtype, leaf.rtol, leaf.atol)
+
+    noise = measure_noise(run, error_of, judged)
+    return [replace(leaf, noise=noise.get(i)) for i, leaf in enumerate(leaves)]
+
+
 def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
     """The original's largest error if it is as large as the reference over the whole array, so that no digit is correct; else 0."""
     if not jnp.issubdtype(before.dtype, np.inexact):
@@ -244,14 +271,21 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
 
 
 def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
-    """A sentence on how many outputs are only rounding noise, and their tolerance; () for none."""
-    n = sum(leaf.is_rounding for leaf in leaves)
-    if not n:
-        return ()
-    which = "1 output holds" if n == 1 else f"{n} outputs hold"
-    return (
-        f"{which} rounding alone, in the original too (zero in theory): up to twice the original's own error is tolerated",
-    )
+    """Sentences on how many outputs are only rounding noise, and how many results only `LeafNumerics.noise` explains; () for none."""
+    leaves = tuple(leaves)
+    notes = []
+    if n := sum(leaf.is_rounding for leaf in leaves):
+        which = "1 output holds" if n == 1 else f"{n} outputs hold"
+        notes.append(
+            f"{which} rounding alone, in the original too (zero in theory): up to twice the original's own error is tolerated"
+        )
+    if n := sum(leaf.ok and leaf.is_explained for leaf in leaves):
+        which = "1 result is" if n == 1 else f"{n} results are"
+        notes.append(
+            f"{which} as sensitive to rounding in the original: no further off than {GROWTH:.0f} times what it is itself, once its "
+            "arguments move by one rounding"
+        )
+    return tuple(notes)
 
 
 def _readable(x: Any) -> np.ndarray:
