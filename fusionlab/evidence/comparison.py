@@ -92,8 +92,9 @@ class Evidence(Shown):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes on the comparison and those on its errors."""
-        return (*self.notes, *(self.numerics.notes if self.numerics is not None else ()))
+        """The notes on the comparison, on a machine that was busy, and on the errors."""
+        busy = (t.note for t in self.timings if t.note)
+        return (*self.notes, *busy, *(self.numerics.notes if self.numerics is not None else ()))
 
     def __repr__(self) -> str:
         bad = self.numerics.regressions if self.numerics is not None else ()

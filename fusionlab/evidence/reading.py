@@ -9,6 +9,7 @@ from .errors.arrays import Error
 from .errors.numerics import LeafNumerics, Numerics
 from .errors.rounding import Noise
 from .instruments.clocks import Clocks
+from .instruments.contention import Contention
 from .instruments.memory import CompiledMemory, Memory
 from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict
 
@@ -39,6 +40,7 @@ def read_timing(data: Mapping[str, Any] | None) -> Timing | None:
         hardware=data["hardware"],
         stopped=data["stopped"],
         clocks=tuple(Clocks(**c | {"throttled": tuple(c["throttled"])}) for c in data.get("clocks", ())),
+        contention=Contention(**data["contention"]) if data.get("contention") else None,
     )
 
 

@@ -15,7 +15,8 @@ from fusionlab.showing import Shown
 from .comparison import Evidence
 from .errors.numerics import LeafNumerics
 from .instruments.memory import Memory
-from .instruments.timing import MIN_EFFECT, Timing
+from .instruments.timing import Timing
+from .instruments.verdicts import MIN_EFFECT
 
 MEMORY_GROWTH = (
     0.01  # of the compiled peak, which does not vary from run to run: below, a version of XLA's differs by padding

@@ -64,7 +64,8 @@ class LeafNumerics(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether there is no new NaN or infinity, and the error is in tolerance, at most twice that of the original, or explained by `noise`."""
+        """Whether there is no new NaN or infinity, and the error is in tolerance, at most twice that of the original, or explained
+        by `noise`."""
         before, after = self.before, self.after
         # Were all of after's mismatches also before's, the two would differ in exactly the rest of before's.
         rest = before.nonfinite_mismatch - (after.nonfinite_mismatch - self.filled)

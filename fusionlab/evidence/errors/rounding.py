@@ -1,12 +1,11 @@
 """How far rounding alone moves the results of a program: the original again, on arguments moved by one rounding.
 
-A result may be zero in theory (the gradient of a key's bias) or badly conditioned where nothing shows it (Adam's update m / (sqrt(v) + eps) of
-an element whose gradient cancels): its error is then relative to the terms that cancelled, which are no longer to be seen in it, and a
-tolerance relative to its own magnitude means nothing. What they leave is measured instead. An algorithm is backward stable if its result is
-the exact one of arguments that differ by rounding (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 1.5), so no
-more can be asked of any version than to be as near as the original gets on such arguments. Moving every argument also changes nearly every
-rounding inside, so that each run draws the program's own roundings anew (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997, and CESTAC
-before it).
+A result may be zero in theory (the gradient of a key's bias), or badly conditioned in a few elements (Adam's update m / (sqrt(v) + eps)
+where the gradient cancels). Its error is then relative to the terms that cancelled, which the result no longer shows, so a tolerance
+relative to its own magnitude means nothing; what those terms leave is measured instead. A stable algorithm gives the exact result of
+arguments that differ by rounding (Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, section 1.5), so no version has to
+be nearer than the original is on such arguments. Moving every argument also changes nearly every rounding inside: each run draws the
+program's own roundings anew, as Monte Carlo arithmetic does (Parker, UCLA CSD-970002, 1997).
 """
 
 from __future__ import annotations
@@ -79,8 +78,8 @@ def with_run(noise: Noise | None, error: Error) -> Noise:
 def moved(tree: Any, run: int, sums: ReductionSizes) -> Any:
     """Arguments with every float element moved by one rounding, up or down at random; others, and zeros, as they are.
 
-    A rounding is a step to a neighbouring number of the array's dtype, or half a step of the dtype in which the program multiplies, if that is
-    coarser: its products round their operands to that anyway.
+    A rounding is a step to a neighbouring number of the array's dtype, or half a step of the dtype in which the program multiplies, if
+    that is coarser: its products round their operands to it anyway.
     """
     coarse = _roundoff(sums)
     leaves, structure = jax.tree.flatten(tree)

@@ -1,8 +1,8 @@
 """The instructions of a compiled program without names: whether two programs are the same code, and how many of their kernels are.
 
-XLA numbers instructions over a whole compilation and writes down those that do not depend on each other in any order, so the same code
-reads differently if it was written differently. Here an instruction is what it computes: its text with each name replaced by the identity of
-what bears it, operands and called computations alike (a Merkle hash over the graph), and a program is all of those that it contains.
+XLA numbers instructions over a whole compilation and lists those that do not depend on each other in any order, so one program has many
+texts. Here an instruction is what it computes: its text with each name replaced by the identity of what has that name, an operand or a
+called computation (a Merkle hash over the graph). A program is the multiset of its instructions.
 """
 
 from __future__ import annotations

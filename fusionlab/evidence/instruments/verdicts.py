@@ -1,0 +1,75 @@
+"""The verdict of a timing: a ratio of medians, how sure it is, and what may be said of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
+WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
+MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
+# With fewer samples a verdict needs an effect that no doubt is left of: an interval this far from 1, and every pair of samples on its side
+# of 1, of at least so many pairs (the sign test: 2 in 2**6 is 3 %). And no interval that reaches further from 1 is "no difference".
+FAR, LEAST_SAMPLES = 0.10, 6
+BUSY = 2.0  # times the least effect, the width of an interval and what is far, on a busy machine
+
+
+class Verdict(enum.StrEnum):
+    """The verdict of a timing on "after" against "before"."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NO_DIFFERENCE = "no difference"
+    SAME_CODE = "same code"
+    UNDECIDED = "undecided: the times vary too much"
+    BUSY = "undecided: the machine is busy"
+    INCONCLUSIVE = f"inconclusive: fewer than {VERDICT_SAMPLES} samples"
+    NOT_TIMED = "not timed"
+
+
+def ratio_interval(
+    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of median(before) / median(after).
+
+    Samples with the same index were taken next to each other, so they are drawn together: what slowed the machine then
+    slowed both. The draws are seeded, so the same samples always give the same interval.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    """
+    n = min(len(before), len(after))
+    index = np.random.default_rng(0).integers(0, n, (resamples, n))
+    ratios = np.median(np.asarray(before)[:n][index], axis=1) / np.median(np.asarray(after)[:n][index], axis=1)
+    low, high = np.percentile(ratios, (50 * (1 - confidence), 50 * (1 + confidence)))
+    return float(low), float(high)
+
+
+def judge(
+    ratio: float, interval: tuple[float, float], samples: int, agreeing: bool = False, busy: bool = False
+) -> Verdict:
+    """The verdict on a ratio of medians, its interval, and the number of samples of each function.
+
+    "No difference" says that there is none as large as `FAR`: an interval that reaches further leaves it undecided.
+
+    Args:
+      agreeing: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
+        takes, that and an interval far from 1 are one, too.
+      busy: other processes kept the machine busy. What they take comes in bursts longer than a sample, so that samples depend on each
+        other and the interval is too narrow: a verdict needs `BUSY` times the least effect and an interval that is narrow or far from 1,
+        and "no difference" an interval closer to 1.
+    """
+    low, high = interval
+    away = BUSY * FAR if busy else FAR
+    far = low > 1 + away or high < 1 / (1 + away)
+    if samples < VERDICT_SAMPLES and not (far and agreeing and samples >= LEAST_SAMPLES):
+        return Verdict.INCONCLUSIVE
+    undecided = Verdict.BUSY if busy else Verdict.UNDECIDED
+    if low <= 1 <= high or abs(ratio - 1) < MIN_EFFECT:
+        near = BUSY * MIN_EFFECT if busy else FAR
+        return Verdict.NO_DIFFERENCE if 1 / (1 + near) <= low and high <= 1 + near else undecided
+    narrow = high <= (1 + BUSY * WIDEST) * low
+    if busy and (abs(ratio - 1) < BUSY * MIN_EFFECT or not (narrow or far)):
+        return undecided
+    return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
