@@ -166,17 +166,23 @@ STEPS: dict[str, Callable[..., tuple[Callable, tuple[Any, ...]]]] = {"pure": pur
 
 
 class Seconds:
-    """What each stage of a comparison takes: a progress function."""
+    """What each stage of a comparison takes, by the clock and of processors: a progress function."""
 
     def __init__(self) -> None:
-        self.stages: dict[str, float] = {}
-        self._task, self._since = "", time.perf_counter()
+        self.stages: dict[str, tuple[float, float]] = {}
+        self._task, self._since = "", (time.perf_counter(), time.process_time())
 
     def __call__(self, task: str, done: int, total: int) -> None:
-        now = time.perf_counter()
+        now = time.perf_counter(), time.process_time()
         if self._task:
-            self.stages[self._task] = self.stages.get(self._task, 0.0) + now - self._since
+            wall, processor = self.stages.get(self._task, (0.0, 0.0))
+            self.stages[self._task] = wall + now[0] - self._since[0], processor + now[1] - self._since[1]
         self._task, self._since = task, now
+
+    @property
+    def processor_s(self) -> float:
+        """Of all stages."""
+        return sum(processor for _, processor in self.stages.values())
 
 
 def compared(style: str, name: str, layers: int) -> dict[str, Any]:
@@ -193,7 +199,8 @@ def compared(style: str, name: str, layers: int) -> dict[str, Any]:
     return {
         "step": f"{name}, {style}",
         "seconds": taken,
-        "stages": seconds.stages,
+        "processor seconds": seconds.processor_s,
+        "stages": {stage: list(times) for stage, times in seconds.stages.items()},
         "verdict": evidence.headline,
         "results": len(numerics.leaves),
         "gradients": sum(leaf.kind == "gradient" for leaf in numerics.leaves),
@@ -231,12 +238,13 @@ def main(argv: list[str]) -> int:
                 continue
             row = compared(style, name, options.layers)
             rows.append(row)
-            longest = sorted(row["stages"].items(), key=lambda s: -s[1])[:6]
+            longest = sorted(row["stages"].items(), key=lambda s: -s[1][0])[:8]
             print(
-                f"{row['step']:16} {row['seconds']:5.1f} s, {row['results']} outputs, {row['zero in theory']} zero in theory, "
+                f"{row['step']:16} {row['seconds']:5.1f} s ({row['processor seconds']:.1f} s of processors), "
+                f"{row['results']} outputs, {row['zero in theory']} zero in theory, "
                 f"{'; '.join(faults(row)) or 'ok'}; {row['verdict']}"
             )
-            print("  " + ", ".join(f"{stage} {s:.1f} s" for stage, s in longest), flush=True)
+            print("  " + ", ".join(f"{stage} {s:.1f} s ({p:.1f} s)" for stage, (s, p) in longest), flush=True)
             for line in row["WORSE"][:5]:
                 print(f"    {line}", flush=True)
     if options.output:

@@ -15,6 +15,7 @@ from pathlib import Path
 from fusionlab.showing import Shown
 
 OTHERS, WAITED = 0.2, 0.02  # cores, and seconds waited for each second run: above both, the machine is busy
+TOO_MUCH = 1.0  # seconds waited for each second run: from there on a time says more of the others than of the program
 _PROC = Path("/proc")
 _LEAST_S, _TICKS = (
     0.05,
@@ -41,6 +42,11 @@ class Contention(Shown):
     def is_busy(self) -> bool:
         """Whether others took so much that this process had to wait for them."""
         return self.others > OTHERS and self.waited > WAITED
+
+    @property
+    def is_too_much(self) -> bool:
+        """Whether it is busy and this process waited longer than it ran: no time taken then says enough for a verdict."""
+        return self.is_busy and self.waited > TOO_MUCH
 
     def __str__(self) -> str:
         return (

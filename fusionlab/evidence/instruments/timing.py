@@ -178,11 +178,13 @@ def timing_of(
 ) -> Timing:
     """Statistics and verdict over samples taken."""
     ratio = before.median_s / after.median_s
-    interval = ratio_interval(before.samples_s, after.samples_s)
+    busy = contention is not None and contention.is_busy
+    interval = ratio_interval(before.samples_s, after.samples_s, busy=busy)
     pairs = list(zip(before.samples_s, after.samples_s, strict=False))
     agreeing = all(b > a for b, a in pairs) or all(b < a for b, a in pairs)
-    busy = contention is not None and contention.is_busy
     verdict = judge(ratio, interval, len(pairs), agreeing, busy)
+    if contention is not None and contention.is_too_much and verdict != Verdict.INCONCLUSIVE:
+        verdict = Verdict.BUSY
     return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks), contention)
 
 

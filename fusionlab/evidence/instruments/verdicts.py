@@ -13,6 +13,7 @@ MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 # With fewer samples a verdict needs an effect that no doubt is left of: an interval this far from 1, and every pair of samples on its side
 # of 1, of at least so many pairs (the sign test: 2 in 2**6 is 3 %). And no interval that reaches further from 1 is "no difference".
 FAR, LEAST_SAMPLES = 0.10, 6
+BLOCKS = 8
 BUSY = 2.0  # times the least effect, the width of an interval and what is far, on a busy machine
 
 
@@ -30,17 +31,25 @@ class Verdict(enum.StrEnum):
 
 
 def ratio_interval(
-    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    busy: bool = False,
 ) -> tuple[float, float]:
     """Percentile bootstrap interval of median(before) / median(after).
 
     Samples with the same index were taken next to each other, so they are drawn together: what slowed the machine then
-    slowed both. The draws are seeded, so the same samples always give the same interval.
+    slowed both. The draws are seeded, so the same samples always give the same interval. On a busy machine what slows it lasts for
+    several samples: an eighth of them, taken in a row, is then drawn at once.
 
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13; blocks: Künsch, Annals of Statistics 17 (1989).
     """
     n = min(len(before), len(after))
-    index = np.random.default_rng(0).integers(0, n, (resamples, n))
+    block = max(1, n // BLOCKS) if busy else 1
+    starts = np.random.default_rng(0).integers(0, n, (resamples, -(-n // block)))
+    index = ((starts[:, :, None] + np.arange(block)) % n).reshape(resamples, -1)[:, :n]
     ratios = np.median(np.asarray(before)[:n][index], axis=1) / np.median(np.asarray(after)[:n][index], axis=1)
     low, high = np.percentile(ratios, (50 * (1 - confidence), 50 * (1 + confidence)))
     return float(low), float(high)
@@ -56,9 +65,8 @@ def judge(
     Args:
       agreeing: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
         takes, that and an interval far from 1 are one, too.
-      busy: other processes kept the machine busy. What they take comes in bursts longer than a sample, so that samples depend on each
-        other and the interval is too narrow: a verdict needs `BUSY` times the least effect and an interval that is narrow or far from 1,
-        and "no difference" an interval closer to 1.
+      busy: other processes kept the machine busy: a verdict needs `BUSY` times the least effect and an interval that is narrow or far
+        from 1, and "no difference" an interval closer to 1.
     """
     low, high = interval
     away = BUSY * FAR if busy else FAR
