@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "results" / "cpu"
-OPTIMISERS, STYLES = ("adamw", "adafactor", "muon", "sgd"), ("pure", "nnx")
+RATES = {"adamw": 1e-3, "adafactor": 1e-3, "muon": 1e-2, "sgd": 0.1}
+STYLES = "pure", "nnx"
 LAYERS, MOST_S = 12, 20.0
 EMBED, HEADS, VOCAB, BATCH, LENGTH = 64, 4, 128, 2, 32
 
@@ -30,8 +31,8 @@ def optimiser(name: str) -> Any:
     import optax
 
     if name == "muon":
-        return optax.contrib.muon(1e-2)
-    return getattr(optax, name)(1e-3)
+        return optax.contrib.muon(RATES[name])
+    return getattr(optax, name)(RATES[name])
 
 
 # The pure one.
@@ -232,7 +233,7 @@ def main(argv: list[str]) -> int:
     from fusionlab.evidence.instruments.record import environment, save_json
 
     rows = []
-    for name in OPTIMISERS:
+    for name in RATES:
         for style in STYLES:
             if options.only not in f"{name}, {style}":
                 continue

@@ -99,7 +99,7 @@ class Measuring:
     def _both_codes(self) -> dict[str, tuple[Code, Code]]:
         for call, (before, after) in self._pairs().items():
             if call not in self._codes:
-                self._codes[call] = code_of(before.compiled.as_text()), code_of(after.compiled.as_text())
+                self._codes[call] = code_of(before.hlo), code_of(after.hlo)
         return self._codes
 
     def _pairs(self) -> dict[str, tuple[Program, Program]]:
@@ -121,7 +121,7 @@ class Measuring:
         return notes + ([f"no gradient was measured: {why}"] if why else [])
 
     def hlo(self) -> dict[str, str]:
-        return {p.name: p.compiled.as_text() for p in self._forward} if self._forward else {}
+        return {p.name: p.hlo for p in self._forward} if self._forward else {}
 
     def numerics(self, notes: list[str]) -> Numerics | None:
         """Errors of outputs and gradients; None, with a note, if the program has no float64 form or that does not fit.

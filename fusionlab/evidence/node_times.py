@@ -75,7 +75,7 @@ def node_times(graph: Graph, *args: Any, runs: int = RUNS, stages: Stages = SILE
             as_function(tagged_jaxpr(graph)), tuple(leaves), {}, name=graph.name, compiling=traceable()
         )
     stages("time of each kernel")
-    module = read_hlo(program.compiled.as_text() or "", graph)
+    module = read_hlo(program.hlo, graph)
     return placed(traced(program, runs), module, cost_of(graph))
 
 

@@ -7,6 +7,7 @@ Threads of one process wait for each other as well, so waiting alone is no sign 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -81,8 +82,9 @@ def _counted(proc: Path) -> tuple[float, float, float, float] | None:
         machine = sum(int(fields[i]) for i in _BUSY_FIELDS) / os.sysconf("SC_CLK_TCK")
         ran = waited = 0
         for thread in (proc / "self" / "task").iterdir():
-            of = (thread / "schedstat").read_text().split()
-            ran, waited = ran + int(of[0]), waited + int(of[1])
+            with contextlib.suppress(FileNotFoundError):  # it has ended
+                of = (thread / "schedstat").read_text().split()
+                ran, waited = ran + int(of[0]), waited + int(of[1])
     except (OSError, ValueError, IndexError):
         return None
     return machine, time.process_time(), ran * 1e-9, waited * 1e-9

@@ -182,9 +182,7 @@ def timing_of(
     interval = ratio_interval(before.samples_s, after.samples_s, busy=busy)
     pairs = list(zip(before.samples_s, after.samples_s, strict=False))
     agreeing = all(b > a for b, a in pairs) or all(b < a for b, a in pairs)
-    verdict = judge(ratio, interval, len(pairs), agreeing, busy)
-    if contention is not None and contention.is_too_much and verdict != Verdict.INCONCLUSIVE:
-        verdict = Verdict.BUSY
+    verdict = judge(ratio, interval, len(pairs), agreeing, contention)
     return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks), contention)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .contention import Contention
+
 VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
 WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
@@ -56,7 +58,11 @@ def ratio_interval(
 
 
 def judge(
-    ratio: float, interval: tuple[float, float], samples: int, agreeing: bool = False, busy: bool = False
+    ratio: float,
+    interval: tuple[float, float],
+    samples: int,
+    agreeing: bool = False,
+    contention: Contention | None = None,
 ) -> Verdict:
     """The verdict on a ratio of medians, its interval, and the number of samples of each function.
 
@@ -65,14 +71,18 @@ def judge(
     Args:
       agreeing: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
         takes, that and an interval far from 1 are one, too.
-      busy: other processes kept the machine busy: a verdict needs `BUSY` times the least effect and an interval that is narrow or far
-        from 1, and "no difference" an interval closer to 1.
+      contention: what else ran. On a busy machine a verdict needs `BUSY` times the least effect and an interval that is narrow or far
+        from 1, and "no difference" an interval closer to 1; where this process waited longer than it ran, only an interval far from 1
+        and samples that all agree are a verdict.
     """
+    busy = contention is not None and contention.is_busy
     low, high = interval
     away = BUSY * FAR if busy else FAR
     far = low > 1 + away or high < 1 / (1 + away)
     if samples < VERDICT_SAMPLES and not (far and agreeing and samples >= LEAST_SAMPLES):
         return Verdict.INCONCLUSIVE
+    if contention is not None and contention.is_too_much and not (far and agreeing):
+        return Verdict.BUSY
     undecided = Verdict.BUSY if busy else Verdict.UNDECIDED
     if low <= 1 <= high or abs(ratio - 1) < MIN_EFFECT:
         near = BUSY * MIN_EFFECT if busy else FAR
