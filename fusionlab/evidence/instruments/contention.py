@@ -16,12 +16,10 @@ from pathlib import Path
 from fusionlab.showing import Shown
 
 OTHERS, WAITED = 0.2, 0.02  # cores, and seconds waited for each second run: above both, the machine is busy
-TOO_MUCH = 1.0  # seconds waited for each second run: from there on a time says more of the others than of the program
+TOO_MUCH = 1.0  # seconds waited for each second run: from there on a time measures the others more than the program
 _PROC = Path("/proc")
-_LEAST_S, _TICKS = (
-    0.05,
-    2,
-)  # /proc/stat counts in ticks of mostly 10 ms: less says nothing, and so many may be counted wrongly
+# /proc/stat counts in ticks of mostly 10 ms: nothing shorter is known, and so many may be counted wrongly.
+_LEAST_S, _TICKS = 0.05, 2
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # of /proc/stat: user, nice, system, irq, softirq, steal
 
 
@@ -46,7 +44,7 @@ class Contention(Shown):
 
     @property
     def is_too_much(self) -> bool:
-        """Whether it is busy and this process waited longer than it ran: no time taken then says enough for a verdict."""
+        """Whether it is busy and this process waited longer than it ran: no time taken then is enough for a verdict."""
         return self.is_busy and self.waited > TOO_MUCH
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .contention import Contention
 
-VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
+VERDICT_SAMPLES = 40  # a median of fewer is too uncertain on a shared machine
 WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
 MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
 # With fewer samples a verdict needs an effect that no doubt is left of: an interval this far from 1, and every pair of samples on its side
@@ -66,7 +66,7 @@ def judge(
 ) -> Verdict:
     """The verdict on a ratio of medians, its interval, and the number of samples of each function.
 
-    "No difference" says that there is none as large as `FAR`: an interval that reaches further leaves it undecided.
+    "No difference" means that no difference is as large as `FAR`: an interval that reaches further leaves it undecided.
 
     Args:
       agreeing: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
@@ -76,18 +76,26 @@ def judge(
         and samples that all agree are a verdict.
     """
     busy = contention is not None and contention.is_busy
-    low, high = interval
     away = BUSY * FAR if busy else FAR
-    far = low > 1 + away or high < 1 / (1 + away)
-    if samples < VERDICT_SAMPLES and not (far and agreeing and samples >= LEAST_SAMPLES):
+    sure = agreeing and (interval[0] > 1 + away or interval[1] < 1 / (1 + away))
+    if samples < VERDICT_SAMPLES and not (sure and samples >= LEAST_SAMPLES):
         return Verdict.INCONCLUSIVE
-    if contention is not None and contention.is_too_much and not (far and agreeing):
+    if contention is not None and contention.is_too_much and not sure:
         return Verdict.BUSY
-    undecided = Verdict.BUSY if busy else Verdict.UNDECIDED
+    return _supported(ratio, interval, busy) or (Verdict.BUSY if busy else Verdict.UNDECIDED)
+
+
+def _supported(ratio: float, interval: tuple[float, float], busy: bool) -> Verdict | None:
+    """The verdict that enough samples support, if any."""
+    low, high = interval
     if low <= 1 <= high or abs(ratio - 1) < MIN_EFFECT:
         near = BUSY * MIN_EFFECT if busy else FAR
-        return Verdict.NO_DIFFERENCE if 1 / (1 + near) <= low and high <= 1 + near else undecided
-    narrow = high <= (1 + BUSY * WIDEST) * low
-    if busy and (abs(ratio - 1) < BUSY * MIN_EFFECT or not (narrow or far)):
-        return undecided
+        return Verdict.NO_DIFFERENCE if 1 / (1 + near) <= low and high <= 1 + near else None
+    if busy and not (abs(ratio - 1) >= BUSY * MIN_EFFECT and _is_clear(low, high)):
+        return None
     return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
+
+
+def _is_clear(low: float, high: float) -> bool:
+    """Whether an interval from a busy machine is narrow or far from 1."""
+    return high <= (1 + BUSY * WIDEST) * low or low > 1 + BUSY * FAR or high < 1 / (1 + BUSY * FAR)
