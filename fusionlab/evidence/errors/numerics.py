@@ -240,7 +240,7 @@ def explained_by_rounding(
 
     def error_of(i: int, got: Any) -> Error:
         got, leaf = _readable(got), leaves[i]
-        return compare_arrays(got, np.asarray(reference[i]), got.dtype, leaf.rtol, leaf.atol)
+        return compare_arrays(got, reference[i], got.dtype, leaf.rtol, leaf.atol)
 
     noise = measure_noise(run, error_of, judged)
     return [replace(leaf, noise=noise.get(i)) for i, leaf in enumerate(leaves)]
