@@ -227,25 +227,6 @@ def leaf_numerics(
     return leaves
 
 
-def explained_by_rounding(
-    leaves: Sequence[LeafNumerics], reference: Sequence, run: Callable[[int], Sequence[Any]]
-) -> list[LeafNumerics]:
-    """The same leaves; those that are worse get their `noise`, which may explain it.
-
-    `run` gives the original's results on arguments moved for the run of that number; it is not called where no leaf is worse.
-    """
-    judged = {i: (leaf.after, leaf.before) for i, leaf in enumerate(leaves) if not leaf.ok}
-    if not judged:
-        return list(leaves)
-
-    def error_of(i: int, got: Any) -> Error:
-        got, leaf = _readable(got), leaves[i]
-        return compare_arrays(got, reference[i], got.dtype, leaf.rtol, leaf.atol)
-
-    noise = measure_noise(run, error_of, judged)
-    return [replace(leaf, noise=noise.get(i)) for i, leaf in enumerate(leaves)]
-
-
 def _rounding_alone(before: np.ndarray, want: np.ndarray) -> float:
     """The original's largest error if it is as large as the reference over the whole array, so that no digit is correct; else 0."""
     if not jnp.issubdtype(before.dtype, np.inexact):
@@ -269,6 +250,25 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
         for leaf in leaves
         if leaf.filled
     )
+
+
+def explained_by_rounding(
+    leaves: Sequence[LeafNumerics], reference: Sequence, run: Callable[[int], Sequence[Any]]
+) -> list[LeafNumerics]:
+    """The same leaves; those that are worse get their `noise`, which may explain it.
+
+    `run` gives the original's results on arguments moved for the run of that number; it is not called where no leaf is worse.
+    """
+    judged = {i: (leaf.after, leaf.before) for i, leaf in enumerate(leaves) if not leaf.ok}
+    if not judged:
+        return list(leaves)
+
+    def error_of(i: int, got: Any) -> Error:
+        got, leaf = _readable(got), leaves[i]
+        return compare_arrays(got, reference[i], got.dtype, leaf.rtol, leaf.atol)
+
+    noise = measure_noise(run, error_of, judged)
+    return [replace(leaf, noise=noise.get(i)) for i, leaf in enumerate(leaves)]
 
 
 def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
