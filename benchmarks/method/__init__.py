@@ -1,1 +1,1 @@
-"""How far the timing can be trusted: programs that differ by a known share."""
+"""How far evidence can be trusted: times of programs that differ by a known share, and errors of train steps that are right."""

@@ -99,8 +99,9 @@ class Evidence(Shown):
 
     @property
     def all_notes(self) -> tuple[str, ...]:
-        """The notes on the comparison and those on its errors."""
-        return (*self.notes, *(self.numerics.notes if self.numerics is not None else ()))
+        """The notes on the comparison, on a machine that was busy, and on the errors."""
+        busy = (t.note for t in self.timings if t.note)
+        return (*self.notes, *busy, *(self.numerics.notes if self.numerics is not None else ()))
 
     def __repr__(self) -> str:
         bad = self.numerics.regressions if self.numerics is not None else ()
@@ -335,7 +336,8 @@ def measure(
         notes += measuring.notes()
         if same_code and not same and measuring.differs:
             notes.append(
-                f"every site runs what XLA runs anyway, yet the whole compiles to other instructions{measuring.differing}"
+                "no site has a kernel that is not XLA's, yet XLA compiles the fused version to other ones in part, which any difference in "
+                f"time comes from (kernels that the original lacks: {measuring.differing})"
             )
         hlo = measuring.hlo()
         compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}

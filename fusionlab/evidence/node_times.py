@@ -129,7 +129,7 @@ def _timed(closed: Any, graph: Graph, leaves: Sequence[Any], runs: int, stages: 
     with metadata_of_its_own():
         program = compile_program(as_function(closed), tuple(leaves), {}, name=graph.name, compiling=traceable())
     stages(f"time of each kernel{which}")
-    module = read_hlo(program.compiled.as_text() or "", graph)
+    module = read_hlo(program.hlo, graph)
     return placed(traced(program, runs), module, cost_of(graph))
 
 

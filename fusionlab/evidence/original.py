@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,10 +18,11 @@ from fusionlab.graph.program.trace import error_text
 from fusionlab.progress import SILENT, Stages
 
 from .errors.gradients import random_cotangents, value_and_gradients
-from .errors.numerics import LeafNumerics, leaf_numerics
+from .errors.numerics import LeafNumerics, explained_by_rounding, leaf_numerics
 from .errors.outputs import check_same_outputs, named_outputs
 from .errors.reduction_sizes import ReductionSizes, sums_of
 from .errors.reference import Plan, planned
+from .errors.rounding import moved
 from .instruments.out_of_memory import out_of_memory
 from .instruments.program import Program, compile_program, compiling
 from .instruments.timing import names_of
@@ -211,8 +212,16 @@ class Original:
         first, second = self.forward.run(), forward.run()
         names, leaves = named_outputs(first), jax.tree.leaves
         found = leaf_numerics("output", names, leaves(first), leaves(second), want.outputs, self.sums)
+        found = explained_by_rounding(found, want.outputs, lambda k: leaves(self._moved(self.forward, k)))
         if backward is not None and want.gradients is not None:
             (_, before), (_, after) = self.backward.run(), backward.run()
             names = [self.call.leaf_names[i] for i in self.chosen]
-            found += leaf_numerics("gradient", names, before, after, want.gradients, self.sums)
+            of = leaf_numerics("gradient", names, before, after, want.gradients, self.sums)
+            found += explained_by_rounding(of, want.gradients, lambda k: self._moved(self.backward, k)[1])
         return found
+
+    def _moved(self, program: Program, run: int) -> Any:
+        """The results of a program of the original on arguments moved by one rounding."""
+        self.stages(f"rounding errors of the original, run {run}")
+        args, kwargs = moved((program.args, program.kwargs), run, self.sums)
+        return replace(program, args=args, kwargs=kwargs).run()

@@ -8,7 +8,9 @@ from typing import Any
 
 from .errors.arrays import Error
 from .errors.numerics import LeafNumerics, Numerics
+from .errors.rounding import Noise
 from .instruments.clocks import Clocks
+from .instruments.contention import Contention
 from .instruments.memory import CompiledMemory, Memory
 from .instruments.peak_buffers import PeakBuffers
 from .instruments.timing import OLDER_NAMES, WALL, Runs, Timing, Verdict
@@ -41,6 +43,7 @@ def read_timing(data: Mapping[str, Any] | None) -> Timing | None:
         hardware=data["hardware"],
         stopped=data["stopped"],
         clocks=tuple(Clocks(**c | {"throttled": tuple(c["throttled"])}) for c in data.get("clocks", ())),
+        contention=Contention(**data["contention"]) if data.get("contention") else None,
     )
 
 
@@ -78,14 +81,17 @@ def read_numerics(data: Mapping[str, Any] | None) -> Numerics | None:
         parts |= {k: error(d[k]) for k in ("before", "after", "between")}
         parts |= {"zero_in_theory": d.get("zero_in_theory", False)}
         parts |= {k: d.get(k, 0) for k in ("filled", "filled_rows")}
-        scales = d.get("scales")  # older records have none
-        parts |= {
-            "scales": None if scales is None else (scales[0], scales[1]),
-            "scale_limit": d.get("scale_limit", 0.0),
-        }
+        parts |= {"scale_limit": d.get("scale_limit", 0.0), "noise": _read_noise(d.get("noise"))}
         return LeafNumerics(shape=tuple(d["shape"]), **parts)
 
     leaves = tuple(map(leaf, data["leaves"]))
     return Numerics(
         leaves, tuple(data["left_out"]), data["reduction_size"], tuple(data["notes"]), data.get("tf32", False)
     )
+
+
+def _read_noise(data: Mapping[str, Any] | None) -> Noise | None:
+    if data is None:
+        return None
+    counts = {k: int(data[k]) for k in ("runs", "over_tolerance")}
+    return Noise(**counts, max_abs=float(data["max_abs"]), rel_l2=float(data["rel_l2"]))

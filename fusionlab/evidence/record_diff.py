@@ -15,7 +15,8 @@ from fusionlab.showing import Shown, plain
 from .comparison import Evidence
 from .errors.numerics import LeafNumerics
 from .instruments.memory import Memory
-from .instruments.timing import MIN_EFFECT, Timing, seconds
+from .instruments.timing import Timing, seconds
+from .instruments.verdicts import MIN_EFFECT
 from .instruments.workload import SiteState, Workload
 
 MEMORY_GROWTH = (

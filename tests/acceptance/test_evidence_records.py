@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.method.timing_method import ALARMS, DETECTED, RUNS, rates
+from benchmarks.method.timing_method import ALARMS, BUSY_RUNS, DETECTED, RUNS, WRONG, rates, wrong_verdicts
 from fusionlab.evidence.instruments.record import newest_record
 
 pytestmark = pytest.mark.whole
@@ -25,6 +25,12 @@ def test_a_function_seldom_differs_from_itself_and_a_slowdown_of_10_percent_is_s
     alarms, detected = rates(timing)
     assert alarms <= ALARMS
     assert detected >= DETECTED
+
+
+def test_no_verdict_is_wrong_beside_a_process_that_keeps_a_core_busy():
+    record = newest_record(RESULTS / "cpu", "timing_busy")
+    assert all(len(record[kind]["runs"]) == BUSY_RUNS for kind in WRONG)
+    assert wrong_verdicts(record) == record["wrong verdicts"] == 0
 
 
 def test_the_rates_are_those_of_the_verdicts():

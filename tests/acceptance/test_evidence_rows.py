@@ -76,7 +76,7 @@ def test_row_60_timing_has_warm_up_samples_spread_and_compile_time_apart(result)
         low, high = timing.interval
         assert low <= timing.ratio <= high
         assert timing.ratio == pytest.approx(timing.before.median_s / timing.after.median_s)
-        assert str(timing.verdict) in ("faster", "slower", "no difference")
+        assert str(timing.verdict).split(":")[0] in ("faster", "slower", "no difference", "undecided")
     assert (result.timing.what, result.timing_grad.what) == ("call", "gradient of the call")
 
 

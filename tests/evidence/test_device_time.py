@@ -133,7 +133,7 @@ def test_more_samples_are_taken_until_they_are_enough_or_ten_times_as_many():
 def test_a_ratio_that_is_left_open_gets_more_samples(gpu, monkeypatch):
     gpu.takes = {"before": 3e-6, "after": 3e-6}
     assert len(time_pair(f, g, X).before.samples_s) == 40
-    monkeypatch.setattr(timing_module, "ratio_interval", lambda *_: (0.95, 1.05))
+    monkeypatch.setattr(timing_module, "ratio_interval", lambda *_, **__: (0.95, 1.05))
     assert len(time_pair(f, g, X).before.samples_s) == 400
     monkeypatch.setattr(timing_module, "PATIENCE_S", 0.0)
     assert len(time_pair(f, g, X).before.samples_s) == 40

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -12,7 +14,10 @@ from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError, SideEffectError, TraceError
 from fusionlab.evidence.instruments import timing
+from fusionlab.evidence.instruments.contention import Contention
+from fusionlab.evidence.instruments.record import to_json
 from fusionlab.evidence.instruments.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
+from fusionlab.evidence.reading import read_timing
 
 
 def runs(name, samples):
@@ -57,7 +62,10 @@ def test_the_interval_is_the_same_for_the_same_samples():
     [
         (1.5, (1.4, 1.6), 40, Verdict.FASTER),
         (0.5, (0.4, 0.6), 40, Verdict.SLOWER),
-        (1.5, (0.9, 2.0), 40, Verdict.NO_DIFFERENCE),
+        (1.5, (0.9, 2.0), 40, Verdict.UNDECIDED),
+        (1.01, (0.92, 1.09), 40, Verdict.NO_DIFFERENCE),
+        (1.01, (0.92, 1.11), 400, Verdict.UNDECIDED),
+        (1.01, (0.90, 1.02), 400, Verdict.UNDECIDED),
         (1.02, (1.01, 1.03), 400, Verdict.NO_DIFFERENCE),
         (0.98, (0.97, 0.99), 400, Verdict.NO_DIFFERENCE),
         (9.0, (8.0, 10.0), 39, Verdict.INCONCLUSIVE),
@@ -65,6 +73,49 @@ def test_the_interval_is_the_same_for_the_same_samples():
 )
 def test_verdicts(ratio, interval, samples, verdict):
     assert judge(ratio, interval, samples) is verdict
+
+
+BUSY, TOO_MUCH = Contention(1.0, 0.5, 2), Contention(1.8, 3.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "interval", "verdict"),
+    [
+        (1.0, (0.96, 1.04), Verdict.NO_DIFFERENCE),
+        (1.0, (0.96, 1.07), Verdict.BUSY),
+        (1.04, (1.02, 1.05), Verdict.BUSY),
+        (0.91, (0.89, 0.93), Verdict.SLOWER),
+        (1.3, (1.12, 1.4), Verdict.BUSY),
+        (1.5, (1.3, 2.4), Verdict.FASTER),
+    ],
+)
+def test_on_a_busy_machine_a_verdict_takes_more(ratio, interval, verdict):
+    assert judge(ratio, interval, 40, contention=BUSY) is verdict
+    assert judge(ratio, interval, 39, contention=BUSY) is Verdict.INCONCLUSIVE
+    assert judge(ratio, interval, 40, contention=TOO_MUCH) is Verdict.BUSY
+    all_agree = judge(ratio, interval, 40, agreeing=True, contention=TOO_MUCH)
+    assert all_agree is (verdict if verdict is Verdict.FASTER else Verdict.BUSY)
+
+
+def test_a_timing_on_a_busy_machine_says_so():
+    def timing_with(contention):
+        return timing_of("step", runs("before", drawn(0, 2)), runs("after", drawn(1, 1)), contention=contention)
+
+    timing = timing_with(BUSY)
+    assert timing.verdict is Verdict.FASTER
+    assert timing.note.startswith(
+        "the machine was busy while the step was timed: other processes had 1.0 of 2 cores; this one waited 0.50 s for a core"
+    )
+    quiet = timing_with(Contention(0.1, 0.5, 2))  # its own threads waited for each other
+    assert quiet.note == timing_with(Contention(30.0, 0.0, 64)).note == timing_with(None).note == ""
+    assert read_timing(json.loads(to_json(asdict(timing)))) == timing
+
+
+def test_samples_that_come_in_bursts_widen_the_interval_of_a_busy_machine():
+    slow = np.repeat([1.0, 1.5, 1.0, 1.4, 1.0, 1.5, 1.0, 1.0], 5)  # of one of the two alone, five in a row
+    before, after = drawn(0, 1) * slow, drawn(1, 1)
+    apart, in_blocks = ratio_interval(before, after), ratio_interval(before, after, busy=True)
+    assert in_blocks[1] - in_blocks[0] > 1.2 * (apart[1] - apart[0])
 
 
 @pytest.mark.parametrize(
@@ -90,6 +141,8 @@ def test_verdict_texts():
         "slower",
         "no difference",
         "same code",
+        "undecided: the times vary too much",
+        "undecided: the machine is busy",
         "inconclusive: fewer than 40 samples",
         "not timed",
     ]

@@ -107,7 +107,7 @@ def gemm_epilogues_runs_and_shows_its_story(gemm_epilogues):
         "mask bool[512, 1024], 0.50 MiB for dx, dw, dbias",
         "preactivation f32[512, 1024], 2.00 MiB for dx, dw, dbias",
         "{'gemm_epilogue': 3, 'gemm_epilogue_grad': 3}",
-        "edited_model: call",
+        "edited_model: same code",
         "of its tolerance: ",
         "gelu_tanh(x @ w + b): cublaslt, measured",
         "NVIDIA H200",

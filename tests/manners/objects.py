@@ -254,7 +254,8 @@ def trained() -> Any:
 def by_hand() -> Iterator[Any]:
     """What a CPU, or a program as small as this, gives none of."""
     from fusionlab.evidence import bisection, over_devices
-    from fusionlab.evidence.instruments import clocks, device_clock, peak_buffers
+    from fusionlab.evidence.errors import rounding
+    from fusionlab.evidence.instruments import clocks, contention, device_clock, peak_buffers
     from fusionlab.graph.xla.collectives import Traffic
     from fusionlab.kernels.choose.choices import Choice, Measured
     from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
@@ -263,6 +264,8 @@ def by_hand() -> Iterator[Any]:
     yield fusionlab.evidence.ResidentGrowth("model:step", 1 << 30, 3 << 30, "VmHWM")
     yield clocks.Clocks(1980.0, 2619.0, 41.0, 350.0, (), 0.9)
     yield peak_buffers.LineBytes(3 << 20, 2, "model.py:41", "return jax.nn.softmax(scores) @ v")
+    yield contention.Contention(1.0, 0.4, 2)
+    yield rounding.Noise(8, 1e-5, 2e-6, 3)
     yield device_clock.DeviceTimes("after", (1e-3, 1.1e-3), 10)
     sent = over_devices.Collectives("call", {"all-reduce": Traffic(4, 131072)}, {"all-reduce": Traffic(2, 65536)})
     yield over_devices.OverDevices({"data": 2}, 2, 1, (sent,), {"before": {"0": 1e-3}})

@@ -35,6 +35,8 @@ class Error(Shown):
         last; () in older records and for integers.
       share: the largest |got - want| / (atol + rtol * |want|) of finite elements: above 1 it is over tolerance; infinite where nothing is
         tolerated, as of integers that differ; None in older records.
+      scale: <got, want> / <want, want> of finite elements: 1.01 of an array that is 1 % too large, which no element may show, as
+        rounding errors that point either way cancel in it; None in older records, for integers, and where the reference is 0.
       over_tolerance: elements over tolerance or of a non-finite mismatch; for integers and bools, elements that differ.
       nonfinite_mismatch: elements where one is NaN or infinite and the other not, or of another kind or sign.
       worst_index, worst_value, worst_reference: where |got - want| is largest (a mismatch first), and both values.
@@ -54,6 +56,7 @@ class Error(Shown):
     worst_reference: float
     ulp_histogram: tuple[int, ...] = ()
     share: float | None = None
+    scale: float | None = None
 
 
 def ulp_size(reference: np.ndarray, dtype: Any) -> np.ndarray:
@@ -121,6 +124,7 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
     relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
     index = _worst_index(np.where(mismatch, np.inf, difference))
     norm, total = np.linalg.norm(difference), np.linalg.norm(size)
+    product = float(np.sum(np.where(finite, got, 0) * np.where(finite, want, 0)))
     tolerated = atol + rtol * size
     return Error(
         max_abs=_top(difference),
@@ -131,6 +135,7 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
         over_tolerance=int(((difference > tolerated) | mismatch).sum()),
         share=_top(_quotients(difference, tolerated)),
         nonfinite_mismatch=int(mismatch.sum()),
+        scale=_scale(product, float(total) ** 2),
         worst_index=index,
         worst_value=float(got[index]) if got.size else 0.0,
         worst_reference=float(want[index]) if got.size else 0.0,
@@ -152,13 +157,14 @@ def _compare_in_blocks(got: Any, want: Any, dtype: Any, rtol: float, atol: float
     worst = max(range(len(found)), key=lambda k: (found[k].worst[0], -k))
     ulps = np.concatenate([f.ulps for f in found])
     at = firsts[worst] + int(found[worst].index)
-    norm, total = map(math.sqrt, sums)
+    norm, total = map(math.sqrt, sums[:2])
     return Error(
         **dict(zip(("max_abs", "max_rel", "ulp_max", "share"), map(float, tops), strict=True)),
         rel_l2=norm / total if total else (math.inf if norm else 0.0),
         ulp_median=float(np.nanmedian(ulps)) if np.isfinite(ulps).any() else 0.0,
         over_tolerance=int(counts[0]),
         nonfinite_mismatch=int(counts[1]),
+        scale=_scale(float(sums[2]), float(sums[1])),
         worst_index=tuple(int(i) for i in np.unravel_index(at, got.shape)),
         worst_value=float(found[worst].worst[1]),
         worst_reference=float(found[worst].worst[2]),
@@ -167,7 +173,7 @@ def _compare_in_blocks(got: Any, want: Any, dtype: Any, rtol: float, atol: float
 
 
 class _Found(NamedTuple):
-    """Of a block: largest values, sums of squares, counts, the worst (difference, value, reference) and its place, a sample of ulps."""
+    """Of a block: largest values, sums of squares and products, counts, the worst (difference, value, reference), its place, some ulps."""
 
     tops: Any
     sums: Any
@@ -197,7 +203,7 @@ def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tu
     every = max(1, got.size // _SAMPLED)
     return (
         jnp.stack([x.max() for x in (difference, relative, ulp, share)]),
-        jnp.stack([(x**2).sum() for x in (difference, size)]),
+        jnp.stack([x.sum() for x in (difference**2, size**2, jnp.where(finite, got * want, 0))]),
         jnp.concatenate([jnp.stack([over.sum(), mismatch.sum()]), within[:-1] - within[1:]]),
         jnp.stack([x[index] for x in (ranked, got, want)]),
         index,
@@ -227,6 +233,11 @@ def _slice(x: Any, first: Any, size: int) -> Any:
 @jax.jit
 def _wide(x: Any) -> Any:
     return x.astype(np.float64)
+
+
+def _scale(product: float, square: float) -> float | None:
+    found = product / square if square > 0 else math.nan
+    return found if math.isfinite(found) else None
 
 
 def _quotients(difference: np.ndarray, tolerated: np.ndarray) -> np.ndarray:

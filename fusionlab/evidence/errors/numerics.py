@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,11 +16,12 @@ from fusionlab.testing.tolerances import Tolerance, tolerance
 
 from .arrays import Error, compare_arrays, largest
 from .reduction_sizes import ReductionSizes, mantissa_bits
-from .scales import scale as scale_of
+from .rounding import GROWTH, Noise, measure_noise
 
 # A gradient smaller than this share of the largest is zero in theory (a key's bias under softmax): its error is judged
 # by the largest gradient's scale.
 _ZERO_IN_THEORY = 1e-6
+_MANY_ELEMENTS = 256  # of fewer, rounding errors do not cancel in a sum
 _ACCEPTED_GROWTH = 2.0  # over tolerance is accepted while the error is at most this often the baseline's own
 
 
@@ -39,8 +40,8 @@ class LeafNumerics(Shown):
         A gradient far below the largest one; an output (an update from such a gradient) of which the original has no correct digit.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
         the fused version: attention gives 0 to a query that sees no key. Not a regression, and mentioned in the notes.
-      scales: by which factor the original and the fused version are larger than the reference as a whole; None where unknown.
-      scale_limit: how far from 1 a factor may be: one unit in the last place of the dtype in which the program multiplies.
+      scale_limit: how far from 1 `Error.scale` may be: one unit in the last place of the dtype in which the program multiplies.
+      noise: what rounding alone does to it in the original; measured only where the error asks for it, else None.
     """
 
     name: str
@@ -56,15 +57,15 @@ class LeafNumerics(Shown):
     zero_in_theory: bool = False
     filled: int = 0
     filled_rows: int = 0
-    scales: tuple[float, float] | None = None
     scale_limit: float = 0.0
+    noise: Noise | None = None
 
     @property
     def is_rescaled(self) -> bool:
         """Whether the fused version as a whole is larger or smaller than the reference by a factor that is no rounding."""
-        if self.scales is None or self.zero_in_theory:
+        if self.before.scale is None or self.after.scale is None or self.zero_in_theory or self.size < _MANY_ELEMENTS:
             return False
-        before, after = (abs(scale - 1) for scale in self.scales)
+        before, after = (abs(e.scale - 1) for e in (self.before, self.after) if e.scale is not None)
         # What rounding leaves of a factor, five standard deviations of it, if the original's errors are independent.
         left = 5 * self.before.rel_l2 / math.sqrt(self.size)
         return after > self.scale_limit + 2 * before + left
@@ -76,8 +77,8 @@ class LeafNumerics(Shown):
 
     @property
     def ok(self) -> bool:
-        """Whether there is no new NaN or infinity, no factor that is no rounding, and the error is in tolerance or at most twice that
-        of the original."""
+        """Whether there is no new NaN or infinity, no factor that is no rounding, and the error is in tolerance, at most twice that
+        of the original, or explained by `noise`."""
         before, after = self.before, self.after
         # Were all of after's mismatches also before's, the two would differ in exactly the rest of before's.
         rest = before.nonfinite_mismatch - (after.nonfinite_mismatch - self.filled)
@@ -87,7 +88,12 @@ class LeafNumerics(Shown):
             return False
         near = after.max_abs <= _ACCEPTED_GROWTH * before.max_abs and after.rel_l2 <= _ACCEPTED_GROWTH * before.rel_l2
         # What is rounding alone is tolerated by its own size: an error that spreads over the array would pass by that.
-        return near or (after.over_tolerance == self.filled and not self.is_rounding)
+        return near or (after.over_tolerance == self.filled and not self.is_rounding) or self.is_explained
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether `noise` was measured and explains the error of the fused version."""
+        return self.noise is not None and self.noise.explains(self.after, self.before)
 
     @property
     def is_rounding(self) -> bool:
@@ -107,8 +113,8 @@ class LeafNumerics(Shown):
 
     def __str__(self) -> str:
         verdict = "" if self.ok else ": WORSE"
-        if self.is_rescaled and self.scales is not None:
-            verdict = f", {self.scales[1]:.4g} times the reference as a whole{verdict}"
+        if self.is_rescaled:
+            verdict = f", {self.after.scale:.4g} times the reference as a whole{verdict}"
         relative = f"rel L2 {self.before.rel_l2:.2e} -> {self.after.rel_l2:.2e}"
         return (
             f"{self.kind} {self.name} {self.dtype}{list(self.shape)}: max abs {self.before.max_abs:.2e} -> "
@@ -233,16 +239,10 @@ def leaf_numerics(
                 zero_in_theory=zero,
                 filled=int(filled.sum()),
                 filled_rows=int(filled.all(-1).sum()) if filled.ndim and filled.size else 0,
-                scales=_scales(b, a, want),
                 scale_limit=_scale_limit(b.dtype, row, sums),
             )
         )
     return leaves
-
-
-def _scales(before: Any, after: Any, want: Any) -> tuple[float, float] | None:
-    first, second = scale_of(before, want), scale_of(after, want)
-    return None if first is None or second is None else (first, second)
 
 
 def _scale_limit(dtype: Any, row: Tolerance, sums: ReductionSizes) -> float:
@@ -279,15 +279,41 @@ def filled_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
     )
 
 
+def explained_by_rounding(
+    leaves: Sequence[LeafNumerics], reference: Sequence, run: Callable[[int], Sequence[Any]]
+) -> list[LeafNumerics]:
+    """The same leaves; those that are worse get their `noise`, which may explain it.
+
+    `run` gives the original's results on arguments moved for the run of that number; it is not called where no leaf is worse.
+    """
+    judged = {i: (leaf.after, leaf.before) for i, leaf in enumerate(leaves) if not leaf.ok}
+    if not judged:
+        return list(leaves)
+
+    def error_of(i: int, got: Any) -> Error:
+        got, leaf = _readable(got), leaves[i]
+        return compare_arrays(got, reference[i], got.dtype, leaf.rtol, leaf.atol)
+
+    noise = measure_noise(run, error_of, judged)
+    return [replace(leaf, noise=noise.get(i)) for i, leaf in enumerate(leaves)]
+
+
 def rounding_notes(leaves: Iterable[LeafNumerics]) -> tuple[str, ...]:
-    """A sentence on how many outputs are only rounding noise, and their tolerance; () for none."""
-    n = sum(leaf.is_rounding for leaf in leaves)
-    if not n:
-        return ()
-    which = "1 output holds" if n == 1 else f"{n} outputs hold"
-    return (
-        f"{which} rounding alone, in the original too (zero in theory): up to twice the original's own error is tolerated",
-    )
+    """Sentences on how many outputs are only rounding noise, and how many results only `LeafNumerics.noise` explains; () for none."""
+    leaves = tuple(leaves)
+    notes = []
+    if n := sum(leaf.is_rounding for leaf in leaves):
+        which = "1 output holds" if n == 1 else f"{n} outputs hold"
+        notes.append(
+            f"{which} rounding alone, in the original too (zero in theory): up to twice the original's own error is tolerated"
+        )
+    if n := sum(leaf.ok and leaf.is_explained for leaf in leaves):
+        which = "1 result is" if n == 1 else f"{n} results are"
+        notes.append(
+            f"{which} as sensitive to rounding in the original: no further off than {GROWTH:.0f} times what it is itself, once its "
+            "arguments move by one rounding"
+        )
+    return tuple(notes)
 
 
 def _readable(x: Any) -> Any:

@@ -65,6 +65,11 @@ class Program:
         shardings = jax.tree.leaves((self.compiled.input_shardings, self.compiled.output_shardings))
         return frozenset(device for s in shardings for device in s.device_set)
 
+    @functools.cached_property
+    def hlo(self) -> str:
+        """Its optimised HLO; "" from a backend that shows none."""
+        return self.compiled.as_text() or ""
+
     def run(self) -> Any:
         """One run, blocked on.
 

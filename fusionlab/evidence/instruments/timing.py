@@ -8,7 +8,6 @@ compile time is separate.
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 import time
@@ -29,33 +28,18 @@ from fusionlab.tracebacks import own_lines_hidden
 
 from . import device_clock
 from .clocks import Clocks, read_clocks
+from .contention import Contention, Watching
 from .out_of_memory import out_of_memory
 from .program import Program, compile_program, compiling
 from .record import hardware
 from .turns import take_turns
+from .verdicts import VERDICT_SAMPLES, WIDEST, Verdict, judge, ratio_interval
 
 WALL = "wall time"
-VERDICT_SAMPLES = 40  # a median of fewer says too little on a shared machine
 PATIENCE_S = 10.0  # for more samples than were asked for
-WIDEST = 0.06  # of an interval, relative to its lower end: twice the least effect
-MIN_EFFECT = 0.03  # below this, two compilations of one function differ as much
-# With fewer samples a verdict needs an effect that no doubt is left of: an interval this far from 1, and every pair of samples on its side
-# of 1, of at least so many pairs (the sign test: 2 in 2**6 is 3 %).
-FAR, LEAST_SAMPLES = 0.10, 6
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
 MAX_REPEATS = 10_000
 DISPATCHING_S = 0.02  # spent on seeing what a dispatch takes, in at most five calls
-
-
-class Verdict(enum.StrEnum):
-    """The verdict of a timing on "after" against "before"."""
-
-    FASTER = "faster"
-    SLOWER = "slower"
-    NO_DIFFERENCE = "no difference"
-    SAME_CODE = "same code"
-    INCONCLUSIVE = f"inconclusive: fewer than {VERDICT_SAMPLES} samples"
-    NOT_TIMED = "not timed"
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,6 +102,7 @@ class Timing(Shown):
       hardware: where it was measured.
       stopped: "", "time budget" or "cancelled".
       clocks: readings before and after, as far as available.
+      contention: what else ran on the machine meanwhile; None of device time, where it was not counted, and in older records.
     """
 
     what: str
@@ -129,9 +114,17 @@ class Timing(Shown):
     hardware: str
     stopped: str = ""
     clocks: tuple[Clocks, ...] = ()
+    contention: Contention | None = None
 
     def __str__(self) -> str:
         return f"{self.text}, on {self.hardware}"
+
+    @property
+    def note(self) -> str:
+        """A sentence where the machine was busy; else ""."""
+        if self.contention is None or not self.contention.is_busy:
+            return ""
+        return f"the machine was busy while the {self.what} was timed: {self.contention}; a verdict needs twice the effect then"
 
     @property
     def clock(self) -> str:
@@ -175,45 +168,22 @@ def seconds(value: float) -> str:
     return f"{value / 1e-9:.3g} ns"
 
 
-def ratio_interval(
-    before: Sequence[float], after: Sequence[float], *, confidence: float = 0.95, resamples: int = 2000
-) -> tuple[float, float]:
-    """Percentile bootstrap interval of median(before) / median(after).
-
-    Samples with the same index were taken next to each other, so they are drawn together: what slowed the machine then
-    slowed both. The draws are seeded, so the same samples always give the same interval.
-
-    Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13.
-    """
-    n = min(len(before), len(after))
-    index = np.random.default_rng(0).integers(0, n, (resamples, n))
-    ratios = np.median(np.asarray(before)[:n][index], axis=1) / np.median(np.asarray(after)[:n][index], axis=1)
-    low, high = np.percentile(ratios, (50 * (1 - confidence), 50 * (1 + confidence)))
-    return float(low), float(high)
-
-
-def judge(ratio: float, interval: tuple[float, float], samples: int, agreeing: bool = False) -> Verdict:
-    """The verdict on a ratio of medians, its interval, and the number of samples of each function.
-
-    `agreeing`: every two samples taken next to each other differ in the same direction. With fewer samples than a verdict
-    takes, that and an interval far from 1 are one, too.
-    """
-    far = interval[0] > 1 + FAR or interval[1] < 1 / (1 + FAR)
-    if samples < VERDICT_SAMPLES and not (far and agreeing and samples >= LEAST_SAMPLES):
-        return Verdict.INCONCLUSIVE
-    if interval[0] <= 1 <= interval[1] or abs(ratio - 1) < MIN_EFFECT:
-        return Verdict.NO_DIFFERENCE
-    return Verdict.FASTER if ratio > 1 else Verdict.SLOWER
-
-
-def timing_of(call: str, before: Runs, after: Runs, stopped: str = "", clocks: Sequence[Clocks] = ()) -> Timing:
+def timing_of(
+    call: str,
+    before: Runs,
+    after: Runs,
+    stopped: str = "",
+    clocks: Sequence[Clocks] = (),
+    contention: Contention | None = None,
+) -> Timing:
     """Statistics and verdict over samples taken."""
     ratio = before.median_s / after.median_s
-    interval = ratio_interval(before.samples_s, after.samples_s)
+    busy = contention is not None and contention.is_busy
+    interval = ratio_interval(before.samples_s, after.samples_s, busy=busy)
     pairs = list(zip(before.samples_s, after.samples_s, strict=False))
     agreeing = all(b > a for b, a in pairs) or all(b < a for b, a in pairs)
-    verdict = judge(ratio, interval, len(pairs), agreeing)
-    return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks))
+    verdict = judge(ratio, interval, len(pairs), agreeing, contention)
+    return Timing(call, before, after, ratio, interval, verdict, hardware(), stopped, tuple(clocks), contention)
 
 
 @own_lines_hidden
@@ -299,10 +269,11 @@ def time_programs(
 
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform
-    clocks = [read_clocks(platform)]
+    clocks, watching = [read_clocks(platform)], Watching()
     with Reporter(progress, f"timing {call}", samples, budget_s) as reporter:
         (first, second), stopped = runs_of((before, after), samples, budget_s, reporter.step, cancel, cold, enough)
-    return timing_of(call, first, second, stopped, (*clocks, read_clocks(platform)))
+    contention = watching.seen() if first.clock == WALL else None
+    return timing_of(call, first, second, stopped, (*clocks, read_clocks(platform)), contention)
 
 
 def runs_of(

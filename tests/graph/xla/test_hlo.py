@@ -17,7 +17,7 @@ from jax.extend import core as jex_core
 
 import fusionlab as fl
 from benchmarks.search.xla_mapping import SHARE, Outcome, outcome, share, total, zoo
-from fusionlab.evidence.instruments.instructions import instructions
+from fusionlab.evidence.instruments.instructions import code_of
 from fusionlab.graph.program.trace import block_of_jaxpr, trace
 from fusionlab.graph.rewriting.rewrite import to_jaxpr
 from fusionlab.graph.xla.modules import compiled_text, metadata_of_its_own, read_hlo, xla_view
@@ -88,7 +88,7 @@ def test_the_numbers_change_no_instruction(fn):
     graph = trace(fn, X, W, B)
     text = compiled_text(tagged_jaxpr(graph), graph)
     assert "fusionlab.n" in text
-    assert instructions(text) == instructions(plain_text(fn, X, W, B))
+    assert code_of(text) == code_of(plain_text(fn, X, W, B))
 
 
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
@@ -224,9 +224,7 @@ def test_a_rewritten_program_has_the_numbers_of_the_sites_it_replaced():
     found = fl.find(lambda x, w, b: jax.nn.relu(x @ w + b) @ w, X, W, B, passes=["gemm_epilogue"])
     (site, *_) = found.candidates
     closed = to_jaxpr(tagged_graph(found.graph), [c.site for c in found.select()])
-    assert instructions(compiled_text(closed, found.graph)) == instructions(
-        compiled_text(found.rewritten(), found.graph)
-    )
+    assert code_of(compiled_text(closed, found.graph)) == code_of(compiled_text(found.rewritten(), found.graph))
     after = found.xla(fused=True)
     assert after.kernels_of(*site.node_ids)
     assert found.xla() is found.xla()
