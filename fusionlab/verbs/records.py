@@ -21,12 +21,12 @@ class RecordDiff(PlainRecordDiff):
     """Two records side by side (see `fusionlab.evidence.record_diff.RecordDiff`), with a page."""
 
     def _repr_html_(self) -> str:
-        from ..viz.html.records import records_summary
+        from ..viz.html.measured.records import records_summary
 
         return records_summary(self)
 
     def _makers(self) -> dict[str, Callable[[], str | bytes]]:
-        from ..viz.html.records import records_page
+        from ..viz.html.measured.records import records_page
 
         return super()._makers() | {".html": lambda: records_page(self)}
 

@@ -236,7 +236,7 @@ def roots(folder: Path) -> Iterator[Any]:
 
 def trained() -> Any:
     """A loss curve of one step, whose differences are made up."""
-    from fusionlab.evidence.training.curve import Stretch
+    from fusionlab.evidence.training.curve import StepRange
     from fusionlab.verbs.training import LossCurve
 
     here = fusionlab.evidence.environment()
@@ -247,7 +247,7 @@ def trained() -> Any:
         "distances": (0.1,),
         "band_distances": ((1e-6,),),
     }
-    stretches = (Stretch("loss", 1, 1, 0.5, 1e-7, 1e-6), Stretch("params['w']", 1, 1, 0.1, 1e-6, 4e-6))
+    stretches = (StepRange("loss", 1, 1, 0.5, 1e-7, 1e-6), StepRange("params['w']", 1, 1, 0.1, 1e-6, 4e-6))
     return LossCurve("step", here, 1, "out[1]", ("params['w']",), (), stretches=stretches, **numbers)
 
 

@@ -32,7 +32,7 @@ class Band(enum.StrEnum):
 
 
 @dataclass(frozen=True, repr=False)
-class Stretch(Shown):
+class StepRange(Shown):
     """A difference in one block of steps.
 
     Attributes:
@@ -107,7 +107,7 @@ class Curve(Shown):
     loss_differences: tuple[tuple[float, ...], ...]
     distances: tuple[float, ...]
     band_distances: tuple[tuple[float, ...], ...]
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[StepRange, ...]
     seconds: Mapping[str, float] = field(default_factory=dict)
     stopped: str = ""
     notes: tuple[str, ...] = ()
@@ -124,15 +124,15 @@ class Curve(Shown):
         return len(self.loss_differences)
 
     @property
-    def outside(self) -> Records[Stretch]:
+    def outside(self) -> Records[StepRange]:
         """What is above its limit, in the order of the steps, then single arrays before all of them, then the farthest first."""
         above = (s for s in self.stretches if s.outside)
         return Records(sorted(above, key=lambda s: (s.first, s.of == TOTAL, -s.share)))
 
     @property
-    def worst(self) -> Records[Stretch]:
+    def worst(self) -> Records[StepRange]:
         """Of the loss and of each array, the block in which it is farthest; the farthest first."""
-        found: dict[str, Stretch] = {}
+        found: dict[str, StepRange] = {}
         for s in self.stretches:
             if s.of not in found or s.share > found[s.of].share:
                 found[s.of] = s
@@ -204,7 +204,7 @@ class Curve(Shown):
         names = {k: tuple(data[k]) for k in ("state", "fixed", "notes")}
         series = ("losses", "fused_losses", "loss_differences", "distances", "band_distances")
         floats = ("fused", "band", "limit")
-        stretches = tuple(Stretch(**(s | {k: float(s[k]) for k in floats})) for s in data["stretches"])
+        stretches = tuple(StepRange(**(s | {k: float(s[k]) for k in floats})) for s in data["stretches"])
         return cls(
             environment=Environment.from_dict(data["environment"]),
             stretches=stretches,

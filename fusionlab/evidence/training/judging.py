@@ -21,7 +21,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from .blocks import blocks_of
-from .curve import LOSS, TOTAL, Stretch
+from .curve import LOSS, TOTAL, StepRange
 from .lanes import Series
 from .result import Leaf
 
@@ -85,7 +85,7 @@ def in_blocks(values: Sequence[float]) -> list[float]:
     return [float(squares[first - 1 : last].sum()) for first, last in blocks_of(len(values))]
 
 
-def judged(of: Sequence[Measured], fused: Series, runs: Sequence[Series]) -> Iterator[Stretch]:
+def judged(of: Sequence[Measured], fused: Series, runs: Sequence[Series]) -> Iterator[StepRange]:
     """Each of them in each block in which a run of the original is there to be compared with.
 
     The loss may give half of the false alarms, the arrays together the other half.
@@ -101,10 +101,10 @@ def judged(of: Sequence[Measured], fused: Series, runs: Sequence[Series]) -> Ite
             yield _stretch(one, (first, last), mine[b], sum(have) / len(have), one.scale[b], factor)
 
 
-def _stretch(one: Measured, block: tuple[int, int], mine: float, band: float, scale: float, factor: float) -> Stretch:
+def _stretch(one: Measured, block: tuple[int, int], mine: float, band: float, scale: float, factor: float) -> StepRange:
     count = block[1] - block[0] + 1
     # Two entries of it in their last place are no difference: the other runs may happen to have none.
     least = 4 * one.eps**2 * scale / one.entries
     unit = (scale if one.relative and scale else 1.0) if one.relative else count
     fused, other, most = (math.sqrt(x / unit) for x in (mine, band, band + least))
-    return Stretch(one.name, *block, fused, other, factor * most)
+    return StepRange(one.name, *block, fused, other, factor * most)

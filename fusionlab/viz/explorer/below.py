@@ -15,8 +15,8 @@ from fusionlab.fusers import Strategy
 from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
-from ..html.records import records_html
-from ..html.scopes import scopes_html
+from ..html.measured.records import records_html
+from ..html.measured.scopes import scopes_html
 from ..html.shares import shares_html
 from ..html.tabs import AWAITED, HOW_TO_RATE, Tab, evidence_tabs, roofline_of, tab
 from ..markup import code, quiet

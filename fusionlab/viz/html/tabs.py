@@ -18,7 +18,7 @@ from ..model.evidence_view import EvidenceTable, evidence_dict, evidence_tables,
 from ..model.sites import is_applied
 from .diff import diff_html
 from .kernel_sources import kernels_html
-from .memory import memory_html
+from .measured.memory import memory_html
 from .pictures import evidence_pictures
 
 NOT_MEASURED = "Nothing measured for these sites yet: press Measure. Its progress is shown next to the button."

@@ -6,8 +6,8 @@ from typing import Any
 
 from fusionlab.evidence.record_diff import GROUPS, RecordChange, RecordDiff
 
-from ..markup import aligned, as_on_screen, folded, quiet, section, table, text
-from .pictures import evidence_pictures
+from ...markup import aligned, as_on_screen, folded, quiet, section, table, text
+from ..pictures import evidence_pictures
 
 _TITLES = {
     "workload": "Are they of the same work?",
@@ -76,7 +76,7 @@ def _row(c: RecordChange) -> list[Any]:
 
 def records_page(diff: RecordDiff) -> str:
     """A whole page that loads nothing."""
-    from .report import whole_page
+    from ..report import whole_page
 
     return whole_page(f"FusionLab: {diff.name}, two records", f'<div class="fl-records">{records_html(diff)}</div>')
 

@@ -11,7 +11,7 @@ from fusionlab.evidence.units import binary_bytes
 from fusionlab.graph.program.graph import Graph
 from fusionlab.showing import plural
 
-from ..markup import Html, folded, mono, pick, quiet, section, short, table, text
+from ...markup import Html, folded, mono, pick, quiet, section, short, table, text
 
 _MOST = 10  # rows of a table
 _ALL = 200  # of the folded one

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fusionlab.evidence.instruments.timing import seconds
 from fusionlab.evidence.scopes.scope_times import ScopeTime, ScopeTimes
 
-from ..markup import Html, folded, quiet, table, text
+from ...markup import Html, folded, quiet, table, text
 
 _DIVIDED = "A kernel's time is divided among the scopes of its operations by the bytes they move."
 _LEAST = 0.01  # of the run: rows of less are folded
