@@ -41,7 +41,8 @@ def measure(case: Llama | GPT2, name: str, fn: Callable[..., Any]) -> dict[str, 
     from fusionlab.evidence.instruments.memory import compiled_memory, device_peak
     from fusionlab.evidence.instruments.program import compile_program
 
-    program = compile_program(fn, (case.parameters(), tokens_of(case)), {}, name=name, donate_argnums=(0,))
+    args = case.parameters(), tokens_of(case)
+    program = compile_program(fn, args, {}, name=name, donate_argnums=(0,), assigned=True)
     plan = compiled_memory(program, results=named_outputs(program.outputs))
     assert plan is not None, "this backend reports no memory"
     found: dict[str, Any] = {

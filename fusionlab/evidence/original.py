@@ -130,14 +130,14 @@ class Original:
         return program
 
     def _forward_of(self, version: Bound, name: str) -> Program:
-        options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call)}
+        options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call), "assigned": True}
         return compile_program(version.fn, version.args, version.kwargs, said=self._said(name, 0), **options)
 
     def backward_of(self, version: Bound, name: str = "after") -> Program:
         """The value and the gradients of a version, compiled."""
         args = (self.cotangents, version.args, version.kwargs)
         options = {"name": name, "advice": _GRAD_ADVICE, "compiling": compiling(self.call)}
-        options["said"] = self._said(name, 1)
+        options |= {"said": self._said(name, 1), "assigned": True}
         return compile_program(value_and_gradients(version.fn, self.chosen), args, {}, **options)
 
     def _said(self, version: str, call: int) -> Callable[[str, Any], Any]:

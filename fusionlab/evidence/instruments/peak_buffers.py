@@ -11,6 +11,7 @@ returns has the lines that it had when it was compiled.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from typing import Any, Self
 from fusionlab.graph.jax_compat import split_closed
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.trace import graph_of_jaxpr
+from fusionlab.graph.xla.assignment_text import read_text
 from fusionlab.graph.xla.buffer_assignment import Allocation, Buffer, instruction_names, read_assignment
 from fusionlab.graph.xla.hlo_text import Instruction
 from fusionlab.graph.xla.modules import Origins
@@ -205,7 +207,7 @@ def peak_buffers(program: Program, arguments: Sequence[str] = (), results: Seque
       arguments: names for the leaves of its last arguments; () for JAX's own.
       results: names for all of its results; () for none.
     """
-    assigned = _assigned(program.compiled)
+    assigned = _assigned(program)
     if assigned is None:
         return None
     graph = graph_of_jaxpr(program.jaxpr, name=program.name, in_tree=None, out_tree=None, in_names=())
@@ -221,8 +223,12 @@ def _argument_names(jaxpr: Any) -> tuple[str, ...]:
     return tuple(map(str, getattr(debug, "arg_names", None) or ()))
 
 
-def _assigned(compiled: Any) -> tuple[Allocation, ...] | None:
+def _assigned(program: Program) -> tuple[Allocation, ...] | None:
     """The blocks of a compiled program; None where the backend does not show them, or in no form that is known."""
+    compiled = program.compiled
+    if program.assignment is not None:
+        with contextlib.suppress(ValueError):
+            return read_text(*program.assignment)
     message = getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", b"")
     modules = getattr(getattr(compiled, "runtime_executable", lambda: None)(), "hlo_modules", list)()
     if not message or len(modules) != 1:

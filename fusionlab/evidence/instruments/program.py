@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +20,7 @@ from fusionlab.graph.jax_compat import child_jaxprs, split_closed
 from fusionlab.graph.program.scopes import source_of
 from fusionlab.graph.program.trace import error_text
 from fusionlab.graph.settings import jax_defaults
+from fusionlab.graph.xla.assignment_text import OPTIONS
 
 from .out_of_memory import out_of_memory
 
@@ -35,6 +38,8 @@ class Program:
       donated: positions in `args` whose buffers each run consumes.
       jaxpr, outputs: the compiled program, and the tree of its outputs' shapes and dtypes.
       trace_s, lower_s, compile_s: seconds of each step.
+      assignment: XLA's texts on what lies where in memory, and what lives from when to when; None where they were not asked for, on a
+        CPU, whose executables carry it themselves, and with JAX's persistent cache, of which each folder of texts would be another entry.
     """
 
     name: str
@@ -47,6 +52,7 @@ class Program:
     trace_s: float
     lower_s: float
     compile_s: float
+    assignment: tuple[str, str] | None = None
 
     def fresh_args(self) -> tuple:
         """The arguments of one run: donated ones copied, the copies finished."""
@@ -90,11 +96,12 @@ def compile_program(
     advice: str = _JIT_ADVICE,
     compiling: Mapping[str, Any] | None = None,
     said: Callable[[str, Any], Any] = lambda verb, jaxpr: None,
+    assigned: bool = False,
 ) -> Program:
     """Compiles `fn` under `jax.jit` for these (dynamic) arguments; `advice` ends the message when that fails.
 
     `compiling` are further options of `jax.jit`: `compiler_options`, `keep_unused`. `said` is called as each step begins: with "tracing"
-    and None, "compiling" and the jaxpr; what it raises ends it.
+    and None, "compiling" and the jaxpr; what it raises ends it. With `assigned`, `Program.assignment` is wanted.
 
     Raises:
       ArgumentError: an argument is a shape instead of an array.
@@ -103,7 +110,7 @@ def compile_program(
       OutOfMemoryError: the device has too little memory for its arguments, or to compile it.
     """
     with out_of_memory(f"{name}: compiling it"):
-        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiling, said)
+        return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiling, said, assigned)
 
 
 def _compiled(
@@ -115,6 +122,7 @@ def _compiled(
     advice: str,
     compiling: Mapping[str, Any] | None,
     said: Callable[[str, Any], Any],
+    assigned: bool,
 ) -> Program:
     said("tracing", None)
     args, kwargs = on_device(args), on_device(kwargs)
@@ -138,9 +146,24 @@ def _compiled(
     said("compiling", traced.jaxpr)
     lowered = traced.lower()
     lowered_at = time.perf_counter()
-    compiled = lowered.compile()
+    compiled, assignment = _with_assignment(lowered) if assigned and _can_dump() else (lowered.compile(), None)
     times = (traced_at - start, lowered_at - traced_at, time.perf_counter() - lowered_at)
-    return Program(name, compiled, args, kwargs, donated, traced.jaxpr, traced.out_info, *times)
+    return Program(name, compiled, args, kwargs, donated, traced.jaxpr, traced.out_info, *times, assignment)
+
+
+def _can_dump() -> bool:
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
+    cached = folder is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
+    return jax.default_backend() != "cpu" and not cached
+
+
+def _with_assignment(lowered: Any) -> tuple[Any, tuple[str, str] | None]:
+    """The program compiled, and what XLA wrote about its memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, **OPTIONS})
+        texts = [sorted(Path(folder).glob(f"*{kind}.txt")) for kind in ("buffer-assignment", "live-range")]
+        found = [files[0].read_text(encoding="utf-8") for files in texts if len(files) == 1]
+    return compiled, (found[0], found[1]) if len(found) == 2 else None
 
 
 def trace_error(name: str, error: Exception, advice: str = _JIT_ADVICE) -> TraceError:
