@@ -13,6 +13,9 @@ For a result narrower than its accumulator (bfloat16 of float32) a is 1/2: one i
 and rounding to the nearest differ. For a float32 result the deviation of d is sqrt(n / 12) units, that of the difference of two orders in
 which n terms of random sign are added one after another. A float32 product that the device computes in TF32 has TF32's unit. A reduction
 whose partial sums the device rounds to a narrow dtype has an error of its own (`Arithmetic.narrow`).
+
+Results of arithmetic in a dtype narrower than float32 move as well, with a = 1/2: a compiler computes a chain of them in float32 and rounds
+where its kernel ends (XLA's `xla_allow_excess_precision`, on by default), so a program leaves it open which of them are rounded.
 """
 
 from __future__ import annotations
@@ -32,6 +35,11 @@ from ..primitives import SUMS_OVER_DEVICES, having
 
 PRODUCTS = having("product", "ragged product")
 SUMS = PRODUCTS | SUMS_OVER_DEVICES | frozenset("reduce_sum cumsum scatter-add reduce_window_sum".split())
+# The arithmetic of single entries that rounds.
+ROUNDED = having(
+    *"addition difference scaling power root exponential logarithm trigonometric hyperbolic sigmoid cast".split(),
+    "cube root",
+) - {"neg"}
 _TF32_BITS = 10  # of mantissa
 _FEWEST_BITS = 7  # of mantissa: in the narrower types of quantised programs one unit is no rounding error
 Seed = Any
@@ -96,7 +104,7 @@ class _Resummed:
             return region(self, eqn, ins)
         outs = eqn.primitive.bind(*ins, **eqn.primitive.get_bind_params(eqn.params))
         outs = list(outs) if eqn.primitive.multiple_results else [outs]
-        return [self._moved(eqn, x) for x in outs] if name in SUMS else outs
+        return [self._moved(eqn, x) for x in outs] if name in SUMS or _rounds_narrowly(eqn) else outs
 
     def _moved(self, eqn: Any, x: Any) -> Any:
         if not (is_float(x.dtype) and jnp.finfo(x.dtype).nmant >= _FEWEST_BITS):
@@ -151,8 +159,10 @@ _REGIONS: dict[str, Callable[[_Resummed, Any, list[Any]], list[Any]]] = {
 
 
 def reach(eqn: Any, arithmetic: Arithmetic) -> float:
-    """How many units in the last place a result of a sum moves at most, before it is rounded to a whole number."""
+    """How many units in the last place a result moves at most, before it is rounded to a whole number."""
     dtype = eqn.outvars[0].aval.dtype
+    if eqn.primitive.name not in SUMS:
+        return 0.5
     bits = int(jnp.finfo(dtype).nmant)
     of_sum = max(bits, int(jnp.finfo(jnp.float32).nmant))  # narrower ones are added up in float32
     if eqn.primitive.name in PRODUCTS and arithmetic.tf32 and dtype == jnp.float32 and _leaves_precision(eqn):
@@ -161,6 +171,15 @@ def reach(eqn: Any, arithmetic: Arithmetic) -> float:
     if own > 1:  # the deviation of the difference of two such sums
         return max(0.5, own * math.sqrt(_terms(eqn) / TERMS / 2))
     return 0.5 * max(1.0, math.sqrt(_terms(eqn)) * 2.0 ** (bits - of_sum))
+
+
+def _rounds_narrowly(eqn: Any) -> bool:
+    """Whether its result is one of single entries, rounded to a dtype narrower than float32."""
+    dtype = eqn.outvars[0].aval.dtype if eqn.primitive.name in ROUNDED else None
+    if dtype is None or not is_float(dtype) or dtype.itemsize >= 4:
+        return False
+    given = getattr(eqn.invars[0].aval, "dtype", dtype)
+    return eqn.primitive.name != "convert_element_type" or (is_float(given) and given.itemsize > dtype.itemsize)
 
 
 def _leaves_precision(eqn: Any) -> bool:
