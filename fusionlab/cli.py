@@ -189,7 +189,7 @@ def _add_effort_options(command: argparse.ArgumentParser) -> None:
         "--samples", type=_positive, default=40, metavar="N", help="samples of each version (default %(default)s)"
     )
     command.add_argument(
-        "--budget", type=_positive, default=60, metavar="S", help="seconds per timing (default %(default)s)"
+        "--budget", type=_positive, default=60, metavar="S", help="seconds of timing (default %(default)s)"
     )
 
 

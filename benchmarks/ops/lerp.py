@@ -212,9 +212,10 @@ def one(case: Case, samples: int, copy_bytes_per_s: float | None, torch: bool) -
 
 def same_code(*programs: Any) -> bool:
     """Whether compiled programs on their arguments are one, but for names."""
-    from fusionlab.evidence.instruments.instructions import instructions
+    from fusionlab.evidence.instruments.instructions import code_of
 
-    return len({instructions(program.func.as_text()) for program in programs}) == 1
+    first, *others = (code_of(program.func.as_text()) for program in programs)
+    return all(other == first for other in others)
 
 
 def against(found: Mapping[str, Any]) -> dict[str, Any]:

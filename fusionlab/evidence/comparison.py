@@ -307,7 +307,9 @@ def measure(
       grad: also the gradient of a fixed random weighting of all float outputs; None: of a function that has one and is not
         differentiated already, as a train step is.
       argnums: the arguments to differentiate by; None is every float leaf.
-      samples, budget_s: of each function, and seconds, per timing (of the call, and of its gradient).
+      samples: of each function, per timing (of the call, and of its gradient).
+      budget_s: seconds for the timings together, of which the call takes at most half where there are two; compiling, and errors
+        against float64, come on top.
       cold: flush caches before each call that is timed.
       donate_argnums: arguments each run consumes; those that an `fn` under `jax.jit` donates are found automatically.
       static_argnums, static_argnames: as in `jax.jit`.

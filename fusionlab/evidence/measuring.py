@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -69,9 +70,12 @@ class Measuring:
             timing = timing and self.differs
         if timing:
             call, gradient = self.original.names
-            yield "timing", lambda: time_programs(call, *self.forward, **effort)
+            began, left = time.perf_counter(), effort["budget_s"]
+            share = {"budget_s": left / 2} if self.grad else {}
+            yield "timing", lambda: time_programs(call, *self.forward, **(effort | share))
             if self.grad:
-                yield "timing_grad", lambda: time_programs(gradient, *self.backward, **effort)
+                left = max(left / 2, left - (time.perf_counter() - began))
+                yield "timing_grad", lambda: time_programs(gradient, *self.backward, **(effort | {"budget_s": left}))
 
     def _memory_of(self, which: int, pair: tuple[Program, Program]) -> Any:
         self.stages(f"memory, {self.original.names[which]}")

@@ -29,7 +29,13 @@ CALLS = {"eval", "exec", "compile", "__import__", "execfile"}
 ATTRIBUTES = {"load_module", "exec_module", "deserialize_and_load", "literal_eval_unsafe", "system", "popen"}
 SWITCHES = {"allow_pickle", "shell"}
 # Where the user's own code is run, because that is what was asked for: the function and the `--args` of the command line.
-ALLOWED = {("fusionlab/commands/loading.py", "eval"), ("fusionlab/commands/loading.py", "exec_module")}
+ALLOWED = {
+    ("fusionlab/commands/loading.py", "eval"),
+    ("fusionlab/commands/loading.py", "exec_module"),
+    # The source that `minimise` has just written of a traced program, to see that it shows the fault as well.
+    ("fusionlab/evidence/blame/repro.py", "compile"),
+    ("fusionlab/evidence/blame/repro.py", "exec"),
+}
 
 
 def running(code: str) -> Iterator[tuple[str, int]]:
