@@ -64,9 +64,8 @@ def test_texts_of_another_form_are_refused(texts):
 def test_a_program_is_compiled_with_its_texts_where_they_are_wanted(monkeypatch):
     monkeypatch.setattr(programs, "_can_dump", lambda: True)
     made = compile_program(lambda x: x * 2, (1.0,), {}, assigned=True)
-    assert (
-        made.assignment is None or "allocation 0" in made.assignment[0]
-    )  # a CPU writes no live ranges in some versions
+    # A CPU writes no live ranges in some versions.
+    assert made.assignment is None or "allocation 0" in made.assignment[0]
     assert float(made.run()) == 2
     assert compile_program(lambda x: x * 2, (1.0,), {}).assignment is None
     assert peak_buffers(made) is not None
