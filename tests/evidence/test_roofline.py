@@ -188,7 +188,7 @@ def _program_on(device, needs):
     plan = types.SimpleNamespace(argument_size_in_bytes=0, output_size_in_bytes=0, temp_size_in_bytes=needs)
     run.memory_analysis = lambda: plan
     return types.SimpleNamespace(
-        name="same name", devices=frozenset({device}), compiled=run, fresh_args=tuple, kwargs={}
+        name="same name", devices=frozenset({device}), compiled=run, fresh_args=tuple, kwargs={}, assignment=None
     )
 
 
