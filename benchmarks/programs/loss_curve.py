@@ -4,8 +4,9 @@
         [--width N] [--plots FOLDER] [--gradients]
 
 GPT-2's shapes (12 layers of width 768, vocabulary 50257) at 4 texts of 512 tokens unless said otherwise; parameters and optimisers in
-float32, the model in bfloat16. The texts are walks of a Markov chain of 512 tokens with four successors each, so that there is something
-to learn. `fl.compare(step, fused, *state, data=texts, steps=200)` of
+float32, the model in bfloat16; AdamW with 20 steps of warm-up and gradients of a global norm of at most 1. The texts are walks of a Markov
+chain of 512 tokens with four successors each, so that there is something to learn. `fl.compare(step, fused, *state, data=texts, steps=200)`
+of
 
     fused                the fused program, AdamW
     one step late        AdamW gets the gradient of one layer's first MLP product one step late
@@ -33,6 +34,8 @@ Step = Callable[..., Any]
 STEPS, RUNS, CHAIN, SUCCESSORS = 200, 4, 512, 4
 LAYER, WEIGHT = -2, "up"  # whose gradient is wrong
 RATES = {"adamw": 3e-4, "sgd": 3e-2}
+WARM_UP = 20  # steps in which AdamW's rate rises to its full size
+LARGEST = 1.0  # global norm of a gradient
 CASES = {"fused": "adamw", "one step late": "adamw", "times 1.5, SGD": "sgd", "times 1.01": "adamw"}
 
 
@@ -97,16 +100,19 @@ def adamw_step(loss: Step, late: bool = False) -> Step:
     import jax
     import jax.numpy as jnp
 
-    rate, b1, b2, decay = RATES["adamw"], 0.9, 0.95, 0.1
+    b1, b2, decay = 0.9, 0.95, 0.1
 
     def step(parameters: Any, moments: Any, last: Any, tokens: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(parameters, tokens)
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+        grads = jax.tree.map(lambda g: g * jnp.minimum(1, LARGEST / norm), grads)
         now = grads["layers"][LAYER][WEIGHT]
         if late:
             grads["layers"][LAYER][WEIGHT] = last
         count = moments["count"] + 1
         first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, moments["first"], grads)
         second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, moments["second"], grads)
+        rate = RATES["adamw"] * jnp.minimum(1, count.astype(jnp.float32) / WARM_UP)
         c1, c2 = 1 - b1 ** count.astype(jnp.float32), 1 - b2 ** count.astype(jnp.float32)
 
         def update(p: Any, m: Any, v: Any) -> Any:

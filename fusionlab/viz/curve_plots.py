@@ -44,6 +44,11 @@ def plot_losses(curve: Curve, ax: Any = None, *, differences: bool = False, **kw
         for k, run in enumerate(curve.loss_differences):
             label = "original, sums rounding otherwise" if k == 0 else None
             ax.plot(steps[: len(run)], run[: len(steps)], color=BEFORE, linewidth=0.7, label=label)
+        if curve.wide_losses:
+            wide = np.asarray(curve.wide_losses[: len(steps)], float)
+            ax.plot(
+                steps[: len(wide)], wide - losses[: len(wide)], color=BEFORE, linestyle=":", label="original in float32"
+            )
     else:
         ax.plot(steps, losses, color=BEFORE, linewidth=2.4, label="original")
     style = {"color": AFTER, "linewidth": 1.0, "label": "fused"}

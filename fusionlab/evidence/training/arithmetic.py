@@ -27,6 +27,17 @@ def arithmetic_for(closed: Any) -> Arithmetic:
     return Arithmetic(sums_of(closed, jax.default_backend()).tf32, tuple((d, error_of_sums(d)) for d in narrow))
 
 
+def is_narrow(closed: Any) -> bool:
+    """Whether a program computes anything in a float narrower than float32."""
+    for eqn in split_closed(closed)[0].eqns:
+        dtypes = (getattr(v.aval, "dtype", None) for v in eqn.outvars)
+        if any(d is not None and is_float(d) and d.itemsize < 4 for d in dtypes):
+            return True
+        if any(is_narrow(child) for _, _, child in child_jaxprs(eqn)):
+            return True
+    return False
+
+
 def _reduced(closed: Any) -> Iterator[Any]:
     """The dtypes of a program's reductions that add."""
     for eqn in split_closed(closed)[0].eqns:

@@ -42,6 +42,7 @@ class StepRange(Shown):
         difference over the norm of the original's.
       band: the same of the runs of the original with other roundings, all together.
       limit: what `fused` may be.
+      wide: of the original's difference from itself in float32; 0 where it computes in float32 anyway.
     """
 
     of: str
@@ -50,6 +51,7 @@ class StepRange(Shown):
     fused: float
     band: float
     limit: float
+    wide: float = 0.0
 
     @property
     def share(self) -> float:
@@ -66,7 +68,8 @@ class StepRange(Shown):
     def __str__(self) -> str:
         where = f"step {self.first}" if self.first == self.last else f"steps {self.first} to {self.last}"
         shares = f"{self.share:.2g} of its limit {self.limit:.2e}"
-        return f"{self.of}, {where}: {self.fused:.2e}, {shares} (the original from itself {self.band:.2e})"
+        wide = f", from itself in float32 {self.wide:.2e}" if self.wide else ""
+        return f"{self.of}, {where}: {self.fused:.2e}, {shares} (the original from itself {self.band:.2e}{wide})"
 
     def _row(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"share": self.share, "outside": self.outside}
@@ -85,9 +88,12 @@ class Curve(Shown):
       state: the arrays that a step replaces, by name; fixed: the arguments that are the same at every step.
       losses: of the original at each step, before its update; fused_losses: of the fused version.
       loss_differences: of each further run of the original, with other roundings of its sums: its losses less the original's.
+      wide_losses: of the original in float32; () where it computes in float32 anyway.
       distances: of the fused version's state from the original's after each step, relative L2 over all its floats.
       band_distances: the same of each further run of the original.
       stretches: the differences of the loss and of each array of the state by blocks of steps, with their limits.
+      parted: the first step from which on nothing is judged, because the original's own runs are as far apart as different trainings;
+        0 where there is none.
       seconds: stage -> seconds.
       stopped: "", or why it ended early ("cancelled", "budget", "no more batches").
       notes: sentences worth reading.
@@ -108,6 +114,8 @@ class Curve(Shown):
     distances: tuple[float, ...]
     band_distances: tuple[tuple[float, ...], ...]
     stretches: tuple[StepRange, ...]
+    wide_losses: tuple[float, ...] = ()
+    parted: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     stopped: str = ""
     notes: tuple[str, ...] = ()
@@ -140,10 +148,10 @@ class Curve(Shown):
 
     @property
     def verdict(self) -> Band:
-        """Inside where no difference is above its limit; undecided where nothing was measured."""
+        """Inside where no difference is above its limit; undecided where nothing was measured, or not all steps can be judged."""
         if self.outside:
             return Band.OUTSIDE
-        return Band.INSIDE if self.stretches else Band.UNDECIDED
+        return Band.INSIDE if self.stretches and not self.parted else Band.UNDECIDED
 
     @property
     def loss_limits(self) -> tuple[float, ...]:
@@ -180,7 +188,8 @@ class Curve(Shown):
         verdict = self.verdict.upper() if self.verdict is Band.OUTSIDE else str(self.verdict)
         early = f" of {self.steps} ({self.stopped})" if self.stopped else ""
         steps = f"{self.reached}{early} {plural('step', self.steps if early else self.reached)}"
-        return f"{verdict} over {steps}"
+        parted = f": from step {self.parted} on the original's own runs are apart" if self.parted else ""
+        return f"{verdict} over {steps}{parted}"
 
     def _sentence(self) -> str:
         return f"{self.name}: {self._headline}"
@@ -200,18 +209,20 @@ class Curve(Shown):
         def numbers(values: Any) -> Any:  # NaN and the infinities are texts in a file
             return tuple(numbers(v) if isinstance(v, list) else float(v) for v in values)
 
-        plain = {k: data[k] for k in ("name", "steps", "loss_name", "seconds", "stopped")}
+        plain = {k: data[k] for k in ("name", "steps", "loss_name", "seconds", "stopped")} | {
+            "parted": data.get("parted", 0)
+        }
         names = {k: tuple(data[k]) for k in ("state", "fixed", "notes")}
-        series = ("losses", "fused_losses", "loss_differences", "distances", "band_distances")
-        floats = ("fused", "band", "limit")
-        stretches = tuple(StepRange(**(s | {k: float(s[k]) for k in floats})) for s in data["stretches"])
+        series = ("losses", "fused_losses", "loss_differences", "wide_losses", "distances", "band_distances")
+        floats = ("fused", "band", "limit", "wide")
+        stretches = tuple(StepRange(**(s | {k: float(s[k]) for k in floats if k in s})) for s in data["stretches"])
         return cls(
             environment=Environment.from_dict(data["environment"]),
             stretches=stretches,
             kept=kept,
             **plain,
             **names,
-            **{k: numbers(data[k]) for k in series},
+            **{k: numbers(data.get(k, ())) for k in series},
         )
 
     def _makers(self) -> dict[str, Callable[[], str | bytes]]:
@@ -281,6 +292,8 @@ def table_of_steps(curve: Curve) -> Table:
             f"loss of run {k + 1}": curve.losses[t] + d[t] if t < len(d) else None
             for k, d in enumerate(curve.loss_differences)
         }
+        if curve.wide_losses:
+            row["loss in float32"] = curve.wide_losses[t] if t < len(curve.wide_losses) else None
         rows.append(row)
     return table_of(_Row(row) for row in rows)
 

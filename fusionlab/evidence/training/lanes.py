@@ -16,14 +16,17 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError
+from fusionlab.graph.interpret.promote import widened
 from fusionlab.graph.interpret.resummed import Arithmetic, resummed
 from fusionlab.graph.settings import jax_defaults
+from fusionlab.kernels.op.op import meaning_of
 
 from .blocks import block_of
 from .result import Leaf
 from .step import Step
 
-ORIGINAL, FUSED = "original", "fused"
+RESUMMED = "resummed"
+ORIGINAL, FUSED, WIDE = "original", "fused", "original in float32"
 _BEHIND = 2  # steps that the host may be ahead of the device
 _OF_ROOM = 0.8  # of the free memory that further states may take
 
@@ -108,7 +111,7 @@ class Lane:
     """One run: a state, and the program that takes it a step further.
 
     Attributes:
-      name: "original", "fused", or the number of a run of the original with other roundings.
+      name: "original", "fused", "original in float32", or the number of a run of the original with other roundings.
       state: its arrays on the device; () before it starts.
       loss: of its last step, on the device.
     """
@@ -126,8 +129,12 @@ class Lane:
 
     def advance(self, batch: Any, number: int) -> None:
         more = () if self.seed is None else (np.uint32((self.seed * 0x85EBCA6B + number * 0xC2B2AE35) & 0xFFFFFFFF),)
-        run = self.programs.of(self.step, batch, self.seed is not None)
+        run = self.programs.of(self.step, batch, self._how)
         self.state, self.loss = run(self.state, self.step.rest, self.step.arrays_of(batch), *more)
+
+    @property
+    def _how(self) -> str:
+        return WIDE if self.name == WIDE else "" if self.seed is None else RESUMMED
 
 
 def _fresh(given: Any, value: Any, leaf: Leaf) -> Any:
@@ -154,12 +161,16 @@ class Programs:
         self.arithmetic = arithmetic
         self._made: dict[Any, Callable] = {}
 
-    def of(self, step: Step, batch: Any, resums: bool) -> Callable:
+    def of(self, step: Step, batch: Any, how: str) -> Callable:
         key, made = step.program(batch)
-        if (step, key, resums) not in self._made:
-            fn = made(lambda closed: resummed(closed, self.arithmetic)) if resums else made()
-            self._made[step, key, resums] = jax.jit(fn, donate_argnums=(0,), **step.compiling)
-        return self._made[step, key, resums]
+        if (step, key, how) not in self._made:
+            ways = {
+                RESUMMED: lambda closed: resummed(closed, self.arithmetic),
+                WIDE: lambda closed: widened(closed, meaning_of),
+            }
+            fn = made(ways[how]) if how else made()
+            self._made[step, key, how] = jax.jit(fn, donate_argnums=(0,), **step.compiling)
+        return self._made[step, key, how]
 
 
 def floats(leaves: Sequence[Leaf]) -> tuple[int, ...]:

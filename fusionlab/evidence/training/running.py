@@ -10,21 +10,26 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-from fusionlab.errors import ArgumentError
+from fusionlab.errors import ArgumentError, OutOfMemoryError, TraceError
 from fusionlab.progress import Cancel, Progress, Reporter, Stages, Stopped, watched
 from fusionlab.tracebacks import own_lines_hidden
 
 from ..instruments.out_of_memory import out_of_memory
 from ..instruments.record import environment
-from .arithmetic import arithmetic_for
+from .arithmetic import arithmetic_for, is_narrow
 from .curve import Curve
 from .judging import judged, measured
 from .kept import Kept, on_host
-from .lanes import FUSED, ORIGINAL, Batches, Ended, Group, Lane, Programs, Series, floats, room_for
+from .lanes import FUSED, ORIGINAL, WIDE, Batches, Ended, Group, Lane, Programs, Series, floats, room_for
 from .result import Loss
 from .step import Call, Picks, Step
 
 RUNS = 6
+_COMPILING = {
+    ORIGINAL: "compiling the original",
+    FUSED: "compiling the fused version",
+    WIDE: "compiling the original in float32",
+}
 _ENDED, _BUDGET, _CANCELLED = "no more batches", "budget", "cancelled"
 
 
@@ -143,11 +148,12 @@ class _Training:
         self.seconds: dict[str, float] = {}
         self.ended = steps
         self.stopped = ""
+        self.remarks: list[str] = []
 
     # The runs.
 
     def _lane(self, name: str) -> Lane:
-        if name in (ORIGINAL, FUSED):
+        if name in (ORIGINAL, FUSED, WIDE):
             return Lane(name, self.fused if name == FUSED else self.step, self.programs)
         return Lane(name, self.step, self.programs, seed=int(name))
 
@@ -205,6 +211,8 @@ class _Training:
         batch = group.batch
         for name in names:
             self._first_step(group, name, batch)
+        if FUSED in names and is_narrow(self.step.traced):
+            self._try_wide(group, batch)
         left = self._left()
         room = max(1, room_for(group.lanes[0].state))
         self.batches.keeps = len(left) > room
@@ -213,10 +221,15 @@ class _Training:
         group.measure()
         self.group = group
 
+    def _try_wide(self, group: Group, batch: Any) -> None:
+        """The original in float32 as well, where that is possible."""
+        try:
+            self._first_step(group, WIDE, batch)
+        except (OutOfMemoryError, TraceError) as error:
+            self.remarks.append(f"the original was not run in float32: {error}")
+
     def _first_step(self, group: Group, name: str, batch: Any) -> None:
-        what = {ORIGINAL: "compiling the original", FUSED: "compiling the fused version"}.get(
-            name, "compiling the original, resummed"
-        )
+        what = _COMPILING.get(name, "compiling the original, resummed")
         known = what in self.seconds
         if not known:
             self.stages(what)
@@ -277,8 +290,10 @@ class _Training:
     def _curve(self) -> Curve:
         series = self._series()
         original, fused = series.pop(ORIGINAL, Series()), series.pop(FUSED, Series())
+        wide = series.pop(WIDE, None)
         others = [series[k] for k in sorted(series, key=int)]
         arrays = [self.step.state[i] for i in floats(self.step.state)]
+        found = judged(measured(arrays, original, self.loss_eps), fused, others, wide)
         return Curve(
             name=self.step.name,
             environment=environment(),
@@ -291,7 +306,9 @@ class _Training:
             loss_differences=tuple(tuple(s.loss_differences) for s in others),
             distances=_relative(fused, original),
             band_distances=tuple(_relative(s, original) for s in others),
-            stretches=tuple(judged(measured(arrays, original, self.loss_eps), fused, others)),
+            stretches=found.stretches,
+            wide_losses=tuple(wide.losses) if wide is not None else (),
+            parted=found.parted,
             seconds=self.seconds,
             stopped=self.stopped,
             notes=tuple(self._notes(original, fused, others)),
@@ -310,7 +327,7 @@ class _Training:
         )
 
     def _notes(self, original: Series, fused: Series, others: Sequence[Series]) -> list[str]:
-        notes = []
+        notes = list(self.remarks)
         if self.batches.count is not None and self.batches.count < self.steps and not self.stopped:
             notes.append(
                 f"there are {self.batches.count} batches, which were taken again from the first where they ended"

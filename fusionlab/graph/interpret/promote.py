@@ -131,10 +131,11 @@ class Promoted:
                 f"cotangent: got {len(cts)} leaves, needed one per output leaf ({len(self._out_avals)})"
             )
         floats = [i for i, a in enumerate(self._in_avals) if jnp.issubdtype(a.dtype, np.floating)]
-        wide = [
-            np.asarray(c).astype(wide_dtype(a.dtype)) if is_inexact(a.dtype) else None
-            for c, a in zip(cts, self._out_avals, strict=True)
-        ]
+        with enable_x64(True):
+            wide = [
+                np.asarray(c).astype(wide_dtype(a.dtype)) if is_inexact(a.dtype) else None
+                for c, a in zip(cts, self._out_avals, strict=True)
+            ]
         return wide, tuple(floats if wrt is None else (i for i in floats if i in set(wrt)))
 
     def _run(self, flat: Sequence[Any], wide: Sequence[Any], chosen: Sequence[int]) -> tuple[Any, list[Any]]:
@@ -169,6 +170,21 @@ def _argument(x: Any, aval: Any, on_device: bool) -> Any:
 def _readable(x: Any) -> Any:
     key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if key else x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def widened(closed: Any, inline: Callable[[Any], Callable | None] | None = None) -> Callable[..., list[Any]]:
+    """A traced program as a function of its arrays that can be traced: every float as wide as JAX has them where it is traced.
+
+    Args:
+      inline: as of `promote`.
+    """
+    interpreter = Interpreter(inline)
+
+    def run(*args: Any) -> list[Any]:
+        inputs = [x.astype(wide_dtype(x.dtype)) if is_inexact(x.dtype) else x for x in map(jnp.asarray, args)]
+        return [out.wide for out in interpreter.run(closed, map(plain, inputs))]
+
+    return run
 
 
 def promote(

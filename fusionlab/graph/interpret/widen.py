@@ -1,4 +1,4 @@
-"""Evaluates a jaxpr with every float widened to float64: the engine of `promote`.
+"""Evaluates a jaxpr with every float widened to float64: the engine of `promote`. Where `jax_enable_x64` is off it is float32.
 
 Casts between floats vanish; literals keep the value they have in their own dtype. Random draws are
 computed in the program's own dtype and widened afterwards, so masks and noise are the program's own. Custom
@@ -81,9 +81,10 @@ def is_inexact(dtype: Any) -> bool:
 
 
 def wide_dtype(dtype: Any) -> Any:
+    """The widest dtype of its kind that JAX has at present."""
     if jnp.issubdtype(dtype, np.complexfloating):
-        return np.dtype(np.complex128)
-    return np.dtype(np.float64) if jnp.issubdtype(dtype, np.floating) else dtype
+        return jax.dtypes.canonicalize_dtype(np.complex128)
+    return jax.dtypes.canonicalize_dtype(np.float64) if jnp.issubdtype(dtype, np.floating) else dtype
 
 
 def widen(x: Any) -> Any:

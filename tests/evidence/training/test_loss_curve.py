@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError, FusionLabError, SideEffectError
 from fusionlab.evidence.training import running
 from fusionlab.evidence.training.blocks import block_of, blocks_of
 from fusionlab.evidence.training.curve import Band
-from fusionlab.evidence.training.judging import limit
+from fusionlab.evidence.training.judging import Measured, judged, limit
+from fusionlab.evidence.training.lanes import Series
 
 STEPS = 24
 
@@ -99,6 +101,77 @@ def test_limits_are_wider_for_one_number_and_for_more_comparisons():
     assert limit(1, 6, 10) > limit(1000, 6, 10) > 3
     assert limit(1000, 6, 10_000) > limit(1000, 6, 10)
     assert limit(1000, 6, 10_000) < 7
+
+
+def series(losses, differences, squares):
+    """Of one step each."""
+    return Series([losses], [differences], [sum(squares)], [np.array(squares, float)])
+
+
+def measured(entries):
+    of_loss = Measured("loss", 1, 1e-7, lambda s: [s.loss_differences[0] ** 2], [1.0], relative=False)
+    arrays = [Measured(f"a{i}", n, 1e-7, lambda s, i=i: [s.blocks[0][i]], [1.0]) for i, n in enumerate(entries)]
+    return [of_loss, *arrays]
+
+
+def test_differences_that_come_in_jumps_are_judged_by_those_of_arrays_of_the_same_size():
+    """One entry of few jumps in a run of the original, another one in the fused version."""
+    entries, quiet = (8, 8, 10_000), 1e-6
+    runs = [series(2.0, 1e-4, [quiet] * 3) for _ in range(4)]
+    fused = series(2.0, 1e-4, [quiet, 1e-2, quiet])
+    found = judged(measured(entries), fused, runs).stretches
+    assert [s.of for s in found if s.outside] == ["a1"]
+    runs[2] = series(2.0, 1e-4, [1e-2, quiet, quiet])
+    found = judged(measured(entries), fused, runs).stretches
+    assert not any(s.outside for s in found)
+    # Which does not excuse an array of another size.
+    found = judged(measured(entries), series(2.0, 1e-4, [quiet, quiet, 1e-2]), runs).stretches
+    assert [s.of for s in found if s.outside] == ["a2"]
+
+
+def test_what_the_original_is_from_itself_in_float32_the_fused_version_may_be_twice():
+    runs = [series(2.0, 1e-4, [1e-6]) for _ in range(4)]
+    for far, inside in ((1.9e-2, True), (2.1e-2, False)):
+        found = judged(measured([8]), series(2.0, 1e-4, [far**2]), runs, series(2.0, 1e-4, [1e-4])).stretches
+        assert [s.outside for s in found] == [False, not inside]
+
+
+def test_nothing_is_judged_where_the_runs_of_the_original_have_parted():
+    runs = [series(2.0, d, [1e-6]) for d in (1e-4, 3.0, 1e-4, 1e-4)]
+    found = judged(measured([8]), series(2.0, 5.0, [1e-6]), runs)
+    assert (found.stretches, found.parted) == ((), 1)
+
+
+def in_bfloat16(p, x, y):
+    return loss(jax.tree.map(lambda a: a.astype(jnp.bfloat16), p), x.astype(jnp.bfloat16), y).astype(jnp.float32)
+
+
+def coarse(p, x, y):
+    """With 2 bits of mantissa instead of 7."""
+    return in_bfloat16(jax.tree.map(lambda a: lax.reduce_precision(a, 8, 2), p), x, y)
+
+
+@pytest.mark.dear
+def test_a_version_that_rounds_less_is_inside_and_one_that_rounds_more_is_not():
+    less = curve(sgd(coarse), sgd(loss))
+    assert less.verdict is Band.INSIDE
+    assert any(
+        s.limit == 2 * s.wide for s in less.stretches
+    )  # for other roundings of its sums alone the limit is narrower
+    assert np.allclose(less.wide_losses, less.fused_losses, rtol=1e-4)
+    assert curve(sgd(in_bfloat16), sgd(coarse)).verdict is Band.OUTSIDE
+
+
+@pytest.mark.dear
+def test_steps_that_amplify_every_rounding_are_undecided_from_a_step_that_is_named():
+    def logistic(p, x, y):
+        p = p @ jnp.eye(8)
+        return 3.99 * p * (1 - p), p[0, 0]
+
+    found = curve(logistic, logistic, jax.random.uniform(jax.random.key(0), (8, 8)), data=batches() * 2)
+    assert found.verdict is Band.UNDECIDED
+    assert 4 <= found.parted <= 2 * STEPS
+    assert f"from step {found.parted} on the original's own runs are apart" in str(found)
 
 
 @pytest.mark.dear
