@@ -155,10 +155,9 @@ def coarse(p, x, y):
 def test_a_version_that_rounds_less_is_inside_and_one_that_rounds_more_is_not():
     less = curve(sgd(coarse), sgd(loss))
     assert less.verdict is Band.INSIDE
-    assert any(
-        s.limit == 2 * s.wide for s in less.stretches
-    )  # for other roundings of its sums alone the limit is narrower
-    assert np.allclose(less.wide_losses, less.fused_losses, rtol=1e-4)
+    # For other roundings of its sums alone these limits are narrower.
+    assert any(s.limit == 2 * s.wide for s in less.stretches)
+    assert np.allclose(less.wide_losses, less.fused_losses, rtol=1e-3)  # literals keep their values in bfloat16
     assert curve(sgd(in_bfloat16), sgd(coarse)).verdict is Band.OUTSIDE
 
 
