@@ -40,7 +40,8 @@ def strings(source: str) -> Iterator[str]:
             if isinstance(node.value, str) and " " in node.value:
                 yield node.value
             continue
-        for value in vars(node).values():
+        # By field: whoever annotates a tree (a node with its parent, say) annotates nodes that all trees share.
+        for value in (getattr(node, field, None) for field in node._fields):
             if type(value) is list:
                 nodes += [v for v in value if isinstance(v, ast.AST) and type(v) is not ast.Name]
             elif isinstance(value, ast.AST) and type(value) not in WITHOUT_TEXT:
