@@ -101,6 +101,7 @@ def logits(prefill, decode, params, tokens, cache):
     return np.concatenate([np.asarray(a, np.float64) for a in (first, *steps)], 1)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("config", [SPELLINGS[2], SPELLINGS[1]], ids=[NAMES[2], NAMES[1]])
 def test_bfloat16_logits_are_near_those_of_the_unfused_float32_program(config):
     """Largest absolute difference over all 16 positions, relative to the largest float32 logit of them.

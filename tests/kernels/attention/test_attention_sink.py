@@ -78,6 +78,7 @@ def test_values_and_gradients_are_those_of_float64(shape, beside, dtype, impleme
         np.testing.assert_allclose(a, b, rtol=0, atol=allowed * max(1.0, np.abs(b).max()))
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_forward_mode_moves_the_sink_too(implementation):
     sink, moves = DRAW.normal(size=(2, N)).astype(np.float32)

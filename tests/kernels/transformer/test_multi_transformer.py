@@ -199,6 +199,7 @@ def partly(name, moving, reference=False):
     return of_moving, tuple(given[n] for n in moving)
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("which", SUITE)
 def test_transformations_of_a_causal_layer(x64, which):
     f, args = partly("causal", NAMES)
