@@ -52,6 +52,11 @@ class Lint(Shown):
         """The module scope it is in ("decoder"); "" at the top."""
         return self.id.partition("@")[2].rpartition("#")[0]
 
+    @property
+    def node(self) -> str:
+        """The first node that the edit changes, by the name that selects it in an explorer: "n12"."""
+        return f"n{min(self.node_ids)}"
+
     def __str__(self) -> str:
         where = f" ({self.source})" if self.source else ""
         return f"{self.id}: {self.sentence}{where}. Edit: {self.edit}"
@@ -60,7 +65,7 @@ class Lint(Shown):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able."""
-        return plain(self, "id rule sentence edit node_ids share source")
+        return plain(self, "id rule sentence edit node node_ids share source")
 
 
 @dataclass(frozen=True, eq=False)
