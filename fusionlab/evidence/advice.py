@@ -71,7 +71,8 @@ class TriedLint(Shown):
             share = f"{1 - 1 / self.timing.ratio:.0%} of the {self.timing.what} [{low:.0%}, {high:.0%}]"
             lines = [f"{self.lint.id}{where} costs {share}", f"edit: {self.lint.edit}", self.timing.text, self.cost]
             return "\n  ".join(lines)
-        why = f"{', '.join(self.differing)} differ" if self.differing else "it does not clearly save a tenth"
+        why = str(self.timing.verdict) if self.saves[0] > LEAST else "it does not clearly save a tenth"
+        why = f"{', '.join(self.differing)} differ" if self.differing else why
         return f"{self.lint.id}{where}: no advice, {why}; {self.timing.text}; {self.cost}"
 
     def _row(self) -> dict[str, Any]:
