@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..device import Device
-from ..evidence.advice import Advice, try_lints
+from ..evidence.advice.tried import Advice, try_lints
 from ..evidence.instruments.timing import check_effort
 from ..fusers.lints.rules import lints_of
 from ..graph.program.trace import bind_users

@@ -192,7 +192,8 @@ def arguments() -> tuple[Any, ...]:
 def roots(folder: Path) -> Iterator[Any]:
     """Real objects, from the verbs and what they give."""
     from fusionlab import evidence
-    from fusionlab.evidence import advice, attribution, node_times, record_diff, roofline
+    from fusionlab.evidence import attribution, node_times, record_diff, roofline
+    from fusionlab.evidence.advice.tried import Advice, TriedLint
 
     args = arguments()
     found = fusionlab.find(program, *args)
@@ -218,8 +219,8 @@ def roots(folder: Path) -> Iterator[Any]:
     )
     result = dataclasses.replace(result, timing=timing, same_code=False)
     linted = fusionlab.find(scanned, jnp.ones((4, 16, 16)), jnp.ones((8, 16)))
-    tried = advice.TriedLint(linted.lints[0], timing)
-    yield from (linted, linted.lints, advice.Advice("scanned", (tried,), "a card"))
+    tried = TriedLint(linted.lints[0], timing)
+    yield from (linted, linted.lints, Advice("scanned", (tried,), "a card"))
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     yield from (result, evidence.Evidence(**plain), fused, record_diff.diff_records(result, result))
     yield trained()

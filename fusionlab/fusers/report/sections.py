@@ -9,7 +9,6 @@ from ..engine.grouping import grouped_by, nameless, which
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair, pairs_line
 from ..lints.lint import Lint
-from .structures import Structure
 
 
 def reason_lines(rejections: Sequence[Rejection], most: int | None = None) -> list[str]:
@@ -47,7 +46,7 @@ def pair_lines(pairs: Sequence[Pair]) -> list[str]:
     return _section("backward passes in this program:", [f"  {pairs_line(alike)}" for alike in groups])
 
 
-def structure_lines(structures: Sequence[Structure], why: str = "") -> list[str]:
+def structure_lines(structures: Sequence[Any], why: str = "") -> list[str]:
     """The structures, similar ones grouped; or why none could be found."""
     groups = grouped_by(structures, lambda s: (s.kind, s.text))
     lines = [f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups]

@@ -8,7 +8,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.evidence import Runs, Timing, Verdict
-from fusionlab.evidence.advice import Advice, TriedLint, try_lints
+from fusionlab.evidence.advice.tried import Advice, TriedLint, try_lints
 from fusionlab.evidence.instruments.timing import timing_of
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.graph.rewriting.rewrite import to_jaxpr

@@ -18,14 +18,14 @@ from fusionlab.graph.settings import as_function
 from fusionlab.progress import Stages, Stopped
 from fusionlab.showing import Shown, plural
 
-from .check import error_of
-from .errors.outputs import named_outputs
-from .instruments.memory import Memory, memory_of
-from .instruments.program import Program
-from .instruments.record import hardware
-from .instruments.timing import Timing, Verdict, seconds, time_programs
-from .original import Original
-from .units import binary_bytes
+from ..check import error_of
+from ..errors.outputs import named_outputs
+from ..instruments.memory import Memory, memory_of
+from ..instruments.program import Program
+from ..instruments.record import hardware
+from ..instruments.timing import Timing, Verdict, seconds, time_programs
+from ..original import Original
+from ..units import binary_bytes
 
 
 @dataclass(frozen=True, repr=False)
