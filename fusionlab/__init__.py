@@ -33,6 +33,7 @@ if _TYPE_CHECKING:
     from .fusers import Strategy as Strategy
     from .fusers import pattern_pass as pattern_pass
     from .kernels.op.own import CudaKernel as CudaKernel
+    from .verbs.advice import advise as advise
     from .verbs.by_site import bisect as bisect
     from .verbs.by_site import errors_by_site as errors_by_site
     from .verbs.by_site import time_by_scope as time_by_scope
@@ -64,6 +65,7 @@ _NAMES_OF_MODULES = {
     "fusers": "Candidate Rejection Strategy pattern_pass",
     "kernels.op.own": "CudaKernel",
     "ops": "ops",
+    "verbs.advice": "advise",
     "verbs.by_site": "bisect errors_by_site time_by_scope time_by_site",
     "verbs.comparison": "Comparison compare",
     "verbs.drift": "drift",

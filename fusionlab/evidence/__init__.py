@@ -2,8 +2,8 @@
 
 Read `comparison` first (all of it on one pair), then `measuring` (step by step) and `original`. `instruments/` measures one
 program, `errors/` its numerical errors. `site_errors`, `subsets`, `bisection`, `attribution` and `reconcile` find the site behind a
-difference; `roofline` computes the best possible time; `tuning` finds the fastest implementation; `check` and `record_diff` compare
-two results. May import `graph`, `kernels`, `fusers` and `testing/tolerances.py`; draws nothing.
+difference; `roofline` computes the best possible time; `tuning` finds the fastest implementation; `advice/` tries lints; `check` and
+`record_diff` compare two results. May import `graph`, `kernels`, `fusers` and `testing/tolerances.py`; draws nothing.
 """
 
 from .comparison import Evidence, measure

@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import RewriteError
 from ..graph.calls.parts import fixed_difference
 from ..testing.tolerances import tolerance
-from .errors.arrays import compare_arrays
+from .errors.arrays import Error, compare_arrays
 
 
 def check_same(before: Any, after: Any, name: str) -> None:
@@ -28,14 +28,19 @@ def check_same(before: Any, after: Any, name: str) -> None:
         raise RewriteError(f"{name}: the fused version returns another structure than the original; this is a bug")
     for (path, b), a in zip(old, new, strict=True):
         b, a = np.asarray(b), np.asarray(a)
-        rtol, atol = _allowed(b)
-        error = compare_arrays(a, b, b.dtype, rtol, atol)
+        error = error_of(b, a)
         if error.over_tolerance or a.dtype != b.dtype:
             raise RewriteError(
                 f"{name}: output {jax.tree_util.keystr(path) or 'out'} of the fused version differs from the original's in "
                 f"{error.over_tolerance} of {b.size} entries, at most by {error.max_abs:.3g}; "
                 f"skip sites (skip=[...]) to find the guilty one, and report it"
             )
+
+
+def error_of(before: np.ndarray, after: np.ndarray) -> Error:
+    """The distance of two versions of a result, with the tolerance of `check_same`."""
+    rtol, atol = _allowed(before)
+    return compare_arrays(after, before, before.dtype, rtol, atol)
 
 
 def _allowed(want: np.ndarray) -> tuple[float, float]:

@@ -4,6 +4,7 @@
     strategy.py  which passes run, with which options.
     passes/      linear (GEMM epilogues), norm, lerp, attention, matmul (routes, gated pairs), transformer (whole layers), custom.
     registry.py  the table of all passes, in the order in which they run.
+    lints/       advice that no fusion gives: edits of the source, as candidates to be measured.
     report/      the findings of a search, as values to print and to assert on.
     find.py      the search: every pass over every block, overlapping sites, backward passes.
 

@@ -61,7 +61,9 @@ def find_in(
             return _declined_for(graph, _find_in(numbered.graph, *asked))
         names = ", ".join(numbered.symbols)
         note = f"the sizes of this program are symbolic ({names}), and it traces at none of the sizes tried: nothing was searched"
-        return Findings(graph, tuple(p.name for p, _ in asked[0]), (), (), device=str(device), notes=(note,))
+        return Findings(
+            graph, tuple(p.name for p, _ in asked[0]), (), (), device=str(device), notes=(note,), where=device
+        )
 
 
 def _declined_for(graph: Graph, found: Findings) -> Findings:
@@ -147,6 +149,7 @@ def _find_in(
         gradients=_gradients(passes),
         differentiated=differentiated,
         router=_router(passes, found_views, search_of),
+        where=device,
     )
 
 

@@ -87,7 +87,7 @@ def view_model(
 ) -> dict[str, Any]:
     """All that a picture and its tables show, as plain data that JSON can hold.
 
-    Top keys: `format`, `version`, `title`, `header` (one sentence), `counts`, `passes`, `sites` (the ledger's rows), `structures`,
+    Top keys: `format`, `version`, `title`, `header` (one sentence), `counts`, `passes`, `sites` (the ledger's rows), `structures`, `lints`,
     `evidence`, `picture` (its lanes, rows, cards and edges, as `cards/card.py` names them) and `nodes`, which cards name by `id`.
 
     Args:

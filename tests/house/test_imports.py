@@ -23,7 +23,7 @@ graph.jax_compat graph.dtypes graph.primitives graph.settings graph.declined gra
 graph.matching graph.cost graph.certify graph.backward graph.rewriting graph.xla graph
 kernels.launch kernels.choose kernels.op kernels.ops kernels ops
 fusers.engine fusers.strategy fusers.passes.linear fusers.passes.norm fusers.passes.lerp fusers.passes.attention fusers.passes.matmul
-fusers.passes.transformer fusers.passes.custom fusers.passes fusers.registry fusers.report fusers.find fusers
+fusers.passes.transformer fusers.passes.custom fusers.passes fusers.registry fusers.lints fusers.report fusers.find fusers
 testing.tolerances evidence.units evidence.instruments evidence.errors evidence evidence.scopes
 viz.palette viz.markup viz.browser viz.convert viz.model viz.cards.card viz.cards.layout viz.parts viz.cards viz.export viz.notebook
 viz.plots viz.curve_plots viz.roofline_plots viz.route_plots viz.gpu_record viz.html viz.explorer viz

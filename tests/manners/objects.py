@@ -177,6 +177,11 @@ def kept(x, w):
     return jax.nn.relu(hidden), hidden
 
 
+def scanned(w, x):
+    """The gradient of layers in a scan, with what it stacks."""
+    return jax.grad(lambda w: jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(jnp.tanh(x @ w)), None), x, w)[0]))(w)
+
+
 def arguments() -> tuple[Any, ...]:
     keys = jax.random.split(jax.random.key(0), 4)
     return tuple(
@@ -188,6 +193,7 @@ def roots(folder: Path) -> Iterator[Any]:
     """Real objects, from the verbs and what they give."""
     from fusionlab import evidence
     from fusionlab.evidence import attribution, node_times, record_diff, roofline
+    from fusionlab.evidence.advice.tried import Advice, TriedLint
 
     args = arguments()
     found = fusionlab.find(program, *args)
@@ -212,6 +218,9 @@ def roots(folder: Path) -> Iterator[Any]:
         "call", run, dataclasses.replace(run, name="after"), 1.2, (1.1, 1.3), evidence.Verdict.FASTER, "a card"
     )
     result = dataclasses.replace(result, timing=timing, same_code=False)
+    linted = fusionlab.find(scanned, jnp.ones((4, 16, 16)), jnp.ones((8, 16)))
+    tried = TriedLint(linted.lints[0], timing)
+    yield from (linted, linted.lints, Advice("scanned", (tried,), "a card"))
     plain = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     yield from (result, evidence.Evidence(**plain), fused, record_diff.diff_records(result, result))
     yield trained()

@@ -1,4 +1,4 @@
-"""Everything known about one site or structure, in lines."""
+"""Everything known about one site, structure or lint, in lines."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ from typing import Any
 
 from ...errors import REJECTIONS
 from ..engine.outcomes import Candidate, Rejection
+from ..lints.lint import Lint
 
 
 def explained(item: Any, origin: bool) -> str:
-    """Everything known about a candidate, a rejection or a structure."""
+    """Everything known about a candidate, a rejection, a structure or a lint."""
     if isinstance(item, Rejection):
         where = f"\n  declined at {item.origin}" if origin and item.origin else ""
         return f"{item}\n  {REJECTIONS[item.code]}{where}"
     if isinstance(item, Candidate):
         return _explained_candidate(item)
+    if isinstance(item, Lint):
+        return f"{item}\n  not measured; fusionlab.advise tries it"
     return "\n".join([f"{item}, {len(item.node_ids)} nodes", *(f"  of {site}" for site in item.sites)])
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...device import Device
 from ...errors import ArgumentError, MissingDependencyError, did_you_mean, unknown_name
 from ...graph.cost.cost import Costs, cost_of
 from ...graph.program.boundary import guarded
@@ -19,13 +20,16 @@ from ...graph.program.text import node_text
 from ...graph.program.trace import graph_of_jaxpr
 from ...graph.rewriting.rewrite import to_jaxpr
 from ...graph.xla.modules import CompiledModule, xla_view
-from ...showing import Facts, Records, Shown, Text
+from ...showing import Facts, Records, Shown, Text, plural
 from ...tracebacks import errors_for_users
-from ..engine.grouping import STATE_WORDS, code_counts, columns_of, grouped_by, nameless, states_said, which
+from ..engine.grouping import STATE_WORDS, code_counts, columns_of, states_said
 from ..engine.outcomes import Candidate, Rejection
-from ..engine.pairs import Pair, pairs_line
+from ..engine.pairs import Pair
+from ..lints.lint import Lint
+from ..lints.rules import lints_of
 from ..passes.matmul.route_table import Routes
 from .explaining import explained
+from .sections import backend_lines, lint_lines, pair_lines, reason_lines, structure_lines
 from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
 from .structures import Structure, structures_of
 
@@ -41,7 +45,7 @@ class Findings(Shown):
     Attributes: `graph`, `passes` (requested names, in order), `candidates`, `rejections`, `seconds` (phase -> s), `device` (for which
     backends are chosen), `notes` (sentences on the search), `gradients` (names of the `_grad` passes that are on), `differentiated` (the
     program contains a backward pass), `applied` (ids of the fused sites, for the findings of a fused function), `router`
-    (finds the routes of the products; opaque to readers).
+    (finds the routes of the products; opaque to readers), `where` (the device as a record).
     """
 
     graph: Graph
@@ -55,6 +59,7 @@ class Findings(Shown):
     differentiated: bool = False
     applied: Collection[str] = ()
     router: Callable[[Findings], Routes] | None = dataclasses.field(default=None, repr=False)
+    where: Device | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("candidates", "rejections"):
@@ -117,6 +122,12 @@ class Findings(Shown):
         return guarded(lambda: (structures_of(self), ""), lambda fault: ((), f"none could be found: {fault}"))
 
     @functools.cached_property
+    def lints(self) -> tuple[Lint, ...]:
+        """Advice that no fusion gives, by the roofline of the device: `fusionlab.advise` tries each edit and measures it."""
+        where = self.where
+        return Records(guarded(lambda: lints_of(self.graph, where), lambda fault: ()) if where is not None else ())
+
+    @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
         """The forward sites, fused or declined, whose gradient this already differentiated program computes as well."""
         items = sorted((*self.candidates, *self.rejections), key=lambda x: x.region.nodes[0].id if x.region else -1)
@@ -128,9 +139,9 @@ class Findings(Shown):
         hits: list[Candidate | Rejection] = [c for c in self.candidates if nid in c.all_node_ids]
         return Records(hits + [r for r in self.rejections if nid in r.node_ids or nid in r.site_ids])
 
-    def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure:
-        """The candidate, rejection or structure with this id."""
-        items = {item.id: item for item in (*self.structures, *self.rejections, *self.candidates)}
+    def __getitem__(self, site_id: str) -> Candidate | Rejection | Structure | Lint:
+        """The candidate, rejection, structure or lint with this id."""
+        items = {item.id: item for item in (*self.lints, *self.structures, *self.rejections, *self.candidates)}
         if site_id not in items:
             raise unknown_name("site", site_id, items)
         return items[site_id]
@@ -226,8 +237,9 @@ class Findings(Shown):
         return [f"{', '.join(names)}: {RUNS_UNDER_GRAD}"] if names and not self.differentiated else []
 
     def __str__(self) -> str:
-        """The lines of the passes, then the reasons for declining, similar ones grouped; long lists are truncated."""
-        return "\n".join([*self.lines(), *self.reasons(_LINES), *(f"note: {n}" for n in self.notes)])
+        """The lines of the passes, the reasons for declining, similar ones grouped, and the lints; long lists are truncated."""
+        advice = lint_lines(self.lints)
+        return "\n".join([*self.lines(), *self.reasons(_LINES), *advice, *(f"note: {n}" for n in self.notes)])
 
     def report(self, xla: bool = False) -> Text:
         """The full report: `str()` with every reason, and the backend of each site, with its reason.
@@ -235,51 +247,19 @@ class Findings(Shown):
         With `xla`, also the number of kernels that XLA makes of each site, as written and fused; both are compiled for it (see `xla`).
         """
         kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
-        sections = (self._chosen(), kernels, self._paired(), self._under_grad(), self._structured())
+        chosen, structured = backend_lines(self.candidates, self.device), structure_lines(*self._structures_or_why)
+        sections = (chosen, kernels, pair_lines(self.pairs), self._under_grad(), structured, lint_lines(self.lints))
         parts = (self.lines(), self.reasons(), *sections, (f"note: {n}" for n in self.notes))
         return Text("\n".join(line for part in parts for line in part))
 
     def reasons(self, most: int | None = None) -> list[str]:
         """The reasons for declining, in at most so many lines (None: all); sites that differ only in names are grouped."""
-        lines: list[str] = []
-        listed = 0
-        for alike in grouped_by(self.rejections, lambda r: (r.pass_name, r.code, r.edit, nameless(r.sentence))):
-            entry = [f"  [{alike[0].code}] {which(alike)}: {alike[0].sentence}"]
-            entry += [f"    edit: {alike[0].edit}"] if alike[0].edit else []
-            if most is not None and len(lines) + len(entry) > most:
-                return ["declined:", *lines, f"  ... and {len(self.rejections) - listed} more: found.rejections"]
-            lines += entry
-            listed += len(alike)
-        return _section("declined:", lines)
-
-    def _chosen(self) -> list[str]:
-        """The backend of each candidate, with the reason, similar sites grouped."""
-        groups = grouped_by(self.candidates, lambda c: (c.pass_name, c.formula, c.backend, *map(nameless, c.notes)))
-        lines = []
-        for alike in groups:
-            first, b = alike[0], alike[0].backend
-            where = f"{b.name} ({b.verdict}): {b.reason}" if b else "no backend was considered"
-            lines += [f"  {which(alike)}: {first.formula} -> {where}", *(f"    {n}" for n in first.notes)]
-        return _section(f"backends on {self.device}:", lines)
-
-    def _paired(self) -> list[str]:
-        """The pairs, similar ones grouped."""
-        groups = grouped_by(
-            self.pairs,
-            lambda p: (p.site.partition("@")[0], tuple(p.gradients), p.absent, p.stays, p.idle, p.grouping, p.joins),
-        )
-        return _section("backward passes in this program:", [f"  {pairs_line(alike)}" for alike in groups])
-
-    def _structured(self) -> list[str]:
-        """The structures, similar ones grouped."""
-        structures, why = self._structures_or_why
-        groups = grouped_by(structures, lambda s: (s.kind, s.text))
-        lines = [f"  {which(alike, 'structures')}: {alike[0].text}" for alike in groups]
-        return [f"structures: {why}"] if why else _section("structures:", lines)
+        return reason_lines(self.rejections, most)
 
     def __repr__(self) -> str:
         fused = sum(c.id in self.applied for c in self.candidates)
         said = states_said(fused, len(self.candidates) - fused, len(self.rejections))
+        said += [f"{len(self.lints)} {plural('lint', len(self.lints))}"] if self.lints else []
         return f"<{type(self).__name__} {self.graph.name}: {', '.join(said)}>"
 
     def explain(self, node: Node | int | str, origin: bool = False) -> Text:
@@ -295,7 +275,7 @@ class Findings(Shown):
         found = self._node(node)
         texts = [explained(i, origin).replace("\n", "\n  ") for i in self.of_node(found)]
         texts = texts or [f"in no site: none of the requested passes ({', '.join(self.passes)}) has its anchor here"]
-        texts += [f"part of {s}" for s in self.structures if found.id in s.node_ids]
+        texts += [f"part of {s}" for s in (*self.structures, *self.lints) if found.id in s.node_ids]
         texts.append(f"costs {self.cost().summary(found)}")
         return Text("\n".join([node_text(found), *("  " + text for text in texts)]))
 
@@ -348,6 +328,7 @@ class Findings(Shown):
             "rejections": [r.to_dict() for r in self.rejections],
             "pairs": [p.to_dict() for p in self.pairs],
             "structures": [s.to_dict() for s in self.structures],
+            "lints": [lint.to_dict() for lint in self.lints],
             "notes": list(self.notes),
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
         }
@@ -357,7 +338,7 @@ class Findings(Shown):
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_dataframe(self, xla: bool = False) -> Any:
-        """One row per candidate and rejection, as a pandas DataFrame.
+        """One row per candidate, rejection and lint, as a pandas DataFrame.
 
         `backend` is the one chosen, `backends` every one with its verdict and reason, `notes` the sentences on the site. With `xla`, which
         compiles the program as written and fused (see `xla`), `xla_fused_into` lists the kernels that XLA makes of a candidate's nodes,
@@ -372,6 +353,7 @@ class Findings(Shown):
             raise MissingDependencyError("to_dataframe needs pandas: pip install pandas") from error
         rows = [{"state": "candidate", **c.to_dict(), **columns_of(c)} for c in self.candidates]
         rows += [{"state": "declined", **r.to_dict()} for r in self.rejections]
+        rows += [{"state": "lint", **lint.to_dict()} for lint in self.lints]
         columns = ["state", "id", "pass", "code", "sentence", "formula", "source", "matched", "total", "edit"]
         columns += ["backend", "backends", "notes"]
         if xla:
@@ -379,11 +361,6 @@ class Findings(Shown):
             for row, k in zip(rows, self.kernels(), strict=False):  # the candidates' rows come first
                 row |= {"xla_fused_into": k.into, "xla_kernels": k.change}
         return pd.DataFrame(rows, columns=columns)
-
-
-def _section(head: str, lines: list[str]) -> list[str]:
-    """Lines of a report under their heading; nothing if there are none."""
-    return [head, *lines] if lines else []
 
 
 def _names(given: Iterable[str] | str) -> set[str]:

@@ -7,7 +7,7 @@ contexts, scopes and source lines; regions are rebuilt, with their own parameter
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,13 @@ def with_names(graph: Graph, replacements: Iterable[Replacement] = ()) -> tuple[
         if block.path in owner and owner[block.path][1].path in entered and owner[block.path][0].primitive in ENTERED:
             entered.add(block.path)
     return _emitted(graph, tuple(replacements), entered)
+
+
+@jax_defaults()
+def with_params(graph: Graph, changed: Mapping[int, Mapping[str, Any]]) -> Any:
+    """A closed jaxpr that computes `graph` with other parameters of some equations: node id -> parameter -> its value."""
+    with wide_types(types_in(graph.top.jaxpr)):
+        return _Edited(graph, changed).block(graph.top)
 
 
 def _emitted(graph: Graph, chosen: Sequence[Replacement], paths: Iterable[str]) -> tuple[Any, dict]:
@@ -227,6 +234,18 @@ class _Emitter:
         if params.get("policy") is not None:
             params["policy"] = _AnchorPolicy(params["policy"])
         return params
+
+
+class _Edited(_Emitter):
+    """Blocks without replacements, in which some equations have other parameters."""
+
+    def __init__(self, graph: Graph, changed: Mapping[int, Mapping[str, Any]]) -> None:
+        super().__init__((), BlockTree(graph), {graph.block_of[i].path for i in changed})
+        self.changed = changed
+
+    def eqn(self, node: Node, env: Env) -> Any:
+        eqn = super().eqn(node, env)
+        return eqn.replace(params={**eqn.params, **self.changed.get(node.id, {})})
 
 
 def _apart(captured: Constants, extra: Constants | None) -> tuple[list, list]:

@@ -59,13 +59,17 @@ function passes(ui) {
           r.total > 0 && h("span", { class: "fl-near", title: "matched nodes" }, `${r.matched}/${r.total}`),
           h("p", {}, r.text), r.edit && h("p", { class: "fl-edit" }, r.edit))))));
   };
+  const lints = (found) => found.length > 0 && h("details", { class: "fl-declined", "data-key": "lints" }, h("summary", {}, `Lints ${found.length}`),
+    h("p", { class: "fl-quiet" }, "no fusion, and not measured: fusionlab.advise tries each edit"),
+    found.map((r) => h("div", { class: "fl-reason", "data-key": r.id },
+      h("button", { type: "button", class: "fl-link", "data-fl-pick": r.pick, title: r.id }, r.where), h("p", {}, r.text), h("p", { class: "fl-edit" }, r.edit))));
 
   const redraw = () => {
-    const { passes: all = [], declined: kinds = [] } = ui.store.get("panel") || {};
+    const { passes: all = [], declined: kinds = [], lints: found = [] } = ui.store.get("panel") || {};
     const few = all.reduce((sum, p) => sum + p.sites, 0) <= FEW_SITES;
     const none = all.filter((p) => p.state === "none" && !declinedOf(p.name).length), some = all.filter((p) => !none.includes(p));
     fill(list, ui.head().offline && h("p", { class: "fl-note", "data-key": "offline" }, ui.head().offline),
-      some.map((p) => pass(p, few)), declined(kinds),
+      some.map((p) => pass(p, few)), declined(kinds), lints(found),
       none.length > 0 && h("details", { class: "fl-declined", "data-key": "none" }, h("summary", {}, `Nothing found by ${none.length} pass${none.length > 1 ? "es" : ""}`), none.map((p) => pass(p, few))));
     const act = (hook, text, message, why, title) => button(hook, text, message, { disabled: ui.fixed() || !!why, title: ui.fixed() ? ui.why() : why || title });
     const count = (name) => all.reduce((sum, p) => sum + p[name], 0), sites = count("sites"), applied = count("applied");

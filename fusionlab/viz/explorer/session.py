@@ -243,7 +243,7 @@ class Session(Below):
         }
 
     def panel(self) -> dict[str, Any]:
-        """Passes, options, sites, identical ones together, and declined sites."""
+        """Passes, options, sites, identical ones together, declined sites, and lints."""
         shares = self.shares.get(self.setting)
         named = {s.site: s for s in shares.sites} if shares is not None else {}
         idle = {c.id for c in self.findings.candidates if c.idle}

@@ -236,11 +236,15 @@ class _Inspector:
         return facts(rows)
 
     def structures(self, node: Node) -> str:
-        """The structures that contain the node, if they were searched already: the search takes seconds in a large program."""
-        known = vars(self.findings).get("structures", ())
-        return section(
-            "Part of", facts([(s.kind, f"{pick(s.id)} {text(s.text)}") for s in known if node.id in s.node_ids])
+        """The lints of the node, and the structures that contain it, if they were searched already: the search takes seconds in a large
+        program."""
+        assert self.findings is not None
+        known = [s for s in vars(self.findings).get("structures", ()) if node.id in s.node_ids]
+        lints = [x for x in self.findings.lints if node.id in x.node_ids]
+        advice = section(
+            "Lints", facts([row for x in lints for row in ((x.rule, text(x.sentence)), ("edit", text(x.edit)))])
         )
+        return advice + section("Part of", facts([(s.kind, f"{pick(s.id)} {text(s.text)}") for s in known]))
 
     def given(self, name: str) -> Inspected | None:
         """A value that no node makes: an argument, what a body is given, a captured array."""

@@ -139,6 +139,8 @@ class Teller:
         found = self.album.findings
         for record in (*found.candidates, *found.rejections)[:_MOST_NAMES] if found is not None else ():
             self._tell(panes, record.id, record.id)
+        for lint in found.lints if found is not None else ():
+            self._tell(panes, lint.node, lint.node)
         lines = dict.fromkeys(n.source.short for n in self.album.graph.nodes() if n.source)
         for line in [*lines][:_MOST_NAMES]:
             self._tell(panes, line, line)

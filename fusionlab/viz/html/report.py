@@ -23,7 +23,7 @@ from ..markup import ID_PREFIX, aligned, dom_id, inline_svg, table
 from ..model.evidence_view import environment_dict, evidence_dict, evidence_tables, headline, measured_on
 from ..model.summaries import summary
 from .page import AFTER_ID_PREFIX, page_data
-from .sections import candidates_html, declined_html, legend, passes_html, residuals_html, structures_html
+from .sections import candidates_html, declined_html, legend, lints_html, passes_html, residuals_html, structures_html
 from .tabs import Tab, evidence_tabs, tab
 
 _LIVE = f"Switching sites on and off and measuring again need a live kernel: <code>{LIVE}</code> in a notebook."
@@ -123,12 +123,13 @@ def graph_html(graph: Graph, findings: Findings | None = None, *, enabled: Colle
 
 
 def _reasons(view: Mapping[str, Any], findings: Findings | None) -> str:
-    """Below a picture: why sites were declined, and the notes on the search."""
+    """Below a picture: why sites were declined, the lints, and the notes on the search."""
     if findings is None:
         return ""
     declined = declined_html(view) if findings.rejections else ""
     notes = "".join(f'<p class="quiet">{_e(note)}</p>' for note in findings.notes)
-    return (f'<p class="fl-header">Declined</p>{declined}' if declined else "") + notes
+    parts = (("Declined", declined), ("Lints", lints_html(view)))
+    return "".join(f'<p class="fl-header">{name}</p>{html}' for name, html in parts if html) + notes
 
 
 def evidence_summary_html(evidence: Any) -> str:
@@ -202,6 +203,7 @@ def _found(view: Mapping[str, Any], findings: Findings | None) -> list[Tab]:
         tab("Passes", passes_html(view)),
         tab("Declined", declined_html(view)),
         tab("Structures", structures_html(view)),
+        tab("Lints", lints_html(view)),
         tab("Residuals", residuals_html(view)),
     ]
 

@@ -143,6 +143,18 @@ def structures_html(view: Mapping[str, Any]) -> str:
     return table(heads, rows, (1,))
 
 
+def lints_html(view: Mapping[str, Any]) -> str:
+    """The lints, each with its edit; "" without lints."""
+    rows = []
+    for lint in view["lints"]:
+        where = lint["source"]["where"] if lint["source"] else ""
+        rows.append([(lint["id"], "mono"), lint["sentence"], lint["edit"], where])
+    if not rows:
+        return ""
+    tried = "<p>Not measured, and no fusion: <code>fusionlab.advise(fn, *args)</code> tries each edit.</p>"
+    return tried + table(["lint", "what it is", "edit", "where"], rows)
+
+
 def residuals_html(view: Mapping[str, Any]) -> str:
     """The residuals that the fused forward keeps for the backward pass, alike sites in one row; "" when nothing is kept."""
     applied = [s for s in view["sites"] if s["state"] == "applied"]

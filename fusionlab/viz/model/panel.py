@@ -1,4 +1,4 @@
-"""The explorer's left side as plain data: passes with their options, identical sites together, and declined sites."""
+"""The explorer's left side as plain data: passes with their options, identical sites together, declined sites, and lints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,14 @@ def panel(
     return {
         "passes": [_pass(p, [sites[i] for i in p["site_ids"]], strategy, shares) for p in whole["passes"]],
         "declined": [_code(code, rows) for code, rows in _by_code(whole["sites"]).items()],
+        "lints": [_lint(lint) for lint in whole["lints"]],
     }
+
+
+def _lint(lint: Mapping[str, Any]) -> dict[str, Any]:
+    """A lint; `pick` is what selects its place."""
+    where = lint["source"]["where"] if lint["source"] else lint["id"]
+    return {"id": lint["id"], "pick": lint["node"], "where": where, "text": lint["sentence"], "edit": lint["edit"]}
 
 
 def _pass(

@@ -1,13 +1,15 @@
-"""A view model without its picture: header, counts, passes, sites, structures and evidence."""
+"""A view model without its picture: header, counts, passes, sites, structures, lints and evidence."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fusionlab.fusers.engine.grouping import states_said
 from fusionlab.fusers.engine.outcomes import Candidate, Rejection
+from fusionlab.fusers.lints.lint import Lint
 from fusionlab.fusers.report.findings import Findings
+from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.meshes import mesh_of_arguments
 
@@ -27,7 +29,7 @@ def summary(
     formulas: Mapping[str, str] | None = None,
     structures: bool = True,
 ) -> dict[str, Any]:
-    """The view model without the picture: header, counts, passes, sites, structures if wanted, and evidence."""
+    """The view model without the picture: header, counts, passes, sites, structures if wanted, lints, and evidence."""
     counts = _counts(graph, findings, enabled)
     measured = evidence_dict(evidence)
     return {
@@ -38,15 +40,15 @@ def summary(
         "counts": counts,
         "passes": _passes(findings, enabled, formulas or {}),
         "sites": _ledger(findings, enabled),
-        "structures": _structures(findings) if structures else [],
+        "structures": _listed(findings.structures) if findings is not None and structures else [],
+        "lints": _listed(findings.lints) if findings is not None else [],
         "evidence": measured,
     }
 
 
-def _structures(findings: Findings | None) -> list[dict[str, Any]]:
-    """The structures of the sites: `to_dict` of each, its source as a dict."""
-    found = findings.structures if findings is not None else ()
-    return [s.to_dict() | {"source": source_dict(s.source)} for s in found]
+def _listed(found: Sequence[Structure | Lint]) -> list[dict[str, Any]]:
+    """`to_dict` of each structure or lint, its source as a dict."""
+    return [item.to_dict() | {"source": source_dict(item.source)} for item in found]
 
 
 def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, measured: Mapping | None) -> str:

@@ -1,5 +1,12 @@
 """What is said of a program beside its picture: header, counts, passes and the ledger's rows."""
 
+import jax
+import jax.numpy as jnp
+
+import fusionlab as fl
+from fusionlab.viz.html.inspector import inspect
+from fusionlab.viz.html.report import report_html
+from fusionlab.viz.model.panel import panel
 from fusionlab.viz.model.summaries import summary
 from fusionlab.viz.palette import colour_of, pass_of_op
 
@@ -38,3 +45,22 @@ def test_a_fused_op_wears_the_colour_of_its_pass():
     assert pass_of_op("gemm_epilogue_cotangent") == "gemm_epilogue_grad"
     assert pass_of_op("dot_general") is None
     assert colour_of("gemm_epilogue") != colour_of("dot_product_attention")
+
+
+def test_lints_are_a_group_of_their_own():
+    def step(w, x):
+        return jax.grad(lambda w: jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(jnp.tanh(x @ w)), None), x, w)[0]))(w)
+
+    found = fl.find(
+        step, jax.ShapeDtypeStruct((4, 16, 16), "float32"), jax.ShapeDtypeStruct((8, 16), "float32"), passes="lerp"
+    )
+    whole = summary(found.graph, found, structures=False)
+    assert (whole["counts"]["declined"], whole["sites"]) == (0, [])
+    (row,) = panel(whole, None, {})["lints"]
+    assert row["id"] == found.lints[0].id
+    assert row["edit"] == found.lints[0].edit
+    assert row["where"].startswith("test_summaries.py:")
+    shown = inspect(found.graph, found, row["pick"]).html
+    assert "stacked_scan" in shown
+    assert "unroll=4" in shown
+    assert "fusionlab.advise(fn, *args)" in report_html(found.graph, found)

@@ -1,0 +1,1 @@
+"""Lints tried: `tried` makes the edit of each, and measures it."""

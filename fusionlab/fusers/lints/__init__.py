@@ -1,0 +1,3 @@
+"""Advice that no fusion gives. `lint` is the record, and what a rule is; `stacked_scans` is a rule; `rules` lists all of them and asks
+them. A rule only proposes: `fl.advise` tries the edit and measures it.
+"""

@@ -1,0 +1,81 @@
+"""Scans over layers whose backward pass reads a stack of residuals.
+
+Under `jax.grad`, a scan writes what its backward pass needs into arrays with an axis for its trips. XLA copies each part into its array in
+one loop and out of it in the other, where the same layers written out one after the other leave it where it was computed. With
+`unroll=` as large as the number of layers both loops are written out and XLA removes the arrays; the numbers are the same, and the
+program takes longer to compile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from ...graph.cost.cost import quantity
+from ...graph.cost.traffic import base_of, is_view
+from ...graph.program.ir import Block, Node, Value
+from ...graph.program.scopes import in_backward
+from ...graph.rewriting.rewrite import with_params
+from .lint import LEAST, Lint, Program
+
+MOST_TRIPS = 128  # of a scan that it is reasonable to write out
+_COPIES = 4  # a part of the stack is read and written on its way in, and on its way out
+
+
+class StackedScans:
+    """The rule `stacked_scan`."""
+
+    name = "stacked_scan"
+    text = "a scan over layers that stacks what its backward pass reads, where copying it takes more than a tenth of the step"
+
+    def lints(self, program: Program) -> Iterator[Lint]:
+        """A lint for each such scan."""
+        for block in program.graph.blocks():
+            for node in block.nodes:
+                if node.primitive == "scan" and 1 < node.params["length"] <= MOST_TRIPS:
+                    yield from self._of(program, block, node)
+
+    def _of(self, program: Program, block: Block, scan: Node) -> Iterator[Lint]:
+        backward, stacked = _read_backward(block, scan)
+        length = int(scan.params["length"])
+        if not stacked or scan.params["unroll"] == length:
+            return
+        copied = _COPIES * stacked * _runs(program, scan)
+        share = copied / (program.at_best + copied)
+        if share <= LEAST:
+            return
+        nodes = [scan, *backward]
+        sentence = (
+            f"the scan of {length} trips stacks {quantity(stacked)}B that its backward pass reads; copying it in and out takes about "
+            f"{share:.0%} of the program's time by the roofline"
+        )
+        edit = f"unroll={length} where the scan is called (jax.lax.scan, flax's nn.scan and nnx.scan take it)"
+        edited = functools.partial(with_params, program.graph, {n.id: {"unroll": length} for n in nodes})
+        ids = frozenset(n.id for n in nodes)
+        yield Lint(f"{self.name}@{scan.scope}", self.name, sentence, edit, ids, share, scan.source, edited)
+
+
+def _read_backward(block: Block, scan: Node) -> tuple[list[Node], int]:
+    """The scans of the backward pass that read what a scan stacks and nobody else reads, and the bytes of that."""
+    stacks = {v.id: v for v in scan.outputs[scan.params["num_carry"] :]}
+    found: dict[int, Node] = {}
+    read: set[int] = set()
+    for other in block.nodes:
+        if other.primitive != "scan" or other.params["reverse"] == scan.params["reverse"] or not in_backward(other):
+            continue
+        for x in other.inputs[other.params["num_consts"] + other.params["num_carry"] :]:
+            made = base_of(block, x).id if isinstance(x, Value) else None
+            if made in stacks:
+                read.add(made)
+                found[other.id] = other
+    alone = [stacks[i] for i in read if i not in block.returned and _only(block, i, found)]
+    return list(found.values()), sum(v.nbytes for v in alone)
+
+
+def _only(block: Block, value: int, readers: dict[int, Node]) -> bool:
+    return all(user.id in readers or is_view(user) for user in block.users.get(value, ()))
+
+
+def _runs(program: Program, node: Node) -> int:
+    """How often a node runs."""
+    return program.costs.nodes[node.id].trips or 1

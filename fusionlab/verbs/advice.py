@@ -1,0 +1,58 @@
+"""The verb `advise`: edits of a program that no fusion makes, each tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from ..device import Device
+from ..evidence.advice.tried import Advice, try_lints
+from ..evidence.instruments.timing import check_effort
+from ..fusers.lints.rules import lints_of
+from ..graph.program.trace import bind_users
+from ..progress import Cancel, Progress, Stages, watched
+from ..tracebacks import own_lines_hidden
+from . import lab
+
+
+@own_lines_hidden
+def advise(
+    fn: Callable,
+    *args: Any,
+    samples: int = 40,
+    budget_s: float = 60.0,
+    progress: Progress = False,
+    cancel: Cancel | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> Advice:
+    """Tries the edit of every lint of a program (`find(...).lints`), and advises those that save more than a tenth of its time.
+
+    The edit is made in the traced program, so no source is changed. Original and edited program run in turns, each edit by itself.
+
+    Args:
+      fn: the function, such as a train step; one that `fuse` returned is advised as it is fused.
+      *args, **kwargs: arrays to run on.
+      samples: of each program, per lint.
+      budget_s: seconds for all timings together; compiling comes on top.
+      progress: False, True (a line) or a function of (task, done, total).
+      cancel: called between stages; once it returns True, the lints tried so far are returned.
+      static_argnums, static_argnames: as in `jax.jit`.
+
+    Returns:
+      Each lint with the interval of what its edit saves, and what it costs in compile time and memory: `.given` has those that are
+      advised, `.tried` all of them. Without a lint nothing is compiled.
+
+    Raises:
+      ArgumentError: shapes where arrays are needed. TraceError: `fn` does not trace. SideEffectError: it prints or calls back into Python.
+      OutOfMemoryError: the device has too little memory for one of the programs.
+    """
+    check_effort(samples, budget_s)
+    static = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    with watched(progress) as told:
+        stages = Stages(told, cancel)
+        stages("tracing")
+        graph = lab.trace(fn, *args, **static, **kwargs)
+        call = bind_users(fn, args, kwargs, **static)
+        return try_lints(graph, call, lints_of(graph, Device.current()), samples, budget_s, stages)

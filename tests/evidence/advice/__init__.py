@@ -1,0 +1,1 @@
+"""Tests of `fusionlab.evidence.advice`: what is advised, and what is not."""
