@@ -106,7 +106,7 @@ def _shifted(x: Any, salt: Any, by: float) -> Any:
     )
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return jnp.where((h ^ (h >> 16)) >> 31 == 0, wide * (1 + by), wide * (1 - by)).astype(x.dtype)
 
 
