@@ -266,7 +266,7 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
     with pytest.raises(
         ArgumentError, match=r"resume: got a training with params\['bias'\]: float32\[32\], needed one of this state"
     ):
-        curve(*made, *jax.tree.map(lambda x: x[:2], state), resume=half)
+        curve(*made, *jax.tree.map(lambda x: x[:1] if x.shape == (32,) else x, state), resume=half)
     with pytest.raises(ArgumentError, match="has made all its steps"):
         curve(*made, *state, resume=whole)
     with pytest.raises(ArgumentError, match="saved without its states"):
