@@ -20,7 +20,7 @@ from fusionlab.progress import SILENT, Stages
 from .errors.gradients import random_cotangents, value_and_gradients
 from .errors.numerics import LeafNumerics, explained_by_rounding, leaf_numerics
 from .errors.outputs import check_same_outputs, named_outputs
-from .errors.reduction_sizes import ReductionSizes, sums_of
+from .errors.reduction_sizes import ReductionSizes, coarsest_of, sums_of
 from .errors.reference import Plan, planned
 from .errors.rounding import moved
 from .instruments.out_of_memory import out_of_memory
@@ -223,5 +223,6 @@ class Original:
     def _moved(self, program: Program, run: int) -> Any:
         """The results of a program of the original on arguments moved by one rounding."""
         self.stages(f"rounding errors of the original, run {run}")
-        args, kwargs = moved((program.args, program.kwargs), run, self.sums)
+        # A gradient is rounded to the dtype of its argument, so that of the call counts.
+        args, kwargs = moved((program.args, program.kwargs), run, self.sums, coarsest_of(self.forward.jaxpr))
         return replace(program, args=args, kwargs=kwargs).run()

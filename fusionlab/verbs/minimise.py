@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, OutOfMemoryError
 from ..evidence.blame.drift import drift_of
 from ..evidence.blame.faults import KINDS, Fault, Shows
 from ..evidence.blame.program import Small, cut, entered, small
@@ -59,7 +60,8 @@ def minimise(
       passes, implementation: as for `fuse`.
       needs: lines of Python that the file runs first: imports of kernels and passes of your own.
       samples: of each timing.
-      budget_s: seconds for the search; then the smallest program so far is returned.
+      budget_s: seconds for the search; then the smallest program so far is returned. Where the programs part (`drift`) is looked for
+        in the first half of them.
       progress: False, True (a line) or a function of (task, done, total).
       cancel: called before each trial; once it returns True, the smallest program so far is returned.
       static_argnums, static_argnames: as in `jax.jit`.
@@ -94,7 +96,11 @@ def minimise(
         fault, observed = _first_shown(faults, whole, stages, found.graph.name)
         steps: list[int] = []
         hints = (
-            _hints(found, list(chosen.values()), arrays, whole, names, steps, stages) if fault.kind == "error" else []
+            _hints(
+                found, list(chosen.values()), arrays, whole, names, steps, Stages(told, _within(budget_s / 2, cancel))
+            )
+            if fault.kind == "error"
+            else []
         )
         result = Search(fault, whole, observed, stages, budget_s).run(hints, steps)
         minimal = Minimal(
@@ -111,6 +117,12 @@ def minimise(
             needs=needs,
         )
         return replace(minimal, unwritten=confirmed(minimal, fault.of))
+
+
+def _within(budget_s: float, cancel: Cancel | None) -> Cancel:
+    """A `cancel` that returns True after so many seconds as well."""
+    ends = time.perf_counter() + budget_s
+    return lambda: time.perf_counter() > ends or (cancel is not None and cancel())
 
 
 def _differentiated(call: Bound) -> tuple[Callable, tuple, dict]:
@@ -144,7 +156,10 @@ def _hints(
     stages: Stages,
 ) -> Iterator[Callable[[], Small | None]]:
     """Programs around the value at which the two part; `steps` gets the steps of the loops that it is in."""
-    first = drift_of(found, chosen, arrays, stages).first
+    try:
+        first = drift_of(found, chosen, arrays, stages).first
+    except OutOfMemoryError:  # three programs at once need more than the search, which goes on without hints
+        return
     if first is None:
         return
     steps += first.steps
@@ -155,8 +170,8 @@ def _hints(
     tree = BlockTree(found.graph)
     for path in reversed(tree.up(block.path)[:-1]):
         owner = tree.owner[path][0]
-        (number,) = _equations(inner, names, {v.id for v in owner.outputs})
-        inside = entered(inner, number, left.pop(0) if owner.primitive == "scan" else 0)
+        numbers = _equations(inner, names, {v.id for v in owner.outputs})
+        inside = entered(inner, numbers[0], left.pop(0) if owner.primitive == "scan" else 0) if numbers else None
         if inside is None:
             return
         inner = inside

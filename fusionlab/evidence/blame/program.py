@@ -105,7 +105,7 @@ def entered(whole: Small, number: int, step: int = 0) -> Small | None:
     if name == "cond":
         index, *operands = recorded(whole, eqn.invars)
         return small(_scoped(p["branches"][int(index)], eqn), operands)
-    if name == "scan":
+    if name == "scan" and p["length"]:
         return small(_scoped(p["jaxpr"], eqn), _at_step(eqn, recorded(whole, eqn.invars), step))
     return None
 
@@ -188,7 +188,7 @@ class _Writer:
         if name in _CALLS:
             self.changed = True
             return self.run(_scoped(_body(eqn), eqn), given)
-        if name == "scan" and self.loops:
+        if name == "scan" and self.loops and eqn.params["length"]:
             self.changed = True
             return self._scan(eqn, given)
         return None

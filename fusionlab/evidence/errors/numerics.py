@@ -67,7 +67,8 @@ class LeafNumerics(Shown):
             return False
         before, after = (abs(e.scale - 1) for e in (self.before, self.after) if e.scale is not None)
         # What rounding leaves of a factor, five standard deviations of it, if the original's errors are independent.
-        left = 5 * self.before.rel_l2 / math.sqrt(self.size)
+        own = max(self.before.rel_l2, self.noise.rel_l2 if self.noise is not None else 0.0)
+        left = 5 * own / math.sqrt(self.size)
         return after > self.scale_limit + 2 * before + left
 
     @property

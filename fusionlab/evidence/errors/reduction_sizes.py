@@ -103,6 +103,11 @@ def roughness_of(jaxpr: Any) -> dict[Any, Roughness]:
     return found
 
 
+def coarsest_of(jaxpr: Any) -> str:
+    """The float dtype with the fewest bits of mantissa of the results of a program's equations; "" for none."""
+    return _spread(jaxpr, Roughness(), {}).dtype
+
+
 def _spread(jaxpr: Any, given: Roughness, found: dict[Any, Roughness]) -> Roughness:
     """Notes the roughness of all values of a jaxpr whose inputs are so rough; that of all of them together."""
     whole = given

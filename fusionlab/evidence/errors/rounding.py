@@ -18,16 +18,19 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
+from fusionlab.graph.dtypes import is_float
 from fusionlab.showing import Shown
 
 from .arrays import Error
-from .reduction_sizes import ReductionSizes
+from .reduction_sizes import ReductionSizes, mantissa_bits
 
 RUNS = 8  # at most
 # Errors of a version that are only rounding exceed this times the largest of the original in nine runs once in some 30,000 results, where
 # one normally distributed element decides.
 GROWTH = 4.0
-_HOPELESS, _ENOUGH = 100.0, 2  # times the original's largest error, after so many runs: more of them will not reach it
+# Times the original's largest error, and its elements over tolerance, after so many runs: more of them will not reach it. An error of a few
+# elements may be a jump that few runs make, as of the sign of a gradient that cancels.
+_HOPELESS, _ENOUGH = 100.0, 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,7 +55,8 @@ class Noise(Shown):
 
     def is_hopeless(self, error: Error, before: Error) -> bool:
         """Whether more runs will hardly explain an error."""
-        return self.runs >= _ENOUGH and self._excess(error, before) > _HOPELESS / GROWTH
+        many = error.over_tolerance > _HOPELESS * max(self.over_tolerance, before.over_tolerance, 1)
+        return self.runs >= _ENOUGH and many and self._excess(error, before) > _HOPELESS / GROWTH
 
     def _excess(self, error: Error, before: Error) -> float:
         pairs = (
@@ -75,15 +79,23 @@ def with_run(noise: Noise | None, error: Error) -> Noise:
     )
 
 
-def moved(tree: Any, run: int, sums: ReductionSizes) -> Any:
+def moved(tree: Any, run: int, sums: ReductionSizes, rounded: str = "") -> Any:
     """Arguments with every float element moved by one rounding, up or down at random; others, and zeros, as they are.
 
     A rounding is a step to a neighbouring number of the array's dtype, or half a step of the dtype in which the program multiplies, if
-    that is coarser: its products round their operands to it anyway.
+    that is coarser: its products round their operands to it anyway. An array in a dtype with fewer bits than `rounded`, the coarsest
+    that the program rounds to, stays as it is: a program that computes in float32 makes no error as large as a step of bfloat16.
     """
     coarse = _roundoff(sums)
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten([_moved(x, 64 * run + i, coarse) for i, x in enumerate(leaves)])
+    return structure.unflatten(
+        [x if _is_narrower(x, rounded) else _moved(x, 64 * run + i, coarse) for i, x in enumerate(leaves)]
+    )
+
+
+def _is_narrower(x: Any, rounded: str) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return bool(rounded) and is_float(dtype) and mantissa_bits(dtype) < mantissa_bits(rounded)
 
 
 def _roundoff(sums: ReductionSizes) -> float:
@@ -106,7 +118,7 @@ def _shifted(x: Any, salt: Any, by: float) -> Any:
     )
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return jnp.where((h ^ (h >> 16)) >> 31 == 0, wide * (1 + by), wide * (1 - by)).astype(x.dtype)
 
 

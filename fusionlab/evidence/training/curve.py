@@ -92,8 +92,8 @@ class Curve(Shown):
       distances: of the fused version's state from the original's after each step, relative L2 over all its floats.
       band_distances: the same of each further run of the original.
       stretches: the differences of the loss and of each array of the state by blocks of steps, with their limits.
-      parted: the first step from which on nothing is judged, because the original's own runs are as far apart as different trainings;
-        0 where there is none.
+      parted: the first step from which on nothing is judged, because the original's own runs are as far apart as different trainings,
+        or not finite; 0 where there is none.
       seconds: stage -> seconds.
       stopped: "", or why it ended early ("cancelled", "budget", "no more batches").
       notes: sentences worth reading.
@@ -188,7 +188,10 @@ class Curve(Shown):
         verdict = self.verdict.upper() if self.verdict is Band.OUTSIDE else str(self.verdict)
         early = f" of {self.steps} ({self.stopped})" if self.stopped else ""
         steps = f"{self.reached}{early} {plural('step', self.steps if early else self.reached)}"
-        parted = f": from step {self.parted} on the original's own runs are apart" if self.parted else ""
+        # A block is as long as the number of its first step.
+        finite = all(map(math.isfinite, self.losses[self.parted - 1 : 2 * self.parted - 1])) if self.parted else True
+        why = "the original's own runs are apart" if finite else "the original's loss is not finite"
+        parted = f": from step {self.parted} on {why}" if self.parted else ""
         return f"{verdict} over {steps}{parted}"
 
     def _sentence(self) -> str:

@@ -18,7 +18,8 @@ block is above all of these:
   twice as far from the original.
 
 From the block on in which a limit says nothing any more (of the loss more than half of the largest loss so far, of the state more than its
-norm), nothing is judged: the original's own runs have parted.
+norm), nothing is judged: the original's own runs have parted. So it is from the block on in which the original's loss, or a limit, is not
+finite.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ def judged(of: Sequence[Measured], fused: Series, runs: Sequence[Series], wide: 
             continue
         comparisons = 2 * len(blocks_of(len(fused.losses)))
         ranges = [each.judged(here, comparisons * (1 if each.of.name == LOSS else len(of) - 1)) for each in here]
-        if _says_nothing(ranges, fused, block):
+        if not math.isfinite(here[0].scale) or _says_nothing(ranges, fused, block):
             return Judged(_in_order(of, found), block[0])
         found += ranges
     return Judged(_in_order(of, found))
@@ -145,6 +146,8 @@ def _says_nothing(ranges: Sequence[StepRange], fused: Series, block: tuple[int, 
     original = np.subtract(fused.losses, fused.loss_differences)[: block[1]]
     largest = np.nanmax(np.abs(original), initial=0.0, where=np.isfinite(original))
     of_loss, *others = ranges
+    if not all(math.isfinite(s.limit) for s in ranges):
+        return True
     return (largest > 0 and of_loss.limit > OF_LOSS * largest) or any(s.of == TOTAL and s.limit > 1 for s in others)
 
 
@@ -177,7 +180,7 @@ class _Block:
     @property
     def least(self) -> float:
         """Two entries of it in their last place are no difference: the other runs may happen to have none."""
-        return 4 * self.of.eps**2 * self.scale / self.of.entries
+        return 4 * self.of.eps**2 * self.scale / max(self.of.entries, 1)
 
     def judged(self, all_of_them: Sequence[_Block], comparisons: int) -> StepRange:
         factor = limit(self.of.entries, len(self.runs), comparisons)

@@ -68,8 +68,13 @@ def unpacked(path: Path) -> tuple[Any, Kept | None]:
         with np.load(path, allow_pickle=False) as file:
             record = json.loads(str(file["record"]))
             return record, _kept(file) if "kept" in file else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"path: {path} is not a saved loss curve ({type(error).__name__}: {error})") from error
+    except FileNotFoundError:
+        raise ArgumentError(f"path: got {path}, needed a file that curve.save('x.npz') wrote; there is none") from None
+    # A damaged file may raise anything in the readers of zip files, of arrays and of JSON.
+    except Exception as error:
+        raise ArgumentError(
+            f"path: {path} is not a saved loss curve, or is damaged ({type(error).__name__}); needed one that curve.save('x.npz') wrote"
+        ) from error
 
 
 def _kept(file: Any) -> Kept:

@@ -142,12 +142,10 @@ def _fresh(given: Any, value: Any, leaf: Leaf) -> Any:
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         return value.copy()
     with jax_defaults():
-        placed = given.sharding if isinstance(given, jax.Array) else None
-        return (
-            jnp.copy(jnp.asarray(value, leaf.dtype))
-            if placed is None
-            else jax.device_put(jnp.array(value, leaf.dtype), placed)
-        )
+        copied = jnp.array(value, leaf.dtype)
+        # An array that was put nowhere goes where the others are.
+        placed = isinstance(given, jax.Array) and given.committed
+        return jax.device_put(copied, given.sharding) if placed else copied
 
 
 class Programs:
@@ -179,23 +177,31 @@ def floats(leaves: Sequence[Leaf]) -> tuple[int, ...]:
 
 
 @jax.jit
-def _squares(arrays: tuple, others: tuple) -> Any:
-    """The sum of squares of each difference: float32[arrays]."""
-    return jnp.stack(
-        [
-            jnp.sum(jnp.square(jnp.abs(_wide(a) - _wide(b)))).astype(jnp.float32)
-            for a, b in zip(arrays, others, strict=True)
-        ]
-    )
+def _distances(arrays: tuple, others: tuple) -> Any:
+    """The norm of each difference: float32[arrays]. Two infinities of one sign, and two NaN, do not differ."""
+    return jnp.stack([_norm(_difference(_wide(a), _wide(b))) for a, b in zip(arrays, others, strict=True)])
 
 
 @jax.jit
 def _norms(arrays: tuple) -> Any:
-    return jnp.stack([jnp.sum(jnp.square(jnp.abs(_wide(a)))).astype(jnp.float32) for a in arrays])
+    """The norm of the finite entries of each: float32[arrays]."""
+    return jnp.stack([_norm(jnp.where(jnp.isfinite(x), x, 0)) for x in map(_wide, arrays)])
+
+
+def _difference(a: Any, b: Any) -> Any:
+    return jnp.where((a == b) | (jnp.isnan(a) & jnp.isnan(b)), 0, a - b)
+
+
+def _norm(x: Any) -> Any:
+    """Scaled by the largest entry: the squares of an optimiser's second moments are too small for float32."""
+    size = jnp.abs(x)
+    most = size.max(initial=0)
+    unit = jnp.where((most > 0) & jnp.isfinite(most), most, 1)
+    return (unit * jnp.sqrt(jnp.sum(jnp.square(size / unit)))).astype(jnp.float32)
 
 
 def _wide(x: Any) -> Any:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
 
 
 class Group:
@@ -241,11 +247,11 @@ class Group:
         with jax_defaults():
             chosen = floats(self.lanes[0].step.state)
             states = [tuple(lane.state[i] for i in chosen) for lane in self.lanes]
-            squares = [_norms(states[0]), *(_squares(states[0], other) for other in states[1:])] if chosen else []
+            norms = [_norms(states[0]), *(_distances(states[0], other) for other in states[1:])] if chosen else []
         losses = [lane.loss for lane in self.lanes]
-        for x in (*losses, *squares):
+        for x in (*losses, *norms):
             x.copy_to_host_async()
-        self._pending.append((losses, squares))
+        self._pending.append((losses, norms))
         while len(self._pending) > _BEHIND:
             self._take_down()
 
@@ -255,10 +261,10 @@ class Group:
             self._take_down()
 
     def _take_down(self) -> None:
-        losses, squares = self._pending.popleft()
+        losses, norms = self._pending.popleft()
         found = [float(x) for x in losses]
-        for series, loss, own in zip(self.series, found, squares or [np.zeros(0)] * len(found), strict=True):
-            series.add(loss, found[0], np.asarray(own, np.float64))
+        for series, loss, own in zip(self.series, found, norms or [np.zeros(0)] * len(found), strict=True):
+            series.add(loss, found[0], np.square(np.asarray(own, np.float64)))
 
 
 def room_for(state: Sequence[Any]) -> int:

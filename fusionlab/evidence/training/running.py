@@ -176,12 +176,24 @@ class _Training:
         self.done, self.seconds = dict(kept.done), dict(earlier.seconds)
         if not kept.runs:
             return
+        for state in kept.states:
+            self._check_kept(state)
         lanes = [self._lane(name) for name in kept.runs]
         for lane, state in zip(lanes, kept.states, strict=True):
             lane.begin(state)
         self.group = Group(lanes, self.batches, kept.at)
         self.group.series = [s.copy() for s in kept.series]
         self.batches.keeps = len(self._left()) > 0
+
+    def _check_kept(self, state: Sequence[Any]) -> None:
+        for leaf, x in zip(self.step.state, state, strict=False):
+            if (x.shape, x.dtype) != (leaf.shape, leaf.dtype):
+                raise ArgumentError(
+                    f"resume: got a training with {leaf.name}: {x.dtype}[{','.join(map(str, x.shape))}], needed one of this state: "
+                    f"{leaf.text}"
+                )
+        if len(state) != len(self.step.state):
+            raise ArgumentError(f"resume: got a state of {len(state)} arrays, needed {len(self.step.state)}")
 
     def _left(self) -> list[str]:
         """The runs that no group has had yet."""
@@ -334,7 +346,7 @@ class _Training:
             )
         if not all(map(_is_finite, original.losses)):
             notes.append(
-                "the original's loss is not finite at every step; such steps are outside where the fused version's is"
+                "the original's loss is not finite at every step; from the block of the first such step on nothing is judged"
             )
         if any(not any(s.squares) for s in others):
             notes.append("a run of the original with other roundings has the very same state: none of them reaches it")

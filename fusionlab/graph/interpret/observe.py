@@ -200,7 +200,8 @@ class _Walk:
 
     def _equation(self, eqn: Any, values: list[Any], steps: tuple[int, ...]) -> _Values:
         name = eqn.primitive.name
-        if name == "scan" and not only_draws(eqn):  # in steps it would draw other numbers
+        # In steps it would draw other numbers; of no steps there is nothing to stack.
+        if name == "scan" and eqn.params["length"] and not only_draws(eqn):
             return (yield from self._scan(eqn, values, steps))
         if name in ENTERED and name != "scan":
             return (yield from self.run(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), values, steps))

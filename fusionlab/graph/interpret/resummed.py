@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
@@ -65,7 +66,7 @@ def resummed(closed: Any, arithmetic: Arithmetic = Arithmetic()) -> Callable[...
     """A traced program as a function of (seed, *arrays) whose sums round otherwise.
 
     Args:
-      closed: the program; its loops, branches, checkpoints and calls are entered, a `shard_map` is run as it is.
+      closed: the program; its loops, branches, checkpoints, calls and `shard_map`s are entered.
       arithmetic: of the device that runs it.
 
     Returns:
@@ -134,6 +135,13 @@ class _Resummed:
         carry, ys = lax.scan(step, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [*carry, *ys]
 
+    def _shard_map(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        p = eqn.params
+        names = p.get("newly_manual_axes", p.get("manual_axes"))
+        specs = {"in_specs": tuple(p["in_specs"]), "out_specs": tuple(p["out_specs"]), "check_vma": p["check_vma"]}
+        run = jax.shard_map(lambda *xs: tuple(self.run(p["jaxpr"], xs)), mesh=p["mesh"], axis_names=names, **specs)
+        return list(run(*ins))
+
     def _while(self, eqn: Any, ins: list[Any]) -> list[Any]:
         p = eqn.params
         if split_closed(p["cond_jaxpr"])[0].outvars[0].aval.ndim:  # each element stops by itself, under vmap
@@ -155,6 +163,7 @@ _REGIONS: dict[str, Callable[[_Resummed, Any, list[Any]], list[Any]]] = {
     "scan": _R._scan,
     "while": _R._while,
     "cond": _R._cond,
+    "shard_map": _R._shard_map,
 }
 
 

@@ -225,6 +225,16 @@ def test_values_are_those_of_the_program_and_of_its_reference(monkeypatch):
         assert list(dict.fromkeys(steps)) == [(2,), (1,), (0,)]
 
 
+def test_a_scan_of_no_steps_is_run_as_a_whole():
+    def f(x):
+        return jax.lax.scan(lambda c, y: (c + y, c * y), x, jnp.zeros((0, 3)))
+
+    closed = jax.make_jaxpr(f)(normal(3))
+    made = list(observed(closed, [normal(3)], Own(closed)))
+    assert len(made) == count_of(closed)
+    assert made[-1].value.shape == (0, 3)
+
+
 @pytest.mark.dear
 def test_only_floats_are_compared_and_what_a_site_swallows_has_no_fused_error():
     def f(x, w, b):

@@ -105,6 +105,9 @@ def test_loops_branches_and_calls_are_entered():
     found = fl.minimise(f, normal(3), shows=has_tan)
     assert found.equations == 1
     assert not found.unwritten
+    # One of no steps has no body to enter.
+    found = fl.minimise(lambda x: jnp.tan(jax.lax.scan(lambda c, y: (c + y, c), x, x[:0])[0]), normal(3), shows=has_tan)
+    assert found.equations == 1
 
 
 def test_a_search_ends_with_the_smallest_so_far():

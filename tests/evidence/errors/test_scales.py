@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fusionlab.evidence.errors.arrays import compare_arrays
-from fusionlab.evidence.errors.numerics import leaf_numerics
-from fusionlab.evidence.errors.reduction_sizes import ReductionSizes
+from fusionlab.evidence.errors.numerics import explained_by_rounding, leaf_numerics
+from fusionlab.evidence.errors.reduction_sizes import ReductionSizes, coarsest_of
+from fusionlab.evidence.errors.rounding import moved
 
 
 def rounded(want, seed, factor=1.0):
@@ -45,3 +47,33 @@ def test_what_has_no_scale():
     assert compare_arrays(ones * np.nan, ones, "float32").scale is None
     assert compare_arrays(np.ones(3, int), np.ones(3, int), int).scale is None
     assert compare_arrays(ones * 2, ones, "float32").scale == pytest.approx(2)
+
+
+def test_a_jump_that_the_original_makes_as_well_is_no_factor():
+    """One sign of 1,024: the update of Adam where a gradient cancels."""
+    want = np.sign(np.random.default_rng(0).normal(size=1024))
+    got = jnp.asarray(np.where(np.arange(1024) == 3, -want, want), jnp.float32)
+    arrays = [jnp.asarray(want, jnp.float32)], [got], [want], ReductionSizes(1024)
+    (leaf,) = leaf_numerics("output", ["update"], *arrays)
+    assert leaf.is_rescaled
+    runs = [arrays[0], arrays[0], arrays[0], arrays[1]]
+    (found,) = explained_by_rounding([leaf], [want], lambda k: runs[min(k, 4) - 1])
+    assert found.noise.runs == 4  # an error of one element is no reason to give up before
+    assert (found.is_rescaled, found.ok) == (False, True)
+    # Which is no excuse for a factor, nor for an error of many elements.
+    (leaf,) = leaf_numerics("output", ["update"], arrays[0], [got * 1.01], *arrays[2:])
+    (found,) = explained_by_rounding([leaf], [want], lambda k: runs[min(k, 4) - 1])
+    assert (found.noise.runs, found.ok) == (2, False)
+
+
+@pytest.mark.dear
+def test_arguments_move_by_no_more_than_the_program_rounds():
+    x = {d: jnp.ones(64, d) for d in ("bfloat16", "float8_e4m3fn", "float32")}
+
+    def moving(fn):
+        after = moved(x, 1, ReductionSizes(1), coarsest_of(jax.make_jaxpr(fn)(x)))
+        return {d for d in x if bool((after[d] != x[d]).any())}
+
+    assert moving(lambda x: x["bfloat16"].astype(jnp.float32) * x["float32"]) == {"float32"}
+    assert moving(lambda x: x["bfloat16"] * 2) == {"bfloat16", "float32"}
+    assert moving(lambda x: x["float8_e4m3fn"] * 2) == set(x)

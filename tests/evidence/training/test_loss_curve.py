@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 
@@ -17,7 +18,8 @@ from fusionlab.evidence.training import running
 from fusionlab.evidence.training.blocks import block_of, blocks_of
 from fusionlab.evidence.training.curve import Band
 from fusionlab.evidence.training.judging import Measured, judged, limit
-from fusionlab.evidence.training.lanes import Series
+from fusionlab.evidence.training.lanes import Series, _distances, _fresh, _norms
+from fusionlab.evidence.training.result import Leaf
 
 STEPS = 24
 
@@ -142,6 +144,45 @@ def test_nothing_is_judged_where_the_runs_of_the_original_have_parted():
     assert (found.stretches, found.parted) == ((), 1)
 
 
+def test_what_is_not_finite_in_the_original_is_not_judged_and_in_the_fused_version_alone_is_outside():
+    nan, quiet = float("nan"), [series(2.0, 1e-4, [1e-6]) for _ in range(4)]
+    of, fused = measured([8]), series(2.0, 1e-4, [1e-6])
+    assert judged(of, series(nan, nan, [nan]), quiet).stretches[0].outside
+    # A run of the original that is not finite has no limit to give.
+    found = judged(of, series(2.0, 1e-4, [1.0]), [*quiet[:3], series(2.0, 1e-4, [nan])])
+    assert (found.stretches, found.parted) == ((), 1)
+    found = judged([dataclasses.replace(of[0], scale=[nan]), *of[1:]], series(nan, nan, [0.0]), quiet)
+    assert (found.stretches, found.parted) == ((), 1)
+    assert judged([*of, *measured([0])[1:]], fused, quiet).parted == 0
+
+
+@pytest.mark.dear
+def test_distances_of_small_numbers_narrow_dtypes_and_infinities():
+    small, inf, nan = np.float32([3e-30, 4e-30]), np.float32([np.inf, 1.0]), np.float32([np.nan, 1.0])
+    given = (small, inf, nan, small[:0], jnp.ones(2, jnp.float8_e4m3fn))
+    other = (0 * small, inf, nan, small[:0], jnp.zeros(2, jnp.float8_e4m3fn))
+    found = np.asarray(_distances(given, other))
+    assert np.allclose(found / [5e-30, 1, 1, 1, 1], [1, 0, 0, 0, np.sqrt(2)])
+    assert np.allclose(np.asarray(_norms(given)) / [5e-30, 1, 1, 1, 1], [1, 1, 1, 0, np.sqrt(2)])
+    assert not np.isfinite(np.asarray(_distances((inf, nan), (nan, 0 * small)))).any()
+
+
+def test_an_array_that_was_put_nowhere_is_put_nowhere():
+    leaf, device = Leaf(0, "n", (), jnp.dtype("int32")), jax.devices()[0]
+    assert not _fresh(jnp.int32(1), np.int32(2), leaf).committed
+    assert _fresh(jax.device_put(jnp.int32(1), device), np.int32(2), leaf).committed
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04" + b"x" * 40])
+def test_a_damaged_file_is_one_clear_error(tmp_path, content):
+    path = tmp_path / "curve.npz"
+    path.write_bytes(content)
+    with pytest.raises(ArgumentError, match=r"is not a saved loss curve, or is damaged .*; needed one that"):
+        fl.load(path)
+    with pytest.raises(ArgumentError, match=r"needed a file that curve.save"):
+        fl.load(tmp_path / "other.npz")
+
+
 def in_bfloat16(p, x, y):
     return loss(jax.tree.map(lambda a: a.astype(jnp.bfloat16), p), x.astype(jnp.bfloat16), y).astype(jnp.float32)
 
@@ -222,6 +263,10 @@ def test_a_run_that_was_stopped_goes_on_where_it_was(tmp_path, monkeypatch):
     assert fl.load(file) == half
     with pytest.raises(ArgumentError, match="resume: got a training of step over 24 steps"):
         curve(*made, *state, steps=STEPS + 1, resume=half)
+    with pytest.raises(
+        ArgumentError, match=r"resume: got a training with params\['bias'\]: float32\[32\], needed one of this state"
+    ):
+        curve(*made, *jax.tree.map(lambda x: x[:1] if x.shape == (32,) else x, state), resume=half)
     with pytest.raises(ArgumentError, match="has made all its steps"):
         curve(*made, *state, resume=whole)
     with pytest.raises(ArgumentError, match="saved without its states"):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from fusionlab.graph.interpret.resummed import TERMS, Arithmetic, moved, reach, resummed
 
@@ -77,6 +78,16 @@ def test_a_program_changes_by_rounding_alone():
             error = np.linalg.norm(np.asarray(a - want)) / np.linalg.norm(np.asarray(want))
             assert 1e-9 < error < 1e-5
             assert want.ndim == 0 or not np.array_equal(a, c)
+
+
+@pytest.mark.dear
+def test_the_sums_inside_a_shard_map_move_as_well():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)), jnp.float32)
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    fn = jax.shard_map(lambda x: jax.lax.psum(x @ x.T, "d"), mesh=mesh, in_specs=P("d"), out_specs=P())
+    run = jax.jit(resummed(jax.make_jaxpr(fn)(x)))
+    plain, moved = np.asarray(fn(x)), np.asarray(run(jnp.uint32(1), x)[0])
+    assert 1e-9 < np.linalg.norm(moved - plain) / np.linalg.norm(plain) < 1e-5
 
 
 def the_sum(fn, *shapes, dtype="float32"):
