@@ -29,7 +29,7 @@ class LinearCrossEntropy(Op):
     name = "linear_cross_entropy"
     slots = ("x", "w", "labels", "bias", "weights")
     rows = ("x", "labels", "top", "mass", "lse", "argmax", "loss")
-    whole = frozenset("k")
+    whole, across = frozenset("k"), frozenset("mv")
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
