@@ -65,8 +65,7 @@ def test_values_and_gradients_are_the_originals_in_float64(name, implementation)
                 for f, o in ((linear_cross_entropy, options | implementation), (original, options))
             )
             if 3 in which:  # the original's `where` has no gradient of a weight of 0
-                got[1][-1].at[0, 0].set(0)
-                got, want = jax.tree.map(lambda a: a[..., 1:] if a.shape == u.shape else a, (got, want))
+                got, want = jax.tree.map(lambda a: a[..., 1:] if a.shape == labels.shape else a, (got, want))
             assert_same(got, want, 1e-10, name)
 
 
@@ -81,17 +80,17 @@ def test_a_weighted_sum_in_chunks_is_the_originals():
 @pytest.mark.parametrize("rows", [(), (0,), (1,), (17,), (2, 0), (5, 5)])
 def test_any_number_of_rows(rows):
     x, w, labels, bias, weights = operands(rows, 8, 11)
-    for u, ignored in itertools.product((weights, None), (False, True)):
-        given = (jnp.full_like(labels, -100) if ignored else labels), bias, u
-        options = {"out_of_range": "zero"} if u is None else {}
-        u_none = given if not (ignored and u is not None) else (given[0], bias, jnp.zeros_like(weights))
-        got, want = (
-            jax.jit(jax.value_and_grad(lambda x, w, f=f, o=o: jnp.sum(f(x, w, *u_none, **o)), (0, 1)))(x, w)
-            for f, o in ((linear_cross_entropy, options | CHUNKED), (original, options))
-        )
-        assert_same(got, want, 2e-6)
-        if ignored and u is not None:
-            assert not any(np.any(a) for a in jax.tree.leaves(got))
+    for weighted, ignored in itertools.product((True, False), repeat=2):
+        given = jnp.full_like(labels, -100) if ignored else labels, bias
+        given = (*given, jnp.zeros_like(weights) if ignored else weights) if weighted else given
+        options = {} if weighted else {"out_of_range": "zero"}
+
+        def graded(f, *given, **options):
+            return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(f(x, w, *given, **options)), (0, 1)))(x, w)
+
+        got = graded(linear_cross_entropy, *given, **options, **CHUNKED)
+        assert_same(got, graded(original, *given, **options), 2e-6)
+        assert not (weighted and ignored and any(np.any(a) for a in jax.tree.leaves(got)))
 
 
 @pytest.mark.dear
@@ -173,9 +172,10 @@ def test_errors_are_no_larger_than_the_originals(dtype, logits_dtype):
     labels = jnp.where(counts == 0, -100, labels % 512)
 
     def graded(f, x, w, **options):
-        run = lambda x, w: (
-            scale * f(x, w, labels, None, counts.astype(jnp.promote_types(x.dtype, "float32")), **options)
-        )  # noqa: E731
+        def run(x, w):
+            weights = counts.astype(jnp.promote_types(x.dtype, "float32"))
+            return scale * f(x, w, labels, None, weights, **options)
+
         return [np.asarray(a, np.float64) for a in jax.tree.leaves(jax.jit(jax.value_and_grad(run, (0, 1)))(x, w))]
 
     got = graded(linear_cross_entropy, x, w, logits_dtype=logits_dtype, implementation="xla_chunked", chunk=64)
@@ -246,7 +246,7 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
     form = chunked.Settings.of({**full, "device": Device.of("cpu")})
     assert chunked.chunks((4097, 16), 32768, form) == (9, 456)
     assert chunked.chunks((512, 16), 32768, form) == (1, 512)
-    assert chunked.chunks((3, 16), 1 << 30, form) == (3, 8)[:1] + (1,) or chunked.chunks((3, 16), 1 << 30, form)[0] == 3
+    assert chunked.chunks((3, 16), 1 << 30, form)[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_a_wrong_argument_is_named(change, attrs, words):
 
 
 def test_a_wrong_dtype_is_named():
-    x, w, labels, bias, weights = operands((13,), 8, 11)
+    x, w, labels, _, weights = operands((13,), 8, 11)
     for given, words in (
         ((x, w, weights), "labels has dtype float32, needed integers"),
         ((x, w.astype("bfloat16"), labels), "w has dtype bfloat16 but x has float32"),

@@ -55,7 +55,7 @@ def forward(
     def step(part: dict[str, Array]) -> dict[str, Array]:
         found = rows.results(part["x"], w, part["labels"], bias, part.get("weights"), form)
         if "x" in found:
-            found["x"] = reference.kept(found["x"], factor, "x", form)
+            found["x"] = reference.kept(found["x"], 1, "x", form)
         return found
 
     given = {"x": x, "labels": labels} | ({} if scaled is None else {"weights": scaled})
