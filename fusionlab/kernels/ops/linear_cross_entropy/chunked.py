@@ -59,8 +59,7 @@ def forward(
             given = {"x": part["x"], "top": top, "mass": mass}
             return gradients(known, of, given, w, {"loss": part["weights"]}, tuple(form.gradients), form)
 
-        found = rows.results(part["x"], w, part["labels"], bias, form, pulled if "weights" in part else None)
-        return found | ({"x": reference.kept(found["x"], "x", form)} if "x" in found else {})
+        return rows.results(part["x"], w, part["labels"], bias, form, pulled if "weights" in part else None)
 
     given = {"x": x, "labels": labels} | ({} if scaled is None else {"weights": scaled})
     found = by_chunks(step, given, w, x.shape, form)

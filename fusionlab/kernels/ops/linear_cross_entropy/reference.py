@@ -50,7 +50,7 @@ def finished(
         found |= {slot: found[slot] * factors[slot] for slot in form.gradients if slot in found}
         summed = [name for name in ("out", "w", "bias") if name in found]
         found |= lax.psum({name: found[name] for name in summed}, axes) if axes else {}
-        found |= {GRADIENTS[slot]: kept(found[slot], slot, form) for slot in form.gradients if slot in found}
+        found |= {GRADIENTS[slot]: found[slot] for slot in form.gradients if slot in found}
     return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
 
 
@@ -70,11 +70,6 @@ def lifted(weights: Array, form: Settings) -> tuple[Any, Array]:
         factor = lax.pmax(factor, axes)
     factor = lax.stop_gradient(jnp.where(jnp.isfinite(factor) & (factor > 0), factor, 1))
     return factor, weights / factor
-
-
-def kept(gradient: Array, slot: str, form: Settings) -> Array:
-    """A gradient as it is saved for a cotangent that is not known yet: in its operand's dtype, but float16 has not the range."""
-    return gradient if form.dtype_of("x") == "float16" else gradient.astype(form.dtype_of(slot))
 
 
 def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Any:

@@ -117,7 +117,7 @@ def losses(of: Logits, top: Array, mass: Array, form: Settings) -> dict[str, Arr
 
 
 def _picked(picked: Array, of: Logits, top: Array, form: Settings) -> Array:
-    """The label's logit less top, of one in range; what the call says, of any other."""
+    """The label's logit less top, of one in range; by `out_of_range`, of any other."""
     if of.inside is None or form.out_of_range in ("drop", "promise_in_bounds"):
         return picked
     return jnp.where(of.inside, picked, -top if form.out_of_range == "zero" else jnp.nan)
