@@ -1,4 +1,4 @@
-"""The head of a language model with its loss, and both gradients: `fl.ops.linear_cross_entropy` beside jax.jit and torch.compile.
+"""The head of a language model with its loss, and both gradients: `fl.ops.linear_cross_entropy`, jax.jit and torch.compile.
 
     python -m benchmarks linear_cross_entropy [--json] [-o FILE] [--quick] [--only TEXT]
 
@@ -39,7 +39,7 @@ CALLS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, the dtypes of operands and logits, and the rows of a chunk that are tried beside the op's own choice."""
+    """Sizes, the dtypes of operands and logits, and the rows of a chunk that are tried as well as the op's own choice."""
 
     rows: int
     features: int
@@ -94,7 +94,7 @@ def plain(x: Any, w: Any, labels: Any, weights: Any, *, logits: str) -> Any:
 
 
 def fused(x: Any, w: Any, labels: Any, weights: Any, *, logits: str | None, **how: Any) -> Any:
-    """The same by the op; a CPU or a GPU does not matter, where a chunk is given."""
+    """The same by the op."""
     import fusionlab as fl
 
     return fl.ops.linear_cross_entropy(x, w, labels, weights=weights, logits_dtype=logits, **how)

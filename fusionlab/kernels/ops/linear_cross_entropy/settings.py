@@ -66,7 +66,7 @@ class Settings(Attributes):
 
     @property
     def gradients(self) -> dict[str, str]:
-        """Slot -> the residual that is its gradient for a cotangent of 1, not rounded before it is multiplied by another; of a sum alone."""
+        """Slot -> the residual that is its gradient for a cotangent of 1, not rounded yet; of a sum alone."""
         if not self.is_scalar:
             return {}
         return {slot: GRADIENTS[slot] for slot in self.present if slot in GRADIENTS}
