@@ -282,7 +282,7 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
         ({}, {"transposed": 1}, "transposed is 1, needed True or False"),
         ({}, {"also": "lse"}, "also is 'lse', needed a tuple"),
         ({}, {"also": ("lse", "lse")}, "needed each name once"),
-        ({}, {"also": ("top",)}, "lse, argmax, loss"),
+        ({}, {"also": ("top",)}, "argmax, loss, lse"),
         ({"weights": None}, {"also": ("loss",)}, "the result without weights"),
         ({}, {"out_of_range": "wrap"}, "out_of_range"),
         ({}, {"implementation": "cuda"}, "implementation"),

@@ -133,8 +133,9 @@ def pulled_back(
     if slots and (of_loss is not None or "lse" in cts):
         for slot, gradient in by_rows(of_loss, cts.get("lse"), slots).items():
             found[slot] = found[slot] + gradient if slot in found else gradient
-    zero = functools.partial(jnp.zeros_like, saved.get("loss"), wide)
-    return [(found[slot] if slot in found else zero()).astype(form.dtype_of(slot)) for slot in wanted]
+    if "weights" in wanted and "weights" not in found:
+        found["weights"] = jnp.zeros_like(saved["loss"])
+    return [found[slot].astype(form.dtype_of(slot)) for slot in wanted]
 
 
 def _once(gradient: Array, slot: str, form: Settings) -> Array:

@@ -160,16 +160,23 @@ def best(of: Logits, form: Settings) -> Array:
 
 def through(of: Logits, top: Array, mass: Array, of_loss: Array | None, of_lse: Array | None, form: Settings) -> Array:
     """The cotangent of x @ w + bias, in A, of those of the loss and the lse of each row, one of which may be None."""
-    s, p = form.label_smoothing, jnp.exp(of.h - top[..., None]) / mass[..., None]
-    of_p, moved = of_lse, None
-    if of_loss is not None:
-        counted = counts(of, top, mass, form) * of_loss
-        of_p = counted if of_p is None else of_p + counted
-        label = of.label & of.inside[..., None] if form.out_of_range == "promise_in_bounds" else of.label
-        moved = of_loss[..., None] * (jnp.where(label, 1 - s, 0) + s / of.size)
-    dh = p * of_p[..., None]
-    dh = dh if moved is None else dh - moved
+    p = jnp.exp(of.h - top[..., None]) / mass[..., None]
+    if of_loss is None:
+        dh = p * (jnp.zeros_like(top) if of_lse is None else of_lse)[..., None]
+    else:
+        of_p = counts(of, top, mass, form) * of_loss
+        of_p = of_p if of_lse is None else of_p + of_lse
+        dh = p * of_p[..., None] - of_loss[..., None] * _targets(of, form)
     return dh if of.tanh is None else dh * (1 - jnp.square(of.tanh))
+
+
+def _targets(of: Logits, form: Settings) -> Array:
+    """How much of each logit the loss takes off."""
+    s = form.label_smoothing
+    label = of.label
+    if form.out_of_range == "promise_in_bounds" and of.inside is not None:
+        label = label & of.inside[..., None]
+    return jnp.where(label, jnp.asarray(1 - s, of.h.dtype), 0) + s / of.size
 
 
 def counts(of: Logits, top: Array, mass: Array, form: Settings) -> Array:
