@@ -14,6 +14,7 @@ from ..jax_compat import split_closed, variables_in, varying_axes
 from .explicit_axes import placeless, sharding_in_type
 from .in_shard_map import make_jaxpr
 from .ir import Atom, Block, Literal, Node, Value, values_in
+from .made import Made
 from .scopes import traceback_of
 from .trace import FLATTENED
 
@@ -47,14 +48,15 @@ def slice_jaxpr(
 
     `instead` gives, for a node (by id), a closed jaxpr to replace it.
 
-    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
+    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not, or made of them. Where values vary along mesh
     axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
     everywhere.
     """
     eqns: list[Any] = []
     outputs = (output,) if isinstance(output, Value) else output
     read = {v.id for n in nodes for v in values_in(n.inputs)} | {v.id for v in outputs}
-    env = _literals(block, known or {}, read, eqns, constant)
+    extra: Constants = []
+    env = _literals(block, known or {}, read, eqns, extra, constant)
     invars = _bound(inputs, env)
     captured, consts = _captured(block, read - env.keys())
     constvars = _bound(captured, env)
@@ -62,6 +64,7 @@ def slice_jaxpr(
         eqns += _emitted(node, env, constant, instead or {})
     base, _ = split_closed(block.jaxpr)
     debug = base.debug_info._replace(arg_names=None, result_paths=None)
+    constvars, consts = [*constvars, *(v for v, _ in extra)], [*consts, *(c for _, c in extra)]
     new = jex_core.Jaxpr(constvars, invars, [env[v.id] for v in outputs], eqns, debug_info=debug)
     return jex_core.ClosedJaxpr(new, consts)
 
@@ -86,9 +89,11 @@ def _emitted(node: Node, env: Env, constant: bool, instead: Mapping[int, Any]) -
     return eqns
 
 
-def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list, constant: bool) -> dict[int, Any]:
-    """An atom for each known value that is read; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless
-    `constant`).
+def _literals(
+    block: Block, known: Mapping[int, Any], read: Set[int], eqns: list, extra: Constants, constant: bool
+) -> dict[int, Any]:
+    """An atom for each known value that is read; `eqns` gets the equations that make or broadcast it, or make it vary along mesh axes
+    (unless `constant`), and `extra` the arrays that it is made from.
     """
     avals = {v.id: v.aval for v in block.inputs}
     env: dict[int, Any] = {}
@@ -96,6 +101,10 @@ def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list
         if i not in read:
             continue
         aval = avals[i]
+        if isinstance(value, Made):
+            more, (env[i],) = inlined(value.program, [], block.nodes[0].eqn.source_info, extra)
+            eqns += more
+            continue
         scalar = np.asarray(value, aval.dtype)[()]
         typed = not constant and bool(varying_axes(aval) or sharding_in_type(aval))
         if not aval.shape and not typed:
