@@ -48,9 +48,9 @@ def slice_jaxpr(
 
     `instead` gives, for a node (by id), a closed jaxpr to replace it.
 
-    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not, or made of them. Where values vary along mesh
-    axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
-    everywhere.
+    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not, or are made of constants. Where
+    values vary along mesh axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that
+    are the same everywhere.
     """
     eqns: list[Any] = []
     outputs = (output,) if isinstance(output, Value) else output
