@@ -98,8 +98,7 @@ def test_a_train_step_stacks_no_more_than_the_gradient_of_the_fused_loss(case):
     inside, outside = jax.value_and_grad(fl.fuse(loss)), fl.fuse(jax.value_and_grad(loss))
     mine, theirs = (jax.make_jaxpr(fn)(*args) for fn in (outside, inside))
     assert bytes_of(mine) <= bytes_of(theirs)
-    scores = (case.batch, case.heads, case.length, case.length)
-    assert not any(math.prod(shape[1:]) >= math.prod(scores) for _, shape in stacked(mine))
+    assert not any(dtype == "bool" for dtype, _ in stacked(mine))
     temporaries = [jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes for fn in (outside, inside)]
     assert temporaries[0] <= 1.02 * temporaries[1]
     found = agree(jax.value_and_grad(loss), *args, factor=4)
