@@ -14,10 +14,9 @@ import numpy as np
 from ..jax_compat import has_side_effects, varying_axes
 from ..primitives import having
 from ..program.captured import readable
-from ..program.equations import slice_jaxpr
+from ..program.equations import Made, slice_jaxpr
 from ..program.explicit_axes import sharding_in_type
 from ..program.ir import Node, Value, values_in
-from ..program.made import Made
 from ..program.signature import node_signature
 from .nodes import Coef
 from .rules import passed_whole
@@ -73,12 +72,16 @@ def _makers(view: CanonicalView, value: Value) -> dict[int, Node] | None:
         node = view.block.producer.get(v.id)
         if v.id in view.known_inputs or v.id in masks:
             continue
-        if node is None or node.primitive not in _MAKES or node.blocks or has_side_effects(node.eqn):
+        if node is None or not _is_simple(node):
             return None
         if node.id not in nodes:
             nodes[node.id] = node
             stack += values_in(node.inputs)
     return None if stack else nodes
+
+
+def _is_simple(node: Node) -> bool:
+    return node.primitive in _MAKES and not node.blocks and not has_side_effects(node.eqn)
 
 
 def _is_mask(const: Any) -> bool:

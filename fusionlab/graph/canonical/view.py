@@ -14,9 +14,9 @@ from typing import Any
 
 from ..jax_compat import has_side_effects
 from ..program.captured import number
+from ..program.equations import Made
 from ..program.identical import computed_alike
 from ..program.ir import Atom, Block, Node, Value, values_in
-from ..program.made import Made
 from .given import Known
 from .nodes import ONE, CNode, Coef, FoldedNodes, Operand, Ref, as_number, as_scalar, nonunit, tidy
 from .rules import apply_rule, inline, passed_whole

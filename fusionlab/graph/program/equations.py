@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,11 +15,34 @@ from ..jax_compat import split_closed, variables_in, varying_axes
 from .explicit_axes import placeless, sharding_in_type
 from .in_shard_map import make_jaxpr
 from .ir import Atom, Block, Literal, Node, Value, values_in
-from .made import Made
 from .scopes import traceback_of
-from .trace import FLATTENED
+from .trace import FLATTENED, block_of_jaxpr
 
 Env = dict[Any, Any]  # value id -> variable; whoever emits a block may keep further variables by keys of its own
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """An array that a body is given, the same at every call, since the block around it makes it from constants alone.
+
+    Attributes:
+      program: closed jaxpr without inputs that computes it.
+      key: hashable, equal for arrays that are computed in the same way.
+    """
+
+    program: Any
+    key: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @functools.cached_property
+    def block(self) -> Block:
+        """The program as a block."""
+        return block_of_jaxpr(self.program)
 
 
 def copied(node: Node, env: Env) -> Any:

@@ -15,9 +15,9 @@ import numpy as np
 
 from ..jax_compat import draws_by_entry, has_side_effects
 from .captured import number
+from .equations import Made
 from .ir import Atom, Block, Literal, Node, Value
 from .literals import scalar_result
-from .made import Made
 from .signature import params_signature
 
 _STEPS = 8  # of arithmetic on literals

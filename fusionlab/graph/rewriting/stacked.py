@@ -9,7 +9,7 @@ Only equations that move or compare entries, or cast them or combine them with a
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,16 +30,21 @@ def with_less_stacked(eqns: list, outvars: list) -> list:
         return eqns
     users = _users(eqns, outvars)
     now = {id(eqn): eqn for eqn in scans}
+    for forward, reader, only in _pairs(scans, users):
+        plan = _Plan(_Scan(now[id(forward)]), _Scan(now[id(reader)]), users.keys(), only)
+        if plan.gone:
+            now[id(forward)], now[id(reader)] = plan.forward_eqn(), plan.reader_eqn()
+    return [now.get(id(eqn), eqn) for eqn in eqns]
+
+
+def _pairs(scans: list, users: Mapping[Any, list]) -> Iterator[tuple[Any, Any, set[Any]]]:
+    """(scan, another of as many steps that reads its per-step results, those that nothing else reads)."""
     for forward in scans:
         own = forward.outvars[scan_counts(forward.params)[1] :]
-        readers = {id(user): user for v in own for user in users.get(v, ()) if user is not None}
-        for at, reader in readers.items():
-            if at in now and reader is not forward and reader.params["length"] == forward.params["length"]:
-                only = {v for v in own if [user is reader for user in users.get(v, ())] == [True]}
-                plan = _Plan(_Scan(now[id(forward)]), _Scan(now[at]), users.keys(), only)
-                if plan.gone:
-                    now[id(forward)], now[at] = plan.forward_eqn(), plan.reader_eqn()
-    return [now.get(id(eqn), eqn) for eqn in eqns]
+        for reader in scans:
+            only = {v for v in own if len(users.get(v, ())) == 1 and users[v][0] is reader}
+            if only and reader.params["length"] == forward.params["length"]:
+                yield forward, reader, only
 
 
 def _users(eqns: Iterable[Any], outvars: Iterable[Any]) -> dict[Any, list[Any]]:
@@ -117,24 +122,20 @@ class _Plan:
 
     def __post_init__(self) -> None:
         results = [(v, outer) for v, outer in self.forward.results if not isinstance(v, jex_core.Literal)]
-        self.only &= {a for a, _ in self.reader.given[self.reader.first :] if not isinstance(a, jex_core.Literal)}
+        self.only &= _variables(self.reader.given[self.reader.first :])
         self.wanted = {v: outer for v, outer in reversed(results) if outer in self.only}
         self.stored |= {v: outer for v, outer in results if outer in self.read and outer not in self.only}
         self._given()
         for eqn in self.forward.jaxpr.eqns:
             self._make(eqn)
-        self.gone = {
-            outer: v for v, outer in results if outer in self.only and self.stored.get(v) is not outer
-        }  # result -> the body's variable
+        # Result -> the body's variable.
+        self.gone = {outer: v for v, outer in results if outer in self.only and self.stored.get(v) is not outer}
         self.roots = list(dict.fromkeys(r for v in self.gone.values() for r in self.instead.get(v, (v,))))
 
     def _given(self) -> None:
         """Decides on the operands of the first body."""
         forward, reader, length = self.forward, self.reader, self.forward.eqn.params["length"]
-        whole, entries = (
-            {a for a, _ in given if not isinstance(a, jex_core.Literal)}
-            for given in (reader.given[: reader.consts], reader.given[reader.first :])
-        )
+        whole, entries = _variables(reader.given[: reader.consts]), _variables(reader.given[reader.first :])
         for i, (atom, var) in enumerate(forward.given):
             is_whole, is_carried = i < forward.consts, forward.consts <= i < forward.first
             there = isinstance(atom, jex_core.Literal) or atom in (whole if is_whole else entries)
@@ -180,17 +181,15 @@ class _Plan:
     def reader_eqn(self) -> Any:
         """The second scan, which makes in its body what it was given before. It comes after `forward_eqn`."""
         scan, env = self.reader, dict[Any, Any]()
-        consts, entries = list(scan.given[: scan.consts]), []
-        for atom, var in scan.given[scan.first :]:
-            if isinstance(atom, jex_core.Literal) or atom not in self.gone:
-                entries.append((atom, var))
+        given = scan.given[scan.first :]
+        there = _variables(given) & self.gone.keys()
+        consts, entries = list(scan.given[: scan.consts]), [(a, v) for a, v in given if not _among(a, there)]
         whole = {v for _, v in self.forward.given[: self.forward.consts]}
         for root in self.roots:
             atom = self.outer[root] if root in self.outer else self.stored[root]
             env[root] = _entering(consts if root in whole else entries, atom, root.aval)
         again = self._made_again(env)
-        given = scan.given[scan.first :]
-        renamed = {v: env[self.gone[a]] for a, v in given if not isinstance(a, jex_core.Literal) and a in self.gone}
+        renamed = {v: env[self.gone[a]] for a, v in given if _among(a, there)}
         eqns = [e.replace(invars=_renamed(e.invars, renamed)) for e in scan.jaxpr.eqns]
         operands = [*consts, *scan.given[scan.consts : scan.first], *entries]
         return scan.with_parts(operands, len(consts), _renamed(scan.jaxpr.outvars, renamed), [*again, *eqns])
@@ -208,6 +207,15 @@ class _Plan:
             eqns.append(eqn.replace(invars=_renamed(eqn.invars, env), outvars=outvars))
             env.update(zip(eqn.outvars, outvars, strict=True))
         return eqns
+
+
+def _variables(given: Iterable[tuple[Any, Any]]) -> set[Any]:
+    """The variables among the outer atoms of some operands."""
+    return set(variables_in(a for a, _ in given))
+
+
+def _among(atom: Any, variables: Set[Any]) -> bool:
+    return not isinstance(atom, jex_core.Literal) and atom in variables
 
 
 def _is_free(eqn: Any) -> bool:
