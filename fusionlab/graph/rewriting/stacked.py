@@ -149,13 +149,14 @@ class _Plan:
         """Decides on the results of an equation of the first body."""
         for var in eqn.outvars:
             self.price[var] = direct = self.forward.eqn.params["length"] * _bytes(var)
-            roots = None
-            if _is_free(eqn) and var not in self.stored:
-                found = tuple(dict.fromkeys(r for v in variables_in(eqn.invars) for r in self._roots.get(v, (v,))))
-                need = sum(self.price.get(r, direct) for r in found)
-                if need < direct or (need == direct and all(r in self.outer for r in found)):
-                    roots = found
-            self._decide(var, roots)
+            can = _is_free(eqn) and var not in self.stored
+            self._decide(var, self._cheaper(eqn, direct) if can else None)
+
+    def _cheaper(self, eqn: Any, direct: int) -> tuple[Any, ...] | None:
+        """What an equation's result can be made from in less than `direct` bytes, or in as many without stacking anything; else None."""
+        found = tuple(dict.fromkeys(r for v in variables_in(eqn.invars) for r in self._roots.get(v, (v,))))
+        need = sum(self.price.get(r, direct) for r in found)
+        return found if need < direct or (need == direct and found and self.outer.keys() >= set(found)) else None
 
     def _decide(self, var: Any, roots: tuple[Any, ...] | None) -> None:
         """`roots`: what the second body can make a variable from; None if it has to be stacked to be there."""
