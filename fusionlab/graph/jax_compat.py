@@ -125,6 +125,12 @@ def scan_trees(consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
     return dict(_scan_trees(consts, carry, xs, ys))
 
 
+def scan_numbers(params: dict[str, Any], consts: int, carry: int, xs: int, ys: int) -> dict[str, Any]:
+    """Those parameters of a scan equation that say how many constants, carries, entries and per-step results it has."""
+    numbers = {"num_consts": consts, "num_carry": carry, "linear": (False,) * (consts + carry + xs)}
+    return {k: v for k, v in (numbers | scan_trees(consts, carry, xs, ys)).items() if k in params}
+
+
 @functools.lru_cache(maxsize=1)
 def unspecified_sharding() -> Any:
     """The value of `out_shardings` in a jit equation if the user gave none."""

@@ -186,7 +186,7 @@ def circles(for_types: bool) -> list[set[str]]:
 
 # Two names of one thing, one of which needs the other for its types alone: the data and what reads it.
 FOR_TYPES = (
-    {"graph.canonical." + m for m in "algebra concatenated einsum fused_nodes regroup rules view".split()},
+    {"graph.canonical." + m for m in "algebra concatenated einsum fused_nodes given regroup rules view".split()},
     {"graph.program.graph", "graph.program.text"},
     {"kernels.op.description", "kernels.op.labels", "kernels.op.lowering", "kernels.op.op", "kernels.op.primitive"},
     {"fusers.report.findings", "fusers.report.structures"},

@@ -7,11 +7,11 @@ inputs of the second *are* the values that the first computes, both appear in on
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..canonical.rules import literal_inputs
+from ..canonical.given import Known, known_inputs
 from ..canonical.view import CanonicalView
 from ..jax_compat import scan_counts
 from ..primitives import having
@@ -30,9 +30,17 @@ def joined_views(found: Iterable[CanonicalView]) -> Iterator[tuple[str, Canonica
                 known = _known(block, forward, first, backward, second)
                 if known:
                     whole = _joined(first, second, known, _kept(block, forward, backward, set(known)), backward)
-                    inside = CanonicalView(whole, literal_inputs(view, forward))
+                    inside = CanonicalView(whole, _known_inputs(view, forward, backward, known))
                     yield first.path, inside
                     stack.append((whole, inside))
+
+
+def _known_inputs(view: CanonicalView, forward: Node, backward: Node, joined: Collection[int]) -> dict[int, Known]:
+    """What the inputs of both bodies read as one are known to be; `joined` are those of the second that are values of the first."""
+    first, second = (known_inputs(view, node) for node in (forward, backward))
+    own = (i for i in range(len(backward.blocks[0].inputs)) if i not in joined)
+    shift = len(forward.blocks[0].inputs)
+    return first | {shift + at: second[i] for at, i in enumerate(own) if i in second}
 
 
 def _pairs(block: Block) -> Iterator[tuple[Node, Node]]:

@@ -10,8 +10,9 @@ from ..program.boundary import Fault, guarded
 from ..program.graph import Graph
 from ..program.ir import Block, Node
 from ..program.symbolic import needs_numbers
+from .given import Known, known_inputs
 from .nodes import FoldedNodes
-from .rules import is_jax_rule, literal_inputs
+from .rules import is_jax_rule
 from .view import CanonicalView
 
 # Regions a site may stand in. Other nodes with child blocks (sort comparators, scatter updates, Pallas kernels) are not programs
@@ -31,10 +32,10 @@ def views(
     A block that cannot be interpreted is skipped with the blocks inside it, and `failed` is called.
     """
     needs_numbers(graph, "a search for patterns")
-    stack: list[tuple[Block, dict[int, Any], Node | None, Any]] = [(graph.top, {}, None, None)]
+    stack: list[tuple[Block, dict[int, Known], Node | None, Any]] = [(graph.top, {}, None, None)]
     while stack:
-        block, literals, owner, outer = stack.pop()
-        view = _view(block, literals, outer, (tiles or {}).get(block.path, ()), failed)
+        block, given, owner, outer = stack.pop()
+        view = _view(block, given, outer, (tiles or {}).get(block.path, ()), failed)
         if view is None:
             continue
         yield view, owner
@@ -42,15 +43,15 @@ def views(
             if node.primitive not in SEARCHED or is_jax_rule(node) or node.id in view.covered:
                 continue
             inner = node if node.primitive in _RULES else owner
-            known = literal_inputs(view, node)
+            known = known_inputs(view, node)
             stack.extend((child, known, inner, (view, node)) for child in reversed(node.blocks))
 
 
 def _view(
     block: Block,
-    literals: dict[int, Any],
+    known: dict[int, Known],
     outer: Any,
     tiles: Sequence[FoldedNodes],
     failed: Callable[[Block, Fault], None],
 ) -> CanonicalView | None:
-    return guarded(lambda: CanonicalView(block, literals, outer, tiles), lambda fault: failed(block, fault))
+    return guarded(lambda: CanonicalView(block, known, outer, tiles), lambda fault: failed(block, fault))

@@ -382,12 +382,6 @@ def passed_whole(node: Node) -> int:
     return len(node.inputs) if node.primitive in _GIVEN_WHOLE else 0
 
 
-def literal_inputs(view: CanonicalView, node: Node) -> dict[int, Coef]:
-    """The inputs of a region's body that are literals at the call, broadcast or not: constants of scan; any of remat, jit, shard_map."""
-    refs = [view.read(a) for a in node.inputs[: passed_whole(node)]]
-    return {i: r.coef for i, r in enumerate(refs) if view.is_literal(r)}
-
-
 CANONICAL_RULES: dict[str, CanonicalRule] = {
     **dict.fromkeys(TRANSPARENT, _same),
     **dict.fromkeys(UNARY, _unary),

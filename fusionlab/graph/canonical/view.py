@@ -14,8 +14,10 @@ from typing import Any
 
 from ..jax_compat import has_side_effects
 from ..program.captured import number
+from ..program.equations import Made
 from ..program.identical import computed_alike
 from ..program.ir import Atom, Block, Node, Value, values_in
+from .given import Known
 from .nodes import ONE, CNode, Coef, FoldedNodes, Operand, Ref, as_number, as_scalar, nonunit, tidy
 from .rules import apply_rule, inline, passed_whole
 
@@ -30,7 +32,7 @@ class CanonicalView:
     def __init__(
         self,
         block: Block,
-        literal_inputs: dict[int, Coef] | None = None,
+        known: Mapping[int, Known] | None = None,
         outer: tuple[CanonicalView, Node] | None = None,
         tiles: Iterable[FoldedNodes] = (),
         apart: frozenset[int] = frozenset(),
@@ -42,13 +44,12 @@ class CanonicalView:
         self.covered = frozenset(i for t in self._tiles.values() for i in t.node_ids)
         first = _given_alike(outer)
         for i, value in enumerate(block.inputs):
-            coef = (literal_inputs or {}).get(i)
-            if coef is not None:
-                self.known_inputs[value.id] = coef
-            elif first.get(i, i) != i:
+            given = (known or {}).get(i)
+            if given is not None:
+                self.known_inputs[value.id] = given
+            if (given is None or isinstance(given, Made)) and first.get(i, i) != i:
                 self.twins[value.id] = block.inputs[first[i]].id
-            name = ("in", first.get(i, i))
-            self._bind(value, self.leaf(name, value.shape) if coef is None else self.literal(coef, value.shape))
+            self._bind(value, self._at_call(given, first.get(i, i), value))
         for value, const in block.consts:
             self._bind(value, self.constant(value, const, block))
         self._run(block.nodes)
@@ -62,7 +63,7 @@ class CanonicalView:
         self.outer: tuple[CanonicalView, Node] | None = (
             None  # the view of the block that holds this one's node, and that node
         )
-        self.known_inputs: dict[int, Coef] = {}  # value id of a scalar input the caller passes a literal for
+        self.known_inputs: dict[int, Known] = {}  # value id of an input -> what the caller always passes for it
         self.twins: dict[int, int] = {}  # value id of an input that is given what an earlier one is -> that one's id
         self.tiles_at: dict[int, list[FoldedNodes]] = {}
         self._tiles: dict[int, FoldedNodes] = {}  # by the id of the node that makes the root
@@ -116,6 +117,14 @@ class CanonicalView:
             ref = Ref(1.0, self.node("multiple", tidy(ref.coef), (edge,), shape), ref.dims)
         self.ref[value.id] = ref
         self.values_of.setdefault(ref.nid, []).append(value)
+
+    def _at_call(self, given: Known | None, number: int, value: Value) -> Ref:
+        """The Ref of an input of the block, what it is known to be, and its number (that of the first that is given the same)."""
+        if given is None:
+            return self.leaf(("in", number), value.shape)
+        if isinstance(given, Made):
+            return inline(self, given.block, [])[0]
+        return self.literal(given, value.shape)
 
     def bind_alias(self, value: Value, ref: Ref) -> None:
         """Gives a value of an inlined child block its Ref, without offering it as a raw value of this block."""

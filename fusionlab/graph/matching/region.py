@@ -45,7 +45,7 @@ class Region(Shown):
       root: the value it computes, or the first of several.
       leaves: leaf name -> the raw value at the cut.
       nodes: nodes the fusion replaces, in program order.
-      known: scalar block inputs that are literals at the call, by value id.
+      known: block inputs that are literals at the call, or made of constants, by value id.
       support: nodes needed to compute the region but not replaced: constants and views of leaves other nodes read too.
       others: further values it computes that are read outside.
       relus: nodes max(h, 0) to which JAX's own rule for relu, with derivative 0 at 0, applies: a differentiated scan retains only
@@ -182,8 +182,8 @@ class _RegionWalk:
             raise _no_operand(value)
         if ref.nid in self.names_of and value.id not in self.roots:
             return self.bind(value, ref.nid)
-        if value.id in view.known_inputs or (node is None and ref.nid == ONE):
-            return []  # a number, known at the call or captured
+        if node is None and (ref.nid == ONE or (value.id in view.known_inputs and is_constant(view, value))):
+            return []  # a number, known at the call or captured, or made of literals outside
         if node is None:
             raise _no_operand(value)
         if has_side_effects(node.eqn):
@@ -429,7 +429,7 @@ def constant_array(view: CanonicalView, value: Value, memo: Memo, outside: bool 
     makers = _constant_makers(view, value, memo, consts, outside)
     if makers is None:
         return None
-    if not makers.nodes:
+    if not makers.nodes and value.id not in view.known_inputs:
         if makers.given:
             return makers.given[value.id][1]
         return read(consts[value.id]) if value.id in consts else None

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..jax_compat import scan_counts, scan_trees, split_closed, unspecified_sharding, varying_axes
+from ..jax_compat import scan_counts, scan_numbers, split_closed, unspecified_sharding, varying_axes
 from ..primitives import having
 from .graph import Graph
 from .in_shard_map import make_jaxpr
@@ -60,8 +60,8 @@ def more_results(node: Node, params: dict[str, Any], avals: Sequence[Any]) -> tu
     if node.primitive == "scan":
         carried, outs = scan_counts(node.params)[1], len(node.outputs)
         xs = len(node.inputs) - sum(scan_counts(node.params))
-        changed = scan_trees(*scan_counts(node.params), xs, outs - carried + len(avals))
-        return params | _known(params, changed), [_stacked(a, node.params["length"]) for a in avals]
+        changed = scan_numbers(params, *scan_counts(node.params), xs, outs - carried + len(avals))
+        return params | changed, [stacked_type(a, node.params["length"]) for a in avals]
     if node.primitive == "shard_map":
         specs = [_spec(node, a) for a in avals]
         outside = [_whole(node, a, axes) for a, axes in zip(avals, map(_axes_of, specs), strict=True)]
@@ -75,18 +75,15 @@ def more_operands(node: Node, params: dict[str, Any], avals: Sequence[Any]) -> d
     if node.primitive == "scan":
         counts = scan_counts(node.params)
         xs = len(node.inputs) - sum(counts) + len(avals)
-        return params | _known(params, scan_trees(*counts, xs, len(node.outputs) - counts[1]))
+        return params | scan_numbers(params, *counts, xs, len(node.outputs) - counts[1])
     if node.primitive == "shard_map":
         return params | {"in_specs": (*params["in_specs"], *(_spec(node, a) for a in avals))}
     more = {"in_shardings": unspecified_sharding(), "in_layouts": None, "donated_invars": False}
     return params | {k: (*params[k], *[v] * len(avals)) for k, v in more.items() if k in params}
 
 
-def _known(params: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in changed.items() if k in params}
-
-
-def _stacked(aval: Any, length: int) -> Any:
+def stacked_type(aval: Any, length: int) -> Any:
+    """The type of the per-step results of this type of a scan of so many steps."""
     closed = make_jaxpr(lambda x: jax.lax.broadcast(x, (length,)), [aval])
     return split_closed(closed)[0].outvars[0].aval
 

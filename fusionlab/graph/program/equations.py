@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,9 +16,33 @@ from .explicit_axes import placeless, sharding_in_type
 from .in_shard_map import make_jaxpr
 from .ir import Atom, Block, Literal, Node, Value, values_in
 from .scopes import traceback_of
-from .trace import FLATTENED
+from .trace import FLATTENED, block_of_jaxpr
 
 Env = dict[Any, Any]  # value id -> variable; whoever emits a block may keep further variables by keys of its own
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """An array that a body is given, the same at every call, since the block around it makes it from constants alone.
+
+    Attributes:
+      program: closed jaxpr without inputs that computes it.
+      key: hashable, equal for arrays that are computed in the same way.
+    """
+
+    program: Any
+    key: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Made) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    @functools.cached_property
+    def block(self) -> Block:
+        """The program as a block."""
+        return block_of_jaxpr(self.program)
 
 
 def copied(node: Node, env: Env) -> Any:
@@ -47,14 +72,15 @@ def slice_jaxpr(
 
     `instead` gives, for a node (by id), a closed jaxpr to replace it.
 
-    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not. Where values vary along mesh
-    axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that are the same
-    everywhere.
+    `known` gives the value of block inputs (by id) that are literals at the call, broadcast or not, or are made of constants. Where
+    values vary along mesh axes it is to be traced by `manual.make_jaxpr`; with `constant` it runs outside the shard_map, on values that
+    are the same everywhere.
     """
     eqns: list[Any] = []
     outputs = (output,) if isinstance(output, Value) else output
     read = {v.id for n in nodes for v in values_in(n.inputs)} | {v.id for v in outputs}
-    env = _literals(block, known or {}, read, eqns, constant)
+    extra: Constants = []
+    env = _literals(block, known or {}, read, eqns, extra, constant)
     invars = _bound(inputs, env)
     captured, consts = _captured(block, read - env.keys())
     constvars = _bound(captured, env)
@@ -62,6 +88,7 @@ def slice_jaxpr(
         eqns += _emitted(node, env, constant, instead or {})
     base, _ = split_closed(block.jaxpr)
     debug = base.debug_info._replace(arg_names=None, result_paths=None)
+    constvars, consts = [*constvars, *(v for v, _ in extra)], [*consts, *(c for _, c in extra)]
     new = jex_core.Jaxpr(constvars, invars, [env[v.id] for v in outputs], eqns, debug_info=debug)
     return jex_core.ClosedJaxpr(new, consts)
 
@@ -86,9 +113,11 @@ def _emitted(node: Node, env: Env, constant: bool, instead: Mapping[int, Any]) -
     return eqns
 
 
-def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list, constant: bool) -> dict[int, Any]:
-    """An atom for each known value that is read; `eqns` gets the equations that broadcast it, or make it vary along mesh axes (unless
-    `constant`).
+def _literals(
+    block: Block, known: Mapping[int, Any], read: Set[int], eqns: list, extra: Constants, constant: bool
+) -> dict[int, Any]:
+    """An atom for each known value that is read; `eqns` gets the equations that make or broadcast it, or make it vary along mesh axes
+    (unless `constant`), and `extra` the arrays that it is made from.
     """
     avals = {v.id: v.aval for v in block.inputs}
     env: dict[int, Any] = {}
@@ -96,6 +125,10 @@ def _literals(block: Block, known: Mapping[int, Any], read: Set[int], eqns: list
         if i not in read:
             continue
         aval = avals[i]
+        if isinstance(value, Made):
+            more, (env[i],) = inlined(value.program, [], block.nodes[0].eqn.source_info, extra)
+            eqns += more
+            continue
         scalar = np.asarray(value, aval.dtype)[()]
         typed = not constant and bool(varying_axes(aval) or sharding_in_type(aval))
         if not aval.shape and not typed:

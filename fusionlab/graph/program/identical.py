@@ -15,6 +15,7 @@ import numpy as np
 
 from ..jax_compat import draws_by_entry, has_side_effects
 from .captured import number
+from .equations import Made
 from .ir import Atom, Block, Literal, Node, Value
 from .literals import scalar_result
 from .signature import params_signature
@@ -125,7 +126,7 @@ class _Numbers:
 
     def _computed(self, value: Value, steps: int) -> np.ndarray | None:
         given = self.known.get(value.id, self.consts.get(value.id))
-        if given is not None:
+        if given is not None and not isinstance(given, Made):
             return np.asarray(given, value.dtype)
         node = self.block.producer.get(value.id)
         if node is None or node.blocks or len(node.outputs) != 1 or not node.inputs:

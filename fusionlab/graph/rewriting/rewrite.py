@@ -25,7 +25,7 @@ from ..program.in_shard_map import DeviceSums, make_jaxpr
 from ..program.ir import Block, Node, Value
 from ..program.order import in_order, last_of
 from ..settings import jax_defaults, wide_types
-from .peephole import with_neighbours
+from .peephole import with_less_kept, with_neighbours
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,8 @@ def _emitted(graph: Graph, chosen: Sequence[Replacement], paths: Iterable[str]) 
         closed = emitter.block(graph.top)
         if any(r.backward for r in chosen):
             # What the old backward passes kept is computed, carried out of regions and into others until nobody reads it.
-            closed = with_neighbours(without_dead_code(closed))
+            closed = without_dead_code(with_less_kept(without_dead_code(closed)))
+            closed = with_neighbours(closed)
     return closed, emitter.names
 
 

@@ -273,14 +273,52 @@ def test_masks_stay_on_their_heads_under_vmap_and_scan():
     assert len(found.candidates) == 1
 
 
-def test_a_causal_mask_made_outside_a_loop_is_told_and_taken_as_data():
+def _positions():
+    return jnp.arange(6)
+
+
+# name -> (what is made outside the loop, the scores in the loop from the scores and that)
+MADE_OUTSIDE = {
+    "a mask": (lambda: jnp.tril(jnp.ones((6, 6), bool)), lambda s, m: jnp.where(m, s, -1e9)),
+    "a mask for every head": (lambda: jnp.tril(jnp.ones((2, 3, 6, 6), bool)), lambda s, m: jnp.where(m, s, -1e9)),
+    "what is hidden": (lambda: jnp.triu(jnp.ones((6, 6)), 1) > 0, lambda s, m: jnp.where(m, -1e9, s)),
+    "an array": (lambda: np.tril(np.ones((6, 6), bool)), lambda s, m: jnp.where(m, s, -1e9)),
+    "numbers to add": (lambda: jnp.where(jnp.tril(jnp.ones((6, 6))) > 0, 0.0, -1e9), lambda s, m: s + m),
+    "positions": (_positions, lambda s, m: jnp.where(m[:, None] >= m, s, -1e9)),
+}
+
+
+@pytest.mark.parametrize("name", MADE_OUTSIDE)
+def test_a_causal_mask_made_outside_a_loop_is_the_ops_own(name):
+    """Also where the loop is differentiated already, and another loop runs back."""
+    make, masked = MADE_OUTSIDE[name]
     n = normal((2, 6, 3, 4), (2, 6, 3, 4), (2, 6, 3, 4), seed=1)
 
     def attend(q, k, v):
-        mask = jnp.tril(jnp.ones((6, 6), bool))
+        made = make()
 
         def body(x, _):
-            s = jnp.where(mask, jnp.einsum("bthd,bshd->bhts", x, k) * 0.5, -1e9)
+            s = masked(jnp.einsum("bthd,bshd->bhts", x, k) * 0.5, made)
+            return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v), None
+
+        return jax.lax.scan(body, q, None, length=2)[0]
+
+    step = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(attend(*a))), (0, 1, 2))
+    for fn in (attend, step):
+        found = agree(fn, *n, passes=ATTENTION, factor=4)
+        (site,) = found.candidates
+        assert site.concepts == ("attention", "attention_causal")
+        assert set(site.leaves) == {"q", "k", "v"}
+        assert fn is attend or site.site.backward is not None
+
+
+def test_a_mask_of_captured_floats_outside_a_loop_is_told_and_taken_as_data():
+    """Floats that a program captures are weights as well, whose entries nobody reads in a search."""
+    n, hidden = normal((2, 6, 3, 4), (2, 6, 3, 4), (2, 6, 3, 4), seed=1), np.triu(np.full((6, 6), -1e9, np.float32), 1)
+
+    def attend(q, k, v):
+        def body(x, _):
+            s = jnp.einsum("bthd,bshd->bhts", x, k) * 0.5 + hidden
             return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(s), v), None
 
         return jax.lax.scan(body, q, None, length=2)[0]
@@ -288,7 +326,7 @@ def test_a_causal_mask_made_outside_a_loop_is_told_and_taken_as_data():
     found = agree(attend, *n, passes=ATTENTION, factor=4)
     (site,) = found.candidates
     assert site.concepts == ("attention", "attention_causal")
-    assert "mask0" in site.leaves
+    assert "bias0" in site.leaves
     assert any("its mask is causal but computed outside the loop" in note for note in site.notes)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
+from ....graph.canonical.nodes import ONE
 from ....graph.canonical.view import CanonicalView
 from ....graph.jax_compat import has_side_effects
 from ....graph.matching.region import look_through
@@ -93,7 +94,7 @@ def _common_sources(
     stack = [list(copies)]
     while stack:
         values = stack.pop()
-        if values[0].id in base.known_inputs:
+        if base.ref[values[0].id].nid == ONE and values[0].id in base.known_inputs:
             continue
         if _is_shared(base, values):
             given, views = _beneath(base, values[0])

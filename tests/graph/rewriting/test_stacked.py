@@ -1,0 +1,107 @@
+"""What a scan stacks for the scan that runs back: nothing that the second can make itself from less, and the same numbers."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import check_jaxpr, jaxpr_as_fun
+
+import fusionlab as fl
+from benchmarks.programs.language_steps import PLAIN, TINY, tokens_of
+from fusionlab.graph.jax_compat import scan_counts, without_dead_code
+from fusionlab.graph.rewriting.peephole import with_less_kept
+from tests.fusers.checks import agree
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.bfloat16)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 6)), jnp.bfloat16)
+SEEN = jnp.arange(6) < 4
+
+
+def scans_in(jaxpr):
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            yield eqn
+        elif eqn.primitive.name in ("jit", "pjit"):
+            yield from scans_in(eqn.params["jaxpr"].jaxpr)
+
+
+def stacked(closed):
+    """(dtype, shape) of all that the scans that run forward stack."""
+    scans = [e for e in scans_in(closed.jaxpr) if not e.params["reverse"]]
+    return [(str(v.aval.dtype), v.aval.shape) for e in scans for v in e.outvars[scan_counts(e.params)[1] :]]
+
+
+def bytes_of(closed):
+    return sum(np.dtype(jnp.dtype(d)).itemsize * math.prod(shape) for d, shape in stacked(closed))
+
+
+def widened(x, w, seen):
+    wide = x.astype(jnp.float32)
+    return (wide * jnp.sin(wide) * w).astype(x.dtype)
+
+
+def masked(x, w, seen):
+    return jnp.where(seen, jnp.sin(x * w), x)
+
+
+def turned(x, w, seen):
+    return jnp.sin(x.T * jnp.tanh(x.T)).T * jnp.tanh(x) * w
+
+
+# name -> (a layer, what it no longer stacks for the other scan)
+LAYERS = {
+    "a widened copy": (widened, "x as float32"),
+    "a mask for every entry": (masked, "the mask"),
+    "an array and its transpose": (turned, "the transpose"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_scan_stacks_less_and_the_gradients_have_the_same_bits(name):
+    layer, _ = LAYERS[name]
+
+    def loss(x, w, seen):
+        return jnp.sum(jax.lax.scan(lambda c, p: (layer(c, p, seen), None), x, w)[0].astype(jnp.float32))
+
+    closed = without_dead_code(jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(X, W, SEEN))
+    less = without_dead_code(with_less_kept(closed))
+    check_jaxpr(less.jaxpr)
+    assert bytes_of(less) < bytes_of(closed)
+    with jax.disable_jit(False):
+        before, after = (jaxpr_as_fun(c)(X, W, SEEN) for c in (closed, less))
+    for a, b in zip(before, after, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_what_is_read_elsewhere_stays_stacked():
+    def run(x, w):
+        return jax.lax.scan(lambda c, p: (jnp.sin(c) * p, c.astype(jnp.float32)), x, w)
+
+    closed = without_dead_code(jax.make_jaxpr(lambda x, w: jax.vjp(run, x, w)[0])(X, W))
+    less = without_dead_code(with_less_kept(closed))
+    assert stacked(less) == stacked(closed)
+
+
+def test_a_program_without_a_second_scan_is_the_same():
+    closed = jax.make_jaxpr(lambda x, w: jax.lax.scan(lambda c, p: (c * p, c), x, w))(X, W)
+    assert with_less_kept(closed) is closed
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("case", TINY, ids=lambda case: case.name)
+def test_a_train_step_stacks_no_more_than_the_gradient_of_the_fused_loss(case):
+    loss, args = case.loss(PLAIN), (case.parameters(), tokens_of(case))
+    inside, outside = jax.value_and_grad(fl.fuse(loss)), fl.fuse(jax.value_and_grad(loss))
+    mine, theirs = (jax.make_jaxpr(fn)(*args) for fn in (outside, inside))
+    assert bytes_of(mine) <= bytes_of(theirs)
+    assert not any(dtype == "bool" for dtype, _ in stacked(mine))
+    temporaries = [jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes for fn in (outside, inside)]
+    assert temporaries[0] <= 1.02 * temporaries[1]
+    found = agree(jax.value_and_grad(loss), *args, factor=4)
+    attention = [c for c in found.candidates if c.op == "dot_product_attention"]
+    assert attention
+    assert all(c.attrs["is_causal"] and set(c.leaves) == {"q", "k", "v"} for c in attention)
