@@ -253,7 +253,7 @@ def _same(
         return [programs.results(seed, reduction) for seed in range(_draws(avals))]
 
     try:
-        found = at_sizes(attempt, avals)
+        found = at_sizes(attempt, avals, region.positions)
         for results in found:
             verdict = agree(
                 tolerance, names, Results(of(results.pair), lambda n, results=results: of(results.nudged(n)))

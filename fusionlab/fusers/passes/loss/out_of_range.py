@@ -1,0 +1,84 @@
+"""What a label outside of the vocabulary picks: the op's treatments are tried on such labels, values and gradients compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex_core
+
+from ....graph.certify.certify import with_gradients
+from ....graph.certify.inputs import Reduction, inputs_of, summed_with
+from ....graph.certify.reduced_sizes import at_sizes
+from ....graph.certify.verdict import relative_error, tolerance_of
+from ....graph.interpret.evaluate import CannotEvaluate, evaluate, traced_once
+from ....graph.matching.region import Region
+from ....kernels import plain_meaning_of
+from ....kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE
+from ...engine.base import Substitution
+from .heads import Head
+from .rows import Cut
+
+_FAR = 100  # as of labels that are ignored
+
+
+def treatment(cut: Cut, head: Head, plan: Callable[[str], Substitution]) -> str | None:
+    """The op's treatment of labels out of range that agrees with a region's; None if none does."""
+    region = cut.region.of(cut.region.root)
+    avals, out = [v.aval for v in region.inputs], region.root.aval
+    fn = jex_core.jaxpr_as_fun(region.jaxpr())
+    old = with_gradients(lambda *a: fn(*a)[0], avals, out)
+    inline = traced_once(plain_meaning_of)
+    odd = list(_odd(head, cut))
+
+    def drawn(reduction: Reduction) -> list[tuple[Any, list[Any]]]:
+        return list(_drawn(region, cut, reduction, odd, summed_with(old)))
+
+    def results(program: Any) -> list[list[np.ndarray]]:
+        def attempt(reduction: Reduction) -> list[list[np.ndarray]]:
+            return [evaluate(program, args, sizes, inline) for sizes, args in drawn(reduction)]
+
+        return at_sizes(attempt, avals, region.positions)
+
+    try:
+        wanted = results(old)
+        for name in OUT_OF_RANGE:
+            call = plan(name).call
+
+            def first(*inputs: Any, call: Callable[..., Any] = call) -> Any:
+                return call(*inputs)[0] if cut.region.others else call(*inputs)
+
+            if _alike(wanted, results(with_gradients(first, avals, out)), tolerance_of((*region.inputs, region.root))):
+                return name
+    except CannotEvaluate:
+        return None
+    return None
+
+
+def _alike(wanted: list[list[np.ndarray]], found: list[list[np.ndarray]], tolerance: float) -> bool:
+    pairs = (p for a, b in zip(wanted, found, strict=True) for p in zip(a, b, strict=True))
+    return all(relative_error(a, b) <= tolerance for a, b in pairs)
+
+
+def _odd(head: Head, cut: Cut) -> Iterator[int]:
+    """Labels inside and outside of the vocabulary."""
+    n, kind = head.classes, np.iinfo(cut.labels.dtype)
+    for label in (0, n, -1, n - 1, -n - 1, n + 7, -_FAR, -n, kind.max, kind.min):
+        if kind.min <= label <= kind.max:
+            yield label
+
+
+def _drawn(
+    region: Region, cut: Cut, reduction: Reduction, odd: list[int], weights: Any
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Drawn operands, with each of the odd labels in one of the draws."""
+    avals, left = [v.aval for v in region.inputs], list(odd)
+    at = next(i for i, v in enumerate(region.inputs) if v.id == cut.labels.id)
+    seed = 0
+    while left:
+        sizes, args = inputs_of(avals, region.root.aval, reduction, seed, weights=weights)
+        count = args[at].size
+        taken, left, seed = left[:count], left[count:], seed + 1
+        args[at] = np.resize(np.asarray(taken, args[at].dtype), args[at].shape)
+        yield sizes, args
