@@ -12,6 +12,7 @@ from .kernels.ops.group_norm import group_norm
 from .kernels.ops.grouped_matmul import grouped_matmul
 from .kernels.ops.layer_norm import layer_norm, layer_norm_and_sum
 from .kernels.ops.lerp import lerp
+from .kernels.ops.linear_cross_entropy import linear_cross_entropy
 from .kernels.ops.matmul import matmul
 from .kernels.ops.multi_transformer import (
     TransformerLayer,
@@ -35,6 +36,7 @@ __all__ = [
     "layer_norm",
     "layer_norm_and_sum",
     "lerp",
+    "linear_cross_entropy",
     "matmul",
     "multi_transformer",
     "pack_keys",

@@ -182,11 +182,14 @@ class Op(Description):
         outs = self._call.bind(*primals, residuals=residuals or any(n in saved for n in names), **attrs)
         known = dict(zip(slots, primals, strict=True)) | dict(zip((*results, *names), outs, strict=False))
         linear = {"live": live, "shape": outs[0].shape, "shardings": tuple(map(explicit_sharding, (*primals, outs[0])))}
+        floating = tuple(jnp.issubdtype(out.dtype, jnp.floating) for out in outs[: len(results)])
         if len(results) > 1:
-            linear["given"] = (True,) * len(results)
+            linear["given"] = floating
         operands, linear = (*(known[n] for n in saved), *itertools.compress(tangents, live)), linear | attrs
-        self._tangent.set_types(list(map(jax.typeof, operands)), linear, [jax.typeof(x) for x in outs[: len(results)]])
-        moved = self._tangent.bind(*operands, **linear)
+        types = [jax.typeof(x) for x in itertools.compress(outs, floating)]
+        self._tangent.set_types(list(map(jax.typeof, operands)), linear, types)
+        given = iter(self._tangent.bind(*operands, **linear))
+        moved = [next(given) if floats else zero_tangent(out) for out, floats in zip(outs, floating, strict=False)]
         if not residuals:
             return outs[: len(results)], moved
         return outs, [*moved, *self._residual_tangents(primals, tangents, outs[len(results) :], attrs)]

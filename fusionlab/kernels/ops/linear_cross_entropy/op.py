@@ -1,0 +1,175 @@
+"""`linear_cross_entropy`: the head of a language model and its loss as one op, whose logits never exist whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from ....tracebacks import own_lines_hidden
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
+from ...op.op import Op
+from ...op.primitive import FusedPrimitive
+from . import reference
+from .checks import checked
+from .settings import DEFAULTS, Settings
+
+Array = Any
+
+XLA = Implementation.of_reference(
+    "the product, the softmax and the sum as jnp code: the logits of all rows exist", reference
+)
+
+
+class LinearCrossEntropy(Op):
+    """Cross-entropy of softmax(x @ w + bias) against labels; see `linear_cross_entropy` below for shapes and attributes."""
+
+    name = "linear_cross_entropy"
+    slots = ("x", "w", "labels", "bias", "weights")
+    rows = ("x", "labels", "top", "mass", "lse", "argmax", "loss")
+    whole = frozenset("k")
+    defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
+    implementations: ClassVar[Mapping[str, Implementation]] = {"xla": XLA}
+
+    def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        return dict(given), checked(given, self.with_defaults(attrs))
+
+    def results(self, **attrs: Any) -> tuple[str, ...]:
+        return Settings.of(attrs).results
+
+    def residual_names(self, **attrs: Any) -> tuple[str, ...]:
+        return Settings.of(attrs).residuals
+
+    def reads(self, wanted: tuple[str, ...], **attrs: Any) -> frozenset[str]:
+        form, moving = Settings.of(attrs), [slot for slot in wanted if slot != "weights"]
+        names = {form.gradients[slot] for slot in moving} if form.is_scalar else set()
+        names |= {"loss"} if "weights" in wanted else set()
+        if moving and form.has_rows:
+            names |= {"x", "w", "labels", "bias", "top", "mass"}
+        return frozenset(names).intersection((*form.present, *form.results, *form.residuals))
+
+    def batch(
+        self, role: str, names: tuple[str, ...], values: list[Array], dims: list[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], dict[str, Any]] | None:
+        """A batch of rows is more rows; of a sum over rows there is one for each of the batch."""
+        return None if "weights" in params["present"] else super().batch(role, names, values, dims, params)
+
+    def _batching_rule(
+        self, primitive: FusedPrimitive, operands: Sequence[Array], dims: Sequence[Any], **params: Any
+    ) -> tuple[list[Array], list[int]]:
+        """Of a sum over rows, which is not differentiated yet: the sums of a batch of rows."""
+        if primitive.role != "call" or params["residuals"] or "weights" not in params["present"]:
+            return super()._batching_rule(primitive, operands, dims, **params)
+        form = Settings.of(params)
+        *present, _ = params["present"]
+        also = tuple(name for name in form.also if name != "loss")
+        by_row = params | {"present": tuple(present), "dtypes": form.dtypes[:-1], "also": also}
+
+        def summed(*given: Array) -> list[Array]:
+            loss, *rest = primitive.bind(*given[:-1], **by_row)
+            found = {
+                **dict(zip(also, rest, strict=True)),
+                "loss": loss,
+                "out": reference.weighted(given[-1], loss, form),
+            }
+            return [found[name] for name in form.results]
+
+        outs = jax.vmap(summed, in_axes=tuple(d if isinstance(d, int) else None for d in dims))(*operands)
+        return outs, [0] * len(outs)
+
+    def rule(self, call: Call, unable: str) -> ImplementationChoice:
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
+
+    def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
+        """Rows "m0", "m1", ..., contracted "k", vocabulary "v"."""
+        form = Settings.of(attrs)
+        ranks = [len(shapes[n]) - (n in ("x", "dx")) for n in (*self.rows, "dx", "weights") if n in shapes]
+        rank = ranks[0] if ranks else len(shapes.get("out", ()))
+        rows = tuple(f"m{i}" for i in range(rank))
+        w = ("v", "k") if form.transposed else ("k", "v")
+        by_row = dict.fromkeys((*self.rows, "weights"), rows)
+        out = {"out": () if form.is_scalar else rows}
+        return {
+            **by_row,
+            **dict.fromkeys(("x", "dx"), (*rows, "k")),
+            **dict.fromkeys(("w", "dw"), w),
+            **out,
+        } | dict.fromkeys(("bias", "dbias"), ("v",))
+
+    def formula(self, *, bias: bool = False, weights: bool = False, transposed: bool = False, **attrs: Any) -> str:
+        """ "sum(weights * (logsumexp(x @ w + b) - (x @ w + b)[label]))"; `bias` and `weights` say which operands there are."""
+        given = Settings.of(attrs)
+        logits = f"x @ {'w.T' if transposed else 'w'}{' + b' if bias else ''}"
+        logits = logits if given.softcap is None else f"softcap({logits}, {given.softcap:.6g})"
+        more = f", label smoothing {given.label_smoothing:.6g}" if given.label_smoothing else ""
+        more += f", z-loss {given.z_loss:.6g}" if given.z_loss else ""
+        text = f"cross_entropy({logits}, labels{more})"
+        return f"sum(weights * {text})" if weights else text
+
+
+LINEAR_CROSS_ENTROPY = LinearCrossEntropy()
+
+
+@own_lines_hidden
+def linear_cross_entropy(
+    x: Array,
+    w: Array,
+    labels: Array,
+    bias: Array | None = None,
+    weights: Array | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logits_dtype: Any = None,
+    transposed: bool = False,
+    out_of_range: str = "nan",
+    masked: bool = True,
+    also: tuple[str, ...] = (),
+    chunk: int | None = None,
+    precision: Any = None,
+    implementation: str | None = None,
+) -> Any:
+    """The cross-entropy of softmax(x @ w + bias) against labels, for each row or as a weighted sum, as one op.
+
+        h = x @ w + bias, or softcap * tanh((x @ w + bias) / softcap)
+        loss = logsumexp(h) - (1 - s) * h[label] - s / V * sum(h) + z * logsumexp(h)^2, with s = label_smoothing, z = z_loss
+
+    Args:
+      x: *R x E: rows of any number of axes, E features.
+      w: E x V, or V x E with `transposed` (the embedding of a model that ties both).
+      labels: *R, integers.
+      bias: V, or None.
+      weights: *R, or None: then the result is the sum of weights * loss. A mean over the rows that count has 1 / count in each of them.
+      label_smoothing, z_loss: numbers.
+      softcap: a number above 0, or None.
+      logits_dtype: of the product's result; None: float32 (float64 for float64). Sums are float32 (float64), and so is all that follows.
+      transposed: whether w is V x E.
+      out_of_range: of a label outside of [0, V), negative ones included: "nan", the loss is NaN (`jnp.take_along_axis`, once it has
+        counted negative labels from the end); "clip", the nearest label counts; "promise_in_bounds", as the gradient of `h[label]` in
+        JAX has it, too: none for that logit; "zero", nothing is picked (`lse - sum(one_hot * h)`); "drop", nothing is picked and the loss
+        has s * lse (`-sum(one_hot * log_softmax(h))`).
+      masked: whether a row of weight 0 is left out of the sum whatever its loss is, NaN included.
+      also: further results of the same logits: any of "lse" (*R, logsumexp(h)), "argmax" (*R, int32, as `jnp.argmax` has it) and, with
+        weights, "loss" (*R).
+      chunk: rows whose logits exist at a time; None: as many as a fixed amount of memory holds.
+      precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
+      implementation: None lets the op choose; "xla" is the plain jnp code, with the logits of all rows.
+
+    Returns:
+      float32 (float64 for float64 logits): the loss *R, or with weights the sum, a scalar; with `also` a tuple of it and those results.
+      Of a sum the gradients of x, w and bias are made in the forward pass, if it is differentiated, and multiplied by the cotangent; those
+      of a loss by row compute the logits again. The gradient of w is summed up in float32 and rounded once.
+
+    Raises:
+      ArgumentError: a wrong rank, size, dtype or number; names the argument.
+      UnknownNameError: no implementation, result or treatment of labels has that name.
+      BackendError: the named implementation cannot run this call here.
+
+    >>> import jax.numpy as jnp
+    >>> x, w = jnp.ones((2, 3)), jnp.zeros((3, 4))
+    >>> linear_cross_entropy(x, w, jnp.asarray([0, 3]), weights=jnp.full(2, 0.5)).round(4).item()
+    1.3863
+    """
+    return LINEAR_CROSS_ENTROPY.call_by_name(**locals())

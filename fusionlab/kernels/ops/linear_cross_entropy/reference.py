@@ -1,0 +1,139 @@
+"""The meaning of `linear_cross_entropy` in plain jnp, with the logits of all rows at once: rows.py has the arithmetic."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ....graph.dtypes import arithmetic_dtype
+from ...op.arrays import Named
+from . import rows
+from .settings import GRADIENTS, Settings
+
+Array = Any
+
+
+def forward(
+    x: Array,
+    w: Array,
+    labels: Array,
+    bias: Array | None = None,
+    weights: Array | None = None,
+    *,
+    residuals: bool,
+    **attrs: Any,
+) -> list[Array]:
+    """The loss of each row, or their weighted sum; the further results; and what is saved if residuals are asked for."""
+    form = Settings.of(attrs)
+    of = rows.logits(x, w, labels, bias, form)
+    top, mass = rows.statistics(of, form)
+    found = {"top": top, "mass": mass, **rows.losses(of, top, mass, form)}
+    found["out"] = found["loss"]
+    if "argmax" in form.also:
+        found["argmax"] = rows.best(of, form)
+    if weights is not None:
+        found["out"] = weighted(weights, found["loss"], form)
+        if residuals:
+            factor, scaled = lifted(weights, form)
+            dh = rows.through(of, top, mass, scaled.astype(top.dtype), None, form)
+            grads = rows.gradients(dh, x, w, tuple(form.gradients), form)
+            found |= {GRADIENTS[slot]: kept(grads[slot] * factor, slot, form) for slot in grads}
+    names = (*form.results, *(form.residuals if residuals else ()))
+    return [found[name] for name in names]
+
+
+def weighted(weights: Array, loss: Array, form: Settings) -> Array:
+    """The sum of weights * loss; if they mask, a row of weight 0 counts nothing whatever its loss is, NaN included."""
+    weights = weights.astype(loss.dtype)
+    return jnp.sum(weights * (jnp.where((weights == 0) & ~jnp.isfinite(loss), 0, loss) if form.masked else loss))
+
+
+def lifted(weights: Array, form: Settings) -> tuple[Any, Array]:
+    """(factor, weights / factor): gradients in float16 would vanish where a mean over many rows makes them small."""
+    weights = weights.astype(arithmetic_dtype(form.logits_dtype))
+    if form.dtype_of("x") != "float16":
+        return 1, weights
+    factor = jnp.max(jnp.abs(weights), initial=0)
+    factor = lax.stop_gradient(jnp.where(jnp.isfinite(factor) & (factor > 0), factor, 1))
+    return factor, weights / factor
+
+
+def kept(gradient: Array, slot: str, form: Settings) -> Array:
+    """As it is saved for a cotangent that is not known yet: in the dtype of its operand, but float16 has not the range."""
+    dtype = form.dtype_of(slot)
+    return gradient if dtype == "float16" else gradient.astype(dtype)
+
+
+def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Any:
+    """Of each result that has one, a dict where there are several; of the weighted sum by the gradients that were made forward."""
+    form, found = Settings.of(attrs), {}
+    wide = arithmetic_dtype(form.logits_dtype)
+    if form.has_rows:
+        found = _of_rows(saved, tangents, form)
+    if form.is_scalar:
+        pairs = [(saved[name], tangents[slot]) for slot, name in form.gradients.items() if slot in tangents]
+        pairs += [(saved["loss"], tangents["weights"])] if "weights" in tangents else []
+        found["out"] = functools.reduce(jnp.add, (jnp.sum(a.astype(wide) * t.astype(wide)) for a, t in pairs))
+    else:
+        found["out"] = found["loss"]
+    return found if len(form.results) > 1 else found["out"]
+
+
+def _of_rows(saved: Named, tangents: Named, form: Settings) -> dict[str, Array]:
+    """The tangents of loss and lse by row."""
+    if not {"x", "w", "bias"} & set(tangents):
+        return dict.fromkeys(("loss", "lse"), jnp.zeros_like(saved["loss"]))
+    of, top, mass = recomputed(saved, form)
+    s, dh = form.label_smoothing, rows.moved(saved, tangents, of, form)
+    p = jnp.exp(of.h - top[..., None]) / mass[..., None]
+    lse = jnp.sum(p * dh, axis=-1)
+    loss = rows.counts(of, top, mass, form) * lse - (1 - s) * jnp.sum(jnp.where(of.label, dh, 0), axis=-1)
+    loss = loss - s / of.size * jnp.sum(dh, axis=-1) if s else loss
+    return {"loss": loss, "lse": lse}
+
+
+def recomputed(saved: Named, form: Settings) -> tuple[rows.Logits, Array, Array]:
+    """The logits again, and the statistics that were saved."""
+    return rows.logits(saved["x"], saved["w"], saved["labels"], saved.get("bias"), form), saved["top"], saved["mass"]
+
+
+def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
+    """The gradients wanted, in order: the ones that were made forward, times the cotangent of the sum; of that of a row made now."""
+    form = Settings.of(attrs)
+
+    def by_rows(of_loss: Array | None, of_lse: Array | None, slots: tuple[str, ...]) -> dict[str, Array]:
+        dh = rows.through(*recomputed(saved, form), of_loss, of_lse, form)
+        return rows.gradients(dh, saved["x"], saved["w"], slots, form)
+
+    return pulled_back(saved, ct, wanted, form, by_rows)
+
+
+def pulled_back(
+    saved: Named, ct: Any, wanted: tuple[str, ...], form: Settings, by_rows: Callable[..., dict[str, Array]]
+) -> list[Array]:
+    """The gradients wanted, in order. `by_rows`: (cotangents of loss and lse by row, or None, slots) -> their gradients in A."""
+    cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
+    wide, found = arithmetic_dtype(form.logits_dtype), {}
+    if form.is_scalar and "out" in cts:
+        of_sum = cts.pop("out")
+        names = {**form.gradients, "weights": "loss"}
+        found = {slot: _once(of_sum * saved[names[slot]].astype(wide), slot, form) for slot in wanted}
+    of_loss = cts.get("loss")
+    if "out" in cts:
+        of_loss = cts["out"] if of_loss is None else of_loss + cts["out"]
+    slots = tuple(slot for slot in wanted if slot != "weights")
+    if slots and (of_loss is not None or "lse" in cts):
+        for slot, gradient in by_rows(of_loss, cts.get("lse"), slots).items():
+            found[slot] = found[slot] + gradient if slot in found else gradient
+    zero = functools.partial(jnp.zeros_like, saved.get("loss"), wide)
+    return [(found[slot] if slot in found else zero()).astype(form.dtype_of(slot)) for slot in wanted]
+
+
+def _once(gradient: Array, slot: str, form: Settings) -> Array:
+    """A gradient that every device has whole, where those of the devices are going to be summed: on one of them, and 0 on the others."""
+    axes = form.mesh_axes("v" if slot == "x" else "m") if form.has_rows and slot != "weights" else ()
+    return jnp.where(lax.axis_index(axes) == 0, gradient, 0) if axes else gradient
