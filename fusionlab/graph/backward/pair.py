@@ -59,7 +59,7 @@ class Pairer:
 
         Args:
           region: the site.
-          fn: takes `region.inputs`, gives the region's root.
+          fn: takes `region.inputs`, gives the region's root; with further roots, a tuple of all.
           description: hashable description of `fn`, for the cache of proofs.
           found: the backward pass.
 
@@ -91,7 +91,7 @@ class Pairer:
     def _gone(self, region: Region, found: Backward, placed: Placed) -> set[int]:
         """The nodes that nothing reads any more. Raises Declined if some nodes of the region are still read."""
         block = found.view.block
-        replaced = {region.root.id, *(share.value.id for _, _, share in placed)}
+        replaced = {*(v.id for v in region.roots), *(share.value.id for _, _, share in placed)}
         read = {v.id for v in values_in((*region.inputs, found.cotangent))}
         read |= {v.id for _, _, share in placed for v in terms_beside(block, share.value, [share])}
         gone = dead_nodes(block, replaced, read)
@@ -142,9 +142,11 @@ class Pairer:
             avals, out = [v.aval for v in inputs], region.root.aval
             old = slice_jaxpr(block, nodes, (*inputs, cotangent), flat, known)
             groups = [(name, len(group)) for (_, name, _), group in zip(placed, terms, strict=True)]
-            new = with_vjp(fn, avals, out, wanted)
-            proved = new if cotangent is given else _at_one(new)
-            return prove_gradients(region, old, proved, groups, self.certifier.inline), split_of(new)
+            n = len(region.others)
+            new = with_vjp(fn, avals, out, wanted, others=n > 0)
+            first = with_vjp(lambda *a: fn(*a)[0], avals, out, wanted) if n else new
+            proved = first if cotangent is given else _at_one(first)
+            return prove_gradients(region, old, proved, groups, self.certifier.inline), split_of(new, n)
 
         verdict, split = self.certifier.once(key, prove)
         if not verdict.ok:

@@ -198,7 +198,9 @@ def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} beyond the entries of an axis at reduced sizes")
     batched = dims.operand_batching_dims
     times = math.prod(real[d] / x.shape[d] for d in (*indexed, *batched))
-    if not gathers and not math.isclose(times, math.prod(map(operator.truediv, eqn.invars[1].aval.shape, indices.shape))):
+    if not gathers and not math.isclose(
+        times, math.prod(map(operator.truediv, eqn.invars[1].aval.shape, indices.shape))
+    ):
         raise CannotEvaluate("primitive scatter-add of entries that repeat at reduced sizes")
     return bound(eqn, ins, params)
 

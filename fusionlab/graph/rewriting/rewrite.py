@@ -38,7 +38,7 @@ class Replacement:
       root: their value, now computed by `fn`.
       leaves: the values `fn` takes, in order.
       fn: arrays -> array of the root's shape and dtype; with `others`, a tuple of that and theirs.
-      backward: its backward pass, if replaced with it; never for a site with `others`.
+      backward: its backward pass, if replaced with it; `others` are then no floats.
       others: further values of the nodes, which `fn` computes too.
       weak: the numbers of the leaves whose gradients are weakly typed in the program.
     """

@@ -75,6 +75,12 @@ class Head:
         return [n.outputs[0] for n in (self.product, *self.chain)]
 
     @property
+    def alike(self) -> list[Value]:
+        """The logits that the loss reads, and what is only cast to them."""
+        casts = itertools.takewhile(lambda n: n.primitive in _SAME, reversed(self.chain))
+        return [self.logits, *(a for n in casts for a in n.values)]
+
+    @property
     def leaves(self) -> dict[str, Value]:
         """The operands by name."""
         return {"x": self.x, "w": self.w} | ({} if self.bias is None else {"bias": self.bias})

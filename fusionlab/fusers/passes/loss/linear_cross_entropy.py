@@ -6,6 +6,7 @@ makes a scalar of the losses by weights that do not depend on the logits, the op
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....graph.canonical.nodes import nonunit
 from ....graph.declined import Declined
-from ....graph.matching.region import Region, escapes
+from ....graph.matching.region import Region
 from ....graph.program.ir import Node, Value
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
@@ -27,7 +27,7 @@ from ...engine.site import Site
 from ...engine.wording import anchor_text
 from .heads import Head, exponentiated, head_of
 from .numbers import Numbers, numbers_of
-from .out_of_range import treatment
+from .out_of_range import Treatment, treatment
 from .rows import Cut, Downstream, cuts, region_of
 from .sums import WeightedSum, weighted_sum
 
@@ -43,9 +43,12 @@ class LinearCrossEntropyPass(Pass):
     name = op = "linear_cross_entropy"
     formula = "logsumexp(x @ w + b) - (x @ w + b)[label] for each row, or its weighted sum"
     needs = (
-        "rows times a matrix, integer labels, logits that only the loss (and an argmax) reads; f64/f32/bf16/f16; the softmax over the last axis"
+        "rows times a matrix, integer labels, logits that only the loss (and an argmax) reads, a softmax over the last axis; "
+        "f64/f32/bf16/f16"
     )
-    summary = "Replaces the head of a language model and its cross-entropy by one op, which never has the logits of all rows."
+    summary = (
+        "Replaces the head of a language model and its cross-entropy by one op, which never has the logits of all rows."
+    )
     spellings = (
         "The loss by row is recognised by its values: log_softmax or logsumexp with take_along_axis, indexing or one_hot, as in optax, "
         "with label smoothing, and a z-loss.",
@@ -89,7 +92,7 @@ class _Loss:
     head: Head
     cut: Cut
     numbers: Numbers
-    out_of_range: str
+    odd: Treatment
 
     @property
     def region(self) -> Region:
@@ -108,7 +111,7 @@ class _Loss:
             "softcap": head.softcap,
             "logits_dtype": head.dtype,
             "transposed": head.transposed,
-            "out_of_range": self.out_of_range,
+            "out_of_range": self.odd.name,
             "precision": head.product.params.get("precision"),
             "also": ("argmax",) * len(self.region.others),
         }
@@ -202,11 +205,13 @@ class _LossSite(Site):
             numbers = numbers_of(self.view, cut.region, found.head)
             if isinstance(numbers, str):
                 raise Declined(f"{value!r} {numbers}", "value")
-            loss = _Loss(found.head, cut, numbers, "nan")
-            odd = treatment(cut, found.head, lambda name, loss=loss: _plan(self, replace(loss, out_of_range=name), None))
+            loss = _Loss(found.head, cut, numbers, Treatment())
+            odd = treatment(cut, found.head, lambda odd, loss=loss: _plan(self, replace(loss, odd=odd), None))
             if odd is not None:
-                return replace(loss, out_of_range=odd)
-            problem = problem or Declined(f"{value!r} treats labels out of range differently from the fused op", "value")
+                return replace(loss, odd=odd)
+            problem = problem or Declined(
+                f"{value!r} treats labels out of range differently from the fused op", "value"
+            )
         raise problem or Declined(f"{value!r} is no loss by labels")
 
     # -- what it becomes ---------------------------------------------------------------------------------------------------
@@ -221,7 +226,9 @@ class _LossSite(Site):
         inner = {n.id: n for n in (*region.nodes, *total.nodes)}
         support = {n.id: n for n in (*region.support, *total.numbers.values()) if n.id not in inner}
         whole = region_of(self.view, total.value, leaves, inner, support, region.others, loss.head.classes)
-        return self.offered(whole, _plan(self, replace(loss, cut=Cut(whole, loss.cut.labels)), total), _EDIT, concepts=_CONCEPTS)
+        return self.offered(
+            whole, _plan(self, replace(loss, cut=Cut(whole, loss.cut.labels)), total), _EDIT, concepts=_CONCEPTS
+        )
 
 
 def live_nodes(block: Any) -> frozenset[int]:
@@ -261,7 +268,29 @@ def _plan(site: _LossSite, loss: _Loss, total: WeightedSum | None) -> Substituti
         return (first, *ends) if others else first
 
     formula = OP.formula(**attrs, bias=head.bias is not None, weights=total is not None)
-    return Substitution(OP, attrs, operands, finish, formula)
+    how = _WithNaN if loss.odd.nan else Substitution
+    return how(OP, attrs, operands, finish, formula)
+
+
+class _WithNaN(Substitution):
+    """A call whose losses are NaN for labels outside of the vocabulary."""
+
+    def calling(self, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
+        operands = self.operands(*inputs)
+        _, w, labels, _, weights = operands
+        outside = (labels < 0) | (labels >= w.shape[0 if self.attrs["transposed"] else 1])
+        finish = functools.partial(self._marked, outside, weights)
+        _, given = Substitution.calling(replace(self, finish=finish), *inputs)
+        return operands, given
+
+    def _marked(self, outside: Any, weights: Any, out: Any) -> Any:
+        first, *others = out if isinstance(out, tuple | list) else (out,)
+        if weights is None:
+            marked = jnp.where(outside, jnp.nan, first)
+        else:
+            counted = outside & (weights != 0) if self.attrs["masked"] else outside
+            marked = first + jnp.sum(weights * jnp.where(counted, jnp.nan, 0)).astype(first.dtype)
+        return self.finish((marked, *others) if others else marked)
 
 
 PASSES = {47: LinearCrossEntropyPass()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,24 @@ from .rows import Cut
 _FAR = 100  # as of labels that are ignored
 
 
-def treatment(cut: Cut, head: Head, plan: Callable[[str], Substitution]) -> str | None:
+@dataclass(frozen=True)
+class Treatment:
+    """What a label outside of the vocabulary picks.
+
+    Attributes:
+      name: the op's `out_of_range`.
+      nan: whether the loss is NaN there, although it has that gradient.
+    """
+
+    name: str = "nan"
+    nan: bool = False
+
+
+# `take_along_axis` of a log_softmax is NaN for such a label, and passes no cotangent on.
+_TREATMENTS = (*map(Treatment, OUT_OF_RANGE), Treatment("drop", True))
+
+
+def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -> Treatment | None:
     """The op's treatment of labels out of range that agrees with a region's; None if none does."""
     region = cut.region.of(cut.region.root)
     avals, out = [v.aval for v in region.inputs], region.root.aval
@@ -43,14 +61,14 @@ def treatment(cut: Cut, head: Head, plan: Callable[[str], Substitution]) -> str 
 
     try:
         wanted = results(old)
-        for name in OUT_OF_RANGE:
-            call = plan(name).call
+        for found in _TREATMENTS:
+            call = plan(found).call
 
             def first(*inputs: Any, call: Callable[..., Any] = call) -> Any:
                 return call(*inputs)[0] if cut.region.others else call(*inputs)
 
             if _alike(wanted, results(with_gradients(first, avals, out)), tolerance_of((*region.inputs, region.root))):
-                return name
+                return found
     except CannotEvaluate:
         return None
     return None

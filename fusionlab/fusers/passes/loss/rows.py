@@ -36,7 +36,7 @@ class Downstream:
             if not in_backward(node) and any(v.id in self.ids for v in values_in(node.inputs)):
                 self.nodes.append(node)
                 self.ids.update(v.id for v in node.outputs)
-        self.inner = {v.id for v in head.inner}
+        self.alike = {v.id for v in head.alike}
 
     def readers(self, value: Value) -> list[Node]:
         """The nodes that read a value, apart from the backward pass."""
@@ -52,12 +52,13 @@ class Downstream:
 
     def argmax(self) -> Value | None:
         """The class of the largest logit of each row, if the program asks for it."""
-        for node in self.nodes:
-            if node.primitive == "argmax" and isinstance(v := node.inputs[0], Value) and v.id in self.inner:
-                if nonunit(node.outputs[0].shape) == nonunit(self.head.rows) and v.shape[-1] == self.head.classes:
-                    if int(node.params["axes"][0]) == len(v.shape) - 1:
-                        return node.outputs[0]
-        return None
+        return next((n.outputs[0] for n in self.nodes if n.primitive == "argmax" and self._is_of_logits(n)), None)
+
+    def _is_of_logits(self, node: Node) -> bool:
+        """Whether a node reduces the logits of each row, as they are or before they are cast."""
+        (value,) = node.values
+        last = node.params["axes"] == (len(value.shape) - 1,)
+        return last and value.shape == self.head.logits.shape and value.id in self.alike
 
 
 @dataclass(frozen=True, eq=False)
