@@ -137,6 +137,12 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
     return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
 
 
+def product_of(view: CanonicalView, logits: Value) -> Node | None:
+    """The product with a matrix that makes logits, whether the op has what comes after it or not; None if there is none."""
+    chain = _chain(view, logits)
+    return None if chain is None else chain[0]
+
+
 def _chain(view: CanonicalView, logits: Value) -> list[Node] | None:
     """The nodes from a product with a matrix to logits, in order; None if there is no such product."""
     found: list[Node] = []

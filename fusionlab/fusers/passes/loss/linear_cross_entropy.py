@@ -25,8 +25,8 @@ from ...engine.layout import input_positions
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.site import Site
 from ...engine.wording import anchor_text
-from .heads import Head, exponentiated, head_of
-from .numbers import Numbers, numbers_of
+from .heads import Head, exponentiated, head_of, product_of
+from .numbers import Numbers, is_total, numbers_of
 from .out_of_range import Treatment, treatment
 from .rows import Cut, Downstream, cuts, region_of
 from .sums import WeightedSum, weighted_sum
@@ -68,21 +68,16 @@ class LinearCrossEntropyPass(Pass):
         return loss, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8, jnp.int32))
 
     def anchors(self, search: Search) -> Iterator[tuple[Node, Value, Node]]:
+        known = set[int]()
         for node in search.block.nodes:
             found = exponentiated(search.view, node) if self.is_anchor(node) else None
-            if found is not None and _is_of_product(search, found[0]):
+            product = None if found is None else product_of(search.view, found[0])
+            if found is not None and product is not None and product.id not in known:
+                known.add(product.id)  # a z-loss may have a logarithm of its own
                 yield node, *found
 
     def examine(self, search: Search, anchor: Node, logits: Value, total: Node) -> list[Candidate | Rejection]:
         return _LossSite(self, search, anchor).examined(logits, total)
-
-
-def _is_of_product(search: Search, logits: Value) -> bool:
-    """Whether logits are made of a product with a matrix, in a way that the op may have or not."""
-    try:
-        return head_of(search.view, logits) is not None
-    except Declined:
-        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +94,8 @@ class _Loss:
         return self.cut.region
 
     @property
-    def sign(self) -> float:
-        return self.numbers.sign
+    def is_total(self) -> bool:
+        return is_total(self.cut.region.root, self.head)
 
     @property
     def attrs(self) -> dict[str, Any]:
@@ -159,8 +154,11 @@ class _LossSite(Site):
         argmax = found.argmax()
         others = () if argmax is None else (argmax,)
         problem: Declined | None = None
-        values = list(self.after_anchor(found))
-        for value in sorted(values, key=lambda v: self.leaks(found, v, others))[:_TRIED]:
+        leaks = {v: self.leaks(found, v, others) for v in self.after_anchor(found)}
+        least = min(leaks.values(), default=0)
+        for value in sorted(leaks, key=leaks.__getitem__)[:_TRIED]:
+            if problem is not None and not least and leaks[value]:
+                break  # what nothing else reads is another function
             try:
                 return self.loss_at(found, value, others)
             except Declined as declined:
@@ -168,13 +166,13 @@ class _LossSite(Site):
         raise problem or Declined("no value by row is a loss by labels")
 
     def after_anchor(self, found: Downstream) -> Iterator[Value]:
-        """The values by row that the logarithm goes into."""
+        """The values that may be the loss, of those that the logarithm goes into."""
         known = {v.id for v in self.anchor.outputs}
-        by_row = {v.id for v in found.by_row()}
+        losses = {v.id for v in found.losses()}
         for node in found.nodes:
             if any(isinstance(a, Value) and a.id in known for a in node.inputs):
                 known.update(v.id for v in node.outputs)
-                if node.outputs[0].id in by_row:
+                if node.outputs[0].id in losses:
                     yield node.outputs[0]
 
     def leaks(self, found: Downstream, value: Value, others: Sequence[Value]) -> int:
@@ -244,30 +242,33 @@ def live_nodes(block: Any) -> frozenset[int]:
 
 
 def _plan(site: _LossSite, loss: _Loss, total: WeightedSum | None) -> Substitution:
-    """The call of the op: rows as the logits have them, and weights for a sum."""
-    region, head = loss.region, loss.head
+    """The call of the op: rows as the logits have them, and weights for a sum; `total` is what is summed after the loss."""
+    region, head, factor = loss.region, loss.head, loss.numbers.factor
     where, root = input_positions(region), region.root
     attrs = loss.attrs | {"implementation": site.search.implementation}
-    if total is not None:
-        attrs["masked"] = total.masks
+    summed = total is not None or loss.is_total
+    if summed:
+        attrs["masked"] = total is not None and total.masks
 
     def operands(*inputs: Any) -> tuple[Any, ...]:
         given = {name: inputs[i] for name, i in where.items()}
         labels = jnp.reshape(given["labels"], head.rows)
-        weights = None
+        weights: Any = jnp.asarray(1.0, root.dtype)
         if total is not None:
             beside = [given[f"factor {i}"] for i in range(len(total.beside))]
-            weights = loss.sign * jnp.reshape(total.weights(region, beside), head.rows)
+            weights = total.weights(region, beside)
+        spread = jnp.broadcast_to if weights.size == 1 else jnp.reshape
+        weights = spread(weights, head.rows) * factor if summed else None
         return head.of_rows(given["x"]), given["w"], labels, given.get("bias"), weights
 
     def finish(out: Any) -> Any:
         first, *others = out if region.others else (out,)
-        first = first if total is not None or loss.sign > 0 else -first
+        first = first if summed or factor > 0 else -first
         first = jnp.reshape(first, root.shape).astype(root.dtype)
         ends = (jnp.reshape(o, v.shape).astype(v.dtype) for o, v in zip(others, region.others, strict=True))
         return (first, *ends) if others else first
 
-    formula = OP.formula(**attrs, bias=head.bias is not None, weights=total is not None)
+    formula = OP.formula(**attrs, bias=head.bias is not None, weights=summed)
     how = _WithNaN if loss.odd.nan else Substitution
     return how(OP, attrs, operands, finish, formula)
 

@@ -5,6 +5,7 @@ A loss of a row with the logits z and the label l is a lse(z) + b z[l] + c sum(z
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,11 @@ from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.region import Region
 from ....graph.program.equations import slice_jaxpr
+from ....graph.program.ir import Value
 from ....kernels import plain_meaning_of
 from .heads import Head
 
-_DRAWS, _SPREAD = 6, (0.3, 3.0)
+_DRAWS, _DRAWS_OF_SUMS, _SPREAD = 6, 24, (0.3, 3.0)
 _LEFT = 1e-9  # of the largest loss: what the four terms may leave of it
 _NONE = 1e-7  # a term of less is rounding
 _ONE = 1e-5  # so far from 1 is the sum of targets that are written as float32 numbers
@@ -28,9 +30,9 @@ _ONE = 1e-5  # so far from 1 is the sum of targets that are written as float32 n
 
 @dataclass(frozen=True)
 class Numbers:
-    """A loss by row: `sign` (1, or -1 for its negative), label smoothing and the factor of the squared logarithm."""
+    """A loss: `factor` (1, or -1 for its negative; of a sum over all rows that of each), label smoothing and the factor of lse^2."""
 
-    sign: float
+    factor: float
     label_smoothing: float
     z_loss: float
 
@@ -45,18 +47,19 @@ def numbers_of(view: CanonicalView, region: Region, head: Head) -> Numbers | str
     scale = max(float(np.max(np.abs(losses))), 1e-30)
     if not np.all(np.isfinite(losses)) or np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
         return "is another function of the logits and the labels"
-    return _read(*map(float, found))
+    return _read(*map(float, found), summed=is_total(region.root, head))
 
 
-def _read(lse: float, picked: float, mean: float, squared: float) -> Numbers | str:
+def _read(lse: float, picked: float, mean: float, squared: float, summed: bool) -> Numbers | str:
     """The numbers of a loss, from the factors of its four terms; `mean` is that of the mean of the logits."""
-    if abs(abs(lse) - 1) > _ONE or abs(lse + picked + mean) > _ONE:
+    size = abs(lse) if summed and lse else 1.0
+    if abs(abs(lse) - size) > _ONE or abs(lse + picked + mean) > _ONE * size or abs(picked) <= _ONE * size:
         return f"is {lse:.6g} lse {picked:+.6g} logit of the label {mean:+.6g} mean of the logits {squared:+.6g} lse^2"
-    sign = 1.0 if lse > 0 else -1.0
-    smoothing, z_loss = _number(-mean * sign), _number(squared * sign)
+    factor = math.copysign(size, lse)
+    smoothing, z_loss = _number(-mean / factor), _number(squared / factor)
     if not 0 <= smoothing < 1:
         return f"has the label smoothing {smoothing:.6g}"
-    return Numbers(sign, smoothing, z_loss)
+    return Numbers(factor, smoothing, z_loss)
 
 
 def _number(found: float) -> float:
@@ -74,7 +77,8 @@ def _evaluated(view: CanonicalView, region: Region, head: Head) -> tuple[np.ndar
     weights = summed_with(closed)
 
     def attempt(reduction: Reduction) -> tuple[np.ndarray, np.ndarray]:
-        drawn = [_drawn(closed, avals, region, names, reduction, seed, weights, head) for seed in range(_DRAWS)]
+        count = _DRAWS if len(region.root.shape) else _DRAWS_OF_SUMS
+        drawn = [_drawn(closed, avals, region, names, reduction, seed, weights, head) for seed in range(count)]
         columns, losses = zip(*drawn, strict=True)
         return np.concatenate(columns), np.concatenate(losses)
 
@@ -104,4 +108,12 @@ def _drawn(
     top = logits.max(-1)
     lse = np.log(np.sum(np.exp(logits - top[:, None]), -1)) + top
     picked = logits[np.arange(len(labels)), labels]
-    return np.stack([lse, picked, logits.mean(-1), lse * lse], -1), losses.reshape(-1)
+    columns = np.stack([lse, picked, logits.mean(-1), lse * lse], -1)
+    if is_total(region.root, head):
+        columns = columns.mean(0, keepdims=True) * math.prod(head.rows)
+    return columns, losses.reshape(-1)
+
+
+def is_total(value: Value, head: Head) -> bool:
+    """Whether a value is one number for several rows."""
+    return math.prod(value.shape) == 1 and math.prod(head.rows) > 1

@@ -42,12 +42,12 @@ class Downstream:
         """The nodes that read a value, apart from the backward pass."""
         return [n for n in self.view.block.users.get(value.id, ()) if not in_backward(n)]
 
-    def by_row(self) -> Iterator[Value]:
-        """The floats with one entry for each row, in program order."""
-        wanted = nonunit(self.head.rows)
+    def losses(self) -> Iterator[Value]:
+        """The floats with one entry for each row, or one for all, in program order."""
+        wanted = nonunit(self.head.rows), ()
         for node in self.nodes[1:]:
             value = node.outputs[0]
-            if nonunit(value.shape) == wanted and is_float(value.dtype) and not node.blocks:
+            if nonunit(value.shape) in wanted and is_float(value.dtype) and not node.blocks:
                 yield value
 
     def argmax(self) -> Value | None:
@@ -114,15 +114,16 @@ def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...
     """The region of a value with some labels; what else it reads, if it reads more."""
     view, block, head = found.view, found.view.block, found.head
     leaves = {**head.leaves, "labels": labels}
-    given = {v.id for v in leaves.values()}
     inner, support = dict[int, Node](), dict[int, Node]()
-    stack, seen = [root, *others], set(given)
+    stack, seen = [root, *others], {v.id for v in leaves.values()}
     while stack:
         value = stack.pop()
-        if value.id in seen or value.id in view.known_inputs or view.is_literal(view.ref[value.id]):
-            support.update({n.id: n for n in makers_of(view, value)} if value.id not in given else {})
+        if value.id in seen or value.id in view.known_inputs:
             continue
         seen.add(value.id)
+        if view.is_literal(view.ref[value.id]):
+            support.update((n.id, n) for n in makers_of(view, value))
+            continue
         maker = block.producer.get(value.id)
         if maker is None or has_side_effects(maker.eqn):
             return value

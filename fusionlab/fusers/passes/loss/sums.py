@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -63,7 +62,7 @@ def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> Weighte
         (node,) = readers
         nodes.append(node)
         value, masks = node.outputs[0], masks or node.primitive == "select_n"
-        if math.prod(value.shape) == 1 and not value.shape:
+        if not value.shape:
             best = value, tuple(nodes), masks
     if best is None:
         return None
@@ -81,7 +80,7 @@ def _is_linear(view: CanonicalView, found: Downstream, node: Node, value: Value)
         return False
     if sum(a is value for a in node.inputs) != 1 or sum(a.id in found.ids for a in values_in(node.inputs)) != 1:
         return False
-    if node.primitive in _OF_ONE or node.primitive == "mul":
+    if node.primitive in _OF_ONE | {"mul", "dot_general"}:
         return True
     if node.primitive == "div":
         return node.inputs[0] is value
