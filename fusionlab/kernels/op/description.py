@@ -32,6 +32,9 @@ class Description(Chooser):
     numbers: ClassVar[tuple[str, ...]] = ()
     # Labels, without their numbers, of axes that no device may hold a part of.
     whole: ClassVar[frozenset[str]] = frozenset()
+    # Likewise, of axes that a call sums over and whose parts its implementations put together themselves: they are given `across`, for each
+    # such label that is split the mesh axes that it is split over.
+    across: ClassVar[frozenset[str]] = frozenset()
     # Of an op whose batch is more rows: what has entries of its own for each row, beside the result, and the attribute that numbers an axis
     # behind the rows, or counts them, if one does.
     rows: ClassVar[tuple[str, ...]] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -143,7 +144,8 @@ def labels_of(
     by_name, sizes, broken = _normal(shapes, axes)
     summed = {slot: _summed_for(primitive, slot, by_name, attrs) for slot in wanted}
     contracted = frozenset(_labels(by_name, *reads)) - set(_labels(by_name, "out")) if role == "call" else frozenset()
-    unsplit = contracted if contracted and op.summed_call(params) is None else frozenset()
+    unsplit = frozenset(x for x in contracted if x.rstrip(string.digits) not in op.across)
+    unsplit = unsplit if unsplit and op.summed_call(params) is None else frozenset()
     return Labels(
         tuple(by_name[n] for n in reads),
         tuple(by_name[n] for n, _ in zip(gives, results, strict=False)),

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import functools
 import math
+import string
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -177,10 +178,11 @@ class _Parts:
 
     def _on_device(self, where: Where, mesh: Mesh) -> Meaning:
         """What one device does with its shards."""
+        parts = replace(self, params=self._with_parts(where))
         if self.primitive.role == "call":
-            inner = self._call(where)
+            inner = parts._call(where)
         else:
-            inner = functools.partial(self._linear, where, mesh)
+            inner = functools.partial(parts._linear, where, mesh)
 
         def local(*operands: Array) -> list[Array]:
             # A mesh that is set while XLA compiles must not reach in: here arrays are one device's.
@@ -188,6 +190,11 @@ class _Parts:
                 return inner(*operands)
 
         return local
+
+    def _with_parts(self, where: Where) -> Mapping[str, Any]:
+        """The parameters, with the mesh axes that the labels are split over whose parts an implementation puts together (`Op.across`)."""
+        own = {x: names for x, names in where.items() if x.rstrip(string.digits) in self.primitive.op.across}
+        return {**self.params, "across": tuple(own.items())} if own else self.params
 
     def _call(self, where: Where) -> Meaning:
         summed = [names for label, names in where.items() if label in self.labels.contracted]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +12,7 @@ from ....tracebacks import own_lines_hidden
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
 from ...op.primitive import FusedPrimitive
-from . import reference
+from . import chunked, reference
 from .checks import checked
 from .settings import DEFAULTS, Settings
 
@@ -28,9 +29,20 @@ class LinearCrossEntropy(Op):
     name = "linear_cross_entropy"
     slots = ("x", "w", "labels", "bias", "weights")
     rows = ("x", "labels", "top", "mass", "lse", "argmax", "loss")
-    whole = frozenset("k")
+    whole, across = frozenset("k"), frozenset("mv")
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
-    implementations: ClassVar[Mapping[str, Implementation]] = {"xla": XLA}
+    implementations: ClassVar[Mapping[str, Implementation]] = {
+        "xla": XLA,
+        "xla_chunked": replace(
+            XLA,
+            name="xla_chunked",
+            summary="chunks of rows, one after the other, as jnp code: the logits of one chunk exist at a time",
+            forward=chunked.forward,
+            cotangent=chunked.cotangent,
+            opaque=True,
+            plain=False,
+        ),
+    }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         return dict(given), checked(given, self.with_defaults(attrs))

@@ -29,21 +29,23 @@ def forward(
 ) -> list[Array]:
     """The loss of each row, or their weighted sum; the further results; and what is saved if residuals are asked for."""
     form = Settings.of(attrs)
-    of = rows.logits(x, w, labels, bias, form)
-    top, mass = rows.statistics(of, form)
-    found = {"top": top, "mass": mass, **rows.losses(of, top, mass, form)}
-    found["out"] = found["loss"]
-    if "argmax" in form.also:
-        found["argmax"] = rows.best(of, form)
-    if weights is not None:
+    factor, scaled = lifted(weights, form) if residuals and weights is not None else (1, None)
+    return finished(rows.results(x, w, labels, bias, scaled, form), weights, factor, residuals, form)
+
+
+def finished(
+    found: dict[str, Array], weights: Array | None, factor: Any, residuals: bool, form: Settings
+) -> list[Array]:
+    """The results and residuals of a call, of all that is known of its rows; the gradients among it are to be multiplied by `factor`."""
+    if weights is None:
+        found["out"] = found["loss"]
+    else:
+        axes = form.mesh_axes("m")
         found["out"] = weighted(weights, found["loss"], form)
-        if residuals:
-            factor, scaled = lifted(weights, form)
-            dh = rows.through(of, top, mass, scaled.astype(top.dtype), None, form)
-            grads = rows.gradients(dh, x, w, tuple(form.gradients), form)
-            found |= {GRADIENTS[slot]: kept(grads[slot] * factor, slot, form) for slot in grads}
-    names = (*form.results, *(form.residuals if residuals else ()))
-    return [found[name] for name in names]
+        summed = [name for name in ("out", "w", "bias") if name in found]
+        found |= lax.psum({name: found[name] for name in summed}, axes) if axes else {}
+        found |= {GRADIENTS[slot]: kept(found[slot], factor, slot, form) for slot in form.gradients if slot in found}
+    return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
 
 
 def weighted(weights: Array, loss: Array, form: Settings) -> Array:
@@ -53,19 +55,22 @@ def weighted(weights: Array, loss: Array, form: Settings) -> Array:
 
 
 def lifted(weights: Array, form: Settings) -> tuple[Any, Array]:
-    """(factor, weights / factor): gradients in float16 would vanish where a mean over many rows makes them small."""
+    """(factor, weights / factor): in float16 the gradients of a mean over many rows would vanish."""
     weights = weights.astype(arithmetic_dtype(form.logits_dtype))
     if form.dtype_of("x") != "float16":
         return 1, weights
     factor = jnp.max(jnp.abs(weights), initial=0)
+    if axes := form.mesh_axes("m"):
+        factor = lax.pmax(factor, axes)
     factor = lax.stop_gradient(jnp.where(jnp.isfinite(factor) & (factor > 0), factor, 1))
     return factor, weights / factor
 
 
-def kept(gradient: Array, slot: str, form: Settings) -> Array:
-    """As it is saved for a cotangent that is not known yet: in the dtype of its operand, but float16 has not the range."""
-    dtype = form.dtype_of(slot)
-    return gradient if dtype == "float16" else gradient.astype(dtype)
+def kept(gradient: Array, factor: Any, slot: str, form: Settings) -> Array:
+    """A gradient as it is saved for a cotangent that is not known yet: in its operand's dtype, but float16 has not the range."""
+    if form.dtype_of("x") == "float16":
+        return gradient * factor
+    return gradient.astype(form.dtype_of(slot))
 
 
 def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Any:

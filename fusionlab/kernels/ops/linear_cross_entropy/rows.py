@@ -80,8 +80,10 @@ def _labelled(h: Array, labels: Array, form: Settings) -> tuple[Array, Array | N
     # Of 64 bits a label may be far out of range; no narrower one is, unless it has no sign, and then it wraps to a number below zero.
     labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     inside = (labels >= 0) & (labels < size)
+    if form.out_of_range in ("clip", "promise_in_bounds"):
+        labels = jnp.clip(labels, 0, size - 1)
     if form.out_of_range == "clip":
-        labels, inside = jnp.clip(labels, 0, size - 1), None
+        inside = None
     entries = lax.broadcasted_iota(labels.dtype, h.shape, h.ndim - 1)
     if axes:
         entries = entries + lax.axis_index(axes).astype(labels.dtype) * part
@@ -106,7 +108,7 @@ def losses(of: Logits, top: Array, mass: Array, form: Settings) -> dict[str, Arr
     total = jnp.sum(below, axis=-1) if s else jnp.zeros_like(picked)
     if axes:
         picked, total = lax.psum((picked, total), axes)
-    loss = log_mass - (1 - s) * _picked(picked, below, of, top, mass, form)
+    loss = log_mass - (1 - s) * _picked(picked, of, top, form)
     if form.out_of_range == "drop" and of.inside is not None:
         loss = jnp.where(of.inside, loss, s * log_mass)
     loss = loss - (s / of.size) * total if s else loss
@@ -114,13 +116,28 @@ def losses(of: Logits, top: Array, mass: Array, form: Settings) -> dict[str, Arr
     return {"loss": loss, "lse": lse}
 
 
-def _picked(picked: Array, below: Array, of: Logits, top: Array, mass: Array, form: Settings) -> Array:
+def _picked(picked: Array, of: Logits, top: Array, form: Settings) -> Array:
     """The label's logit less top, of one in range; what the call says, of any other."""
-    if of.inside is None or form.out_of_range == "drop":
-        return picked
-    if form.out_of_range == "promise_in_bounds":
+    if of.inside is None or form.out_of_range in ("drop", "promise_in_bounds"):
         return picked
     return jnp.where(of.inside, picked, -top if form.out_of_range == "zero" else jnp.nan)
+
+
+def results(
+    x: Array, w: Array, labels: Array, bias: Array | None, weights: Array | None, form: Settings
+) -> dict[str, Array]:
+    """All that is known of some rows, by name; with weights also the gradients of the weighted sum, by slot, in A."""
+    of = logits(x, w, labels, bias, form)
+    top, mass = statistics(of, form)
+    found = {"top": top, "mass": mass, **losses(of, top, mass, form)}
+    if "argmax" in form.also:
+        found["argmax"] = best(of, form)
+    if weights is not None:
+        dh = through(of, top, mass, weights, None, form)
+        found |= gradients(dh, x, w, tuple(form.gradients), form)
+        if axes := form.mesh_axes("v"):
+            found["x"] = lax.psum(found["x"], axes)
+    return found
 
 
 def best(of: Logits, form: Settings) -> Array:
@@ -145,7 +162,8 @@ def through(of: Logits, top: Array, mass: Array, of_loss: Array | None, of_lse: 
     if of_loss is not None:
         counted = counts(of, top, mass, form) * of_loss
         of_p = counted if of_p is None else of_p + counted
-        moved = of_loss[..., None] * (jnp.where(of.label, 1 - s, 0) + s / of.size)
+        label = of.label & of.inside[..., None] if form.out_of_range == "promise_in_bounds" else of.label
+        moved = of_loss[..., None] * (jnp.where(label, 1 - s, 0) + s / of.size)
     dh = p * of_p[..., None]
     dh = dh if moved is None else dh - moved
     return dh if of.tanh is None else dh * (1 - jnp.square(of.tanh))
