@@ -34,6 +34,8 @@ from .sums import WeightedSum, weighted_sum
 OP = OPS["linear_cross_entropy"]
 _TRIED = 8  # values by row that are evaluated
 _CONCEPTS = ("linear_cross_entropy",)
+_ODD = "treats labels outside of the vocabulary in a way that the fused op does not have"
+_ODD_EDIT = "subtract the maximum by jax.nn.log_softmax or jax.nn.logsumexp, or pick the logit by jnp.take_along_axis"
 _EDIT = "compute the outside use from x and w again, or return it from a function of its own"
 
 
@@ -200,10 +202,7 @@ class _LossSite(Site):
         """The loss that a value is. Raises Declined if it is none."""
         problem: Declined | None = None
         for cut in cuts(found, value, others):
-            numbers = numbers_of(self.view, cut.region, found.head)
-            if isinstance(numbers, str):
-                raise Declined(f"{value!r} {numbers}", "value")
-            loss = _Loss(found.head, cut, numbers, Treatment())
+            loss = _Loss(found.head, cut, numbers_of(cut.region, found.head), Treatment())
             odd = treatment(cut, found.head, lambda odd, loss=loss: _plan(self, replace(loss, odd=odd), None))
             if odd is not None:
                 return replace(loss, odd=odd)

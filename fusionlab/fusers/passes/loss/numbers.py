@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ....graph.canonical.view import CanonicalView
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
+from ....graph.declined import Declined
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.region import Region
 from ....graph.program.equations import slice_jaxpr
@@ -37,17 +37,26 @@ class Numbers:
     z_loss: float
 
 
-def numbers_of(view: CanonicalView, region: Region, head: Head) -> Numbers | str:
-    """The numbers of a region's root; why it is no such loss, as the end of a sentence."""
+def numbers_of(region: Region, head: Head) -> Numbers:
+    """The numbers of a region's root.
+
+    Raises:
+      Declined: it is no such loss, or cannot be evaluated.
+    """
     try:
-        columns, losses = _evaluated(view, region, head)
+        columns, losses = _evaluated(region, head)
     except CannotEvaluate as error:
-        return f"cannot be evaluated: {error}"
+        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
     found, *_ = np.linalg.lstsq(columns, losses, rcond=None)
     scale = max(float(np.max(np.abs(losses))), 1e-30)
     if not np.all(np.isfinite(losses)) or np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
-        return "is another function of the logits and the labels"
-    return _read(*map(float, found), summed=is_total(region.root, head))
+        raise Declined(
+            f"{region.root!r} is another function of the logits and the labels than a cross-entropy", "value"
+        )
+    numbers = _read(*map(float, found), summed=is_total(region.root, head))
+    if isinstance(numbers, str):
+        raise Declined(f"{region.root!r} {numbers}", "scalar")
+    return numbers
 
 
 def _read(lse: float, picked: float, mean: float, squared: float, summed: bool) -> Numbers | str:
@@ -69,7 +78,7 @@ def _number(found: float) -> float:
     return next(x for digits in range(1, 17) if abs((x := float(f"{found:.{digits}g}")) - found) <= _NONE * abs(found))
 
 
-def _evaluated(view: CanonicalView, region: Region, head: Head) -> tuple[np.ndarray, np.ndarray]:
+def _evaluated(region: Region, head: Head) -> tuple[np.ndarray, np.ndarray]:
     """(lse, logit of the label, mean and lse^2 of each row drawn; its losses)."""
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
     closed = slice_jaxpr(region.block, nodes, region.inputs, (region.root, head.logits), region.known)

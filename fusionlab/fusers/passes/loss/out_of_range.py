@@ -13,6 +13,7 @@ from ....graph.certify.certify import with_gradients
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.certify.verdict import relative_error, tolerance_of
+from ....graph.declined import Declined
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate, traced_once
 from ....graph.matching.region import Region
 from ....kernels import plain_meaning_of
@@ -42,7 +43,11 @@ _TREATMENTS = (*map(Treatment, OUT_OF_RANGE), Treatment("drop", True))
 
 
 def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -> Treatment | None:
-    """The op's treatment of labels out of range that agrees with a region's; None if none does."""
+    """The op's treatment of labels out of range that agrees with a region's; None if none does.
+
+    Raises:
+      Declined: the region cannot be evaluated.
+    """
     region = cut.region.of(cut.region.root)
     avals, out = [v.aval for v in region.inputs], region.root.aval
     fn = jex_core.jaxpr_as_fun(region.jaxpr())
@@ -69,8 +74,8 @@ def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -
 
             if _alike(wanted, results(with_gradients(first, avals, out)), tolerance_of((*region.inputs, region.root))):
                 return found
-    except CannotEvaluate:
-        return None
+    except CannotEvaluate as error:
+        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
     return None
 
 
