@@ -28,7 +28,7 @@ from ...engine.wording import anchor_text
 _ROWS = VIEWS | {"slice"}  # may select and reorder rows
 _SAME = having("copy", "variance") | CASTS
 _SCALES = frozenset({"mul", "div"})
-_AS_LOGITS = _ROWS | _SAME | _SCALES | {"add", "tanh"}
+_AS_LOGITS = _ROWS | _SAME | _SCALES | {"add", "tanh", "select_n"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +132,9 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
         return None
     product, *rest = chain
     head = _product(view, product, rest)
+    masks = [n for n in rest if n.primitive == "select_n"]
+    if masks:
+        raise Declined(f"{anchor_text(masks[0])} masks logits, and the fused op has no masks of classes", "mask", masks)
     steps = list(rest)
     found = replace(head, logits=logits, chain=tuple(rest))
     return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
@@ -166,9 +169,9 @@ def _has_matrix(node: Node) -> bool:
 
 def _continued(view: CanonicalView, node: Node) -> Atom | None:
     """The operand of a node that logits come from: the only one, or the one that is neither a number nor a vector."""
-    if node.primitive not in _SCALES | {"add"}:
+    if node.primitive not in _SCALES | {"add", "select_n"}:
         return node.inputs[0]
-    whole = [a for a in node.inputs if isinstance(a, Value) and not _is_thin(view, a)]
+    whole = [a for a in node.values if is_float(a.dtype) and not _is_thin(view, a)]
     return whole[0] if len(whole) == 1 else None
 
 

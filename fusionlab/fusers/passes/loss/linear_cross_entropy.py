@@ -15,9 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....graph.canonical.rules import is_jax_rule
+from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.matching.region import Region
+from ....graph.primitives import having
 from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import in_backward
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
 from ...engine.base import AUTO_AXES, Pass, Search, Substitution
@@ -36,6 +40,7 @@ _TRIED = 8  # values by row that are evaluated
 _CONCEPTS = ("linear_cross_entropy",)
 _ODD = "treats labels outside of the vocabulary in a way that the fused op does not have"
 _ODD_EDIT = "subtract the maximum by jax.nn.log_softmax or jax.nn.logsumexp, or pick the logit by jnp.take_along_axis"
+RULES = having("rule")
 _EDIT = "compute the outside use from x and w again, or return it from a function of its own"
 
 
@@ -59,7 +64,7 @@ class LinearCrossEntropyPass(Pass):
         "The argmax of the same logits, for an accuracy, is a further result of the op.",
     )
     default = "Off unless the pass is named: it was not measured yet."
-    codes = ("axes", "bias", "scalar", "structure", "value")
+    codes = ("axes", "bias", "mask", "scalar", "structure", "value")
     primitives = ("log",)
 
     def sample(self) -> tuple[Any, tuple[Any, ...]]:
@@ -69,17 +74,32 @@ class LinearCrossEntropyPass(Pass):
 
         return loss, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8, jnp.int32))
 
-    def anchors(self, search: Search) -> Iterator[tuple[Node, Value, Node]]:
+    def anchors(self, search: Search) -> Iterator[tuple[Node, Value, Node] | tuple[Node]]:
         known = set[int]()
         for node in search.block.nodes:
+            if _is_rule_of_loss(search, node):
+                yield (node,)
             found = exponentiated(search.view, node) if self.is_anchor(node) else None
             product = None if found is None else product_of(search.view, found[0])
             if found is not None and product is not None and product.id not in known:
                 known.add(product.id)  # a z-loss may have a logarithm of its own
                 yield node, *found
 
-    def examine(self, search: Search, anchor: Node, logits: Value, total: Node) -> list[Candidate | Rejection]:
-        return _LossSite(self, search, anchor).examined(logits, total)
+    def examine(self, search: Search, anchor: Node, *known: Any) -> list[Candidate | Rejection]:
+        return _LossSite(self, search, anchor).examined(*known)
+
+
+def _is_rule_of_loss(search: Search, node: Node) -> bool:
+    """Whether a node is a function with a derivative of the user's own that takes the logits of a product, and the logarithm of the sum of
+    their exponentials."""
+    if node.primitive not in RULES or not node.blocks or is_jax_rule(node):
+        return False
+    block = node.blocks[0]
+    view = CanonicalView(block)
+    found = (exponentiated(view, n) for n in block.nodes if n.primitive == "log")
+    read = {f[0].id for f in found if f is not None}
+    given = (a for v, a in zip(block.inputs, node.inputs, strict=False) if v.id in read)
+    return any(isinstance(a, Value) and product_of(search.view, a) is not None for a in given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +137,13 @@ class _Loss:
 class _LossSite(Site):
     """One logarithm of a sum of exponentials, from there to a candidate or a rejection."""
 
-    def examine(self, logits: Value, total: Node) -> Candidate | Rejection:
+    def examine(self, *known: Any) -> Candidate | Rejection:
+        if not known:
+            edit = "write the loss without a rule of its own, as optax and jax.nn have it: the fused op brings its gradient"
+            self.decline(
+                "custom_rule", f"{anchor_text(self.anchor)} is a loss with a derivative of the user's own", edit=edit
+            )
+        logits, total = known
         head = head_of(self.view, logits)
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
@@ -230,8 +256,6 @@ class _LossSite(Site):
 
 def live_nodes(block: Any) -> frozenset[int]:
     """The nodes of a block that its results depend on, not counting the backward pass."""
-    from ....graph.program.scopes import in_backward
-
     wanted, found = set(block.returned), set[int]()
     for node in reversed(block.nodes):
         if not in_backward(node) and any(v.id in wanted for v in node.outputs):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,37 +46,38 @@ def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -
     """The op's treatment of labels out of range that agrees with a region's; None if none does.
 
     Raises:
-      Declined: the region cannot be evaluated.
+      Declined: the region cannot be evaluated, or has another gradient whatever the labels are.
     """
     region = cut.region.of(cut.region.root)
     avals, out = [v.aval for v in region.inputs], region.root.aval
     fn = jex_core.jaxpr_as_fun(region.jaxpr())
     old = with_gradients(lambda *a: fn(*a)[0], avals, out)
     inline = traced_once(plain_meaning_of)
-    odd = list(_odd(head, cut))
+    weights, tolerance = summed_with(old), tolerance_of((*region.inputs, region.root))
 
-    def drawn(reduction: Reduction) -> list[tuple[Any, list[Any]]]:
-        return list(_drawn(region, cut, reduction, odd, summed_with(old)))
-
-    def results(program: Any) -> list[list[np.ndarray]]:
+    def results(program: Any, labels: Sequence[int]) -> list[list[np.ndarray]]:
         def attempt(reduction: Reduction) -> list[list[np.ndarray]]:
-            return [evaluate(program, args, sizes, inline) for sizes, args in drawn(reduction)]
+            drawn = _drawn(region, cut, reduction, labels, weights)
+            return [evaluate(program, args, sizes, inline) for sizes, args in drawn]
 
         return at_sizes(attempt, avals, region.positions)
 
+    def replacement(found: Treatment) -> Any:
+        call = plan(found).call
+        return with_gradients(lambda *a: call(*a)[0] if cut.region.others else call(*a), avals, out)
+
+    def alike(program: Any, labels: Sequence[int]) -> bool:
+        return _alike(results(old, labels), results(program, labels), tolerance)
+
+    inside, odd = [0, head.classes - 1], list(_odd(head, cut))
     try:
-        wanted = results(old)
-        for found in _TREATMENTS:
-            call = plan(found).call
-
-            def first(*inputs: Any, call: Callable[..., Any] = call) -> Any:
-                return call(*inputs)[0] if cut.region.others else call(*inputs)
-
-            if _alike(wanted, results(with_gradients(first, avals, out)), tolerance_of((*region.inputs, region.root))):
-                return found
+        if not alike(replacement(_TREATMENTS[0]), inside):
+            stops = [n for n in region.nodes if n.primitive == "stop_gradient"]
+            code = "stop_gradient" if stops else "gradient"
+            raise Declined(f"{region.root!r} has another gradient than the fused op", code, stops[-1:])
+        return next((found for found in _TREATMENTS if alike(replacement(found), odd)), None)
     except CannotEvaluate as error:
         raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
-    return None
 
 
 def _alike(wanted: list[list[np.ndarray]], found: list[list[np.ndarray]], tolerance: float) -> bool:
@@ -93,7 +94,7 @@ def _odd(head: Head, cut: Cut) -> Iterator[int]:
 
 
 def _drawn(
-    region: Region, cut: Cut, reduction: Reduction, odd: list[int], weights: Any
+    region: Region, cut: Cut, reduction: Reduction, odd: Sequence[int], weights: Any
 ) -> Iterator[tuple[Any, list[Any]]]:
     """Drawn operands, with each of the odd labels in one of the draws."""
     avals, left = [v.aval for v in region.inputs], list(odd)
