@@ -20,7 +20,8 @@ from .settings import Settings
 
 Array = Any
 
-MEMORY = 1 << 28  # bytes of the logits of a chunk, in A
+# Bytes of the logits of a chunk, in A, on a CPU and elsewhere. On a CPU longer chunks take more time as well as more memory.
+MEMORY_ON_A_CPU, MEMORY = 1 << 26, 1 << 28
 _ALIGNED = 8  # rows of a chunk are a multiple of
 _SUMMED = ("w", "bias")
 
@@ -28,7 +29,8 @@ _SUMMED = ("w", "bias")
 def chunks(shape: tuple[int, ...], size: int, form: Settings) -> tuple[int, int]:
     """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`."""
     count = math.prod(shape[:-1])
-    most = form.chunk or max(MEMORY // (size * arithmetic_dtype(form.logits_dtype).itemsize), 1)
+    memory = MEMORY_ON_A_CPU if form.device is not None and form.device.platform == "cpu" else MEMORY
+    most = form.chunk or max(memory // (size * arithmetic_dtype(form.logits_dtype).itemsize), 1)
     number = -(-count // most)
     if number <= 1:
         return 1, count

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 import jax
 
 from ....tracebacks import own_lines_hidden
-from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
+from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.op import Op
 from ...op.primitive import FusedPrimitive
-from . import chunked, reference
+from . import choosing, chunked, reference
 from .checks import checked
 from .settings import DEFAULTS, Settings
 
@@ -29,6 +29,7 @@ class LinearCrossEntropy(Op):
     name = "linear_cross_entropy"
     slots = ("x", "w", "labels", "bias", "weights")
     rows = ("x", "labels", "top", "mass", "lse", "argmax", "loss")
+    at_site = (("call", {"residuals": True}),)
     whole, across = frozenset("k"), frozenset("mv")
     defaults: ClassVar[Mapping[str, Any]] = DEFAULTS
     implementations: ClassVar[Mapping[str, Implementation]] = {
@@ -91,7 +92,7 @@ class LinearCrossEntropy(Op):
         return outs, [0] * len(outs)
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "")
+        return choosing.rule(call)
 
     def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
         """Rows "m0", "m1", ..., contracted "k", vocabulary "v"."""
@@ -167,7 +168,8 @@ def linear_cross_entropy(
         weights, "loss" (*R).
       chunk: rows whose logits exist at a time; None: as many as a fixed amount of memory holds.
       precision: as for `jax.lax.dot_general`; None takes the default in force at the call.
-      implementation: None lets the op choose; "xla" is the plain jnp code, with the logits of all rows.
+      implementation: None lets the op choose; "xla" is the plain jnp code, with the logits of all rows, "xla_chunked" a
+        loop over chunks of rows.
 
     Returns:
       float32 (float64 for float64 logits): the loss *R, or with weights the sum, a scalar; with `also` a tuple of it and those results.
