@@ -232,9 +232,7 @@ class _LossSite(Site):
             odd = treatment(cut, found.head, lambda odd, loss=loss: _plan(self, replace(loss, odd=odd), None))
             if odd is not None:
                 return replace(loss, odd=odd)
-            problem = problem or Declined(
-                f"{value!r} treats labels out of range differently from the fused op", "value"
-            )
+            problem = problem or Declined(f"{value!r} {_ODD}", "value", edit=_ODD_EDIT)
         raise problem or Declined(f"{value!r} is no loss by labels")
 
     # -- what it becomes ---------------------------------------------------------------------------------------------------
