@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -65,11 +66,11 @@ def test_values_and_gradients_are_the_originals_in_float64(name, implementation)
                 for f, o in ((linear_cross_entropy, options | implementation), (original, options))
             )
             if 3 in which:  # the original's `where` has no gradient of a weight of 0
-                got[1][-1].at[0, 0].set(0)
-                got, want = jax.tree.map(lambda a: a[..., 1:] if a.shape == u.shape else a, (got, want))
+                got, want = jax.tree.map(lambda a: a[..., 1:] if a.shape == labels.shape else a, (got, want))
             assert_same(got, want, 1e-10, name)
 
 
+@pytest.mark.dear
 def test_a_weighted_sum_in_chunks_is_the_originals():
     x, w, labels, bias, weights = operands((13,), 8, 11)
     run = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, **CHUNKED), (0, 1)))
@@ -81,17 +82,17 @@ def test_a_weighted_sum_in_chunks_is_the_originals():
 @pytest.mark.parametrize("rows", [(), (0,), (1,), (17,), (2, 0), (5, 5)])
 def test_any_number_of_rows(rows):
     x, w, labels, bias, weights = operands(rows, 8, 11)
-    for u, ignored in itertools.product((weights, None), (False, True)):
-        given = (jnp.full_like(labels, -100) if ignored else labels), bias, u
-        options = {"out_of_range": "zero"} if u is None else {}
-        u_none = given if not (ignored and u is not None) else (given[0], bias, jnp.zeros_like(weights))
-        got, want = (
-            jax.jit(jax.value_and_grad(lambda x, w, f=f, o=o: jnp.sum(f(x, w, *u_none, **o)), (0, 1)))(x, w)
-            for f, o in ((linear_cross_entropy, options | CHUNKED), (original, options))
-        )
-        assert_same(got, want, 2e-6)
-        if ignored and u is not None:
-            assert not any(np.any(a) for a in jax.tree.leaves(got))
+    for weighted, ignored in itertools.product((True, False), repeat=2):
+        given = jnp.full_like(labels, -100) if ignored else labels, bias
+        given = (*given, jnp.zeros_like(weights) if ignored else weights) if weighted else given
+        options = {} if weighted else {"out_of_range": "zero"}
+
+        def graded(f, *given, **options):
+            return jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(f(x, w, *given, **options)), (0, 1)))(x, w)
+
+        got = graded(linear_cross_entropy, *given, **options, **CHUNKED)
+        assert_same(got, graded(original, *given, **options), 2e-6)
+        assert not (weighted and ignored and any(np.any(a) for a in jax.tree.leaves(got)))
 
 
 @pytest.mark.dear
@@ -162,20 +163,31 @@ def test_a_row_of_weight_zero_is_left_out_or_multiplied():
 
 @pytest.mark.dear
 @pytest.mark.parametrize(
-    ("dtype", "logits_dtype"),
-    [("float32", None), ("bfloat16", None), ("bfloat16", "bfloat16"), ("float16", None), ("float16", "float16")],
+    ("dtype", "logits_dtype", "on_a_gpu"),
+    [
+        ("float32", None, False),
+        ("bfloat16", None, False),
+        ("bfloat16", None, True),
+        ("bfloat16", "bfloat16", False),
+        ("float16", None, False),
+        ("float16", "float16", False),
+    ],
 )
-def test_errors_are_no_larger_than_the_originals(dtype, logits_dtype):
+def test_errors_are_no_larger_than_the_originals(dtype, logits_dtype, on_a_gpu, monkeypatch):
     """Against float64 of the same numbers: loss and gradients, mean over rows, of which some do not count, times a loss scale."""
+    if on_a_gpu:  # products of a GPU, multiplied here
+        made = chunked.halves
+        monkeypatch.setattr(chunked, "halves", lambda *a: made(*a[:-1], replace(a[-1], device=Device.of("sm_90"))))
     rows, scale = 257, 1.0 if dtype != "float16" else 1024.0
     x, w, labels, _, _ = operands((rows,), 64, 512, dtype)
     counts = jnp.where(jnp.arange(rows) % 3 == 0, 0, 1 / rows)
     labels = jnp.where(counts == 0, -100, labels % 512)
 
     def graded(f, x, w, **options):
-        run = lambda x, w: (
-            scale * f(x, w, labels, None, counts.astype(jnp.promote_types(x.dtype, "float32")), **options)
-        )  # noqa: E731
+        def run(x, w):
+            weights = counts.astype(jnp.promote_types(x.dtype, "float32"))
+            return scale * f(x, w, labels, None, weights, **options)
+
         return [np.asarray(a, np.float64) for a in jax.tree.leaves(jax.jit(jax.value_and_grad(run, (0, 1)))(x, w))]
 
     got = graded(linear_cross_entropy, x, w, logits_dtype=logits_dtype, implementation="xla_chunked", chunk=64)
@@ -197,6 +209,7 @@ def compiled_step(f, rows=2048, features=32, size=2048, **options):
     return jax.jit(run).lower(x, w, labels, weights).compile()
 
 
+@pytest.mark.dear
 def test_the_logits_never_exist_whole_and_the_sum_is_not_copied():
     ours = compiled_step(linear_cross_entropy, implementation="xla_chunked", chunk=256)
     plain = compiled_step(original)
@@ -207,6 +220,7 @@ def test_the_logits_never_exist_whole_and_the_sum_is_not_copied():
     assert not re.search(r"f32\[32,2048\]\S* copy\(", text)
 
 
+@pytest.mark.dear
 def test_no_gradient_is_made_that_nobody_asked_for():
     rows, features, size = 64, 512, 128
     x, w, labels, _, weights = operands((rows,), features, size)
@@ -246,7 +260,7 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
     form = chunked.Settings.of({**full, "device": Device.of("cpu")})
     assert chunked.chunks((4097, 16), 32768, form) == (9, 456)
     assert chunked.chunks((512, 16), 32768, form) == (1, 512)
-    assert chunked.chunks((3, 16), 1 << 30, form) == (3, 8)[:1] + (1,) or chunked.chunks((3, 16), 1 << 30, form)[0] == 3
+    assert chunked.chunks((3, 16), 1 << 30, form)[0] == 3
 
 
 @pytest.mark.parametrize(
@@ -285,7 +299,7 @@ def test_a_wrong_argument_is_named(change, attrs, words):
 
 
 def test_a_wrong_dtype_is_named():
-    x, w, labels, bias, weights = operands((13,), 8, 11)
+    x, w, labels, _, weights = operands((13,), 8, 11)
     for given, words in (
         ((x, w, weights), "labels has dtype float32, needed integers"),
         ((x, w.astype("bfloat16"), labels), "w has dtype bfloat16 but x has float32"),

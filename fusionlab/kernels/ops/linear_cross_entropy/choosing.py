@@ -10,7 +10,7 @@ AGAIN = (
     "the backward pass computes the logits again, a product more than XLA's code, for the memory that they would take"
 )
 ONE = "its rows make one chunk"
-AS_FAST_ON_A_CPU = "with the gradients made in the forward pass there are as many products as in XLA's code, and the logits of one chunk exist at a time"
+AS_FAST_ON_A_CPU = "as many products as in XLA's code, and the logits of one chunk exist at a time"
 
 
 def rule(call: Call) -> ImplementationChoice:

@@ -16,6 +16,7 @@ from jax import lax
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named
 from . import reference, rows
+from .halves import factor, gradients, halves
 from .settings import Settings
 
 Array = Any
@@ -50,17 +51,20 @@ def forward(
 ) -> list[Array]:
     """As the reference gives it."""
     form = Settings.of(attrs)
-    factor, scaled = reference.lifted(weights, form) if residuals and weights is not None else (1, None)
+    lift, scaled = reference.lifted(weights, form) if residuals and weights is not None else (1, None)
+    known = halves(x, w, {} if scaled is None else {"loss": scaled}, form)
 
     def step(part: dict[str, Array]) -> dict[str, Array]:
-        found = rows.results(part["x"], w, part["labels"], bias, part.get("weights"), form)
-        if "x" in found:
-            found["x"] = reference.kept(found["x"], factor, "x", form)
-        return found
+        def pulled(of: rows.Logits, top: Array, mass: Array) -> dict[str, Array]:
+            given = {"x": part["x"], "top": top, "mass": mass}
+            return gradients(known, of, given, w, {"loss": part["weights"]}, tuple(form.gradients), form)
+
+        found = rows.results(part["x"], w, part["labels"], bias, form, pulled if "weights" in part else None)
+        return found | ({"x": reference.kept(found["x"], "x", form)} if "x" in found else {})
 
     given = {"x": x, "labels": labels} | ({} if scaled is None else {"weights": scaled})
     found = by_chunks(step, given, w, x.shape, form)
-    return reference.finished(found, weights, factor, residuals, form)
+    return reference.finished(found, weights, {"x": lift, "bias": lift, "w": lift * factor(known)}, residuals, form)
 
 
 def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
@@ -68,14 +72,17 @@ def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, 
     form = Settings.of(attrs)
 
     def of_rows(of_loss: Array | None, of_lse: Array | None, slots: tuple[str, ...]) -> dict[str, Array]:
+        cotangents = {name: a for name, a in (("loss", of_loss), ("lse", of_lse)) if a is not None}
+        known = halves(saved["x"], saved["w"], cotangents, form)
+
         def step(part: dict[str, Array]) -> dict[str, Array]:
             of = rows.logits(part["x"], saved["w"], part["labels"], saved.get("bias"), form)
-            dh = rows.through(of, part["top"], part["mass"], part.get("of_loss"), part.get("of_lse"), form)
-            return rows.gradients(dh, part["x"], saved["w"], slots, form)
+            own = {name: part[name] for name in cotangents}
+            return gradients(known, of, part, saved["w"], own, slots, form)
 
-        given = {name: saved[name] for name in ("x", "labels", "top", "mass")}
-        given |= {name: a for name, a in (("of_loss", of_loss), ("of_lse", of_lse)) if a is not None}
-        return by_chunks(step, given, saved["w"], saved["x"].shape, form)
+        given = {name: saved[name] for name in ("x", "labels", "top", "mass")} | cotangents
+        found = by_chunks(step, given, saved["w"], saved["x"].shape, form)
+        return found | ({"w": found["w"] * factor(known)} if "w" in found else {})
 
     return reference.pulled_back(saved, ct, wanted, form, of_rows)
 

@@ -30,21 +30,27 @@ def forward(
     """The loss of each row, or their weighted sum; the further results; and what is saved if residuals are asked for."""
     form = Settings.of(attrs)
     factor, scaled = lifted(weights, form) if residuals and weights is not None else (1, None)
-    return finished(rows.results(x, w, labels, bias, scaled, form), weights, factor, residuals, form)
+
+    def pulled(of: rows.Logits, top: Array, mass: Array) -> dict[str, Array]:
+        return rows.gradients(rows.through(of, top, mass, scaled, None, form), x, w, tuple(form.gradients), form)
+
+    found = rows.results(x, w, labels, bias, form, None if scaled is None else pulled)
+    return finished(found, weights, dict.fromkeys(GRADIENTS, factor), residuals, form)
 
 
 def finished(
-    found: dict[str, Array], weights: Array | None, factor: Any, residuals: bool, form: Settings
+    found: dict[str, Array], weights: Array | None, factors: Mapping[str, Any], residuals: bool, form: Settings
 ) -> list[Array]:
-    """The results and residuals of a call, of all that is known of its rows; the gradients among it are to be multiplied by `factor`."""
+    """The results and residuals of a call, of all that is known of its rows; the gradients among it are multiplied by their factors."""
     if weights is None:
         found["out"] = found["loss"]
     else:
         axes = form.mesh_axes("m")
         found["out"] = weighted(weights, found["loss"], form)
+        found |= {slot: found[slot] * factors[slot] for slot in form.gradients if slot in found}
         summed = [name for name in ("out", "w", "bias") if name in found]
         found |= lax.psum({name: found[name] for name in summed}, axes) if axes else {}
-        found |= {GRADIENTS[slot]: kept(found[slot], factor, slot, form) for slot in form.gradients if slot in found}
+        found |= {GRADIENTS[slot]: kept(found[slot], slot, form) for slot in form.gradients if slot in found}
     return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
 
 
@@ -66,11 +72,9 @@ def lifted(weights: Array, form: Settings) -> tuple[Any, Array]:
     return factor, weights / factor
 
 
-def kept(gradient: Array, factor: Any, slot: str, form: Settings) -> Array:
+def kept(gradient: Array, slot: str, form: Settings) -> Array:
     """A gradient as it is saved for a cotangent that is not known yet: in its operand's dtype, but float16 has not the range."""
-    if form.dtype_of("x") == "float16":
-        return gradient * factor
-    return gradient.astype(form.dtype_of(slot))
+    return gradient if form.dtype_of("x") == "float16" else gradient.astype(form.dtype_of(slot))
 
 
 def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Any:

@@ -17,6 +17,7 @@ Where each device holds a part of the vocabulary or of the rows (`Settings.acros
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def _sides(form: Settings) -> tuple[int, int]:
 
 def logits(x: Array, w: Array, labels: Array, bias: Array | None, form: Settings) -> Logits:
     """The product in the dtype of the logits, and all else in A."""
-    h = _product(x, w, (x.ndim - 1, _sides(form)[0]), form, form.logits_dtype)
+    h = _product(x, w, ((x.ndim - 1,), _sides(form)[:1]), form, form.logits_dtype)
     h = h.astype(arithmetic_dtype(h.dtype))
     if bias is not None:
         h = h + bias.astype(h.dtype)
@@ -65,9 +66,8 @@ def logits(x: Array, w: Array, labels: Array, bias: Array | None, form: Settings
     return Logits(h, tanh, *_labelled(h, labels, form))
 
 
-def _product(a: Array, b: Array, axes: tuple[int, int], form: Settings, dtype: Any, like: Array | None = None) -> Array:
-    """The contraction of one axis of each, or of all rows of both; sharded as `like` is, where that is part of its type."""
-    over = tuple((axis,) for axis in axes)
+def _product(a: Array, b: Array, over: Any, form: Settings, dtype: Any, like: Array | None = None) -> Array:
+    """The sum over these axes of each, in `dtype`; sharded as `like` is, where that is part of its type."""
     sharding = None if like is None else explicit_sharding(like)
     how = {"precision": form.precision, "preferred_element_type": dtype, "out_sharding": sharding}
     return lax.dot_general(a, b, (over, ((), ())), **how)
@@ -124,19 +124,22 @@ def _picked(picked: Array, of: Logits, top: Array, form: Settings) -> Array:
 
 
 def results(
-    x: Array, w: Array, labels: Array, bias: Array | None, weights: Array | None, form: Settings
+    x: Array,
+    w: Array,
+    labels: Array,
+    bias: Array | None,
+    form: Settings,
+    pulled: Callable[..., dict[str, Array]] | None,
 ) -> dict[str, Array]:
-    """All that is known of some rows, by name; with weights also the gradients of the weighted sum, by slot, in A."""
+    """All that is known of some rows, by name; and what `pulled` makes of their logits and statistics: gradients, by slot."""
     of = logits(x, w, labels, bias, form)
     top, mass = statistics(of, form)
     found = {"top": top, "mass": mass, **losses(of, top, mass, form)}
     if "argmax" in form.also:
         found["argmax"] = best(of, form)
-    if weights is not None:
-        dh = through(of, top, mass, weights, None, form)
-        found |= gradients(dh, x, w, tuple(form.gradients), form)
-        if axes := form.mesh_axes("v"):
-            found["x"] = lax.psum(found["x"], axes)
+    found |= {} if pulled is None else pulled(of, top, mass)
+    if "x" in found and (axes := form.mesh_axes("v")):
+        found["x"] = lax.psum(found["x"], axes)
     return found
 
 
@@ -179,7 +182,7 @@ def counts(of: Logits, top: Array, mass: Array, form: Settings) -> Array:
 
 def moved(saved: Named, tangents: Named, of: Logits, form: Settings) -> Array:
     """The tangent of the logits, in A, of those of x, w and bias that there are."""
-    axes, parts = (saved["x"].ndim - 1, _sides(form)[0]), []
+    axes, parts = ((saved["x"].ndim - 1,), _sides(form)[:1]), []
     if "x" in tangents:
         parts.append(_product(tangents["x"], saved["w"], axes, form, form.logits_dtype))
     if "w" in tangents:
@@ -192,23 +195,17 @@ def moved(saved: Named, tangents: Named, of: Logits, form: Settings) -> Array:
 
 
 def gradients(dh: Array, x: Array, w: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:
-    """Those wanted of x, w and bias, in A, of the cotangent of x @ w + bias; of the devices' parts of the vocabulary summed for x."""
-    along_v = _sides(form)[1]
-    narrow, found = dh.astype(form.logits_dtype), {}
+    """Those wanted of x, w and bias, in A, of the cotangent of x @ w + bias; that of x is of a device's part of the vocabulary."""
+    found = products(dh.astype(form.logits_dtype), x, w, wanted, form)
+    return found | ({"bias": jnp.sum(dh, axis=tuple(range(dh.ndim - 1)))} if "bias" in wanted else {})
+
+
+def products(dh: Array, x: Array, w: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:
+    """Those of x and w, in A, of a cotangent in the dtype in which it is multiplied."""
+    axes, dtype, found = tuple(range(dh.ndim - 1)), arithmetic_dtype(dh.dtype), {}
     if "x" in wanted:
-        found["x"] = _product(narrow, w, (dh.ndim - 1, along_v), form, dh.dtype, x)
+        found["x"] = _product(dh, w, ((dh.ndim - 1,), _sides(form)[1:]), form, dtype, x)
     if "w" in wanted:
-        found["w"] = of_weights(narrow, x, form, w)
-    if "bias" in wanted:
-        found["bias"] = jnp.sum(dh, axis=tuple(range(dh.ndim - 1)))
+        sides = (dh, x) if form.transposed else (x, dh)
+        found["w"] = _product(*sides, (axes, axes), form, dtype, w)
     return found
-
-
-def of_weights(dh: Array, x: Array, form: Settings, w: Array | None = None) -> Array:
-    """The gradient of w, in A."""
-    rows = tuple(range(dh.ndim - 1))
-    sides = (dh, x) if form.transposed else (x, dh)
-    how = {"precision": form.precision, "preferred_element_type": arithmetic_dtype(dh.dtype)}
-    return lax.dot_general(
-        *sides, ((rows, rows), ((), ())), out_sharding=None if w is None else explicit_sharding(w), **how
-    )

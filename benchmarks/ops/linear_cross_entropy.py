@@ -1,0 +1,222 @@
+"""The head of a language model with its loss, and both gradients: `fl.ops.linear_cross_entropy` beside jax.jit and torch.compile.
+
+    python -m benchmarks linear_cross_entropy [--json] [-o FILE] [--quick] [--only TEXT]
+
+`jax.jit` is `mean(logsumexp(x @ w) - picked)` with logits of the same dtype, `fusionlab` the op as it chooses by itself, "N rows" the op
+with as many rows in a chunk: together they are the curve of time against temporaries. `forward` is the loss alone. `torch.compile` has
+`cross_entropy` of the product, in float32 where the logits are; torch rounds the product to bfloat16 first. Errors are those of loss and
+gradients against the op in float64, in chunks, on the same numbers: a norm of the difference to that of the gradient.
+
+On a CUDA device times are the device's. Elsewhere they are the processor's, over all threads, of programs that take turns, at sizes for a
+CPU and in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..measuring import (
+    compared,
+    compiled_at_once,
+    finish,
+    has_torch,
+    line,
+    measured,
+    new_record,
+    parser_of,
+    ratio_to,
+    save,
+    timed,
+    torch_samples,
+)
+
+CALLS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes, the dtypes of operands and logits, and the rows of a chunk that are tried beside the op's own choice."""
+
+    rows: int
+    features: int
+    size: int
+    dtype: str = "bfloat16"
+    logits: str = "float32"
+    chunks: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"N {self.rows}, E {self.features}, V {self.size}, {self.dtype}, logits {self.logits}"
+
+    @property
+    def product_flop(self) -> int:
+        return 2 * self.rows * self.features * self.size
+
+
+CURVE = (512, 1024, 2048, 4096)
+ON_A_GPU = (
+    *(Case(8192, 2048, 32768, logits=logits, chunks=CURVE) for logits in ("float32", "bfloat16")),
+    *(Case(32768, 2560, 128256, logits=logits, chunks=CURVE) for logits in ("float32", "bfloat16")),
+    *(Case(8192, 2048, size) for size in (50257, 151936)),
+    *(Case(rows, 2048, 32768) for rows in (1, 1000, 4097)),
+)
+ON_A_CPU = (
+    Case(2048, 512, 32768, "float32", chunks=(64, 128, 256, 512, 1024)),
+    *(Case(rows, 256, 32768, "float32") for rows in (1, 1000, 4097)),
+    Case(1024, 256, 50257, "float32"),
+)
+TINY = (Case(96, 16, 64, "float32", chunks=(32,)), Case(64, 16, 64))
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    """x, w, labels and the weights of a mean."""
+    import jax
+    import jax.numpy as jnp
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (case.rows, case.features)).astype(case.dtype)
+    w = (jax.random.normal(keys[1], (case.features, case.size)) * case.features**-0.5).astype(case.dtype)
+    return x, w, jax.random.randint(keys[2], (case.rows,), 0, case.size), jnp.full(case.rows, 1 / case.rows)
+
+
+def plain(x: Any, w: Any, labels: Any, weights: Any, *, logits: str) -> Any:
+    """The loss with the logits of all rows."""
+    import jax
+    import jax.numpy as jnp
+
+    h = jnp.matmul(x, w, preferred_element_type=logits).astype(jnp.float32)
+    picked = jnp.take_along_axis(h, labels[:, None], axis=-1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(h, axis=-1) - picked)
+
+
+def fused(x: Any, w: Any, labels: Any, weights: Any, *, logits: str | None, **how: Any) -> Any:
+    """The same by the op; a CPU or a GPU does not matter, where a chunk is given."""
+    import fusionlab as fl
+
+    return fl.ops.linear_cross_entropy(x, w, labels, weights=weights, logits_dtype=logits, **how)
+
+
+def programs(case: Case) -> dict[str, Callable[..., Any]]:
+    """The losses, by name."""
+    own = functools.partial(fused, logits=case.logits)
+    chunks = {f"{n} rows": functools.partial(own, chunk=n, implementation="xla_chunked") for n in case.chunks}
+    return {"jax.jit": functools.partial(plain, logits=case.logits), "fusionlab": own, **chunks}
+
+
+def truth(args: tuple[Any, ...]) -> Any:
+    """Loss and gradients in float64."""
+    import jax
+    import numpy as np
+
+    with jax.enable_x64(True):
+        x, w, labels, weights = (jax.numpy.asarray(a) for a in args)
+        wide = x.astype("float64"), w.astype("float64"), labels, weights.astype("float64")
+        run = jax.value_and_grad(functools.partial(fused, logits=None, implementation="xla_chunked", chunk=512), (0, 1))
+        return jax.tree.map(np.asarray, jax.jit(run)(*wide))
+
+
+def errors(found: Any, true: Any) -> list[float]:
+    """Of the loss and of the gradients of x and w."""
+    import jax
+    import numpy as np
+
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
+    return [float(np.linalg.norm(np.asarray(a, np.float64) - t) / np.linalg.norm(t)) for a, t in pairs]
+
+
+def on_a_cpu(running: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, Any]:
+    """Processor time of programs that take turns."""
+    import jax
+
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for turn in range(samples + 1):
+        for name, run in running.items():
+            begun = time.process_time()
+            jax.block_until_ready(run())
+            if turn:  # the first is to warm up
+                times[name].append(time.process_time() - begun)
+    return compared(times, "jax.jit", 1)
+
+
+def torch_step(case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
+    """Loss and both gradients by torch.compile, on copies of JAX's arrays."""
+    import numpy as np
+    import torch
+    from torch.nn import functional
+
+    x, w = (
+        torch.from_numpy(np.asarray(a.astype("float32"))).to("cuda", getattr(torch, case.dtype)).requires_grad_()
+        for a in args[:2]
+    )
+    labels = torch.from_numpy(np.asarray(args[2])).long().cuda()
+
+    @torch.compile
+    def loss(x: Any, w: Any) -> Any:
+        h = x @ w
+        return functional.cross_entropy(h.float() if case.logits == "float32" else h, labels)
+
+    return lambda: torch.autograd.grad(loss(x, w), (x, w))
+
+
+def measure(case: Case, on_cuda: bool, samples: int) -> dict[str, Any]:
+    """Times, temporaries and errors of each program; of the loss alone the operations, too."""
+    import jax
+
+    args, losses = arguments(case), programs(case)
+    running = compiled_at_once({name: (jax.value_and_grad(f, (0, 1)), args) for name, f in losses.items()})
+    alone = compiled_at_once({name: (losses[name], args) for name in ("jax.jit", "fusionlab")})
+    clock = functools.partial(measured, base="jax.jit", calls=CALLS) if on_cuda else on_a_cpu
+    found, forward = clock(running, samples=samples), clock(alone, samples=samples)
+    true = truth(args)
+    for timings, compiled in ((found, running), (forward, alone)):
+        for name, run in compiled.items():
+            timings[name]["temporaries_bytes"] = run.func.memory_analysis().temp_size_in_bytes
+    for name, run in running.items():
+        found[name]["errors"] = errors(run(), true)
+    for name, run in alone.items():
+        forward[name]["flop_over_product"] = run.func.cost_analysis().get("flops", 0.0) / case.product_flop
+    if on_cuda and has_torch():
+        times = torch_samples(torch_step(case, args), samples, CALLS)
+        found["torch.compile"] = timed(times, CALLS) | ratio_to("jax.jit", found["jax.jit"]["samples_s"], times)
+    return found | {"forward": forward, "product_flop": case.product_flop}
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    """MiB of temporaries, and errors, of the programs of a case."""
+    there = {name: one for name, one in found.items() if isinstance(one, dict) and "errors" in one}
+    mib = ", ".join(f"{name} {one['temporaries_bytes'] / 2**20:.0f}" for name, one in there.items())
+    wrong = ", ".join(f"{name} {'/'.join(f'{e:.1e}' for e in one['errors'])}" for name, one in there.items())
+    return f"  MiB of temporaries: {mib}\n  errors of loss, dx, dw: {wrong}"
+
+
+def main(argv: list[str]) -> int:
+    """Prints lines for each case and writes the record. Returns the exit status."""
+    parser = parser_of("linear_cross_entropy", __doc__)
+    parser.add_argument("--only", default="", help="only the cases whose name has this text")
+    options = parser.parse_args(argv)
+
+    from fusionlab.device import Device
+
+    on_cuda = Device.current().platform == "cuda"
+    cases = TINY if options.quick else ON_A_GPU if on_cuda else ON_A_CPU
+    samples = 2 if options.quick else 15 if on_cuda else 7
+    record: dict[str, Any] = new_record("linear_cross_entropy", options) | {"cases": {}}
+    for case in cases:
+        if options.only not in case.name:
+            continue
+        record["cases"][case.name] = found = measure(case, on_cuda, samples)
+        if not options.json:
+            print(
+                line(case.name, found),
+                line("\n  the loss alone", found["forward"]),
+                _memory(found),
+                sep="\n",
+                flush=True,
+            )
+        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+    finish(record, options, on_cuda)
+    return 0
