@@ -65,8 +65,8 @@ class LinearCrossEntropyPass(Pass):
         "The argmax of the same logits, for an accuracy, is a further result of the op.",
     )
     default = (
-        "On a CPU on where the rows make several chunks. Off on a GPU, where it was not measured, and where all rows make one chunk, unless "
-        "the pass is named."
+        "On a CPU on where the rows make several chunks. Off on a GPU, where it was not measured, and where all rows make one chunk, "
+        "unless the pass is named."
     )
     codes = ("axes", "bias", "mask", "scalar", "structure", "value")
     primitives = ("log",)
