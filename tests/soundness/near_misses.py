@@ -11,11 +11,17 @@ from jax import lax
 
 from fusionlab.graph.dtypes import is_float
 
-from .near import near_attention, near_gemm, near_lerp, near_norm
+from .near import near_attention, near_gemm, near_lerp, near_loss, near_norm
 from .near.near_miss import FORMS as FORMS
 from .near.near_miss import NearMiss
 
-CORPUS: tuple[NearMiss, ...] = (*near_gemm.CORPUS, *near_attention.CORPUS, *near_norm.CORPUS, *near_lerp.CORPUS)
+CORPUS: tuple[NearMiss, ...] = (
+    *near_gemm.CORPUS,
+    *near_attention.CORPUS,
+    *near_norm.CORPUS,
+    *near_lerp.CORPUS,
+    *near_loss.CORPUS,
+)
 
 # Lookalikes that a matcher modulo scalars and layouts is known to take for the real thing.
 NOTORIOUS = (

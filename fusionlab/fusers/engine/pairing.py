@@ -15,6 +15,7 @@ from ...graph.backward.pair import Pairer, Pairing
 from ...graph.canonical.view import CanonicalView
 from ...graph.certify.certify import Certifier
 from ...graph.declined import Declined
+from ...graph.dtypes import is_float
 from ...graph.matching.region import Region
 from ...graph.program.boundary import Fault, guarded
 from ...graph.program.graph import Graph
@@ -92,7 +93,7 @@ class _BackwardSearch:
     def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
         """A site with its backward pass, or the outcome that replaces it if it needs one and there is none."""
         region = item.region
-        if region is not None and region.others:
+        if region is not None and any(is_float(v.dtype) for v in region.others):
             yield from self.without(item, "it has several results")
             return
         found = None if region is None or _is_alone(item) else self.backward(region)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...graph.program.ir import Value
+from ...graph.program.ir import Atom, Value
 from ...showing import Shown
 from .wording import plain
 
@@ -17,7 +17,7 @@ class Pair(Shown):
 
     Attributes:
       site: id of the candidate or rejection.
-      cotangent: the value that is the cotangent of the site's result.
+      cotangent: the value that is the cotangent of the site's result; the literal 1 for a scalar that the program differentiates itself.
       gradients: operand -> the value that is its gradient, or a sum that contains it.
       absent: float operands whose gradient is not computed from that cotangent here (data, mostly).
       node_ids: nodes of the backward pass that are fused with the site; empty if it is left as it is.
@@ -28,7 +28,7 @@ class Pair(Shown):
     """
 
     site: str
-    cotangent: Value
+    cotangent: Atom
     gradients: Mapping[str, Value]
     absent: tuple[str, ...]
     node_ids: frozenset[int] = frozenset()

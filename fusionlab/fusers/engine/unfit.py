@@ -10,7 +10,7 @@ from ...graph.dtypes import is_float, narrows
 from ...graph.matching.region import Region
 from ...graph.primitives import SUMS_OVER_DEVICES
 from ...graph.program.in_shard_map import has_mesh
-from ...graph.program.ir import Atom, Node, Value, all_nodes
+from ...graph.program.ir import Atom, Node, all_nodes
 from .wording import anchor_text
 
 
@@ -19,9 +19,6 @@ def check_fit(region: Region, sums: bool = False) -> None:
     values = *region.inputs, *region.roots
     if any(0 in v.shape for v in values):
         raise Declined(f"{region.root!r} or one of its operands is empty", "axes")
-    odd = _odd_result(region)
-    if odd is not None:
-        raise Declined(f"{odd!r}, a result of the site, is not a float", "dtype")
     summed = None if sums else _sum_over_devices(region)
     if summed is not None:
         raise Declined(f"{anchor_text(summed)} sums over devices inside the site; the fused op runs on one", "region")
@@ -33,11 +30,6 @@ def check_fit(region: Region, sums: bool = False) -> None:
         rounded = rounding.outputs[0].dtype
         what = f"{anchor_text(rounding)} rounds to {rounded} inside the site"
         raise Declined(f"{what}; the fused op would not round there", "dtype")
-
-
-def _odd_result(region: Region) -> Value | None:
-    """The first of several results that is not a float."""
-    return next((v for v in region.roots if not is_float(v.dtype)), None) if region.others else None
 
 
 def _sum_over_devices(region: Region) -> Node | None:

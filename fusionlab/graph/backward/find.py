@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jex_core
 
 from ..canonical.algebra import compose
@@ -28,7 +29,7 @@ from ..certify.certify import with_vjp
 from ..dtypes import is_float
 from ..matching.region import VIEWS, Region, region_signature
 from ..primitives import having
-from ..program.ir import Block, Node, Value, values_in
+from ..program.ir import Atom, Block, Literal, Node, Value, values_in
 from ..program.scopes import in_backward
 from ..program.signature import Memo
 from ..program.trace import block_of_jaxpr
@@ -61,13 +62,13 @@ class Backward:
 
     Attributes:
       view: the view of its block, or of the two blocks read as one.
-      cotangent: the value that is the cotangent of the region's root.
+      cotangent: the value that is the cotangent of the region's root; the literal 1 for a scalar that the program differentiates itself.
       gradients: leaf name -> its gradient.
       absent: leaves of floats whose gradient the program does not compute from this cotangent.
     """
 
     view: CanonicalView
-    cotangent: Value
+    cotangent: Atom
     gradients: dict[str, Share]
     absent: tuple[str, ...]
 
@@ -112,7 +113,7 @@ def find_backward(
         found = _explained(view, region, cotangent, program, sums, taken)
         if not _is_backward(found):
             continue  # x.T @ v of a forward pass is the gradient of x @ w, were v its cotangent
-        sure = view.ref[cotangent.id].nid == expected
+        sure = view.read(cotangent).nid == expected
         free = taken.isdisjoint(i for share in found.gradients.values() for i in share.own)
         rank = len(found.gradients), sure, free
         if best is None or rank > best_rank:
@@ -125,7 +126,7 @@ def find_backward(
 def _explained(
     view: CanonicalView,
     region: Region,
-    cotangent: Value,
+    cotangent: Atom,
     program: Block,
     sums: SumTerms,
     taken: frozenset[int] | set[int],
@@ -257,14 +258,16 @@ def _terms(view: CanonicalView, ref: Ref) -> list[Term]:
     return found + [(tidy(c), n, p, r) for c, n, p, r in stack]
 
 
-def _cotangents(view: CanonicalView, region: Region) -> Iterator[Value]:
-    """Candidates for the cotangent of the region's root, nearest first, each once."""
+def _cotangents(view: CanonicalView, region: Region) -> Iterator[Atom]:
+    """Candidates for the cotangent of the region's root, nearest first, each once; of a scalar that of what is differentiated itself."""
     tried: set[int] = set()
     for odd in _frontier(view, region):
         for value in _shown_by(view, odd):
             if value.shape == region.root.shape and value.dtype == region.root.dtype and value.id not in tried:
                 tried.add(value.id)
                 yield value
+    if region.root.shape == () and is_float(region.root.dtype):
+        yield Literal(np.ones((), region.root.dtype)[()], region.root.aval)
 
 
 def _shown_by(view: CanonicalView, value: Value) -> Iterator[Value]:

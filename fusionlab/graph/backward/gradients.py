@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from ...errors import RewriteError
-from ..program.equations import Constants, Env, inlined, kind, source_info
+from ..program.equations import Constants, Env, atom_in, inlined, kind, source_info
 from ..program.in_shard_map import make_jaxpr
-from ..program.ir import Block, Node, Value, values_in
+from ..program.ir import Atom, Block, Node, Value, values_in
 from .find import Share
 from .vjp_split import Split, Taken
 
@@ -45,7 +45,7 @@ class BackwardPart:
       site_path, block_path: the block of the site, and that of its backward pass.
       block: the one block, or both read as one.
       root, leaves: the site's result and operands.
-      cotangent: the value that is the cotangent of the root.
+      cotangent: the value that is the cotangent of the root, or the literal 1.
       gradients: (number of the leaf, where its gradient is) of each gradient the program computes.
       known: value of the site's block -> the backward block's own name for it, where they are two.
       split: the programs that replace the site and its backward pass.
@@ -57,7 +57,7 @@ class BackwardPart:
     block: Block
     root: Value
     leaves: tuple[Value, ...]
-    cotangent: Value
+    cotangent: Atom
     gradients: tuple[tuple[int, Share], ...]
     known: Mapping[int, Value]
     split: Split
@@ -81,7 +81,7 @@ class BackwardPart:
     def read(self) -> list[Value]:
         """The values of its block that it reads, and the root, with which its residuals are computed."""
         root = [self.root] if self.block_path == self.site_path else []
-        return [self.cotangent, *root, *(o for o in self.operands(0) if isinstance(o, Value))]
+        return [*values_in([self.cotangent]), *root, *(o for o in self.operands(0) if isinstance(o, Value))]
 
 
 Pairs = Sequence[tuple[int, BackwardPart]]
@@ -99,11 +99,12 @@ class Chosen:
         links = (part.chain for _, part in pairs if part.chain is not None)
         self.followed = {c.before.id for c in links if c.before is not None and c.before.id in self.number}
         # Gradients that the rewritten program takes a step further than the original does, so that they are not the same values.
-        self.unlike = {part.cotangent.id for _, part in pairs if part.root.id in self.followed}
+        followed = (part.cotangent for _, part in pairs if part.root.id in self.followed)
+        self.unlike = {v.id for v in values_in(followed)}
 
     def pulled(self, number: int, part: BackwardPart, at: Node, env: Env, extra: Constants | None) -> list:
         """The equations of a site's gradients, from its cotangent and the residuals of its forward pass; `env` gets the gradients."""
-        (program, residual), ct, eqns = self._derivative(part, env), env[part.cotangent.id], []
+        (program, residual), ct, eqns = self._derivative(part, env), atom_in(env, part.cotangent), []
         if part.chain is not None and part.chain.slope is not None and part.root.id not in self.followed:
             eqns, (ct,) = inlined(part.chain.slope, [env[number, "residual", 0], ct], source_info(at), extra)
         beside = [t for t in program.taken if t != ("input", len(part.leaves))]

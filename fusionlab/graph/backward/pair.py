@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+
 from ..canonical.view import CanonicalView
 from ..certify.certify import Certifier, ProofOutcome, prove_gradients, with_vjp
 from ..declined import Declined
@@ -20,6 +23,7 @@ from ..program.crossing import CROSSED, BlockTree
 from ..program.equations import kind, slice_jaxpr
 from ..program.explicit_axes import is_split_in_type
 from ..program.graph import Graph
+from ..program.in_shard_map import make_jaxpr
 from ..program.ir import Block, Node, Value, values_in
 from ..program.signature import node_signature
 from .find import Backward, Share
@@ -27,6 +31,7 @@ from .gradients import BackwardPart, terms_beside
 from .vjp_split import Split, split_of
 
 _PRODUCTS = having("product")
+_NO_VALUE = -(1 << 60)  # the id of what stands for a literal cotangent: no node reads it
 Placed = Sequence[tuple[int, str, Share]]  # number of a leaf among the region's inputs, its name, where its gradient is
 
 
@@ -54,14 +59,14 @@ class Pairer:
 
         Args:
           region: the site.
-          fn: takes `region.inputs`, gives the region's root.
+          fn: takes `region.inputs`, gives the region's root; with further roots, a tuple of all.
           description: hashable description of `fn`, for the cache of proofs.
           found: the backward pass.
 
         Raises:
           Declined: one of them would remain, or they do not agree.
         """
-        path = self.tree.of_value.get(found.cotangent.id, "")
+        path = self.tree.of_value.get(_place(found), "")
         placed = self._placed(region, found, path)
         _check_types(region, found)
         gone = self._gone(region, found, placed)
@@ -86,8 +91,8 @@ class Pairer:
     def _gone(self, region: Region, found: Backward, placed: Placed) -> set[int]:
         """The nodes that nothing reads any more. Raises Declined if some nodes of the region are still read."""
         block = found.view.block
-        replaced = {region.root.id, *(share.value.id for _, _, share in placed)}
-        read = {v.id for v in region.inputs} | {found.cotangent.id}
+        replaced = {*(v.id for v in region.roots), *(share.value.id for _, _, share in placed)}
+        read = {v.id for v in values_in((*region.inputs, found.cotangent))}
         read |= {v.id for _, _, share in placed for v in terms_beside(block, share.value, [share])}
         gone = dead_nodes(block, replaced, read)
         for node in region.nodes:
@@ -100,7 +105,7 @@ class Pairer:
         block = found.view.block
         values = {share.value.id for _, _, share in placed}
         first = min(block.position[block.producer[i].id] for i in values)
-        stack = [found.cotangent, region.root, *region.inputs]
+        stack = values_in((found.cotangent, region.root, *region.inputs))
         seen: set[int] = set()
         while stack:
             value = stack.pop()
@@ -124,19 +129,24 @@ class Pairer:
         wanted = [i for i, _, _ in placed]
         terms = [_values(block, share) for _, _, share in placed]
         flat = list(itertools.chain(*terms))
-        nodes = _slice(found.view, flat, {v.id for v in (*inputs, found.cotangent)})
+        given = found.cotangent
+        cotangent = given if isinstance(given, Value) else Value(_NO_VALUE, given.aval)
+        nodes = _slice(found.view, flat, {v.id for v in (*inputs, cotangent)})
         _check_arithmetic(region, found, nodes)
-        signature = _signature(found.view, nodes, (*inputs, found.cotangent), terms)
-        types = tuple(v.aval for v in (*inputs, region.root, found.cotangent))  # of what the programs are traced with
+        signature = _signature(found.view, nodes, (*inputs, cotangent), terms)
+        types = tuple(v.aval for v in (*inputs, region.root, cotangent))  # of what the programs are traced with
         key = ("pair", region_signature(region), description, *signature, tuple(wanted), types)
         known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
 
         def prove() -> tuple[ProofOutcome, Split]:
             avals, out = [v.aval for v in inputs], region.root.aval
-            old = slice_jaxpr(block, nodes, (*inputs, found.cotangent), flat, known)
+            old = slice_jaxpr(block, nodes, (*inputs, cotangent), flat, known)
             groups = [(name, len(group)) for (_, name, _), group in zip(placed, terms, strict=True)]
-            new = with_vjp(fn, avals, out, wanted)
-            return prove_gradients(region, old, new, groups, self.certifier.inline), split_of(new)
+            n = len(region.others)
+            new = with_vjp(fn, avals, out, wanted, others=n > 0)
+            first = with_vjp(lambda *a: fn(*a)[0], avals, out, wanted) if n else new
+            proved = first if cotangent is given else _at_one(first)
+            return prove_gradients(region, old, proved, groups, self.certifier.inline), split_of(new, n)
 
         verdict, split = self.certifier.once(key, prove)
         if not verdict.ok:
@@ -157,6 +167,19 @@ class Pairer:
         moving = [*(v.aval for v in taken if v.id not in known), *split.residuals, region.root.aval]
         _check_ways(list(self.tree.between(region.block.path, path)), moving)
         return known
+
+
+def _place(found: Backward) -> int:
+    """The id of a value in the block of a backward pass: its cotangent, or a gradient where that is a literal."""
+    if isinstance(found.cotangent, Value):
+        return found.cotangent.id
+    return next(iter(found.gradients.values())).value.id
+
+
+def _at_one(closed: Any) -> Any:
+    """A jaxpr of (inputs, cotangent) with 1 for the cotangent, whatever it is given."""
+    fn = jex_core.jaxpr_as_fun(closed)
+    return make_jaxpr(lambda *args: fn(*args[:-1], jnp.ones_like(args[-1])), list(closed.in_avals))
 
 
 def _check_ways(between: Sequence[Node], moving: Sequence[Any]) -> None:
@@ -180,7 +203,7 @@ def _check_types(region: Region, found: Backward) -> None:
 
 def _check_arithmetic(region: Region, found: Backward, nodes: Sequence[Node]) -> None:
     """Raises Declined if a backward pass computes in more bits than its region, or its products request another precision."""
-    wide = computed_wider(nodes, (*region.inputs, found.cotangent), arithmetic_dtype(region.root.dtype))
+    wide = computed_wider(nodes, values_in((*region.inputs, found.cotangent)), arithmetic_dtype(region.root.dtype))
     if wide is not None:
         raise Declined(
             f"its {wide!r} computes wider than the fused one, which uses {arithmetic_dtype(region.root.dtype)}"

@@ -27,16 +27,18 @@ class Split:
       forward: jaxpr of the inputs -> (value, *residuals).
       backward: jaxpr of (*taken, cotangent) -> gradients.
       taken: the source of each operand of `backward` but the last: an input, the value or a residual, with its number.
+      others: the number of further results that `forward` gives after the value.
     """
 
     forward: Any
     backward: Any
     taken: tuple[Taken, ...]
+    others: int = 0
 
     @property
     def residuals(self) -> tuple[Any, ...]:
         """The types of the residuals."""
-        return tuple(v.aval for v in split_closed(self.forward)[0].outvars[1:])
+        return tuple(v.aval for v in split_closed(self.forward)[0].outvars[1 + self.others :])
 
 
 def split_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Sequence[int]) -> Split:
@@ -44,14 +46,15 @@ def split_vjp(fn: Callable[..., Any], avals: Sequence[Any], out: Any, wanted: Se
     return split_of(with_vjp(fn, avals, out, wanted))
 
 
-def split_of(closed: Any) -> Split:
-    """Splits a jaxpr of (inputs, cotangent) -> (value, gradients)."""
+def split_of(closed: Any, others: int = 0) -> Split:
+    """Splits a jaxpr of (inputs, cotangent) -> (value, further results, of which there are `others`, and gradients)."""
     jaxpr, consts = split_closed(closed)
     constants = dict(zip(jaxpr.constvars if consts else (), consts, strict=True))
     *inputs, cotangent = jaxpr.invars
-    value, *gradients = jaxpr.outvars
+    values, gradients = list(jaxpr.outvars[: 1 + others]), list(jaxpr.outvars[1 + others :])
+    value = values[0]
     still, back = _halves(jaxpr.eqns, cotangent)
-    first = _needed(still, [value])
+    first = _needed(still, values)
     chosen = set(map(id, first))
     again = [eqn for eqn in still if id(eqn) not in chosen]
     free = _free(first, {*inputs, *constants})
@@ -60,8 +63,8 @@ def split_of(closed: Any) -> Split:
     computed = _results_of(first)
     residuals = [v for v in needed if v in computed and v is not value]
     taken = tuple(_taken(v, inputs, value, residuals) for v in needed)
-    forward = _closed(jaxpr, constants, inputs, [value, *residuals], first)
-    return Split(forward, _closed(jaxpr, constants, [*needed, cotangent], gradients, back), taken)
+    forward = _closed(jaxpr, constants, inputs, [*values, *residuals], first)
+    return Split(forward, _closed(jaxpr, constants, [*needed, cotangent], gradients, back), taken, others)
 
 
 def _halves(eqns: Sequence[Any], cotangent: Any) -> tuple[list[Any], list[Any]]:

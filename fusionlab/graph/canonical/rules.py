@@ -321,6 +321,14 @@ def _iota(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     return [Ref(1.0, nid, tuple(0 if d == axis else ~s for d, s in enumerate(shape) if s != 1))]
 
 
+def _scatter_add(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
+    """Without the addition, which JAX writes into its params as a program, another one each time."""
+    given = tuple(sorted((k, v) for k, v in node.params.items() if k not in ("update_jaxpr", "update_consts")))
+    shapes, sizes = tuple(a.shape for a in node.inputs), nonunit(node.outputs[0].shape)
+    operands = tuple(Operand(tidy(r.coef), r.nid, r.dims) for r in ins)
+    return [Ref(1.0, view.node("scatter-add", (shapes, given), operands, sizes), tuple(range(len(sizes))))]
+
+
 def _custom_jvp(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """JAX's own activations are wrapped in custom_jvp: they are inlined. A user's rule is kept whole, because its gradient is theirs."""
     if not is_jax_rule(node):
@@ -367,7 +375,7 @@ def _foreign(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """As `apply_rule`, for a node of another program, whose ids have a different meaning in the view."""
     if is_jax_rule(node):
         return inline(view, node.blocks[0], ins)
-    if node.blocks or has_side_effects(node.eqn):
+    if (node.blocks and node.primitive != "scatter-add") or has_side_effects(node.eqn):
         return [view.unique_leaf(node.primitive, v.shape) for v in node.outputs]
     return apply_rule(view, node, ins)
 
@@ -414,5 +422,6 @@ CANONICAL_RULES: dict[str, CanonicalRule] = {
     "conv_general_dilated": convolution,
     "rev": _rev,
     "tile": _tile,
+    "scatter-add": _scatter_add,
     "custom_jvp_call": _custom_jvp,
 }

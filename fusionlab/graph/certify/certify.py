@@ -253,7 +253,7 @@ def _same(
         return [programs.results(seed, reduction) for seed in range(_draws(avals))]
 
     try:
-        found = at_sizes(attempt, avals)
+        found = at_sizes(attempt, avals, region.positions)
         for results in found:
             verdict = agree(
                 tolerance, names, Results(of(results.pair), lambda n, results=results: of(results.nudged(n)))
@@ -285,7 +285,8 @@ def _agree(region: Region, found: Results) -> ProofOutcome:
 
 
 def _names(region: Region) -> list[str]:
-    return ["value", *(f"gradient of {n}" for n in _float_names(region))]
+    gradients = (f"gradient of {n}" for n in _float_names(region))
+    return ["value", *(gradients if is_float(region.root.dtype) else ())]
 
 
 def with_vjp(
@@ -295,10 +296,12 @@ def with_vjp(
     wanted: Sequence[int] | None = None,
     sums: DeviceSums | None = None,
     weak: bool = False,
+    others: bool = False,
 ) -> Any:
     """A jaxpr of (arguments, cotangent) -> (value, gradients of the arguments `wanted`: by default of every float one).
 
-    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over; `weak` as of `make_jaxpr`.
+    `avals` and `out` are the types of the arguments and of the value; `sums` what `fn` sums over; `weak` as of `make_jaxpr`. With `others`
+    `fn` gives a tuple of the value and of further results, which are not differentiated and follow the value.
     """
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)] if wanted is None else list(wanted)
 
@@ -309,10 +312,11 @@ def with_vjp(
             full = list(primals)
             for i, x in zip(floats, xs, strict=True):
                 full[i] = x
-            return as_typed(fn(*full), out)
+            value, *more = fn(*full) if others else (fn(*full),)
+            return as_typed(value, out), more
 
-        value, pull = jax.vjp(of_floats, *(primals[i] for i in floats))
-        return [value, *pull(ct)]
+        value, pull, more = jax.vjp(of_floats, *(primals[i] for i in floats), has_aux=True)
+        return [value, *more, *pull(ct)]
 
     return make_jaxpr(joint, [*avals, out], sums=sums, weak=weak)
 
@@ -323,9 +327,12 @@ def with_gradients(
     """As `with_vjp`, for a proof, in which only numbers matter: the derivative is transposed as a whole. JAX linearises each
     equation separately, in an order that other callers need, and takes twice as long.
 
-    With `as_jax`, and on a mesh, whose types the transposition as a whole does not know, it is `with_vjp`.
+    With `as_jax`, and on a mesh, whose types the transposition as a whole does not know, it is `with_vjp`. A value that is no float has no
+    gradients.
     """
     types = (*avals, out)
+    if not is_float(out.dtype):
+        return make_jaxpr(lambda *args: [fn(*args[:-1])], [*avals, out], sums=sums)
     if as_jax or _on_a_mesh(types, sums):
         return with_vjp(fn, avals, out, sums=sums)
     floats = [i for i, a in enumerate(avals) if is_float(a.dtype)]

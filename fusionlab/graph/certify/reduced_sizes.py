@@ -24,19 +24,21 @@ def elements(avals: Sequence[Any]) -> int:
     return sum(math.prod(a.shape) for a in avals)
 
 
-def at_sizes(attempt: Callable[[Reduction], Any], avals: Sequence[Any]) -> Any:
-    """`attempt` at reduced sizes, or at the real ones if that fails.
+def at_sizes(attempt: Callable[[Reduction], Any], avals: Sequence[Any], kept: frozenset[int] = frozenset()) -> Any:
+    """`attempt` at reduced sizes, or at the real ones if that fails. Axes of the sizes `kept` are not reduced.
 
     An axis that only the program itself splits (features into heads) keeps the lengths of its parts. If that is slow, for example because
     there are as many tokens as features, reduced parts are tried too.
     """
     split: set[int] = set()
+    known = {n: n for n in kept}
     try:
         with contextlib.suppress(TooLargeError):
-            return _at_products(attempt, Reduction(most=SOON), split)
-        with contextlib.suppress(CannotEvaluate):
-            return _at_parts(attempt, split, avals)
-        return _at_products(attempt, Reduction(most=AT_ALL), set())
+            return _at_products(attempt, Reduction(known, most=SOON), split)
+        if not kept:
+            with contextlib.suppress(CannotEvaluate):
+                return _at_parts(attempt, split, avals)
+        return _at_products(attempt, Reduction(known, most=AT_ALL), set())
     except CannotEvaluate:
         if elements(avals) > _REAL_SIZE_LIMIT:
             raise

@@ -8,6 +8,8 @@ Positions without such a meaning raise `CannotEvaluate`.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from .numpy_rules import (
     NumpyRule,
     PositionsError,
     SizesDifferError,
+    bound,
     no_positions,
     unreduced,
 )
@@ -177,6 +180,38 @@ def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
     return out
 
 
+def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
+    """A gather or a scatter-add, run by JAX. Indices along a reduced axis must be entries of it, and each entry of a scatter's updates must
+    represent as many as the entry that it is added to.
+    """
+    dims, (x, indices), params = eqn.params["dimension_numbers"], ins[:2], dict(eqn.params)
+    real = [int(s) for s in eqn.invars[0].aval.shape]
+    gathers = eqn.primitive.name == "gather"
+    if gathers:
+        given = zip(params["slice_sizes"], real, x.shape, strict=True)
+        params["slice_sizes"] = tuple(n if size == whole else size for size, whole, n in given)
+    window = params["slice_sizes"] if gathers else _window_of_updates(dims, x.shape, ins[2].shape)
+    indexed = dims.start_index_map if gathers else dims.scatter_dims_to_operand_dims
+    for column, d in enumerate(indexed):
+        last = x.shape[d] - window[d]
+        if x.shape[d] != real[d] and not (np.all(indices[..., column] >= 0) and np.all(indices[..., column] <= last)):
+            raise CannotEvaluate(f"primitive {eqn.primitive.name} beyond the entries of an axis at reduced sizes")
+    batched = dims.operand_batching_dims
+    times = math.prod(real[d] / x.shape[d] for d in (*indexed, *batched))
+    if not gathers and not math.isclose(
+        times, math.prod(map(operator.truediv, eqn.invars[1].aval.shape, indices.shape))
+    ):
+        raise CannotEvaluate("primitive scatter-add of entries that repeat at reduced sizes")
+    return bound(eqn, ins, params)
+
+
+def _window_of_updates(dims: Any, shape: Sequence[int], updates: Sequence[int]) -> list[int]:
+    """The size of a scatter's window along each axis of its operand."""
+    sizes = iter([updates[d] for d in dims.update_window_dims])
+    alone = {*dims.inserted_window_dims, *dims.operand_batching_dims}
+    return [1 if d in alone else next(sizes) for d in range(len(shape))]
+
+
 def _rev(run: Any, eqn: Any, ins: list[Array]) -> Array:
     axes = tuple(int(d) for d in eqn.params["dimensions"])
     if any(ins[0].shape[d] != _axis(eqn.invars[0], d) for d in axes):  # other axes may be reduced
@@ -195,4 +230,6 @@ PLACED: dict[str, NumpyRule] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "split": _split,
     "unstack": _unstack,
+    "gather": _indexed,
+    "scatter-add": _indexed,
 }

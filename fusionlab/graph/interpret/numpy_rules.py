@@ -339,18 +339,18 @@ def _unreduced(rule: NumpyRule) -> NumpyRule:
     return guarded
 
 
-# Random bits and indexed reads: run by JAX itself, floats in float64. No arithmetic on floats but the sums of a scatter.
+# Random bits and indexed writes: run by JAX itself.
 BOUND = frozenset(
-    "random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32 gather scatter scatter-add".split()
+    "random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32 scatter".split()
 )
 
 
-def bound(eqn: Any, ins: list[Any]) -> list[Any]:
-    """An equation run by JAX, eagerly."""
+def bound(eqn: Any, ins: list[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """An equation run by JAX, eagerly, floats in float64; with `params` in place of its own, if they are given."""
     keys = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.invars]
     kinds = [np.dtype(float) if is_float(v.aval.dtype) else v.aval.dtype for v in eqn.invars]
     wide = any(str(kind).endswith("64") for kind in (*kinds, *(v.aval.dtype for v in eqn.outvars)))
-    params = dict(eqn.params)
+    params = dict(eqn.params if params is None else params)
     # JAX makes 32 bits of 64 unless 64-bit types are on.
     with jax.ensure_compile_time_eval(), enable_x64(wide):
         given = [as_jax(x) if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]

@@ -51,6 +51,7 @@ class Region(Shown):
       relus: nodes max(h, 0) to which JAX's own rule for relu, with derivative 0 at 0, applies: a differentiated scan retains only
         the maximum, whose own derivative there is 1/2.
       whole: the region of several roots of which it is the part of one root.
+      positions: sizes of axes that a proof does not reduce, as positions along them count: of a vocabulary, whose entries labels name.
     """
 
     block: Block
@@ -62,6 +63,7 @@ class Region(Shown):
     others: tuple[Value, ...] = ()
     whole: Region | None = None
     relus: frozenset[int] = frozenset()
+    positions: frozenset[int] = frozenset()
 
     @property
     def node_ids(self) -> frozenset[int]:

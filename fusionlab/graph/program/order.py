@@ -15,10 +15,10 @@ from .ir import Block, Node, Value, values_in
 
 
 class Joint(Protocol):
-    """A site: `nodes` are replaced by one call, which takes `leaves` and returns `roots`."""
+    """A site: one call takes `leaves` and returns `roots`; the nodes `gone` are not written again."""
 
     @property
-    def nodes(self) -> Sequence[Node]: ...
+    def gone(self) -> Sequence[Node]: ...
     @property
     def leaves(self) -> Sequence[Value]: ...
     @property
@@ -106,7 +106,7 @@ class _Before:
         self.site_at = {last_of(block, s.roots).id: (i, s) for i, s in enumerate(sites)}
         joint = [s for s in sites if _is_joint(s)]
         self.maker = {v.id: last_of(block, s.roots) for s in joint for v in s.roots}
-        self.gone = {n.id for s in joint for n in s.nodes}
+        self.gone = {n.id for s in joint for n in s.gone}
 
     def __call__(self, node: Node) -> list[Node]:
         read = [] if node.id in self.gone else values_in(node.inputs)

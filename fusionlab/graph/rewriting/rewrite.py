@@ -38,7 +38,7 @@ class Replacement:
       root: their value, now computed by `fn`.
       leaves: the values `fn` takes, in order.
       fn: arrays -> array of the root's shape and dtype; with `others`, a tuple of that and theirs.
-      backward: its backward pass, if replaced with it; never for a site with `others`.
+      backward: its backward pass, if replaced with it; `others` are then no floats.
       others: further values of the nodes, which `fn` computes too.
       weak: the numbers of the leaves whose gradients are weakly typed in the program.
     """
@@ -56,6 +56,13 @@ class Replacement:
     def roots(self) -> tuple[Value, ...]:
         """All the values of the nodes that are read elsewhere."""
         return self.root, *self.others
+
+    @property
+    def gone(self) -> tuple[Node, ...]:
+        """The nodes that are not written again. With a backward pass they are left to die: until it is replaced as well something reads
+        them.
+        """
+        return self.nodes if self.backward is None else ()
 
 
 @jax_defaults()
@@ -177,7 +184,7 @@ class _Emitter:
     def _equations(self, block: Block, env: Env) -> tuple[list, Constants | None]:
         sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
         at_node = {last_of(block, r.roots).id: (i, r) for i, r in sites}
-        gone = _gone(r for _, r in sites)
+        gone = {n.id for _, r in sites for n in r.gone}
         claims, waiting = claims_of(pairs), first_gradients(block, pairs)
         eqns: list[Any] = []
         extra: Constants | None = [] if self._may_capture(block) else None
@@ -253,13 +260,6 @@ def _apart(captured: Constants, extra: Constants | None) -> tuple[list, list]:
     """(variables, arrays) of the captures of a block and of equations written into it."""
     both = [*captured, *(extra or ())]
     return [v for v, _ in both], [c for _, c in both]
-
-
-def _gone(sites: Iterable[Replacement]) -> set[int]:
-    """The nodes that are not written again. With a backward pass the site's own are left to die: until it is replaced as well something
-    reads them.
-    """
-    return {n.id for r in sites if r.backward is None for n in r.nodes}
 
 
 def _program_of(r: Replacement) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 
 from ....tracebacks import own_lines_hidden
-from ...op.implementation import Call, Implementation, ImplementationChoice
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
 from ...op.primitive import FusedPrimitive
 from . import choosing, chunked, reference
@@ -93,6 +93,10 @@ class LinearCrossEntropy(Op):
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return choosing.rule(call)
+
+    def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
+        """Rows that make one chunk gain nothing either: they are left as they are written."""
+        return next((d for d in decisions if d.kind is ChoiceKind.SAME_CODE), None) or super().left(call, decisions)
 
     def labels(self, shapes: Mapping[str, tuple[int, ...]], /, **attrs: Any) -> Mapping[str, tuple[str, ...]]:
         """Rows "m0", "m1", ..., contracted "k", vocabulary "v"."""

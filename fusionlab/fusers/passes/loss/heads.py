@@ -1,0 +1,250 @@
+"""The logits of a loss: the product that makes them, with its bias, its cap, and the rows that are selected from it.
+
+They are read off the raw graph, because roundings and the dtype of the product matter here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
+from ....graph.dtypes import is_float, narrows
+from ....graph.matching.match import close
+from ....graph.matching.region import CASTS, VIEWS
+from ....graph.matching.walks import maker_of, source_of
+from ....graph.primitives import having
+from ....graph.program.ir import Atom, Node, Value
+from ...engine.wording import anchor_text
+
+_ROWS = VIEWS | {"slice"}  # may select and reorder rows
+_SAME = having("copy", "variance") | CASTS
+_SCALES = frozenset({"mul", "div"})
+_AS_LOGITS = _ROWS | _SAME | _SCALES | {"add", "tanh", "select_n"}
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """Logits, from their product on.
+
+    Attributes:
+      product: the node of the product; `chain`: the nodes from there to the logits, in order.
+      x, w: the raw values that are multiplied; `transposed`: w is [V, E].
+      logits: the logits that the loss reads, [*rows, V].
+      bias: the vector that is added, or None; `softcap`: the cap on the logits, or None.
+    """
+
+    product: Node
+    chain: tuple[Node, ...]
+    x: Value
+    w: Value
+    transposed: bool
+    logits: Value
+    bias: Value | None = None
+    softcap: float | None = None
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The shape of the rows."""
+        return self.logits.shape[:-1]
+
+    @property
+    def classes(self) -> int:
+        """The size of the vocabulary."""
+        return int(self.logits.shape[-1])
+
+    @property
+    def dtype(self) -> str:
+        """The dtype to which the product is rounded."""
+        dtype = self.product.outputs[0].dtype
+        for node in itertools.takewhile(lambda n: n.primitive in _ROWS | _SAME, self.chain):
+            dtype = node.outputs[0].dtype if narrows(node.outputs[0].dtype, dtype) else dtype
+        return np.dtype(dtype).name
+
+    @property
+    def inner(self) -> list[Value]:
+        """The values from the product to the logits."""
+        return [n.outputs[0] for n in (self.product, *self.chain)]
+
+    @property
+    def alike(self) -> list[Value]:
+        """The logits that the loss reads, and what is only cast to them."""
+        casts = itertools.takewhile(lambda n: n.primitive in _SAME, reversed(self.chain))
+        return [self.logits, *(a for n in casts for a in n.values)]
+
+    @property
+    def leaves(self) -> dict[str, Value]:
+        """The operands by name."""
+        return {"x": self.x, "w": self.w} | ({} if self.bias is None else {"bias": self.bias})
+
+    def of_rows(self, x: Any) -> Any:
+        """The rows of x whose logits these are, [*rows, E]."""
+        last = x.shape[-1]
+        for node in self.chain:
+            if node.primitive not in _ROWS or node.outputs[0].shape == node.inputs[0].shape:
+                continue
+            if node.primitive == "slice":
+                starts, limits, p = list(node.params["start_indices"]), list(node.params["limit_indices"]), node.params
+                x = jax.lax.slice(x, starts, [*limits[:-1], last], p["strides"])
+            elif node.primitive == "transpose" and _moves_rows(node):
+                x = jnp.transpose(x, node.params["permutation"])
+            elif node.primitive != "transpose":
+                x = jnp.reshape(x, (*node.outputs[0].shape[:-1], last))
+        return x
+
+
+def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
+    """(logits, sum) of a logarithm of a sum of their exponentials along one axis; None for any other logarithm."""
+    total = maker_of(view.block, source_of(view.block, log.inputs[0], VIEWS | CASTS | {"abs"}))
+    if total is None or total.primitive != "reduce_sum" or len(total.params["axes"]) != 1:
+        return None
+    exp = maker_of(view.block, source_of(view.block, total.inputs[0], CASTS))
+    if exp is None or exp.primitive != "exp":
+        return None
+    value = source_of(view.block, exp.inputs[0], CASTS)
+    below = maker_of(view.block, value)
+    if below is not None and below.primitive == "sub" and _is_of_rows(below):
+        value = below.inputs[0]
+    return (value, total) if isinstance(value, Value) and len(value.shape) > int(total.params["axes"][0]) else None
+
+
+def _is_of_rows(node: Node) -> bool:
+    """Whether the second operand of a difference may have one entry for each row."""
+    return isinstance(node.inputs[0], Value) and node.inputs[0].shape == node.outputs[0].shape
+
+
+def head_of(view: CanonicalView, logits: Value) -> Head | None:
+    """The head that logits are of; None if no product with a matrix makes them.
+
+    Raises:
+      Declined: they are made of one in a way that the op does not have.
+    """
+    chain = _chain(view, logits)
+    if chain is None:
+        return None
+    product, *rest = chain
+    head = _product(view, product, rest)
+    masks = [n for n in rest if n.primitive == "select_n"]
+    if masks:
+        raise Declined(f"{anchor_text(masks[0])} masks logits, and the fused op has no masks of classes", "mask", masks)
+    steps = list(rest)
+    found = replace(head, logits=logits, chain=tuple(rest))
+    return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
+
+
+def product_of(view: CanonicalView, logits: Value) -> Node | None:
+    """The product with a matrix that makes logits, whether the op has what comes after it or not; None if there is none."""
+    chain = _chain(view, logits)
+    return None if chain is None else chain[0]
+
+
+def _chain(view: CanonicalView, logits: Value) -> list[Node] | None:
+    """The nodes from a product with a matrix to logits, in order; None if there is no such product."""
+    found: list[Node] = []
+    value: Atom | None = logits
+    while isinstance(value, Value) and (node := view.block.producer.get(value.id)) is not None:
+        found.append(node)
+        if node.primitive == "dot_general":
+            return found[::-1] if _has_matrix(node) else None
+        if node.primitive not in _AS_LOGITS:
+            return None
+        value = _continued(view, node)
+    return None
+
+
+def _has_matrix(node: Node) -> bool:
+    (left, right), batch = node.params["dimension_numbers"]
+    ranks = sorted(len(a.shape) for a in node.inputs)
+    one = len(left) == len(right) == 1 and not any(batch)
+    return one and ranks[-1] >= 1 and 2 in map(len, (a.shape for a in node.inputs)) and len(node.values) == 2
+
+
+def _continued(view: CanonicalView, node: Node) -> Atom | None:
+    """The operand of a node that logits come from: the only one, or the one that is neither a number nor a vector."""
+    if node.primitive not in _SCALES | {"add", "select_n"}:
+        return node.inputs[0]
+    whole = [a for a in node.values if is_float(a.dtype) and not _is_thin(view, a)]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _is_thin(view: CanonicalView, value: Value) -> bool:
+    """Whether a value is a number, or one vector for all rows."""
+    source = source_of(view.block, value, VIEWS | CASTS)
+    return view.is_literal(view.ref[value.id]) or not isinstance(source, Value) or len(source.shape) <= 1
+
+
+def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
+    """The product as a head, without what follows it."""
+    (left, right), _ = node.params["dimension_numbers"]
+    (first, second), sides = node.values, (int(left[0]), int(right[0]))
+    turned = next((n for n in chain if n.primitive in VIEWS), None)
+    if len(second.shape) == 2 and sides[0] == len(first.shape) - 1:
+        x, w, contracted = first, second, sides[1]
+    elif _moves_first_last(turned) and len(first.shape) == 2 and sides[1] == len(second.shape) - 1:
+        x, w, contracted = second, first, sides[0]
+    else:
+        raise Declined(f"{anchor_text(node)} does not sum over the last axis of rows", "axes", [node])
+    maker = maker_of(view.block, w)
+    if maker is not None and maker.primitive == "transpose" and isinstance(maker.inputs[0], Value):
+        w, contracted = maker.inputs[0], 1 - contracted
+    return Head(node, (), x, w, contracted == 1, node.outputs[0])
+
+
+def _moves_first_last(node: Node | None) -> bool:
+    """Whether a node moves the first axis to the end."""
+    if node is None or node.primitive != "transpose":
+        return False
+    n = len(node.outputs[0].shape)
+    return tuple(map(int, node.params["permutation"])) == (*range(1, n), 0)
+
+
+def _moves_rows(node: Node) -> bool:
+    """Whether a transposition leaves the last axis where it is."""
+    return int(node.params["permutation"][-1]) == len(node.outputs[0].shape) - 1
+
+
+def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
+    """A head with its bias and cap, of the nodes that are neither views nor casts."""
+    wide = [v for v in head.inner if v.shape[-1:] != (head.classes,)]
+    if wide and not (len(wide) == 1 and _moves_first_last(head.chain[0])):
+        raise Declined(f"{head.logits!r} are not the whole rows of the product", "axes", [head.product])
+    rest = list(steps)
+    if rest and rest[0].primitive == "add":
+        head = replace(head, bias=_bias(view, head, rest.pop(0)))
+    caps = [n.primitive for n in rest]
+    if caps and caps[1:2] == ["tanh"] and len(caps) == 3:
+        inner, outer = _factor(view, rest[0]), _factor(view, rest[2])
+        if inner is not None and outer is not None and inner > 0 and close(inner * outer, 1.0):
+            return replace(head, softcap=outer)
+    if rest:
+        what = f"{anchor_text(rest[0])} changes the logits, and the fused op takes a bias and a soft cap"
+        raise Declined(what, "scalar" if rest[0].primitive in _SCALES else "structure", [rest[0]])
+    return head
+
+
+def _bias(view: CanonicalView, head: Head, node: Node) -> Value:
+    """The vector that a node adds to each row."""
+    added = next(a for a in node.inputs if not isinstance(a, Value) or _is_thin(view, a))
+    source = source_of(view.block, added, VIEWS | CASTS)
+    last = isinstance(added, Value) and added.shape[-1:] == (head.classes,)
+    if not isinstance(source, Value) or source.shape != (head.classes,) or not last or not is_float(source.dtype):
+        raise Declined(f"{anchor_text(node)} adds {added!r}, which is no bias of the classes", "bias", [node])
+    return source
+
+
+def _factor(view: CanonicalView, node: Node) -> float | None:
+    """The number by which a node multiplies; None if it is no number."""
+    ref = next((view.read(a) for a in node.inputs if view.is_literal(view.read(a))), None)
+    if ref is None or not math.isfinite(ref.coef) or not ref.coef:
+        return None
+    if node.primitive == "div":
+        return 1 / float(ref.coef) if view.is_literal(view.read(node.inputs[1])) else None
+    return float(ref.coef)

@@ -1,0 +1,169 @@
+"""The loss by row, cut out of the program: from the operands of the product, and the labels, to a value with one entry for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ....graph.canonical.nodes import nonunit
+from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
+from ....graph.dtypes import is_float
+from ....graph.jax_compat import has_side_effects
+from ....graph.matching.region import Region, dead_with, is_constant
+from ....graph.program.ir import Node, Value, values_in
+from ....graph.program.scopes import in_backward
+from .heads import Head
+
+
+class Downstream:
+    """What a program computes from logits, apart from its backward pass.
+
+    Attributes:
+      nodes: in program order, the product first.
+      ids: the ids of their results.
+    """
+
+    def __init__(self, view: CanonicalView, head: Head) -> None:
+        block = view.block
+        self.view, self.head = view, head
+        self.nodes: list[Node] = [head.product]
+        self.ids = {v.id for v in head.product.outputs}
+        for node in block.nodes[block.position[head.product.id] + 1 :]:
+            if not in_backward(node) and any(v.id in self.ids for v in values_in(node.inputs)):
+                self.nodes.append(node)
+                self.ids.update(v.id for v in node.outputs)
+        self.alike = {v.id for v in head.alike}
+
+    def readers(self, value: Value) -> list[Node]:
+        """The nodes that read a value, apart from the backward pass."""
+        return [n for n in self.view.block.users.get(value.id, ()) if not in_backward(n)]
+
+    def losses(self) -> Iterator[Value]:
+        """The floats with one entry for each row, or one for all, in program order."""
+        wanted = nonunit(self.head.rows), ()
+        for node in self.nodes[1:]:
+            value = node.outputs[0]
+            if nonunit(value.shape) in wanted and is_float(value.dtype) and not node.blocks:
+                yield value
+
+    def argmax(self) -> Value | None:
+        """The class of the largest logit of each row, if the program asks for it."""
+        return next((n.outputs[0] for n in self.nodes if n.primitive == "argmax" and self._is_of_logits(n)), None)
+
+    def _is_of_logits(self, node: Node) -> bool:
+        """Whether a node reduces the logits of each row, as they are or before they are cast."""
+        (value,) = node.values
+        last = node.params["axes"] == (len(value.shape) - 1,)
+        return last and value.shape == self.head.logits.shape and value.id in self.alike
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A loss by row as a region, with the value that holds its labels."""
+
+    region: Region
+    labels: Value
+
+
+def cuts(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[Cut]:
+    """The regions that compute a value from the product's operands and one value with a label for each row, that which is computed last
+    first.
+
+    Raises:
+      Declined: there is none.
+    """
+    labels = sorted(_indices(found, root), key=lambda v: -v.id)
+    one = False
+    for value in labels:
+        cut = _cut(found, root, value, others)
+        if isinstance(cut, Region):
+            one = True
+            yield Cut(cut, value)
+    if not one:
+        what = "no value holds one label for each row" if not labels else "it reads more than logits and labels"
+        raise Declined(f"{root!r} is no loss by labels: {what}")
+
+
+def _indices(found: Downstream, root: Value) -> list[Value]:
+    """The integers with one entry for each row that a value is computed from, besides the logits."""
+    block, wanted = found.view.block, nonunit(found.head.rows)
+    stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
+    while stack:
+        value = stack.pop()
+        if value.id in seen or is_constant(found.view, value):
+            continue
+        seen.add(value.id)
+        if np.dtype(value.dtype).kind in "iu" and value.id not in found.ids and nonunit(value.shape) == wanted:
+            given[value.id] = value
+        maker = block.producer.get(value.id)
+        if maker is not None and not maker.blocks and (value.id in found.ids or _may_be_inside(found, value)):
+            stack += values_in(maker.inputs)
+    return list(given.values())
+
+
+def _may_be_inside(found: Downstream, value: Value) -> bool:
+    """Whether a value that no logit goes into may belong to the loss: labels, and what is compared with them for each class."""
+    return not is_float(value.dtype) or value.shape[-1:] == (found.head.classes,)
+
+
+def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...]) -> Region | Value:
+    """The region of a value with some labels; what else it reads, if it reads more."""
+    view, block, head = found.view, found.view.block, found.head
+    leaves = {**head.leaves, "labels": labels}
+    inner, support = dict[int, Node](), dict[int, Node]()
+    stack, seen = [root, *others], {v.id for v in leaves.values()}
+    while stack:
+        value = stack.pop()
+        if value.id in seen or value.id in view.known_inputs:
+            continue
+        seen.add(value.id)
+        if view.is_literal(view.ref[value.id]):
+            support.update((n.id, n) for n in makers_of(view, value))
+            continue
+        maker = block.producer.get(value.id)
+        if maker is None or has_side_effects(maker.eqn):
+            return value
+        if value.id in found.ids:
+            inner[maker.id] = maker
+        elif is_constant(view, value) or _may_be_inside(found, value) or maker.primitive == "transpose":
+            support[maker.id] = maker
+        else:
+            return value
+        stack += values_in(maker.inputs)
+    return region_of(view, root, leaves, inner, support, others, head.classes)
+
+
+def makers_of(view: CanonicalView, value: Value) -> list[Node]:
+    """The nodes of the block that compute a number, or a constant array."""
+    found, stack = dict[int, Node](), [value]
+    while stack:
+        maker = view.block.producer.get(stack.pop().id)
+        if maker is not None and maker.id not in found:
+            found[maker.id] = maker
+            stack += values_in(maker.inputs)
+    return list(found.values())
+
+
+def region_of(
+    view: CanonicalView,
+    root: Value,
+    leaves: dict[str, Value],
+    inner: dict[int, Node],
+    support: dict[int, Node],
+    others: tuple[Value, ...],
+    classes: int,
+) -> Region:
+    """A region of nodes that are replaced, and of others that it needs; those of them that nothing else reads go with it."""
+    inner = inner | dead_with(view.block, inner, support, leaves.values())
+    nodes = _by_id(inner.values())
+    beside = _by_id(n for i, n in support.items() if i not in inner)
+    known, positions = view.known_inputs, frozenset({classes})
+    return Region(view.block, root, leaves, nodes, beside, known, others, positions=positions)
+
+
+def _by_id(nodes: Iterable[Node]) -> tuple[Any, ...]:
+    return tuple(sorted(nodes, key=lambda n: n.id))

@@ -1,0 +1,246 @@
+"""Pass linear_cross_entropy: which losses become the op, with which numbers, their gradients, and which are declined."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fusionlab as fl
+from fusionlab.graph.interpret.evaluate import evaluate
+
+from ..checks import jit, primitives
+from .spellings import LABELS, MASK, SPELLINGS, E, N, V, W, X, integer_labels, one_hot
+
+NAME = "linear_cross_entropy"
+ODD = np.asarray([0, V, -1, V - 1, -V - 1, V + 7, -100, -V, 3, -5, 2**31 - 1, -(2**31)], np.int32)
+CHEAP = ("optax, labels", "MaxText, z-loss, weights")
+
+
+def of(spelling):
+    """(the loss, differentiated by x and w; the one argument more where the loss has a bias)."""
+    wanted = (0, 1, 3) if spelling.attrs.get("softcap") else (0, 1)
+    return jax.value_and_grad(spelling.fn, wanted, has_aux=spelling.aux)
+
+
+def exact(fn, args):
+    """The results of a program in float64, its casts left out."""
+    closed = jax.make_jaxpr(fn)(*args)
+    return evaluate(closed, [np.float64(a) if a.dtype.kind == "f" else a for a in args])
+
+
+def errors(got, want):
+    """The largest error of each result, of its largest entry."""
+    pairs = zip(jax.tree.leaves(got), want, strict=True)
+    return [float(np.max(np.abs(np.float64(g) - w)) / max(np.max(np.abs(w)), 1e-6)) for g, w in pairs]
+
+
+def check_site(found, spelling, gradients):
+    (site,) = found.candidates
+    attrs = {"out_of_range": spelling.out_of_range, "logits_dtype": "float32"} | spelling.attrs
+    assert {k: v for k, v in site.attrs.items() if v not in (None, False, 0.0, ())} == attrs
+    assert ("masked" in site.attrs) is not spelling.rows
+    assert site.concepts == (NAME,)
+    if gradients:
+        assert site.backward.is_fused, site.backward.text
+        assert set(site.backward.gradients) >= {"x", "w"}
+
+
+@pytest.mark.parametrize(
+    "name", [*CHEAP, *(pytest.param(n, marks=pytest.mark.dear) for n in SPELLINGS if n not in CHEAP)]
+)
+def test_a_loss_and_its_gradients_are_fused_and_no_less_exact(name):
+    spelling = SPELLINGS[name]
+    args, step = spelling.args, of(spelling)
+    check_site(fl.find(spelling.fn, *args, passes=NAME, device="cpu"), spelling, gradients=False)
+    check_site(fl.find(step, *args, passes=NAME, device="cpu"), spelling, gradients=True)
+    want = exact(step, args)
+    plain = errors(jit(step)(*args), want)
+    whole = jit(fl.fuse(step, passes=[NAME]))(*args)
+    fused = of(spelling.__class__(**{**spelling.__dict__, "fn": fl.fuse(spelling.fn, passes=[NAME])}))
+    for got in (whole, jit(fused)(*args)):
+        for new, old in zip(errors(got, want), plain, strict=True):
+            assert new <= 1.2 * old + 4e-7
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize(
+    "name", ["optax, labels", "optax, label smoothing", "log_softmax, take_along_axis", "indexed in vmap"]
+)
+@pytest.mark.parametrize("labels", ODD.tolist())
+def test_labels_outside_of_the_vocabulary_give_what_they_gave(name, labels):
+    """Each alone, and beside others."""
+    spelling = SPELLINGS[name]
+    for given in (np.full(N, labels, np.int32), np.where(np.arange(N) == 5, labels, LABELS).astype(np.int32)):
+        step = of(spelling)
+        want, got = jit(step)(X, W, given), jit(fl.fuse(step, passes=[NAME]))(X, W, given)
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6)
+
+
+def test_a_row_that_is_masked_counts_nothing_whatever_its_loss_is():
+    def masked(x, w, labels, mask):
+        return jnp.where(mask, integer_labels(x @ w, labels), 0.0).sum()
+
+    labels, mask = np.where(MASK == 0, V + 3, LABELS).astype(np.int32), MASK != 0
+    fused = fl.fuse(masked, passes=[NAME])
+    assert NAME in primitives(fl.find(masked, X, W, labels, mask, passes=NAME).apply())
+    assert np.isclose(jit(fused)(X, W, labels, mask), jit(masked)(X, W, labels, mask), rtol=1e-5)
+    # Multiplied by 0, NaN is NaN.
+    times = lambda x, w, y, m: (integer_labels(x @ w, y) * m).sum()  # noqa: E731
+    assert np.isnan(jit(fl.fuse(times, passes=[NAME]))(X, W, labels, mask.astype(np.float32)))
+
+
+def logits_returned(x, w, y):
+    z = x @ w
+    return integer_labels(z, y).mean(), z
+
+
+def two_losses(x, w, y):
+    z = x @ w
+    return integer_labels(z, y).mean() + jnp.mean(z**2)
+
+
+def ranked(x, w, y):
+    z = x @ w
+    return integer_labels(z, y).mean(), jax.lax.top_k(z, 5)[1]
+
+
+def other_axis(x, w, y):
+    z = (x @ w).T
+    return (jax.nn.logsumexp(z, 0) - z[y, jnp.arange(N)]).mean()
+
+
+def stopped(x, w, y):
+    z = x @ w
+    return (jax.lax.stop_gradient(jax.nn.logsumexp(z, -1)) - jnp.take_along_axis(z, y[:, None], -1)[:, 0]).mean()
+
+
+def shifted(x, w, y):
+    z = x @ w
+    z = z - z.max(-1, keepdims=True)
+    return (jnp.log(jnp.exp(z).sum(-1)) - jnp.sum(one_hot(y) * z, -1)).mean()
+
+
+def own_rule(x, w, y):
+    @jax.custom_vjp
+    def loss(z, t):
+        return jax.nn.logsumexp(z, -1) - (z * t).sum(-1)
+
+    loss.defvjp(lambda z, t: (loss(z, t), (z, t)), lambda s, g: ((jax.nn.softmax(s[0]) - s[1]) * g[:, None], None))
+    return loss(x @ w, one_hot(y)).mean()
+
+
+def tempered(x, w, y):
+    return integer_labels(x @ w / 2.0, y).mean()
+
+
+def powered(x, w, y):
+    z = x @ w
+    return (jax.nn.logsumexp(z, -1) ** 3 - jnp.take_along_axis(z, y[:, None], -1)[:, 0]).mean()
+
+
+def doubled(x, w, y):
+    z = x @ w
+    return (jax.nn.logsumexp(z, -1) - 2 * jnp.sum(one_hot(y) * z, -1)).mean()
+
+
+def targets(x, w, y):
+    return optax.softmax_cross_entropy(x @ w, jax.nn.softmax(w[:1] * y[:, None])).mean()
+
+
+DECLINED = {
+    "logits are returned": (logits_returned, "escapes", "is also returned"),
+    "another loss of the logits": (two_losses, "value", "another function of the logits"),
+    "top_k of the logits": (ranked, "escapes", "top_k"),
+    "another axis": (other_axis, "axes", "does not sum over the last axis"),
+    "logsumexp stopped": (stopped, "stop_gradient", "another gradient"),
+    "shifted logits, one_hot": (shifted, "value", "labels outside of the vocabulary"),
+    "a rule of the user's own": (own_rule, "custom_rule", "a derivative of the user's own"),
+    "temperature": (tempered, "scalar", "changes the logits"),
+    "part of the vocabulary": (lambda x, w, y: integer_labels((x @ w)[:, :30], y).mean(), "axes", "not the whole rows"),
+    "masked classes": (
+        lambda x, w, y: integer_labels(jnp.where(jnp.arange(V) < 30, x @ w, -1e9), y).mean(), "mask", "masks logits"),
+    "targets that are no labels": (targets, "structure", "no value holds one label"),
+    "another power": (powered, "value", "another function"),
+    "twice the label's logit": (doubled, "scalar", "-2 logit of the label"),
+    "two dtypes": (lambda x, w, y: integer_labels(jax.lax.dot(x, w.astype(jnp.bfloat16),
+        preferred_element_type=jnp.float32), y).mean(), "dtype", "takes one of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECLINED)
+def test_each_condition_is_declined_with_its_code(name):
+    fn, code, says = DECLINED[name]
+    found = fl.find(fn, X, W, LABELS, passes=NAME, device="cpu")
+    assert not found.candidates
+    (rejection,) = found.rejections
+    assert (rejection.code, says in rejection.sentence) == (code, True), rejection
+
+
+def transformer(vocabulary=64, features=16, layers=2):
+    """A scanned language model with tied embeddings, and its AdamW step."""
+    draw = np.random.default_rng(0).normal
+    p = {
+        "embedding": draw(size=(vocabulary, features)).astype(np.float32) * 0.1,
+        "up": draw(size=(layers, features, 2 * features)).astype(np.float32) * 0.2,
+        "down": draw(size=(layers, 2 * features, features)).astype(np.float32) * 0.2,
+    }
+
+    def loss(p, tokens):
+        def layer(h, given):
+            return h + jax.nn.silu(h @ given[0]) @ given[1], None
+
+        h, _ = jax.lax.scan(layer, p["embedding"][tokens[:, :-1]], (p["up"], p["down"]))
+        logits, labels = h @ p["embedding"].T, tokens[:, 1:]
+        counts = (labels != 0).astype(jnp.float32)
+        right = (jnp.argmax(logits, -1) == labels) * counts
+        each = integer_labels(logits, labels)
+        return jnp.sum(each * counts) / jnp.sum(counts), jnp.sum(right) / jnp.sum(counts)
+
+    optimizer = optax.adamw(1e-2)
+
+    def step(p, state, tokens):
+        (value, accuracy), grads = jax.value_and_grad(loss, has_aux=True)(p, tokens)
+        updates, state = optimizer.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, value, accuracy
+
+    tokens = np.random.default_rng(1).integers(0, vocabulary, (2, 9)).astype(np.int32)
+    return step, (p, optimizer.init(p), tokens)
+
+
+@pytest.mark.dear
+def test_a_train_step_of_a_scanned_model_with_tied_embeddings_and_an_accuracy():
+    step, args = transformer()
+    found = fl.find(step, *args, passes=NAME, device="cpu")
+    (site,) = found.candidates
+    assert site.backward.is_fused
+    assert site.attrs["also"] == ("argmax",)
+    assert site.attrs["transposed"]
+    want, got = jit(step)(*args), jit(fl.fuse(step, passes=[NAME]))(*args)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        np.testing.assert_allclose(b, a, rtol=2e-3, atol=2e-5)
+
+
+def accumulated(x, w, labels, remat):
+    """The loss of parts of a batch, one after the other."""
+    part = lambda a, y: integer_labels(a @ w, y).sum()  # noqa: E731
+    part = jax.checkpoint(part) if remat else part
+    total, _ = jax.lax.scan(lambda c, g: (c + part(*g), None), 0.0, (x.reshape(3, 4, E), labels.reshape(3, 4)))
+    return total / N
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("remat", [False, True])
+def test_in_a_scan_and_in_a_checkpoint(remat):
+    loss = lambda x, w, y: accumulated(x, w, y, remat)  # noqa: E731
+    step = jax.value_and_grad(loss, (0, 1))
+    want = jit(step)(X, W, LABELS)
+    (site,) = fl.find(step, X, W, LABELS, passes=NAME, device="cpu").candidates
+    assert remat or site.backward.is_fused
+    fused = jax.value_and_grad(fl.fuse(loss, passes=[NAME]), (0, 1))
+    for got in (jit(fl.fuse(step, passes=[NAME]))(X, W, LABELS), jit(fused)(X, W, LABELS)):
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
