@@ -242,11 +242,14 @@ class _Matched:
         if picks is not None:
             self._by(picks)
         else:
-            # The largest first: a part of an optimiser's state may be like the parameters.
-            for label, tree in sorted(self.trees.items(), key=lambda item: -len(leaves_of(item[1]))):
-                self._by_structure(label, tree)
+            self._by_structures()
         if not self.next:
             raise self._nothing()
+
+    def _by_structures(self) -> None:
+        # The largest first: a part of an optimiser's state may be like the parameters.
+        for label, tree in sorted(self.trees.items(), key=lambda item: -len(leaves_of(item[1]))):
+            self._by_structure(label, tree)
 
     def _by(self, picks: Callable[[Any], Any]) -> None:
         picked = picks(self.out.tree)

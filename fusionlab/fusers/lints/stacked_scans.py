@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from ...graph.cost.cost import quantity
 from ...graph.cost.traffic import base_of, is_view
-from ...graph.program.ir import Block, Node, Value
+from ...graph.jax_compat import scan_counts
+from ...graph.program.ir import Block, Node, values_in
 from ...graph.program.scopes import in_backward
 from ...graph.rewriting.rewrite import with_params
 from .lint import LEAST, Lint, Program
@@ -57,19 +58,20 @@ class StackedScans:
 
 def _read_backward(block: Block, scan: Node) -> tuple[list[Node], int]:
     """The scans of the backward pass that read what a scan stacks and nobody else reads, and the bytes of that."""
-    stacks = {v.id: v for v in scan.outputs[scan.params["num_carry"] :]}
+    stacks = {v.id: v for v in scan.outputs[scan_counts(scan.params)[1] :]}
     found: dict[int, Node] = {}
     read: set[int] = set()
-    for other in block.nodes:
-        if other.primitive != "scan" or other.params["reverse"] == scan.params["reverse"] or not in_backward(other):
-            continue
-        for x in other.inputs[other.params["num_consts"] + other.params["num_carry"] :]:
-            made = base_of(block, x).id if isinstance(x, Value) else None
-            if made in stacks:
-                read.add(made)
-                found[other.id] = other
+    for other in filter(functools.partial(_runs_back, scan), block.nodes):
+        made = {base_of(block, x).id for x in values_in(other.inputs[sum(scan_counts(other.params)) :])} & stacks.keys()
+        if made:
+            read |= made
+            found[other.id] = other
     alone = [stacks[i] for i in read if i not in block.returned and _only(block, i, found)]
     return list(found.values()), sum(v.nbytes for v in alone)
+
+
+def _runs_back(scan: Node, other: Node) -> bool:
+    return other.primitive == "scan" and other.params["reverse"] != scan.params["reverse"] and in_backward(other)
 
 
 def _only(block: Block, value: int, readers: dict[int, Node]) -> bool:

@@ -64,13 +64,13 @@ def _made(view: CanonicalView, value: Value, inside: Value) -> Made | None:
 
 def _makers(view: CanonicalView, value: Value) -> dict[int, Node] | None:
     """The nodes by which a value is made from constants, by id; None if it is not."""
-    masks = {v.id for v, const in view.block.consts if _is_mask(const)}
+    known = {v.id for v, const in view.block.consts if _is_mask(const)} | view.known_inputs.keys()
     nodes: dict[int, Node] = {}
     stack = [value]
     while stack and len(nodes) <= _MOST:
         v = stack.pop()
         node = view.block.producer.get(v.id)
-        if v.id in view.known_inputs or v.id in masks:
+        if v.id in known:
             continue
         if node is None or not _is_simple(node):
             return None

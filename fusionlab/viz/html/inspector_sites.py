@@ -16,7 +16,7 @@ from fusionlab.fusers.report.site_kernels import kinds
 from fusionlab.fusers.report.structures import Structure
 from fusionlab.graph.cost.cost import Cost, Costs, quantity
 from fusionlab.graph.program.graph import Graph
-from fusionlab.graph.program.ir import Node, Value, type_text
+from fusionlab.graph.program.ir import Atom, Node, Value, type_text
 from fusionlab.graph.xla.modules import CompiledModule
 
 from ..markup import (
@@ -100,8 +100,8 @@ def _attrs(c: Candidate) -> str:
     return text(", ".join(f"{k}={v}" for k, v in c.attrs.items() if v is not None), 300)
 
 
-def _value(v: Value) -> str:
-    return f"{pick(v.name)} {mono(type_text(v.aval))}"
+def _value(v: Atom) -> str:
+    return f"{pick(v.name) if isinstance(v, Value) else mono(repr(v))} {mono(type_text(v.aval))}"
 
 
 def _cost(c: Candidate, costs: Costs) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.graph.interpret.evaluate import evaluate
+from fusionlab.viz.html.inspector_sites import backward_html
 
 from ..checks import jit, primitives
 from .spellings import LABELS, MASK, SPELLINGS, E, N, V, W, X, integer_labels, one_hot
@@ -244,3 +245,12 @@ def test_in_a_scan_and_in_a_checkpoint(remat):
     for got in (jit(fl.fuse(step, passes=[NAME]))(X, W, LABELS), jit(fused)(X, W, LABELS)):
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
             np.testing.assert_allclose(b, a, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.dear
+def test_the_explorer_shows_a_site_whose_cotangent_is_a_number():
+    spelling = SPELLINGS[CHEAP[0]]
+    found = fl.find(of(spelling), *spelling.args, passes=NAME, device="cpu")
+    (site,) = found.candidates
+    assert repr(site.backward.cotangent) in ("1", "1.0")
+    assert "cotangent" in backward_html(site, found.graph)

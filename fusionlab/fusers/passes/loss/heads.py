@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -103,17 +103,23 @@ class Head:
 
 def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     """(logits, sum) of a logarithm of a sum of their exponentials along one axis; None for any other logarithm."""
-    total = maker_of(view.block, source_of(view.block, log.inputs[0], VIEWS | CASTS | {"abs"}))
-    if total is None or total.primitive != "reduce_sum" or len(total.params["axes"]) != 1:
+    total = _maker(view, log, VIEWS | CASTS | {"abs"}, "reduce_sum")
+    if total is None or len(total.params["axes"]) != 1:
         return None
-    exp = maker_of(view.block, source_of(view.block, total.inputs[0], CASTS))
-    if exp is None or exp.primitive != "exp":
+    exp = _maker(view, total, CASTS, "exp")
+    if exp is None:
         return None
     value = source_of(view.block, exp.inputs[0], CASTS)
     below = maker_of(view.block, value)
     if below is not None and below.primitive == "sub" and _is_of_rows(below):
         value = below.inputs[0]
     return (value, total) if isinstance(value, Value) and len(value.shape) > int(total.params["axes"][0]) else None
+
+
+def _maker(view: CanonicalView, node: Node, through: Set[str], primitive: str) -> Node | None:
+    """The node of a primitive that makes the first operand of a node, up to some primitives; None if there is none."""
+    found = maker_of(view.block, source_of(view.block, node.inputs[0], through))
+    return found if found is not None and found.primitive == primitive else None
 
 
 def _is_of_rows(node: Node) -> bool:
@@ -192,10 +198,15 @@ def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
         x, w, contracted = second, first, sides[0]
     else:
         raise Declined(f"{anchor_text(node)} does not sum over the last axis of rows", "axes", [node])
+    own = _untransposed(view, w)
+    return Head(node, (), x, own, contracted == (1 if own is w else 0), node.outputs[0])
+
+
+def _untransposed(view: CanonicalView, w: Value) -> Value:
+    """The matrix of which a value is the transpose; the value itself if it is none."""
     maker = maker_of(view.block, w)
-    if maker is not None and maker.primitive == "transpose" and isinstance(maker.inputs[0], Value):
-        w, contracted = maker.inputs[0], 1 - contracted
-    return Head(node, (), x, w, contracted == 1, node.outputs[0])
+    own = maker.inputs[0] if maker is not None and maker.primitive == "transpose" else w
+    return own if isinstance(own, Value) else w
 
 
 def _moves_first_last(node: Node | None) -> bool:
@@ -213,21 +224,34 @@ def _moves_rows(node: Node) -> bool:
 
 def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     """A head with its bias and cap, of the nodes that are neither views nor casts."""
-    wide = [v for v in head.inner if v.shape[-1:] != (head.classes,)]
-    if wide and not (len(wide) == 1 and _moves_first_last(head.chain[0])):
+    if not _has_whole_rows(head):
         raise Declined(f"{head.logits!r} are not the whole rows of the product", "axes", [head.product])
     rest = list(steps)
     if rest and rest[0].primitive == "add":
         head = replace(head, bias=_bias(view, head, rest.pop(0)))
-    caps = [n.primitive for n in rest]
-    if caps and caps[1:2] == ["tanh"] and len(caps) == 3:
-        inner, outer = _factor(view, rest[0]), _factor(view, rest[2])
-        if inner is not None and outer is not None and inner > 0 and close(inner * outer, 1.0):
-            return replace(head, softcap=outer)
+    cap = _cap(view, rest)
+    if cap is not None:
+        return replace(head, softcap=cap)
     if rest:
         what = f"{anchor_text(rest[0])} changes the logits, and the fused op takes a bias and a soft cap"
         raise Declined(what, "scalar" if rest[0].primitive in _SCALES else "structure", [rest[0]])
     return head
+
+
+def _has_whole_rows(head: Head) -> bool:
+    """Whether all classes are the last axis of the logits, from the product on or from the transposition that comes after it on."""
+    wide = [v for v in head.inner if v.shape[-1:] != (head.classes,)]
+    return not wide or (len(wide) == 1 and _moves_first_last(head.chain[0]))
+
+
+def _cap(view: CanonicalView, steps: Sequence[Node]) -> float | None:
+    """The cap of cap * tanh(logits / cap), which these nodes compute; None if they compute something else."""
+    if len(steps) != 3 or steps[1].primitive != "tanh":
+        return None
+    inner, outer = _factor(view, steps[0]), _factor(view, steps[2])
+    if inner is None or outer is None or inner <= 0:
+        return None
+    return outer if close(inner * outer, 1.0) else None
 
 
 def _bias(view: CanonicalView, head: Head, node: Node) -> Value:

@@ -20,7 +20,7 @@ from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.matching.region import Region
 from ....graph.primitives import having
-from ....graph.program.ir import Node, Value
+from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import in_backward
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
@@ -98,12 +98,16 @@ def _is_rule_of_loss(search: Search, node: Node) -> bool:
     their exponentials."""
     if node.primitive not in RULES or not node.blocks or is_jax_rule(node):
         return False
-    block = node.blocks[0]
+    read = _exponentiated_inputs(node.blocks[0])
+    given = (a for v, a in zip(node.blocks[0].inputs, node.inputs, strict=False) if v.id in read)
+    return any(isinstance(a, Value) and product_of(search.view, a) is not None for a in given)
+
+
+def _exponentiated_inputs(block: Block) -> set[int]:
+    """The ids of the logits in a block that computes the logarithm of the sum of their exponentials."""
     view = CanonicalView(block)
     found = (exponentiated(view, n) for n in block.nodes if n.primitive == "log")
-    read = {f[0].id for f in found if f is not None}
-    given = (a for v, a in zip(block.inputs, node.inputs, strict=False) if v.id in read)
-    return any(isinstance(a, Value) and product_of(search.view, a) is not None for a in given)
+    return {f[0].id for f in found if f is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,16 +219,21 @@ class _LossSite(Site):
 
     def leaks(self, found: Downstream, value: Value, others: Sequence[Value]) -> int:
         """The number of nodes that read logits, or what is made of them, but that the value is not made of."""
-        inside, stack = {found.head.product.id}, [value, *others]
+        inside = self.makers(found, [value, *others])
+        ends = {v.id for v in (value, *others)}
+        made = [v for n in found.nodes if n.id in inside for v in n.outputs if v.id not in ends]
+        live = self.live
+        return sum(n.id not in inside and n.id in live for v in made for n in found.readers(v))
+
+    def makers(self, found: Downstream, values: list[Value]) -> set[int]:
+        """The nodes from the product on that values are made of."""
+        inside, stack = {found.head.product.id}, values
         while stack:
             maker = self.search.block.producer.get(stack.pop().id)
             if maker is not None and maker.id not in inside and maker.outputs[0].id in found.ids:
                 inside.add(maker.id)
                 stack += maker.values
-        ends = {v.id for v in (value, *others)}
-        made = [v for n in found.nodes if n.id in inside for v in n.outputs if v.id not in ends]
-        live = self.live
-        return sum(n.id not in inside and n.id in live for v in made for n in found.readers(v))
+        return inside
 
     @property
     def live(self) -> frozenset[int]:

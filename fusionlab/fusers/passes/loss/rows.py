@@ -99,10 +99,14 @@ def _indices(found: Downstream, root: Value) -> list[Value]:
         seen.add(value.id)
         if np.dtype(value.dtype).kind in "iu" and value.id not in found.ids and nonunit(value.shape) == wanted:
             given[value.id] = value
-        maker = block.producer.get(value.id)
-        if maker is not None and not maker.blocks and (value.id in found.ids or _may_be_inside(found, value)):
-            stack += values_in(maker.inputs)
+        stack += _beneath(found, value, block.producer.get(value.id))
     return list(given.values())
+
+
+def _beneath(found: Downstream, value: Value, maker: Node | None) -> list[Value]:
+    """The operands of what makes a value, if that may belong to the loss."""
+    inside = value.id in found.ids or _may_be_inside(found, value)
+    return values_in(maker.inputs) if inside and maker is not None and not maker.blocks else []
 
 
 def _may_be_inside(found: Downstream, value: Value) -> bool:
@@ -110,29 +114,30 @@ def _may_be_inside(found: Downstream, value: Value) -> bool:
     return not is_float(value.dtype) or value.shape[-1:] == (found.head.classes,)
 
 
+def _may_be_made(found: Downstream, value: Value, maker: Node) -> bool:
+    """Whether a region may compute a value that it reads."""
+    own = value.id in found.ids or is_constant(found.view, value) or _may_be_inside(found, value)
+    return own or maker.primitive == "transpose"
+
+
 def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...]) -> Region | Value:
     """The region of a value with some labels; what else it reads, if it reads more."""
     view, block, head = found.view, found.view.block, found.head
     leaves = {**head.leaves, "labels": labels}
     inner, support = dict[int, Node](), dict[int, Node]()
-    stack, seen = [root, *others], {v.id for v in leaves.values()}
+    stack, seen = [root, *others], {v.id for v in leaves.values()} | view.known_inputs.keys()
     while stack:
         value = stack.pop()
-        if value.id in seen or value.id in view.known_inputs:
+        if value.id in seen:
             continue
         seen.add(value.id)
         if view.is_literal(view.ref[value.id]):
             support.update((n.id, n) for n in makers_of(view, value))
             continue
         maker = block.producer.get(value.id)
-        if maker is None or has_side_effects(maker.eqn):
+        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(found, value, maker):
             return value
-        if value.id in found.ids:
-            inner[maker.id] = maker
-        elif is_constant(view, value) or _may_be_inside(found, value) or maker.primitive == "transpose":
-            support[maker.id] = maker
-        else:
-            return value
+        (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)
     return region_of(view, root, leaves, inner, support, others, head.classes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,24 +54,38 @@ class WeightedSum:
 
 def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> WeightedSum | None:
     """The last scalar that is a weighted sum of the losses of all rows; None if there is none."""
-    nodes, value, best, masks = list[Node](), rows, None, False
-    while value.id not in view.block.returned or value is rows:
-        readers = found.readers(value)
-        if len(readers) != 1 or value.id in view.block.returned or not _is_linear(view, found, readers[0], value):
-            break
-        (node,) = readers
-        nodes.append(node)
-        value, masks = node.outputs[0], masks or node.primitive == "select_n"
-        if not value.shape:
-            best = value, tuple(nodes), masks
-    if best is None:
+    nodes = _linear_in(view, found, rows)
+    while nodes and nodes[-1].outputs[0].shape:
+        nodes.pop()
+    if not nodes:
         return None
-    scalar, chosen, masked = best
-    own = {rows.id} | {v.id for n in chosen for v in n.outputs}
-    read = {v.id: v for n in chosen for v in values_in(n.inputs) if v.id not in own and v.id not in view.known_inputs}
+    own = {rows.id} | {v.id for n in nodes for v in n.outputs}
+    beside, numbers = _read_besides(view, nodes, own)
+    masks = any(n.primitive == "select_n" for n in nodes)
+    return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), beside, numbers, masks)
+
+
+def _linear_in(view: CanonicalView, found: Downstream, rows: Value) -> list[Node]:
+    """The nodes after the losses that are linear in them, each the only one that reads the one before."""
+    nodes, value = list[Node](), rows
+    while value.id not in view.block.returned:
+        readers = found.readers(value)
+        if len(readers) != 1 or not _is_linear(view, found, readers[0], value):
+            break
+        nodes += readers
+        value = readers[0].outputs[0]
+    return nodes
+
+
+def _read_besides(
+    view: CanonicalView, chosen: Sequence[Node], own: set[int]
+) -> tuple[tuple[Value, ...], dict[int, Node]]:
+    """(values, makers of constants by id) that nodes read besides what they make themselves."""
+    left_out = own | view.known_inputs.keys()
+    read = {v.id: v for n in chosen for v in values_in(n.inputs) if v.id not in left_out}
     fixed = {i: v for i, v in read.items() if view.is_literal(view.ref[i])}
     numbers = {n.id: n for v in fixed.values() for n in makers_of(view, v)}
-    return WeightedSum(scalar, rows, chosen, tuple(v for i, v in read.items() if i not in fixed), numbers, masked)
+    return tuple(v for i, v in read.items() if i not in fixed), numbers
 
 
 def _is_linear(view: CanonicalView, found: Downstream, node: Node, value: Value) -> bool:
@@ -80,10 +94,13 @@ def _is_linear(view: CanonicalView, found: Downstream, node: Node, value: Value)
         return False
     if sum(a is value for a in node.inputs) != 1 or sum(a.id in found.ids for a in values_in(node.inputs)) != 1:
         return False
-    if node.primitive in _OF_ONE | {"mul", "dot_general"}:
-        return True
     if node.primitive == "div":
         return node.inputs[0] is value
+    return node.primitive in _OF_ONE | {"mul", "dot_general"} or _masks(view, node, value)
+
+
+def _masks(view: CanonicalView, node: Node, value: Value) -> bool:
+    """Whether a node is a choice between a value and 0."""
     if node.primitive != "select_n" or len(node.inputs) != 3 or node.inputs[0] is value:
         return False
     other = view.read(next(a for a in node.inputs[1:] if a is not value))

@@ -47,6 +47,15 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
 
 def _check_shapes(given: Mapping[str, Any], transposed: bool) -> None:
     x, w = (tuple(given[slot].shape) for slot in ("x", "w"))
+    size = _vocabulary(x, w, transposed)
+    for slot in ("labels", "weights"):
+        if slot in given and (found := tuple(given[slot].shape)) != x[:-1]:
+            raise ArgumentError(f"{_OP}: {slot} has shape {found}, needed {x[:-1]}: one for each row of x {x}")
+    check_vectors(_OP, given, ("bias",), size, f"each of the vocabulary of w {w}")
+
+
+def _vocabulary(x: tuple[int, ...], w: tuple[int, ...], transposed: bool) -> int:
+    """The size of the vocabulary, by the shapes of x and w."""
     if not x:
         raise ArgumentError(f"{_OP}: x is a scalar, needed rank 1 or more: rows, and E features as the last axis")
     if len(w) != 2:
@@ -59,10 +68,7 @@ def _check_shapes(given: Mapping[str, Any], transposed: bool) -> None:
         )
     if size < 1:
         raise ArgumentError(f"{_OP}: w has shape {w}, no vocabulary; needed at least one entry")
-    for slot in ("labels", "weights"):
-        if slot in given and (found := tuple(given[slot].shape)) != x[:-1]:
-            raise ArgumentError(f"{_OP}: {slot} has shape {found}, needed {x[:-1]}: one for each row of x {x}")
-    check_vectors(_OP, given, ("bias",), size, f"each of the vocabulary of w {w}")
+    return size
 
 
 def _logits_dtype(given: Mapping[str, Any], asked: Any) -> str:

@@ -48,10 +48,15 @@ def finished(
         axes = form.mesh_axes("m")
         found["out"] = weighted(weights, found["loss"], form)
         found |= {slot: found[slot] * factors[slot] for slot in form.gradients if slot in found}
-        summed = [name for name in ("out", "w", "bias") if name in found]
-        found |= lax.psum({name: found[name] for name in summed}, axes) if axes else {}
+        found |= _over_devices(found, axes)
         found |= {GRADIENTS[slot]: found[slot] for slot in form.gradients if slot in found}
     return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
+
+
+def _over_devices(found: Mapping[str, Array], axes: Any) -> dict[str, Array]:
+    """The results that are sums over rows, summed over the devices that have some of them."""
+    parts = {name: found[name] for name in ("out", "w", "bias") if name in found}
+    return lax.psum(parts, axes) if axes else {}
 
 
 def weighted(weights: Array, loss: Array, form: Settings) -> Array:
@@ -121,21 +126,26 @@ def pulled_back(
 ) -> list[Array]:
     """The gradients wanted, in order. `by_rows`: (cotangents of loss and lse by row, or None, slots) -> their gradients in A."""
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
-    wide, found = arithmetic_dtype(form.logits_dtype), {}
-    if form.is_scalar and "out" in cts:
-        of_sum = cts.pop("out")
-        names = {**form.gradients, "weights": "loss"}
-        found = {slot: _once(of_sum * saved[names[slot]].astype(wide), slot, form) for slot in wanted}
-    of_loss = cts.get("loss")
-    if "out" in cts:
-        of_loss = cts["out"] if of_loss is None else of_loss + cts["out"]
+    found = _of_sum(saved, cts.pop("out"), wanted, form) if form.is_scalar and "out" in cts else {}
+    of_loss = _added(cts.get("loss"), cts.get("out"))
     slots = tuple(slot for slot in wanted if slot != "weights")
     if slots and (of_loss is not None or "lse" in cts):
         for slot, gradient in by_rows(of_loss, cts.get("lse"), slots).items():
-            found[slot] = found[slot] + gradient if slot in found else gradient
+            found[slot] = _added(found.get(slot), gradient)
     if "weights" in wanted and "weights" not in found:
         found["weights"] = jnp.zeros_like(saved["loss"])
     return [found[slot].astype(form.dtype_of(slot)) for slot in wanted]
+
+
+def _of_sum(saved: Named, ct: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:
+    """The gradients of the weighted sum: those that were made forward, times its cotangent."""
+    names, wide = {**form.gradients, "weights": "loss"}, arithmetic_dtype(form.logits_dtype)
+    return {slot: _once(ct * saved[names[slot]].astype(wide), slot, form) for slot in wanted}
+
+
+def _added(first: Any, second: Any) -> Any:
+    """The sum of two arrays of which either may be None."""
+    return second if first is None else first if second is None else first + second
 
 
 def _once(gradient: Array, slot: str, form: Settings) -> Array:
