@@ -152,12 +152,11 @@ def test_each_site_s_own_errors(arguments, planted):
     assert "WORSE" in str(found[1])
     assert [step[1:] for step in told if step[0] == "errors site by site"] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     parts = [task.removeprefix("site 2 of 3: ") for task, *_ in told if task.startswith("site 2 of 3: ")]
-    assert parts == [
+    assert parts[:5] == [
         *(f"{verb} after, {call}" for call in ("gradient of the call", "call") for verb in ("tracing", "compiling")),
         "errors of outputs and gradients",
-        *[f"rounding errors of the original, run {k}" for k in (1, 2)]
-        * 2,  # of the outputs, then of the gradients: both hopeless
     ]
+    assert {part.rstrip("0123456789") for part in parts[5:]} == {"rounding errors of the original, run "}
     assert fl.errors_by_site(model, weights[:3], x, cancel=lambda: True) == ()
 
 

@@ -43,7 +43,6 @@ NOTORIOUS = (
 
 # Code -> why no small program gets it.
 UNREACHED: dict[str, str] = {
-    "value": "a net under the examples and predicates: it would take a match whose values are wrong",
     "region": "needs a mesh: a site in a shard_map that checks which mesh axes values vary along",
     "sharding": "needs a mesh: a layout that is said, or explicit axes (tests/fusers/devices/test_explicit_axes.py)",
     "uncertified": "a net under the matcher: whatever an example holds can be evaluated",

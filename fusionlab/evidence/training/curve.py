@@ -93,7 +93,7 @@ class Curve(Shown):
       band_distances: the same of each further run of the original.
       stretches: the differences of the loss and of each array of the state by blocks of steps, with their limits.
       parted: the first step from which on nothing is judged, because the original's own runs are as far apart as different trainings,
-        or not finite; 0 where there is none.
+        or not finite; 0 if every step is judged.
       seconds: stage -> seconds.
       stopped: "", or why it ended early ("cancelled", "budget", "no more batches").
       notes: sentences worth reading.

@@ -17,7 +17,7 @@ block is above all of these:
 - Four times that of the original from itself in float32. A version that is no farther from exact training than the original is at most
   twice as far from the original.
 
-From the block on in which a limit says nothing any more (of the loss more than half of the largest loss so far, of the state more than its
+From the block on in which a limit means nothing any more (of the loss more than half of the largest loss so far, of the state more than its
 norm), nothing is judged: the original's own runs have parted. So it is from the block on in which the original's loss, or a limit, is not
 finite.
 """

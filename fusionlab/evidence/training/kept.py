@@ -69,7 +69,9 @@ def unpacked(path: Path) -> tuple[Any, Kept | None]:
             record = json.loads(str(file["record"]))
             return record, _kept(file) if "kept" in file else None
     except FileNotFoundError:
-        raise ArgumentError(f"path: got {path}, needed a file that curve.save('x.npz') wrote; there is none") from None
+        raise ArgumentError(
+            f"path: got {path}, needed a file that curve.save('x.npz') wrote; it does not exist"
+        ) from None
     # A damaged file may raise anything in the readers of zip files, of arrays and of JSON.
     except Exception as error:
         raise ArgumentError(

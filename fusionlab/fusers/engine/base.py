@@ -193,7 +193,8 @@ class Pass(abc.ABC, Shown):
 
     def anchors(self, search: Search) -> Iterable[tuple[Any, ...]]:
         """The anchors of a block, each with the further arguments of `examine`."""
-        return ((node,) for node in search.block.nodes if self.is_anchor(node))
+        of_these = (node for node in search.block.nodes if node.primitive in self.primitives)  # few: no call for the others
+        return ((node,) for node in of_these if self.is_anchor(node))
 
     def examine(self, search: Search, anchor: Node, *known: Any) -> Any:
         """The outcome at an anchor: a candidate, a rejection with its reason, several of these, or None if there is no site."""

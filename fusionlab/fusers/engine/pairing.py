@@ -87,6 +87,7 @@ class _BackwardSearch:
             self.views.setdefault(path, []).append(view)
         self.sums: dict[int, SumTerms] = {}
         self.taken: set[int] = set()  # terms of gradients that a site has already
+        self.yielded: set[int] = set()  # those of them that an idle site has: it loses to any that shares nodes with it
         # (view, canonical node of an operand) -> the canonical node of its gradient: what makes that operand has this cotangent
         self.expected: dict[tuple[int, int], int] = {}
 
@@ -115,10 +116,11 @@ class _BackwardSearch:
     def paired(self, item: Candidate, region: Region, found: Backward) -> Pairing:
         key = item.op, tuple(sorted((k, str(v)) for k, v in item.attrs.items())), item.formula
         pairing = self.pairer.plan(region, item.site.fn, key, found)
-        own = [i for _, share in pairing.part.gradients for i in share.own]
-        if not self.taken.isdisjoint(own):
+        own = {i for _, share in pairing.part.gradients for i in share.own}
+        if not own.isdisjoint(self.taken if item.idle else self.taken - self.yielded):
             raise Declined("its gradient is also the gradient of another site")
-        self.taken.update(own)
+        self.taken |= own
+        self.yielded = self.yielded | own if item.idle else self.yielded - own
         view = found.view
         for i, share in pairing.part.gradients:
             self.expected[id(view), view.ref[region.inputs[i].id].nid] = view.ref[share.value.id].nid

@@ -117,7 +117,7 @@ def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
 
 
 def _maker(view: CanonicalView, node: Node, through: Set[str], primitive: str) -> Node | None:
-    """The node of a primitive that makes the first operand of a node, up to some primitives; None if there is none."""
+    """The node of a primitive that makes the first operand of a node, up to some primitives; None if another one makes it."""
     found = maker_of(view.block, source_of(view.block, node.inputs[0], through))
     return found if found is not None and found.primitive == primitive else None
 
@@ -147,7 +147,7 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
 
 
 def product_of(view: CanonicalView, logits: Value) -> Node | None:
-    """The product with a matrix that makes logits, whether the op has what comes after it or not; None if there is none."""
+    """The product with a matrix that makes logits, whether the op has what comes after it or not; None if no product does."""
     chain = _chain(view, logits)
     return None if chain is None else chain[0]
 
@@ -192,10 +192,10 @@ def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
     (left, right), _ = node.params["dimension_numbers"]
     (first, second), sides = node.values, (int(left[0]), int(right[0]))
     turned = next((n for n in chain if n.primitive in VIEWS), None)
-    if len(second.shape) == 2 and sides[0] == len(first.shape) - 1:
-        x, w, contracted = first, second, sides[1]
-    elif _moves_first_last(turned) and len(first.shape) == 2 and sides[1] == len(second.shape) - 1:
+    if _moves_first_last(turned) and len(first.shape) == 2 and sides[1] == len(second.shape) - 1:
         x, w, contracted = second, first, sides[0]
+    elif len(second.shape) == 2 and sides[0] == len(first.shape) - 1:
+        x, w, contracted = first, second, sides[1]
     else:
         raise Declined(f"{anchor_text(node)} does not sum over the last axis of rows", "axes", [node])
     own = _untransposed(view, w)
@@ -203,7 +203,7 @@ def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
 
 
 def _untransposed(view: CanonicalView, w: Value) -> Value:
-    """The matrix of which a value is the transpose; the value itself if it is none."""
+    """The matrix of which a value is the transpose; the value itself if it is not one."""
     maker = maker_of(view.block, w)
     own = maker.inputs[0] if maker is not None and maker.primitive == "transpose" else w
     return own if isinstance(own, Value) else w

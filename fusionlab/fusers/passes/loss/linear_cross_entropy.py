@@ -42,6 +42,7 @@ _CONCEPTS = ("linear_cross_entropy",)
 _ODD = "treats labels outside of the vocabulary in a way that the fused op does not have"
 _ODD_EDIT = "subtract the maximum by jax.nn.log_softmax or jax.nn.logsumexp, or pick the logit by jnp.take_along_axis"
 RULES = having("rule")
+_READ = RULES | {"log"}
 _EDIT = "compute the outside use from x and w again, or return it from a function of its own"
 
 
@@ -81,6 +82,8 @@ class LinearCrossEntropyPass(Pass):
     def anchors(self, search: Search) -> Iterator[tuple[Node, Value, Node] | tuple[Node]]:
         known = set[int]()
         for node in search.block.nodes:
+            if node.primitive not in _READ:  # most nodes of a program; no function is called for them
+                continue
             if _is_rule_of_loss(search, node):
                 yield (node,)
             found = exponentiated(search.view, node) if self.is_anchor(node) else None
@@ -244,7 +247,7 @@ class _LossSite(Site):
         return self.search.shared[key]
 
     def loss_at(self, found: Downstream, value: Value, others: tuple[Value, ...]) -> _Loss:
-        """The loss that a value is. Raises Declined if it is none."""
+        """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
         for cut in cuts(found, value, others):
             loss = _Loss(found.head, cut, numbers_of(cut.region, found.head), Treatment())
@@ -262,7 +265,7 @@ class _LossSite(Site):
     def summed(self, loss: _Loss, total: WeightedSum) -> Candidate | Rejection:
         """The site with the sum over its rows."""
         region = loss.region
-        leaves = dict(region.leaves) | {f"factor {i}": v for i, v in enumerate(total.beside)}
+        leaves = dict(region.leaves) | {f"factor {i}": v for i, v in enumerate(total.given)}
         inner = {n.id: n for n in (*region.nodes, *total.nodes)}
         support = {n.id: n for n in (*region.support, *total.numbers.values()) if n.id not in inner}
         whole = region_of(self.view, total.value, leaves, inner, support, region.others, loss.head.classes)
@@ -295,7 +298,7 @@ def _plan(site: _LossSite, loss: _Loss, total: WeightedSum | None) -> Substituti
         labels = jnp.reshape(given["labels"], head.rows)
         weights: Any = jnp.asarray(1.0, root.dtype)
         if total is not None:
-            beside = [given[f"factor {i}"] for i in range(len(total.beside))]
+            beside = [given[f"factor {i}"] for i in range(len(total.given))]
             weights = total.weights(region, beside)
         spread = jnp.broadcast_to if weights.size == 1 else jnp.reshape
         weights = spread(weights, head.rows) * factor if summed else None

@@ -74,7 +74,7 @@ def cuts(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[
     first.
 
     Raises:
-      Declined: there is none.
+      Declined: no region does.
     """
     labels = sorted(_indices(found, root), key=lambda v: -v.id)
     one = False

@@ -29,40 +29,40 @@ class WeightedSum:
       value: the scalar.
       rows: the losses.
       nodes: from the losses to the scalar, in order.
-      beside: what they read besides; `numbers`: the nodes of the constants among that, by id.
+      given: what they read besides; `numbers`: the nodes of the constants among that, by id.
       masks: whether a loss may be left out, whatever it is, and not only be multiplied by 0.
     """
 
     value: Value
     rows: Value
     nodes: tuple[Node, ...]
-    beside: tuple[Value, ...]
+    given: tuple[Value, ...]
     numbers: Mapping[int, Node]
     masks: bool
 
-    def weights(self, region: Region, beside: list[Any]) -> Any:
-        """The weights, with the losses' shape, from the values `beside`."""
+    def weights(self, region: Region, given: list[Any]) -> Any:
+        """The weights, with the losses' shape, from the values `given`."""
         inside = {n.id for n in self.nodes}
         nodes = [n for n in (*region.nodes, *region.support) if n.id in inside or n.id in self.numbers]
         nodes.sort(key=lambda n: n.id)
-        closed = slice_jaxpr(region.block, nodes, (self.rows, *self.beside), self.value, region.known)
+        closed = slice_jaxpr(region.block, nodes, (self.rows, *self.given), self.value, region.known)
         fn = jex_core.jaxpr_as_fun(closed)
         rows = jax.ShapeDtypeStruct(self.rows.shape, self.rows.dtype)
-        (weights,) = jax.linear_transpose(lambda r: fn(r, *beside)[0], rows)(jnp.ones((), self.value.dtype))
+        (weights,) = jax.linear_transpose(lambda r: fn(r, *given)[0], rows)(jnp.ones((), self.value.dtype))
         return weights
 
 
 def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> WeightedSum | None:
-    """The last scalar that is a weighted sum of the losses of all rows; None if there is none."""
+    """The last scalar that is a weighted sum of the losses of all rows; None if the program has no such scalar."""
     nodes = _linear_in(view, found, rows)
     while nodes and nodes[-1].outputs[0].shape:
         nodes.pop()
     if not nodes:
         return None
     own = {rows.id} | {v.id for n in nodes for v in n.outputs}
-    beside, numbers = _read_besides(view, nodes, own)
+    given, numbers = _read_besides(view, nodes, own)
     masks = any(n.primitive == "select_n" for n in nodes)
-    return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), beside, numbers, masks)
+    return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), given, numbers, masks)
 
 
 def _linear_in(view: CanonicalView, found: Downstream, rows: Value) -> list[Node]:
