@@ -193,8 +193,12 @@ class Pass(abc.ABC, Shown):
 
     def anchors(self, search: Search) -> Iterable[tuple[Any, ...]]:
         """The anchors of a block, each with the further arguments of `examine`."""
-        of_these = (node for node in search.block.nodes if node.primitive in self.primitives)  # few: no call for the others
-        return ((node,) for node in of_these if self.is_anchor(node))
+        return [(node,) for node in self.possible_anchors(search)]
+
+    def possible_anchors(self, search: Search) -> list[Node]:
+        """The nodes of a block that may be anchors, in order."""
+        # Most nodes of a program are of other primitives: no function is called for them.
+        return [node for node in search.block.nodes if node.primitive in self.primitives and self.is_anchor(node)]
 
     def examine(self, search: Search, anchor: Node, *known: Any) -> Any:
         """The outcome at an anchor: a candidate, a rejection with its reason, several of these, or None if there is no site."""

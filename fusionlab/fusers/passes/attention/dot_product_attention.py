@@ -92,7 +92,7 @@ class DotProductAttentionPass(Pass):
         """The products whose weights are computed from exponentials, each with its weights and the exponentials (see `exponentials`)."""
         view, found = search.view, dict[int, tuple[int, int]]()
         nodes: list[Node] = []
-        for node in filter(self.is_anchor, search.block.nodes):
+        for node in self.possible_anchors(search):
             parts = exponentials(view, view.nodes[view.ref[node.outputs[0].id].nid])
             if parts is None or parts[1] in {of for _, of in found.values()} or weighs_a_part(view, node):
                 continue  # the products of a backward pass read the same exponentials as their forward

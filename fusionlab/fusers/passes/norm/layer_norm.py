@@ -96,7 +96,7 @@ class LayerNormPass(Pass):
 
     def anchors(self, search: Search) -> Iterator[tuple[Node, set[int]]]:
         """The anchors, with the results of the norms that were found before each."""
-        return zip(filter(self.is_anchor, search.block.nodes), itertools.repeat(set[int]()))
+        return zip(self.possible_anchors(search), itertools.repeat(set[int]()))
 
     def examine(self, search: Search, anchor: Node, norm_results: set[int]) -> Candidate | Rejection | None:
         around = Surroundings(search, anchor)
