@@ -12,7 +12,7 @@ from benchmarks.programs import loss_curve as bench
 @pytest.mark.dear
 def test_the_fused_program_is_inside_and_wrong_gradients_are_seen(tmp_path, capsys):
     file = tmp_path / "record.json"
-    assert bench.main(["--quick", "--runs", "3", "--layers", "2", "--width", "16", "--gradients", "-o", str(file)]) == 0
+    assert bench.main(["--quick", "--runs", "3", "--layers", "2", "--width", "32", "--gradients", "-o", str(file)]) == 0
     record = json.loads(file.read_text())
     cases = record["cases"]
     assert {name: one["verdict"] for name, one in cases.items() if name != "times 1.01"} == {
