@@ -60,7 +60,6 @@ WITHOUT: dict[str, str] = {
     "region": "It takes a shard_map, and a site whose operands vary along mesh axes in a way that the fused op's type cannot have.",
     "rotary": "It takes a whole transformer layer: for example one that turns only the queries, or that pairs neighbouring features.",
     "uncertified": "It is a safety net: every primitive of the examples can be evaluated. Set FUSIONLAB_RAISE=1 to get the error itself.",
-    "value": "It is a safety net behind the matcher: it declines a match whose values, in float64, are not the op's.",
 }
 
 
