@@ -26,7 +26,8 @@ def test_a_record_of_steps_has_the_seconds_of_each_stage(tmp_path):
     optimiser_steps.main(["--layers", "1", "--only", "sgd, pure", "-o", str(tmp_path / "steps.json")])
     (row,) = json.loads((tmp_path / "steps.json").read_text())["steps"]
     assert (row["step"], row["WORSE"], row["gradients"]) == ("sgd, pure", [], 0)
-    assert {"float64 reference", "timing step", "searching"} <= set(row["stages"])
+    stages = {stage.partition(", about ")[0] for stage in row["stages"]}  # a long one has an estimate
+    assert {"float64 reference", "timing step", "searching"} <= stages
     assert sum(wall for wall, _ in row["stages"].values()) == pytest.approx(row["seconds"], rel=0.1)
 
 
