@@ -239,7 +239,7 @@ def test_no_gradient_is_made_that_nobody_asked_for():
     [
         ("cpu", 4096, True, "xla_chunked", None),
         ("cpu", 4096, False, "xla_chunked", "slower"),
-        ("cpu", 64, True, "xla", None),
+        ("cpu", 64, True, "xla", "same code"),
         ("sm_90", 16384, True, "xla_chunked", "unmeasured"),
         ("sm_90", 64, True, "xla", None),
     ],
