@@ -241,7 +241,7 @@ def test_no_gradient_is_made_that_nobody_asked_for():
         ("cpu", 4096, False, "xla_chunked", "slower"),
         ("cpu", 64, True, "xla", "same code"),
         ("sm_90", 16384, True, "xla_chunked", "unmeasured"),
-        ("sm_90", 64, True, "xla", None),
+        ("sm_90", 64, True, "xla", "same code"),
     ],
 )
 def test_where_chunks_are_taken(device, rows, weighted, name, left):
