@@ -10,6 +10,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ _HERE = os.path.join(Path(__file__).parent, "")
 _MODELS = os.path.join(_HERE, "models", "")  # functions as a user writes them
 _JAX = tuple(os.path.join(Path(module.__file__ or "").parent, "") for module in (jax, sys.modules["jaxlib"]))
 _PYTHON = os.path.join(Path(inspect.__file__).parent, "")
+# What calls functions with the arguments that the user gave for them.
+_CALLING = (__file__, os.path.join(_HERE, "graph", "calls", ""), os.path.join(_HERE, "graph", "program", "trace.py"))
+_OF_ARGUMENTS = re.compile(r"\S+\(\) (missing|takes|got) ")
 _BETWEEN = (contextlib.__file__, functools.__file__)  # decorators and context managers
 
 _Class = TypeVar("_Class", bound=type)
@@ -87,8 +91,15 @@ def _is_mistake(error: BaseException) -> bool:
     if isinstance(error, FusionLabError) or type(error).__module__.startswith("fusionlab."):
         return False
     files = [f for f in map(_file, _entries(error.__traceback__)) if not _is_librarys(f)]
-    # This file calls a public function with what the user gave it, which may be no arguments of it.
-    return bool(files) and _is_own(files[-1]) and files[-1] != __file__
+    # A public function is called with what the user gave it, which may be no arguments of it; so is the user's own function.
+    if (
+        isinstance(error, TypeError)
+        and _OF_ARGUMENTS.match(str(error))
+        and files[-1:]
+        and files[-1].startswith(_CALLING)
+    ):
+        return False
+    return bool(files) and _is_own(files[-1])
 
 
 def _is_librarys(file: str) -> bool:

@@ -29,6 +29,7 @@ def broken(x, w):
 
 NAMES = {"fl": fl, "jax": jax, "mlp": mlp, "broken": broken, "x": X, "w": W, "assert_fused": assert_fused}
 NAMES |= {"found": fl.find(mlp, X, W), "fused": fl.fuse(mlp), "bad": fl.fuse(broken)}
+NAMES |= {"mixed": fl.fuse(lambda x, w, kind: mlp(x, w)), "step": fl.fuse(jax.value_and_grad(mlp))}
 
 
 def text_of(line: str, **names: object) -> str:
@@ -64,6 +65,9 @@ def files_in(text: str) -> list[str]:
         ("lab.sites['nope']", "UnknownNameError: unknown site 'nope'", []),
         ("lab.measure(1)", "TypeError: Measuring.measure() takes 1 positional argument", []),
         ("fused(x)", "TypeError: mlp() missing 1 required positional argument: 'w'", []),
+        ("fused(x, w, b=x)", "TypeError: mlp() got an unexpected keyword argument 'b'", []),
+        ("mixed(x, 'relu')", "TypeError: <lambda>() missing 1 required positional argument: 'kind'", []),
+        ("step(x)", "TypeError: mlp() missing 1 required positional argument: 'w'", []),
         ("bad(x, w)", "TypeError: dot_general requires", ["broken"]),
         ("bad.lower(x, w)", "TypeError: dot_general requires", ["broken"]),
         ("jax.jit(lambda a: bad(a, w))(x)", "TypeError: dot_general requires", ["<lambda>", "broken"]),
