@@ -27,7 +27,7 @@ SPLIT = "a reshape splits or merges across the axes of heads, features or rows"
 PIECES = (Missed("alphafold-colabfold_evoformer", "attentions", 1, "clips the scores"),)
 LAYERS = (
     Missed("nanodl_vit", "whole layers", 1, SPLIT, FORWARD),
-    Missed("flaxmodels_gpt2", "whole layers", 1, "reads float32, where the op has the bfloat16", ("bf16 forward",)),
+    Missed("flaxmodels_gpt2", "whole layers", 1, "reads float32, where the op reads bfloat16", ("bf16 forward",)),
     Missed("equimo_dinov2", "whole layers", 1, "would round bfloat16 once more", ("bf16 forward",)),
 )
 
