@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,8 +242,13 @@ def check_effort(samples: int, budget_s: float) -> None:
     """Raises ArgumentError for fewer than two samples, or a budget of no time."""
     if samples < 2:
         raise ArgumentError(f"samples: got {samples}, needed at least 2, and {VERDICT_SAMPLES} for a verdict")
-    if not budget_s > 0:
-        raise ArgumentError(f"budget_s: got {budget_s}, needed a number of seconds above 0")
+    check_budget(budget_s)
+
+
+def check_budget(budget_s: float) -> None:
+    """Raises ArgumentError for a budget of no time."""
+    if isinstance(budget_s, bool) or not isinstance(budget_s, numbers.Real) or not budget_s > 0:
+        raise ArgumentError(f"budget_s: got {budget_s!r}, needed a number of seconds above 0")
 
 
 def time_programs(

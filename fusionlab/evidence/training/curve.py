@@ -259,7 +259,11 @@ class Curve(Shown):
         try:
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}")
-            return cls.from_dict(data, kept)
+            curve = cls.from_dict(data, kept)
+            if not len(curve.distances) == curve.reached <= len(curve.losses):
+                found = f"{len(curve.losses)} losses, {curve.reached} of the fused version, {len(curve.distances)} distances"
+                raise ValueError(found)
+            return curve
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArgumentError(
                 f"path: {path} is not a saved loss curve ({type(error).__name__}: {error}); needed one that its save() wrote"

@@ -16,6 +16,7 @@ from fusionlab.tracebacks import own_lines_hidden
 
 from ..instruments.out_of_memory import out_of_memory
 from ..instruments.record import environment
+from ..instruments.timing import check_budget
 from .arithmetic import arithmetic_for, is_narrow
 from .curve import Curve
 from .judging import judged, measured
@@ -139,6 +140,8 @@ class _Training:
     ) -> None:
         if isinstance(runs, bool) or not isinstance(runs, int) or runs < 1:
             raise ArgumentError(f"runs: got {runs!r}, needed a whole number from 1")
+        if budget_s is not None:
+            check_budget(budget_s)
         self.step, self.fused, self.batches, self.steps, self.runs = step, fused, batches, steps, runs
         self.stages, self.budget_s, self.start = stages, budget_s, time.perf_counter()
         self.loss_eps = float(jnp.finfo(jnp.float32).eps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -301,6 +302,10 @@ def test_a_curve_saves_and_draws_itself(tmp_path):
         found.plot_distance(of="w")
     with pytest.raises(ArgumentError, match=r"suffix '\.gif'"):
         found.save(tmp_path / "c.gif")
+    short = json.loads((tmp_path / "c.json").read_text()) | {"losses": [1.0]}
+    (tmp_path / "short.json").write_text(json.dumps(short))
+    with pytest.raises(ArgumentError, match=r"not a saved loss curve .ValueError: 1 losses, 6 of the fused version"):
+        fl.load(tmp_path / "short.json")
     (tmp_path / "other.npz").write_bytes(b"PK no zip")
     with pytest.raises(ArgumentError, match="is not a saved loss curve"):
         fl.load(tmp_path / "other.npz")
@@ -333,6 +338,8 @@ def test_what_cannot_be_trained_is_one_clear_error():
         ({"data": {"x": 1}}, "data: got dict"),
         ({"steps": 0}, "steps: got 0"),
         ({"runs": 0}, "runs: got 0"),
+        ({"budget_s": 0}, "budget_s: got 0"),
+        ({"budget_s": "1"}, "budget_s: got '1'"),
         ({"resume": 3}, "resume: got int"),
         ({"grad": True}, "grad: got True with data"),
         ({"data_argnum": 4}, "data_argnum: got 4"),
