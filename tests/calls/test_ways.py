@@ -195,6 +195,41 @@ def test_a_state_is_a_value_that_is_taken_and_returned(way):
         way(lost)(graph, state, X)
 
 
+class Scanned(nnx.Module):
+    """Layers in a scan, which sets every Variable of theirs; with `counts` one of them to another value."""
+
+    def __init__(self, counts=False):
+        self.w, self.b = nnx.Param(jnp.full((3, 16, 16), 0.1)), nnx.Param(jnp.zeros((3, 16)))
+        self.seen, self.counts = nnx.Variable(jnp.zeros(3)), counts
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        @nnx.remat
+        def run(x, layer):
+            if layer.counts:
+                layer.seen[...] += 1
+            return jax.nn.relu(x @ layer.w[...] + layer.b[...])
+
+        return run(x, self)
+
+
+@pytest.mark.dear
+def test_what_a_scan_sets_to_what_it_was_is_not_lost():
+    graph, state = nnx.split(Scanned())
+
+    def loss(state, x):
+        return nnx.merge(graph, state)(x).sum()
+
+    x = jnp.linspace(-1, 1, 64).reshape(4, 16)
+    want = jax.value_and_grad(loss)(state, x)
+    for step in (jax.value_and_grad(fl.fuse(loss)), fl.fuse(jax.value_and_grad(loss))):
+        jax.tree.map(close, step(state, x), want)
+    assert fl.find(loss, state, x).counts()["gemm_epilogue"] == 1
+    graph, state = nnx.split(Scanned(counts=True))
+    with pytest.raises(ArgumentError, match=r"changes state\['seen'\].*does not return it"):
+        fl.fuse(loss)(state, x)
+
+
 def test_a_state_may_hold_arrays_as_they_are():
     state = nnx.State({"w": W, "layer": {"b": nnx.Param(B)}})
     fused = fl.fuse(lambda state, x: jax.nn.relu(x @ state["w"] + state["layer"]["b"]))

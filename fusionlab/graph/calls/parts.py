@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from .state import Left, Objects, held_by, is_object, is_value, variables_of
+from .passed import passed_through
+from .state import Left, Objects, held_by, is_object, is_value, not_in, variables_of_values
 
 keystr = jax.tree_util.keystr
 
@@ -207,14 +208,43 @@ class CallParts:
         return out, _objects_in(out, self.carries)
 
     def _called(self, leaves: list[list], width: int) -> Any:
-        trees = [jax.tree.unflatten(tree, values) for tree, values in zip(self.trees, leaves, strict=True)]
-        given = [] if self.carries else [(v, held_by(v)) for v in _variables_of_values(trees)]
-        out = self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
+        trees = self._trees(leaves)
+        given = [] if self.carries else [(v, held_by(v)) for v in variables_of_values(trees)]
+        out = self._call(trees, width)
         changed = [v for v, held in given if held_by(v) is not held]
-        lost = _not_in(out, changed) if changed else []
+        lost = not_in(out, changed) if changed else []
+        if lost and self.objects is None:
+            unchanged = self._unchanged(leaves, width)
+            lost = [v for i, (v, _) in enumerate(given) if i not in unchanged and any(v is one for one in lost)]
         if lost:
             raise LostValue(self._name_of(lost[0], trees))
         return out
+
+    def _trees(self, leaves: list[list]) -> list[Any]:
+        return [jax.tree.unflatten(tree, values) for tree, values in zip(self.trees, leaves, strict=True)]
+
+    def _call(self, trees: list, width: int) -> Any:
+        return self.fn(*trees[:width], **dict(zip(self.labels[width:], trees[width:], strict=True)))
+
+    def _unchanged(self, leaves: list[list], width: int) -> set[int]:
+        """Which Variables of `nnx.State`s are set to the value they had, by number: a scan over layers sets all that it was given."""
+
+        def before_and_after(arrays: list[list]) -> dict[int, tuple[Any, Any]]:
+            whole = [list(own) for own in leaves]
+            for own, places, values in zip(whole, self.arrays, arrays, strict=True):
+                for i, x in zip(places, values, strict=True):
+                    own[i] = x
+            trees = self._trees(whole)
+            variables = variables_of_values(trees)
+            before = [held_by(v) for v in variables]
+            self._call(trees, width)
+            both = [(x, held_by(v)) for x, v in zip(before, variables, strict=True)]
+            return {i: pair for i, pair in enumerate(both) if all(map(is_array, pair))}
+
+        arrays = [[own[i] for i in places] for own, places in zip(leaves, self.arrays, strict=True)]
+        closed, shapes = jax.make_jaxpr(before_and_after, return_shape=True)(arrays)
+        origin = iter(passed_through(closed))
+        return {i for i in shapes if (was := next(origin)) == next(origin) and was is not None}
 
     def _name_of(self, variable: Any, trees: list) -> str:
         """The name of a Variable in an `nnx.State` among the arguments."""
@@ -299,19 +329,8 @@ def _call_result(named: Sequence[tuple[str, Any]], rest: Rest) -> CallResult:
     return CallResult(tuple(x for _, x in named), tuple(name for name, _ in named), rest)
 
 
-def _not_in(out: Any, variables: Sequence[Any]) -> list[Any]:
-    """Those Variables that a result does not hold."""
-    returned = {id(v) for v in (*variables_of(out), *_variables_of_values([out]))}
-    return [v for v in variables if id(v) not in returned]
-
-
 def _objects_in(out: Any, carries: bool) -> list[Any]:
     return [x for _, x in flattened(out, carries)[0] if is_object(x)]
-
-
-def _variables_of_values(trees: Sequence[Any]) -> list[Any]:
-    values = [x for x in jax.tree.leaves(trees, is_leaf=lambda x: is_value(x) or is_object(x)) if is_value(x)]
-    return [x for x in jax.tree.leaves(values, is_leaf=is_object) if is_object(x)]  # a state may hold arrays as well
 
 
 def without_fixed(out: Any) -> Any:

@@ -56,8 +56,10 @@ def _of_cond(branches: Sequence[Any]) -> Sequence[int | None]:
 
 def _of_scan(eqn: Any, body: Any) -> Sequence[int | None]:
     consts, carry = scan_counts(eqn.params)
-    kept = passed_through(body)[:carry]
-    return [i if i == consts + n else None for n, i in enumerate(kept)] + [None] * (len(eqn.outvars) - carry)
+    kept = passed_through(body)
+    same = [i if i == consts + n else None for n, i in enumerate(kept[:carry])]
+    # What every trip stacks of its slice is what was sliced.
+    return same + [i if i is not None and i >= consts + carry else None for i in kept[carry:]]
 
 
 def _of_while(eqn: Any) -> Sequence[int | None]:

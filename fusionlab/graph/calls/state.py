@@ -165,3 +165,15 @@ def _places(objects: tuple, returned: Sequence[Any]) -> frozenset[tuple[int, str
 
 def _nnx() -> Any:
     return sys.modules["flax.nnx"]
+
+
+def variables_of_values(trees: Sequence[Any]) -> list[Any]:
+    """The Variables that `nnx.State`s hold in these pytrees."""
+    values = [x for x in jax.tree.leaves(trees, is_leaf=lambda x: is_value(x) or is_object(x)) if is_value(x)]
+    return [x for x in jax.tree.leaves(values, is_leaf=is_object) if is_object(x)]  # a state may hold arrays as well
+
+
+def not_in(out: Any, variables: Sequence[Any]) -> list[Any]:
+    """Those Variables that a result does not hold."""
+    returned = {id(v) for v in (*variables_of(out), *variables_of_values([out]))}
+    return [v for v in variables if id(v) not in returned]
