@@ -156,6 +156,10 @@ def test_a_method_a_module_and_a_partial_see_what_they_hold():
     assert fl.find(layer.step, X).counts()["gemm_epilogue"] == 1
     fl.fuse(layer.step)(X)
     assert layer.seen[...] == 1
+    cached = nnx.cached_partial(type(layer).step, layer)
+    close(fl.fuse(cached)(X), layer(X))
+    assert layer.seen[...] == 2
+    assert fl.find(cached, X).counts()["gemm_epilogue"] == 1
 
 
 def test_a_method_under_jit_keeps_its_options():

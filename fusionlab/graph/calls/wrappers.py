@@ -88,8 +88,8 @@ def jit_of(fn: Any) -> Jit | None:
 
 
 def unwrapped(fn: Any) -> tuple[Callable, tuple, dict[str, Any]]:
-    """A function and its bound arguments: of a bound method, a `functools.partial` or a callable module, if that hides a jit
-    or an object with state; otherwise `fn` itself, without arguments."""
+    """A function and its bound arguments: of a bound method, a `functools.partial`, an `nnx.cached_partial` or a callable module, if that
+    hides a jit or an object with state; otherwise `fn` itself, without arguments."""
     inside: Any = fn
     args: tuple = ()
     kwargs: dict[str, Any] = {}
@@ -100,6 +100,8 @@ def unwrapped(fn: Any) -> tuple[Callable, tuple, dict[str, Any]]:
             inside, args = type(inside).__call__, (inside, *args)
         elif isinstance(inside, functools.partial) or _is_partial_of_equinox(inside):
             inside, args, kwargs = inside.func, (*inside.args, *args), {**inside.keywords, **kwargs}
+        elif (cached := _cached_by_nnx(inside)) is not None:
+            inside, args = cached["f"], (*cached["cached_args"], *args)
         else:
             break
     hides = inside is not fn and (
@@ -110,6 +112,15 @@ def unwrapped(fn: Any) -> tuple[Callable, tuple, dict[str, Any]]:
 
 def _is_partial_of_equinox(fn: Any) -> bool:
     return type(fn).__module__.startswith("equinox") and type(fn).__name__ == "Partial"
+
+
+def _cached_by_nnx(fn: Any) -> dict[str, Any] | None:
+    """What an `nnx.cached_partial` holds: the function `f` and its first arguments `cached_args`, which share the user's Variables."""
+    code = getattr(fn, "__code__", None)
+    if code is None or "cached_partial.<locals>" not in code.co_qualname or "flax" not in code.co_filename:
+        return None
+    held = dict(zip(code.co_freevars, (cell.cell_contents for cell in fn.__closure__), strict=True))
+    return held if {"f", "cached_args"} <= held.keys() else None
 
 
 def _of_jax(fn: Callable, options: Mapping[str, Any]) -> Jit:
