@@ -50,7 +50,8 @@ def test_they_are_in_a_search_and_a_train_step(name, told):
             jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(fn(*a)) if jnp.issubdtype(x.dtype, jnp.floating)
         )
 
-    fused = fl.fuse(loss, passes=[name])
+    options = dict(PASSES[name].sample_for[1])
+    fused = fl.fuse(loss, passes=fl.Strategy(**{name: options or True}))
     jax.make_jaxpr(jax.grad(fused, allow_int=True))(*args)
     assert like(PASSES[name].op, told)
 
