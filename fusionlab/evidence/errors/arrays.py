@@ -120,7 +120,8 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
     difference = np.zeros(got.shape)
     difference[finite] = np.abs(got[finite] - want[finite])
     size = np.where(finite, np.abs(want), 0.0)
-    ulp = difference / ulp_size(size, dtype)
+    with np.errstate(over="ignore"):  # in units of the smallest number, a difference from zero may be infinite
+        ulp = difference / ulp_size(size, dtype)
     relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
     index = _worst_index(np.where(mismatch, np.inf, difference))
     norm, total = np.linalg.norm(difference), np.linalg.norm(size)

@@ -209,16 +209,19 @@ class CallParts:
 
     def _called(self, leaves: list[list], width: int) -> Any:
         trees = self._trees(leaves)
-        given = [] if self.carries else [(v, held_by(v)) for v in variables_of_values(trees)]
+        variables = [] if self.carries else variables_of_values(trees)
+        held = [held_by(v) for v in variables]
         out = self._call(trees, width)
-        changed = [v for v, held in given if held_by(v) is not held]
-        lost = not_in(out, changed) if changed else []
-        if lost and self.objects is None:
-            unchanged = self._unchanged(leaves, width)
-            lost = [v for i, (v, _) in enumerate(given) if i not in unchanged and any(v is one for one in lost)]
-        if lost:
+        set_ = [i for i, (v, x) in enumerate(zip(variables, held, strict=True)) if held_by(v) is not x]
+        if set_ and (lost := self._lost(variables, set_, out, leaves, width)):
             raise LostValue(self._name_of(lost[0], trees))
         return out
+
+    def _lost(self, variables: list, changed: list[int], out: Any, leaves: list[list], width: int) -> list[Any]:
+        """Those of the Variables with these numbers whose value is a new one that the result does not hold."""
+        missing = {id(v) for v in not_in(out, [variables[i] for i in changed])}
+        same = self._unchanged(leaves, width) if missing and self.objects is None else ()
+        return [variables[i] for i in changed if id(variables[i]) in missing and i not in same]
 
     def _trees(self, leaves: list[list]) -> list[Any]:
         return [jax.tree.unflatten(tree, values) for tree, values in zip(self.trees, leaves, strict=True)]

@@ -145,12 +145,13 @@ def test_the_noise_is_measured_only_where_a_result_is_worse_and_no_longer_than_i
     [
         (0.05 * (np.arange(100) == 7), RUNS),  # more than four times as far
         (0.009 * (np.arange(100) < 50), RUNS),  # no further, but in fifty elements
-        (5.0 * (np.arange(100) == 7), 2),  # hopeless
+        (5.0 * (np.arange(100) == 7), RUNS),  # hopeless, but in one element
+        (np.full(200, 5.0), 2),  # hopeless
     ],
 )
 def test_what_noise_does_not_explain_is_worse(off, runs):
-    want = np.linspace(1, 2, 100)
-    noisy = lambda k: [np.float32(want + 0.01 * (np.arange(100) == 7))]  # noqa: E731
+    want = np.linspace(1, 2, len(off))
+    noisy = lambda k: [np.float32(want + 0.01 * (np.arange(len(off)) == 7))]  # noqa: E731
     (leaf,) = explained_by_rounding([leaf_of(want + off, want, want)], [want], noisy)
     assert not leaf.ok
     assert leaf.noise.runs == runs
