@@ -6,7 +6,7 @@ from typing import Any
 
 from ...op.card import CUDA, XLA, Card, Requirement, Variants
 from .cudnn.call import why_missing
-from .cudnn.probe import probe_plan
+from .cudnn.probe import PROBE, probe_plan
 from .op import DOT_PRODUCT_ATTENTION
 from .own import tiles
 from .settings import ROUNDED_OFF
@@ -58,7 +58,7 @@ CARD = Card(
         Requirement(50, "cudnn", "cuDNN's fused attention, as JAX calls it", (why_missing,)),
         CUDA,
     ),
-    source=tiles.SOURCE,
+    sources=(tiles.SOURCE, PROBE),
     variant="attention {dtype}",
     variants=variants,
 )
