@@ -1,4 +1,7 @@
-"""Every CUDA source of this package with its variants, and what each GPU has of every op: one list for tests, `doctor` and documentation."""
+"""Every CUDA source of this package with its variants, and which of an op's implementations a GPU runs.
+
+Tests compile this list; `doctor` and the documentation print it.
+"""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ def test_a_device_is_named_simulated_or_refused():
     assert Device.of("cpu").capability == 0
     for odd in ("sm90", "h-1000", "", "sm_90a"):
         with pytest.raises(
-            ArgumentError, match=r"device: got .*'sm_NN'.* one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 't4'"
+            ArgumentError,
+            match=r"device: got .*'sm_NN'.* one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 'rtx5090', 't4'",
         ):
             Device.of(odd)
 
@@ -161,6 +162,7 @@ def test_a_device_is_named_simulated_or_refused():
         ("B200", 100),
         ("RTX 4090", 89),
         ("rtx4090", 89),
+        ("rtx5090", 120),
         ("T4", 75),
     ],
 )

@@ -1,8 +1,9 @@
 """What the CUDA kernels need of a GPU, and what each architecture has: instructions, shared memory, warps. Plain data, no GPU.
 
-A kernel is refused for an architecture by name, before it is compiled or launched. Sources: NVIDIA's CUDA Programming Guide, "Compute
-Capabilities" (features, and limits of a multiprocessor) and "Binary Compatibility"; the limits are those of `cuda/__device/arch_traits.h` in
-NVIDIA's libcu++ too. Instructions: PTX ISA, "Target ISA Notes" of each.
+A kernel is refused for an architecture by name, before it is compiled or launched.
+
+Sources: NVIDIA's CUDA Programming Guide, "Compute Capabilities" (features, and limits of a multiprocessor) and "Binary Compatibility"; the
+header `cuda/__device/arch_traits.h` of NVIDIA's libcu++ has the same limits. PTX ISA, "Target ISA Notes", for the instructions.
 """
 
 from __future__ import annotations

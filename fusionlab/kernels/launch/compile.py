@@ -47,7 +47,7 @@ class CudaSource:
       path: the .cu file, relative to `fusionlab/kernels`; of a text, its name.
       entries: the `extern "C"` kernels it defines.
       needs: the instructions it uses that not every architecture of `ARCHS` has.
-      shared: bytes of shared memory of a block that each of its launches fits in.
+      shared: bytes of shared memory of a block, without which its kernels cannot be launched.
       tried: the only architectures it may run on, whatever others have; empty for no such limit.
       text: the source itself, if it is not a file of this package; it includes CUDA's headers and nothing else.
     """
@@ -71,7 +71,7 @@ class CudaSource:
             return reason
         target = target_of(arch)
         if target and self.tried and target not in self.tried:
-            return f"{name} was tried only on {' and '.join(self.tried)}, this is {arch}"
+            return f"{arch} is not {' or '.join(self.tried)}, where alone {name} was tried"
         return ARCHITECTURES[target].refuses(name, 0, self.shared) if target else None
 
     def refuses(self, device: Device) -> str | None:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ops.kernel_resources import LIMITS, measure, variants
+from benchmarks.ops.kernel_resources import LIMITS, measure
 from fusionlab.errors import ArgumentError, CompileError, MissingDependencyError, UnknownNameError
 from fusionlab.kernels.launch import compile as compiling
+from fusionlab.kernels.launch.architectures import ARCHS
 from fusionlab.kernels.launch.compile import (
-    ARCHS,
     KERNELS,
     CompileCache,
     Counters,
@@ -36,6 +36,7 @@ from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     saves_for_backward,
 )
 from fusionlab.kernels.ops.gemm_epilogue.reference import mask_pitch
+from fusionlab.kernels.sources import variants
 
 KEY = "0" * 64
 RELU = forward_plan(64, 256, "bfloat16", "relu", bias=True, saves="bits")
@@ -371,8 +372,6 @@ def test_what_does_not_exist_is_refused():
 
 
 def early_kernels():
-    from benchmarks.ops.kernel_resources import variants
-
     plans = [plan for _, plan in variants("sm_90")]
     found = {(plan.source, one.entry) for plan in plans for one in plan.launches if one.early}
     # Those of decode.cu ask for weights and caches before they wait: test_decode_cuda.py.
