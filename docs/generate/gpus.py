@@ -16,7 +16,7 @@ _HOW = (
     "gains.",
     "**compiled**: the implementations in the cell are built for that GPU. Kernels of FusionLab are compiled for it in the tests, and have "
     "not run on it. They run after `fl.tune` found them faster, or where you name them; attention by cuDNN also by a rule.",
-    "**refused**: no implementation other than XLA's code can run there. FusionLab gives the reason before it compiles or launches anything.",
+    "**refused**: no implementation other than XLA's code can run there. The reason is known before anything is compiled or launched.",
     "**XLA**: the pass has no kernel of its own. It is JAX code, and runs wherever JAX does.",
 )
 _LIMITS = (

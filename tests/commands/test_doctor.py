@@ -109,6 +109,20 @@ def test_every_backend_of_every_op_is_reported():
     assert all({r.name for r in card.requirements} == set(card.op.implementations) for card in CARDS)
 
 
+def test_what_each_gpu_has_of_each_pass_is_a_table(monkeypatch):
+    lines = str(doctor()).splitlines()
+    head = next(line for line in lines if line.split()[:1] == ["sm_75"])
+    assert head.split() == ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+    (row,) = [line for line in lines if line.startswith("  multi_transformer ")]
+    assert row.split()[1:] == ["refused", "refused", "refused", "measured", "compiled", "compiled"]
+    monkeypatch.setattr(Device, "current", lambda: Device.of("sm_103"))  # of a machine with such a GPU
+    found = doctor()
+    assert [one.state.value for one in found.kernels["lerp"]][-2:] == ["compiled"] * 2
+    assert found.kernels["lerp"][-1].arch == "sm_103"
+    assert "grouped_matmul: mosaic: sm_103 is not sm_90, which alone has warpgroup products (wgmma)" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["kernels"]["lerp"][-1]["runs"] == ["cuda"]
+
+
 def test_a_missing_package_is_named_with_its_remedy(without):
     without("vl_convert", "matplotlib")
     found = doctor()

@@ -149,7 +149,7 @@ inline void block_ends();   // and what it looks at when all threads have return
 // And how many bytes of dynamic shared memory a block of this launch asked for.
 extern "C" {
 inline int last_thread_first = 0;
-inline unsigned shared_bytes = 0;
+[[gnu::used]] inline unsigned shared_bytes = 0; // not every kernel looks at it
 }
 
 // Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel. Blocks of a cluster lie along x.
