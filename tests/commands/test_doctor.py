@@ -63,7 +63,7 @@ def test_the_device_s_peaks_are_measured_when_asked_for(monkeypatch):
     def measured():
         return dataclasses.replace(Device.current(), copy_bytes_per_s=25e9, gemm_flop_per_s=1.5e11)
 
-    assert "measured" not in str(doctor())
+    assert "(measured" not in str(doctor())
     assert doctor().device.copy_bytes_per_s is None
     monkeypatch.setattr(peaks, "measure_peaks", measured)
     found = doctor(measure=True)

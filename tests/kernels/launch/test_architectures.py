@@ -1,5 +1,6 @@
 """Every CUDA source compiles for each GPU without one, or is refused there by name; launches fit the limits of each."""
 
+import math
 import os
 from dataclasses import replace
 
@@ -38,11 +39,11 @@ def nvrtc():
         )
 
 
-def check_fits(arch, plan):
-    """That the kernels of a plan compile for an architecture, and a block of each has room on a multiprocessor."""
-    taken = resources(compile_source(sources()[plan.source], plan.options, arch).log)
+def check_fits(arch, plan, taken):
+    """That a block of each kernel of a plan has room on a multiprocessor; `taken`: entry -> what it takes, as it is compiled."""
+    limits = ARCHITECTURES[arch]
     for one in plan.launches:
-        limits, found, threads = ARCHITECTURES[arch], taken[one.entry], one.block[0] * one.block[1] * one.block[2]
+        found, threads = taken[one.entry], math.prod(one.block)
         assert limits.refuses(one.entry, threads, found.shared + one.shared) is None
         assert limits.resident(threads, found.registers, found.shared + one.shared) >= 1
         assert found.registers * threads <= REGISTERS
@@ -60,21 +61,8 @@ def test_one_variant_of_each_source_compiles_for_sm_90_and_another_card_in_turns
     others = [arch for arch in sources()[path].archs if arch != "sm_90"]
     turn = list(sources()).index(path) + int(os.environ.get(tiers.SLICE_VARIABLE, "0"), 16)
     for arch in ("sm_90", *(others[turn % len(others)] for _ in others[:1])):
-        check_fits(arch, of_source(path, arch))
-
-
-@pytest.mark.dear
-@pytest.mark.usefixtures("nvrtc")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
-@pytest.mark.parametrize("path", sources())
-def test_every_source_compiles_for_each_card_or_is_refused_by_name(path, arch):
-    if unable := sources()[path].refuses_arch(arch):
-        assert arch in unable
-        assert path.rpartition("/")[2] in unable
-        assert path not in {plan.source for _, plan in variants(arch)}
-        return
-    for plan in {plan.options: plan for _, plan in variants(arch) if plan.source == path}.values():
-        check_fits(arch, plan)
+        plan = of_source(path, arch)
+        check_fits(arch, plan, resources(compile_source(sources()[path], plan.options, arch).log))
 
 
 @pytest.mark.usefixtures("nvrtc")
@@ -87,22 +75,23 @@ def test_the_compiler_refuses_what_is_refused_for_want_of_instructions(path):
         compile_source(replace(source, needs=(), shared=0, tried=()), of_source(path, "sm_90").options, older[-1])
 
 
-def test_every_source_of_the_package_is_listed_and_compiled_for_each_of_its_architectures():
+def test_every_source_of_the_package_is_listed():
     assert {path.relative_to(KERNELS).as_posix() for path in KERNELS.rglob("*.cu")} == sources().keys()
-    for arch in ("sm_75", "sm_120"):
-        wanted = {path for path, source in sources().items() if arch in source.archs}
-        assert {plan.source for _, plan in variants(arch)} == wanted
+
+
+@pytest.mark.parametrize("arch", sorted(ARCHS, key=lambda arch: ARCHITECTURES[arch].shared))
+def test_each_source_has_variants_for_a_card_that_they_fit_or_is_refused_there_by_name(arch):
+    """What test_compile.py compiles, all of it in the full tier."""
+    unable = {path: source.refuses_arch(arch) for path, source in sources().items()}
+    assert {plan.source for _, plan in variants(arch)} == {path for path, why in unable.items() if why is None}
+    assert all(arch in why and path.rpartition("/")[2] in why for path, why in unable.items() if why)
+    assert [name for name, plan in variants(arch) if plan.refuses(arch)] == []
 
 
 @pytest.mark.parametrize("path", sources())
 def test_a_source_names_the_instructions_that_its_text_has(path):
     text = "".join(source_texts(sources()[path].file).values())
     assert {one for one in INSTRUCTIONS if any(name in text for name in one.ptx)} == set(sources()[path].needs)
-
-
-@pytest.mark.parametrize("arch", sorted(ARCHS, key=lambda arch: ARCHITECTURES[arch].shared))
-def test_every_launch_fits_the_card_it_is_made_for(arch):
-    assert [name for name, plan in variants(arch) if plan.refuses(arch)] == []
 
 
 def test_what_needs_clusters_or_the_bulk_copy_engine_is_refused_before_sm_90():

@@ -38,6 +38,8 @@ from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
 from fusionlab.kernels.ops.gemm_epilogue.reference import mask_pitch
 from fusionlab.kernels.sources import variants
 
+from .test_architectures import check_fits
+
 KEY = "0" * 64
 RELU = forward_plan(64, 256, "bfloat16", "relu", bias=True, saves="bits")
 
@@ -64,6 +66,7 @@ def parts():
     return [(a, part) for a in archs for part in range(64) if any(is_part(a, name, part) for name in record[a])]
 
 
+@pytest.mark.dear  # test_architectures.py has one of each source by default
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("arch", "part"), parts())
@@ -72,11 +75,13 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
     same = record["nvrtc"] == ".".join(map(str, compiling.nvrtc_version()))
     # Another compiler may choose a little differently, but not lose its way.
     slack, spills = (0, 0) if same else (24, 16)
-    assert [name for name, _ in variants(arch)] == list(record["registers"][arch])
+    plans = dict(variants(arch))
+    assert list(plans) == list(record["registers"][arch])
     found = measure(arch, lambda name: is_part(arch, name, part))
     assert found
     for name, by_entry in found.items():
         assert by_entry.keys() == record["registers"][arch][name].keys()
+        check_fits(arch, plans[name], by_entry)
         for entry, taken in by_entry.items():
             limit = record["registers"][arch][name][entry] + slack
             assert taken.registers <= limit, f"{name}: {entry}: {LIMITS.name} is written by {record['command']}"
