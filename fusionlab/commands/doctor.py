@@ -132,17 +132,22 @@ class Doctor(Shown):
 
     def _kernel_lines(self) -> Iterator[str]:
         """The table of passes and GPUs, and what this one refuses."""
-        rows = {"": tuple(one.arch for one in next(iter(self.kernels.values()), ()))}
-        rows |= {name: tuple(one.state.value for one in row) for name, row in self.kernels.items()}
-        yield from (f"  {name:<22} {' '.join(f'{cell:<8}' for cell in cells)}".rstrip() for name, cells in rows.items())
+        yield _kernel_line("", [one.arch for row in list(self.kernels.values())[:1] for one in row])
         for name, row in self.kernels.items():
-            here = next((one for one in row if one.arch == self.device.arch), None)
-            yield from (f"  {name}: {way}: {why}" for way, why in (here.refused if here else {}).items())
+            yield _kernel_line(name, [one.state.value for one in row])
+        here = (
+            (name, one.refused) for name, row in self.kernels.items() for one in row if one.arch == self.device.arch
+        )
+        yield from (f"  {name}: {way}: {why}" for name, refused in here for way, why in refused.items())
 
 
 def _states(row: tuple[Coverage, ...]) -> str:
     """What each GPU has of a pass: "sm_90 measured, sm_100 compiled"."""
     return ", ".join(f"{one.arch} {one.state}" for one in row)
+
+
+def _kernel_line(name: str, cells: list[str]) -> str:
+    return f"  {name:<22} {' '.join(f'{cell:<8}' for cell in cells)}".rstrip()
 
 
 def _need_line(need: Need) -> str:

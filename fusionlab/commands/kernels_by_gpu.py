@@ -35,7 +35,7 @@ def kernels_by_gpu(here: Device | None = None) -> dict[str, tuple[Coverage, ...]
 
 
 def refusals(row: tuple[Coverage, ...]) -> dict[tuple[str, str], list[str]]:
-    """(implementation, why it does not run) -> the architectures of a row of which that is said, and with which the sentence begins."""
+    """(implementation, why it does not run) -> the architectures of a row with that reason; each is the subject of the sentence."""
     found: dict[tuple[str, str], list[str]] = {}
     for one in row:
         for name, why in one.refused.items():

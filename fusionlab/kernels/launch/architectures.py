@@ -127,7 +127,7 @@ def capability_of(arch: str) -> int:
 
 def target_of(arch: str) -> str | None:
     """The architecture out of `ARCHS` whose code runs on a GPU of `arch`: itself, or the newest older one of the same major version
-    ("sm_100" for "sm_103"); None where there is none."""
+    ("sm_100" for "sm_103"); None for a GPU that runs none of their code."""
     capability = capability_of(arch)
     fitting = [a for a in ARCHS if capability_of(a) // 10 == capability // 10 and capability_of(a) <= capability]
     return arch if arch in ARCHS else fitting[-1] if fitting and arch not in _TEGRA else None
