@@ -67,7 +67,8 @@ def coverage(card: Card, device: Device) -> Coverage:
     """What a CUDA device has of an op."""
     names = [one.name for one in card.requirements if one.missing is not None]
     found = {name: card.op.implementations[name].unable_on(device) for name in names}
-    runs = tuple(name for name, reason in found.items() if reason is None)
-    on_it = State.MEASURED if device.arch in card.measured else State.COMPILED
-    state = on_it if runs else State.REFUSED if found else State.XLA
-    return Coverage(card.op.name, device.arch, state, runs, {name: why for name, why in found.items() if why})
+    refused = {name: why for name, why in found.items() if why}
+    state = State.MEASURED if device.arch in card.measured else State.COMPILED
+    if len(refused) == len(found):
+        state = State.REFUSED if found else State.XLA
+    return Coverage(card.op.name, device.arch, state, tuple(sorted(found.keys() - refused.keys())), refused)

@@ -17,6 +17,7 @@ from fusionlab.kernels.launch.compile import KERNELS
 from fusionlab.kernels.ops.multi_transformer.card import decode_rows
 from fusionlab.kernels.ops.multi_transformer.decode import backend as cuda
 from fusionlab.kernels.ops.multi_transformer.decode.persistent import plan as persistent
+from fusionlab.kernels.ops.multi_transformer.decode.phased import plan as phased
 from fusionlab.kernels.ops.multi_transformer.decode.phased.plan import (
     NOTHING,
     SOURCE,
@@ -43,6 +44,14 @@ def on_the_cpu(emulator):
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name])
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_ring_of_one_slice_where_there_is_no_room_for_more_against_float64(monkeypatch):
+    monkeypatch.setattr(phased, "room_on", lambda arch: 1)
+    assert ProductPhase(1, 264, (136,)).cut(1).depth == 1 < ProductPhase(1, 264, (136,)).cut(room_on("sm_120")).depth
+    check(CASES["of 136 columns"])
 
 
 @pytest.fixture

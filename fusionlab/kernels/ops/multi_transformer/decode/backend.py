@@ -146,7 +146,7 @@ def forward(*, present: tuple[str, ...], **everything: Any) -> list[Array]:
     made = {"y": own.pop("y")} | {name: jax.ShapeDtypeStruct(given[name].shape, dtype) for name in caches} | own
     operands, results = _numbered("operand", given), _numbered("result", made)
     places = _places(operands, results, form.layers)
-    arch = device.arch if (device := everything["device"]) else ""
+    arch = getattr(everything["device"], "arch", "")  # of code that is to run anywhere none is known
     plan = persistent_plan(row, places, results) if whole else decode_plan(row, places, arch)
     # XLA gives a result the memory of its operand, and copies the operand first where it is read later.
     aliases = {operands[name][1]: results[name][1] for name in caches}
