@@ -34,12 +34,19 @@ def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
 
 
 class State(enum.StrEnum):
-    """What there is on a GPU of the implementations of an op other than XLA's own code."""
+    """What a GPU has of the implementations of an op other than those that XLA compiles.
 
-    MEASURED = "measured"  # timed against XLA's code on this architecture
-    COMPILED = "compiled"  # they are built for it, and nothing was measured there
-    REFUSED = "refused"  # none runs there
-    XLA = "XLA"  # there is none: the op is JAX code, which runs wherever JAX does
+    Attributes:
+      MEASURED: timed against XLA's code on this architecture.
+      COMPILED: built for it, and not measured there.
+      REFUSED: none of them runs there.
+      XLA: the op has no such implementation; it is JAX code, which runs wherever JAX does.
+    """
+
+    MEASURED = "measured"
+    COMPILED = "compiled"
+    REFUSED = "refused"
+    XLA = "XLA"
 
 
 @dataclass(frozen=True, repr=False)
