@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--fusionlab-device",
         metavar="NAME",
         default=None,
-        help="judge for this device where a test names none: cpu, sm_90 and the like, or a100, l4, h100, h200, b200, rtx4090, t4",
+        help="judge for this device where a test names none: cpu, sm_90 and the like, or a card (h100, a100, rtx4090, ...)",
     )
     parser.addini("fusionlab_report", "as --fusionlab-report, relative to this file", type="string", default=None)
     parser.addini("fusionlab_device", "as --fusionlab-device", type="string", default=None)

@@ -36,7 +36,9 @@ examples:
   fusionlab find fusionlab.models.mlp:apply --args "(init(jax.random.key(0)), jnp.ones((8, 64)))"
   fusionlab find model.py:attend --args "f32[2,64,4,16], f32[2,64,4,16], f32[2,64,4,16]"
 """
-_DEVICE = "decide for this device: cpu, an architecture such as sm_90, or a100, l4, h100, h200, b200, rtx4090, t4"
+_DEVICE = (
+    "decide for this device: cpu, an architecture such as sm_90, or a100, l4, h100, h200, b200, rtx4090, rtx5090, t4"
+)
 INTERRUPTED = 130  # as a shell says of a program that Ctrl-C ended: 128 + SIGINT
 _LONG = "demo", "compare", "bench", "tune"  # say what they do where standard error is no terminal, too
 WORSE = 3  # the exit status of `diff` of two records

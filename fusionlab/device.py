@@ -32,6 +32,7 @@ GPUS = {
     "h200": "sm_90",
     "b200": "sm_100",
     "rtx4090": "sm_89",
+    "rtx5090": "sm_120",
     "t4": "sm_75",
 }
 NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX

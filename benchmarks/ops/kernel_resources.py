@@ -8,29 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from fusionlab.kernels import CARDS
-from fusionlab.kernels.launch.compile import (
-    ARCHS,
-    KERNELS,
-    CudaSource,
-    Resources,
-    compile_source,
-    nvrtc_version,
-    resources,
-)
-from fusionlab.kernels.launch.kernel_plan import KernelPlan, Launch
+from fusionlab.kernels.launch.architectures import ARCHS
+from fusionlab.kernels.launch.compile import KERNELS, CudaSource, Resources, compile_source, nvrtc_version, resources
+from fusionlab.kernels.sources import variants
 
 LIMITS = KERNELS.parent / "choose" / "limits.json"
-
-
-def variants(arch: str) -> Iterator[tuple[str, KernelPlan]]:
-    """Name -> plan of what is compiled for an architecture: everything for sm_90, a sample for the others."""
-    for entry in ("spin", "step"):
-        yield f"clock: {entry}", KernelPlan(f"clock/{entry}.cu", (), (Launch(entry, (1, 1, 1), (1, 1, 1), 0, ()),))
-    for card in CARDS:
-        yield from card.variants(arch)
 
 
 def measure(arch: str, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, dict[str, Resources]]:

@@ -21,9 +21,11 @@ from ..kernels.choose.choices import CHOICES
 from ..kernels.launch import ffi_call as launch
 from ..kernels.launch import native
 from ..kernels.launch.compile import DEFAULT_CACHE
+from ..kernels.sources import Coverage
 from ..showing import Shown, Table
 from ..tracebacks import own_lines_hidden
 from ..verbs.fused import DISABLE, is_disabled
+from .kernels_by_gpu import MEANING, kernels_by_gpu
 
 
 @dataclass(frozen=True, repr=False)
@@ -81,6 +83,7 @@ class Doctor(Shown):
       abilities: backends and outputs, ready or not, with the reason.
       next_command: the command to run next.
       caches: name -> counter -> count, of this process: launch plans prepared, kernels compiled, choices of implementations looked up.
+      kernels: pass -> what each GPU that is known by name, and this one, has of its kernels.
     """
 
     versions: dict[str, str]
@@ -90,6 +93,7 @@ class Doctor(Shown):
     abilities: tuple[Ability, ...]
     next_command: str
     caches: dict[str, dict[str, int]] = field(default_factory=dict)
+    kernels: dict[str, tuple[Coverage, ...]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON-able data; `needs` carry `present`."""
@@ -110,7 +114,8 @@ class Doctor(Shown):
         able = [(a.name, "ready" if a.ready else "missing", a.reason) for a in self.abilities]
         needs = [(n.name, (n.version or "found") if n.present else "missing", n.purpose) for n in self.needs]
         versions = [(name, version, "version") for name, version in self.versions.items()]
-        return Table(("what", "state", "for or why"), (*facts, *able, *needs, *versions))
+        kernels = [(f"kernels of {name}", "", _states(row)) for name, row in self.kernels.items()]
+        return Table(("what", "state", "for or why"), (*facts, *able, *kernels, *needs, *versions))
 
     def __str__(self) -> str:
         lines = ["Versions", "  " + ", ".join(f"{k} {v}" for k, v in self.versions.items())]
@@ -118,11 +123,31 @@ class Doctor(Shown):
         lines += [f"  the first has {', '.join(facts)}"] if (facts := list(_facts(self.device))) else []
         lines += ["Backends and outputs"]
         lines += [f"  {'ready  ' if a.ready else 'missing'}  {a.name:<22} {a.reason}" for a in self.abilities]
+        lines += ["Kernels of each pass by GPU", *(f"  {line}" for line in MEANING), *self._kernel_lines()]
         lines += ["Packages and programs", *map(_need_line, self.needs)]
         lines += ["Caches of this process"]
         for name, counts in self.caches.items():
             lines.append(f"  {name:<16} " + ", ".join(f"{k} {v}" for k, v in counts.items()))
         return "\n".join([*lines, "Next", f"  {self.next_command}"])
+
+    def _kernel_lines(self) -> Iterator[str]:
+        """The table of passes and GPUs, and what this one refuses."""
+        yield _kernel_line("", [one.arch for row in list(self.kernels.values())[:1] for one in row])
+        for name, row in self.kernels.items():
+            yield _kernel_line(name, [one.state.value for one in row])
+        here = (
+            (name, one.refused) for name, row in self.kernels.items() for one in row if one.arch == self.device.arch
+        )
+        yield from (f"  {name}: {way}: {why}" for name, refused in here for way, why in refused.items())
+
+
+def _states(row: tuple[Coverage, ...]) -> str:
+    """What each GPU has of a pass: "sm_90 measured, sm_100 compiled"."""
+    return ", ".join(f"{one.arch} {one.state}" for one in row)
+
+
+def _kernel_line(name: str, cells: list[str]) -> str:
+    return f"  {name:<22} {' '.join(f'{cell:<8}' for cell in cells)}".rstrip()
 
 
 def _need_line(need: Need) -> str:
@@ -259,4 +284,4 @@ def doctor(measure: bool = False) -> Doctor:
         device = measure_peaks()
     caches = {"plans": launch.counters(), "kernels": asdict(DEFAULT_CACHE.counters()), "choices": CHOICES.counters()}
     abilities, command = _abilities(device, needs), _next_command(device, needs)
-    return Doctor(versions, tuple(described), device, needs, abilities, command, caches)
+    return Doctor(versions, tuple(described), device, needs, abilities, command, caches, kernels_by_gpu(device))

@@ -3,6 +3,7 @@
     launch/   from a plan of launches to kernels on XLA's stream: every kernel of ours is launched in `launch/ffi_call.py`.
     choose/   which way a call takes: what was measured for it, or a rule.
     op/       the op protocol: one op is three primitives with a meaning in plain `jax.numpy` and any number of implementations.
+    sources   every CUDA source with its variants, and which of them a GPU runs.
     ops/      the ops, a folder each: `reference.py` is the meaning, `op.py` the call, a module for each implementation, and `card.py`
               what lists of all ops show of it.
 

@@ -98,7 +98,7 @@ def find(
       fn: the function, or a Graph traced before (then no arguments).
       *args, **kwargs: example arguments, as for `trace`.
       passes: names, a Strategy, or None for all.
-      device: the device to decide for: None (this one), "cpu", "sm_90", a card ("a100", "l4", "h100", "h200", "b200", "rtx4090",
+      device: the device to decide for: None (this one), "cpu", "sm_90", a card ("a100", "l4", "h100", "h200", "b200", "rtx4090", "rtx5090",
         "t4"; in any case), or a Device. The device need not be present.
       implementation: as in `fuse`, decided for that device; a site that it cannot run there is declined (`implementation`).
       dump: a folder for the graph before and after each pass (see `fuse`).

@@ -63,7 +63,7 @@ def test_the_device_s_peaks_are_measured_when_asked_for(monkeypatch):
     def measured():
         return dataclasses.replace(Device.current(), copy_bytes_per_s=25e9, gemm_flop_per_s=1.5e11)
 
-    assert "measured" not in str(doctor())
+    assert "(measured" not in str(doctor())
     assert doctor().device.copy_bytes_per_s is None
     monkeypatch.setattr(peaks, "measure_peaks", measured)
     found = doctor(measure=True)
@@ -109,6 +109,20 @@ def test_every_backend_of_every_op_is_reported():
     assert all({r.name for r in card.requirements} == set(card.op.implementations) for card in CARDS)
 
 
+def test_what_each_gpu_has_of_each_pass_is_a_table(monkeypatch):
+    lines = str(doctor()).splitlines()
+    head = next(line for line in lines if line.split()[:1] == ["sm_75"])
+    assert head.split() == ["sm_75", "sm_80", "sm_89", "sm_90", "sm_100", "sm_120"]
+    (row,) = [line for line in lines if line.startswith("  multi_transformer ")]
+    assert row.split()[1:] == ["refused", "refused", "refused", "measured", "compiled", "compiled"]
+    monkeypatch.setattr(Device, "current", lambda: Device.of("sm_103"))  # of a machine with such a GPU
+    found = doctor()
+    assert [one.state.value for one in found.kernels["lerp"]][-2:] == ["compiled"] * 2
+    assert found.kernels["lerp"][-1].arch == "sm_103"
+    assert "grouped_matmul: mosaic: sm_103 is not sm_90, which alone has warpgroup products (wgmma)" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["kernels"]["lerp"][-1]["runs"] == ["cuda"]
+
+
 def test_a_missing_package_is_named_with_its_remedy(without):
     without("vl_convert", "matplotlib")
     found = doctor()
@@ -146,7 +160,8 @@ def test_a_device_is_named_simulated_or_refused():
     assert Device.of("cpu").capability == 0
     for odd in ("sm90", "h-1000", "", "sm_90a"):
         with pytest.raises(
-            ArgumentError, match=r"device: got .*'sm_NN'.* one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 't4'"
+            ArgumentError,
+            match=r"device: got .*'sm_NN'.* one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 'rtx5090', 't4'",
         ):
             Device.of(odd)
 
@@ -161,6 +176,7 @@ def test_a_device_is_named_simulated_or_refused():
         ("B200", 100),
         ("RTX 4090", 89),
         ("rtx4090", 89),
+        ("rtx5090", 120),
         ("T4", 75),
     ],
 )

@@ -69,7 +69,7 @@ SAID = {
     "fusionlab/kernels/op/op.py": "class Op",
     "fusionlab/errors.py": "REJECTIONS",
     "fusionlab/kernels/ops/gemm_epilogue/activations.py": "ACTIVATIONS",
-    "fusionlab/kernels/launch/compile.py": "ARCHS",
+    "fusionlab/kernels/launch/architectures.py": "ARCHS",
 }
 
 

@@ -12,15 +12,17 @@ import generate
 import pytest
 from generate.by_hand import WITHOUT, programs
 from generate.examples import example
+from generate.gpus import write_gpus
 from generate.inline import Inlining
 from generate.markdown import ROOT, plain, printed
 from generate.near import near_misses
-from generate.performance import TABLES, write_performance
+from generate.performance import TABLES, tables_about, write_performance
 from generate.programs import as_function
 from generate.records import CARDS, cell, duration, newest, ratio, records_of
 from generate.rejections import examples
 
 import fusionlab as fl
+from fusionlab.commands.kernels_by_gpu import kernels_by_gpu
 from fusionlab.errors import REJECTIONS, ROUTE_REASONS
 from fusionlab.fusers.engine.base import COMMON_CODES
 
@@ -96,6 +98,18 @@ def test_every_link_leads_to_a_file_or_an_anchor(folder):
 def test_no_anchor_is_given_twice(folder):
     anchors = [anchor for text in pages_in(folder).values() for anchor in re.findall(r"^\(([\w.-]+)\)=$", text, re.M)]
     assert len(set(anchors)) == len(anchors)
+
+
+def test_the_page_of_gpus_is_what_doctor_prints_and_what_is_measured_has_a_record(tmp_path):
+    write_gpus(tmp_path)
+    page = (tmp_path / "gpus.md").read_text(encoding="utf-8")
+    for name, row in kernels_by_gpu().items():
+        line = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
+        assert [cell.partition(":")[0].strip() for cell in line.split("|")[2:-1]] == [one.state.value for one in row]
+        assert all(plain(why.removeprefix(f"{one.arch} ")) in page for one in row for why in one.refused.values())
+        passes = {p.name for p in PASSES if p.op == row[0].op} or {"layer_norm"}  # which finds GroupNorm too
+        on_gpus = {measured.card for one in passes for measured in tables_about(one)} - {"cpu"}
+        assert bool(on_gpus) == any(one.state == "measured" for one in row), name
 
 
 # -- measurements -------------------------------------------------------------------------------------------------------

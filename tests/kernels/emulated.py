@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 from fusionlab.kernels.launch import ffi_call as launch
+from fusionlab.kernels.launch.architectures import ARCHS
 from fusionlab.kernels.launch.compile import KERNELS
 from fusionlab.kernels.launch.kernel_plan import KernelPlan
 from fusionlab.kernels.launch.plans import PlanBook, Prepared
 from fusionlab.kernels.op.implementation import Implementation
 from fusionlab.kernels.ops.dot_product_attention.own import backend as cuda
+from fusionlab.kernels.sources import sources
 from tests.caches import cached_file
 
 SHIM = Path(__file__).parent / "cuda_shim"
@@ -60,12 +62,14 @@ class Emulator:
 
     Attributes:
       last_thread_first: the order in which the threads of a block take turns.
+      card: the architecture whose limits hold ("sm_89"); None for those of every architecture that a source is compiled for.
     """
 
     def __init__(self, compiler: str):
         self._compiler = compiler
         self._libraries: dict[tuple[str, ...], ctypes.CDLL] = {}
         self.last_thread_first = False
+        self.card: str | None = None
 
     def _library(self, spec: KernelPlan) -> ctypes.CDLL:
         key = (spec.source, spec.text, *spec.options)
@@ -117,6 +121,9 @@ class Emulator:
 
     def run_at(self, spec: KernelPlan, operands: Sequence[int], results: Sequence[int]) -> None:
         """The same, on addresses."""
+        for arch in (self.card,) if self.card else sources()[spec.source].archs if spec.source in sources() else ARCHS:
+            unable = spec.refuses(arch)
+            assert unable is None, f"{spec.source}: {unable}"
         addresses = {"operand": operands, "result": results}
         for one in spec.launches:
             scalars = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}
@@ -133,6 +140,7 @@ class Emulator:
             sizes = [(ctypes.c_uint * 3)(*size) for size in (one.grid, one.block)]
             library = self._library(spec)
             ctypes.c_int.in_dll(library, "last_thread_first").value = self.last_thread_first
+            ctypes.c_uint.in_dll(library, "shared_bytes").value = one.shared
             getattr(library, f"run_{one.entry}")(*sizes, pointers)
 
 

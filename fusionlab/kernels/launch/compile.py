@@ -22,9 +22,16 @@ from typing import Any
 from ...device import Device
 from ...errors import ArgumentError, CompileError, MissingDependencyError, OutputError
 from ...output import write_file
+from .architectures import (
+    ARCHITECTURES,
+    ARCHS,
+    Instructions,
+    refuses_instructions,
+    refuses_untargeted,
+    target_of,
+)
 from .disk import make_private, warn_once, why_not_trusted
 
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 KERNELS = Path(__file__).parents[1] / "ops"
 NOT_INSTALLED = 'CuPy is not installed: pip install "fusionlab[cuda13]", or [cuda12]'
 _MAGIC = b"fusionlab cubin 1\n"
@@ -39,14 +46,37 @@ class CudaSource:
     Attributes:
       path: the .cu file, relative to `fusionlab/kernels`; of a text, its name.
       entries: the `extern "C"` kernels it defines.
-      archs: the architectures it is written for, out of `ARCHS`.
+      needs: the instructions it uses that not every architecture of `ARCHS` has.
+      shared: bytes of shared memory of a block, without which its kernels cannot be launched.
+      tried: the only architectures it may run on, whatever others have; empty for no such limit.
       text: the source itself, if it is not a file of this package; it includes CUDA's headers and nothing else.
     """
 
     path: str
     entries: tuple[str, ...]
-    archs: tuple[str, ...] = ARCHS
+    needs: tuple[Instructions, ...] = ()
+    shared: int = 48 << 10
+    tried: tuple[str, ...] = ()
     text: str = ""
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """The architectures it is compiled for, out of `ARCHS`."""
+        return tuple(arch for arch in ARCHS if self.refuses_arch(arch) is None)
+
+    def refuses_arch(self, arch: str) -> str | None:
+        """Why its kernels cannot run on an architecture, or None: what it lacks, or what is too little."""
+        name = self.file.name
+        if reason := refuses_instructions(arch, self.needs, name):
+            return reason
+        target = target_of(arch)
+        if target and self.tried and target not in self.tried:
+            return f"{arch} is not {' or '.join(self.tried)}, where alone {name} was tried"
+        return ARCHITECTURES[target].refuses(name, 0, self.shared) if target else None
+
+    def refuses(self, device: Device) -> str | None:
+        """Why its kernels cannot run on a device, or None."""
+        return refuses_device(device) or (self.refuses_arch(device.arch) if device.arch else None)
 
     @property
     def file(self) -> Path:
@@ -321,22 +351,13 @@ def why_missing() -> str | None:
 
 def refuses_device(device: Device) -> str | None:
     """Why none of this package's kernels can run on a device, or None if a kernel with only the compiler's requirements can."""
-    unable = refuses_older(device, int(ARCHS[0].removeprefix("sm_")), "the oldest that the CUDA compiler builds for")
-    return unable or (NOT_INSTALLED if "cupy" in device.missing else None)
-
-
-def refuses_older(device: Device, least: int, which: str) -> str | None:
-    """Why a device is not a CUDA GPU of this compute capability (80) or a later one, or None; `which` describes it: "the oldest ..."."""
-    if device.platform != "cuda":
-        return f"it needs a CUDA device, this is {device}"
-    if device.arch and device.capability < least:
-        return f"{device.arch} is older than sm_{least}, {which}"
-    return None
+    return refuses_untargeted(device) or (NOT_INSTALLED if "cupy" in device.missing else None)
 
 
 def _check_arch(source: CudaSource, arch: str) -> None:
     if arch not in source.archs:
-        raise ArgumentError(f"arch: got {arch!r} for {source.path}, needed one of {', '.join(source.archs)}")
+        why = f": {reason}" if (reason := source.refuses_arch(arch)) else ""
+        raise ArgumentError(f"arch: got {arch!r} for {source.path}, needed one of {', '.join(source.archs)}{why}")
 
 
 def _key(source: CudaSource, options: tuple[str, ...], arch: str, version: tuple[int, int]) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from ...errors import BackendError
+from .architectures import ARCHITECTURES, target_of
 from .compile import KERNELS, CudaSource, cubin, source_texts
 from .plans import plan_kind
 from .steps import KernelStep, Launch, Prepared
@@ -47,12 +50,24 @@ class KernelPlan:
             raise LookupError(f"{source} has another version here")
         return cls(source, content["options"], tuple(Launch(**data) for data in content["launches"]), text)
 
+    def refuses(self, arch: str) -> str | None:
+        """Why a block of its launches cannot run on an architecture, with what it takes and the limit, or None where nothing forbids it.
+        Static shared memory is not counted."""
+        limits = ARCHITECTURES[target] if (target := target_of(arch)) else None
+        if limits is None:
+            return None
+        found = (limits.refuses(one.entry, math.prod(one.block), one.shared) for one in self.launches)
+        return next(filter(None, found), None)
+
     def prepare(self, device: int) -> Prepared:
         cuda: Any = importlib.import_module("cupy.cuda")
         driver = cuda.driver
         if not self.launches:
             return Prepared(lambda stream, operands, results: None, ())
         arch = f"sm_{cuda.Device(device).compute_capability}"
+        if unable := self.refuses(arch):
+            raise BackendError(f"{self.source}: {unable}")
+        arch = target_of(arch) or arch
         source = CudaSource(self.source, tuple(launch.entry for launch in self.launches), text=self.text)
         image = cubin(source, self.options, arch)
         module = cuda.function.Module()

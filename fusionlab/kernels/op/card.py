@@ -51,10 +51,12 @@ class Card:
       concepts: names of its sites in `Candidate.concepts`.
       kinds: further names, each for one kind of site.
       requirements: of its implementations, one each.
-      source: its CUDA kernels, if it has any.
+      sources: its CUDA kernels, if it has any. The first is the one that pages show; of a source that several ops run, each has it.
       variant: how the names of its variants on record begin, with places for `dtype` and `activation`.
       variants: architecture -> name and plan of each variant of its kernels that is compiled for the record of registers: everything for
         sm_90, a sample for the others. Of kernels that several ops run, one has them.
+      measured: the architectures on which its implementations were timed against XLA's code: what its rule, the shipped tables or a
+        record in `benchmarks/results` is of.
     """
 
     order: int
@@ -63,6 +65,7 @@ class Card:
     concepts: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     requirements: tuple[Requirement, ...] = (XLA, CUDA)
-    source: CudaSource | None = None
+    sources: tuple[CudaSource, ...] = ()
     variant: str = ""
     variants: Callable[[str], Variants] = _none
+    measured: tuple[str, ...] = ("sm_90",)

@@ -289,9 +289,12 @@ class _Kernel:
         dtype = jnp.dtype(next(iter(shapes.values())).dtype).name
         if dtype not in self.kernel.dtypes:
             return f"the operands are {dtype}, the kernel is written for {', '.join(self.kernel.dtypes)}"
-        sizes = self.op.sizes({slot: shapes[slot].shape for slot in self.op.slots})
+        known = {slot: shapes[slot].shape for slot in self.op.slots}
+        sizes = self.op.sizes(known)
         if not 0 < (blocks := self.blocks(sizes)) <= _BLOCKS:
             return f"it would take {blocks} blocks, at most {_BLOCKS} can be launched"
+        if device.arch and (unable := self.plan(known, dtype, attrs).refuses(device.arch)):
+            return unable
         if device.simulated or device.platform != Device.current().platform:
             return None
         key = tuple(sizes.items()), dtype, tuple(self.op.numbers(attrs)), device.arch

@@ -14,7 +14,7 @@ from fusionlab.kernels.launch.compile import KERNELS, source_texts
 from ..markup import code, folded, quiet, table
 
 # Of the ops with kernels of this package's own.
-_CARDS = {card.op.name: card for card in CARDS if card.source is not None}
+_CARDS = {card.op.name: card for card in CARDS if card.sources}
 RECORDED_ARCH = "sm_90"  # the one whose every variant is on record
 _ROWS = 12
 ELSEWHERE = (
@@ -43,9 +43,9 @@ class KernelSource:
 @cache
 def kernel_source(op: str) -> KernelSource | None:
     """The CUDA code of an op; None where it has none of this package's own."""
-    source = _CARDS[op].source if op in _CARDS else None
-    if source is None:
+    if op not in _CARDS:
         return None
+    source = _CARDS[op].sources[0]
     texts = {path.name: text for path, text in source_texts(source.file).items()}
     return KernelSource(source.path, source.entries, source.archs, texts)
 

@@ -717,6 +717,20 @@ def test_the_kernel_runs_where_a_site_was(registered, emulator, transformed):
             assert launches(fl.fuse(jax.vmap(model), passes=["mish", "unit"]), X) == 2
 
 
+def test_a_kernel_that_does_not_fit_a_card_is_refused_there_with_what_it_takes_and_the_limit():
+    op = mish_pass(implementations={"cuda": fl.CudaKernel(MISH, shared=120 << 10)}).fused_op
+    assert op.choose(X.ravel(), device="a100", implementation="cuda") == "cuda"
+    why = (
+        r"cannot run this call on an NVIDIA RTX5090, sm_120 \(simulated\): "
+        r"mish takes 122880 bytes of shared memory in a block, sm_120 has 101376"
+    )
+    with pytest.raises(BackendError, match=why):
+        op.choose(X.ravel(), device="rtx5090", implementation="cuda")
+    wide = mish_pass(implementations={"cuda": fl.CudaKernel(MISH, threads=2048)}).fused_op
+    with pytest.raises(BackendError, match="mish has 2048 threads in a block, sm_90 takes 1024"):
+        wide.choose(X.ravel(), device="h100", implementation="cuda")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_kernel_for_other_dtypes(emulator, dtype):
     op = mish_pass(implementations={"cuda": fl.CudaKernel(MISH, dtypes=("bfloat16", "float16"))})

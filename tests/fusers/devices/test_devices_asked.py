@@ -102,4 +102,4 @@ def test_the_command_line_takes_a_card(capsys):
     assert main(["find", *model, "--device", "L4"]) == 0
     assert "an NVIDIA L4, sm_89 (simulated)" in capsys.readouterr().out
     assert main(["find", *model, "--device", "l5"]) == 1
-    assert "one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 't4'" in capsys.readouterr().err
+    assert "one of 'a100', 'l4', 'h100', 'h200', 'b200', 'rtx4090', 'rtx5090', 't4'" in capsys.readouterr().err

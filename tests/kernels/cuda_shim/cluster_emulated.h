@@ -27,7 +27,7 @@ inline void cluster_waits() { of_cluster.wait(alive_in_cluster); }
 
 inline float of_block(const float* at, int block) {
   const auto place = reinterpret_cast<const unsigned char*>(at) - shared_memory;
-  if (place < 0 || place >= static_cast<long>(sizeof(shared_memory)) || !alive[block]) std::abort();
+  if (place < 0 || place >= static_cast<long>(shared_bytes) || !alive[block]) std::abort();
   float value;
   std::memcpy(&value, shared_memories[block] + place, 4);
   return value;

@@ -143,10 +143,13 @@ template <typename Value> Value __shfl_xor_sync(unsigned mask, Value value, int 
 }
 
 inline void block_starts(); // what a header beside this one prepares
+inline void block_ends();   // and what it looks at when all threads have returned
 
 // Whose turn it is: the threads one after another, or from the last to the first. What hangs on it lacks a barrier.
+// And how many bytes of dynamic shared memory a block of this launch asked for.
 extern "C" {
 inline int last_thread_first = 0;
+[[gnu::used]] inline unsigned shared_bytes = 0; // not every kernel looks at it
 }
 
 // Runs a kernel; `arguments` holds a pointer to each parameter, as for cuLaunchKernel. Blocks of a cluster lie along x.
@@ -190,10 +193,12 @@ inline void launch(
         any = true;
       }
     }
+    block_ends();
   }
   block_in_cluster = 0;
 }
 
 #ifndef FL_BLOCK_STARTS // warp_emulated.h has its own
 inline void block_starts() {}
+inline void block_ends() {}
 #endif

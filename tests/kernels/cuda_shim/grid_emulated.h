@@ -59,7 +59,7 @@ inline void gate_waits(Gate* gate, unsigned parity) {
 inline void gate_waits_for_partner(Gate* gate, unsigned parity) { gate_waits(gate, parity); }
 template <class Value> Value* in_partner(Value* at) {
   const auto place = reinterpret_cast<unsigned char*>(at) - shared_memory;
-  if (place < 0 || place >= static_cast<long>(sizeof(shared_memory)) || !alive[block_in_cluster ^ 1]) std::abort();
+  if (place < 0 || place >= static_cast<long>(shared_bytes) || !alive[block_in_cluster ^ 1]) std::abort();
   return reinterpret_cast<Value*>(shared_memories[block_in_cluster ^ 1] + place);
 }
 inline void give_partner(float* at, float value, Gate* gate) {

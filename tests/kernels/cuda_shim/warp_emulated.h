@@ -1,5 +1,5 @@
 // The instructions of warp.cuh on a CPU: lanes show each other their operands. Copies to shared memory arrive when they are waited for, and
-// shared memory is full of NaN when a block starts.
+// shared memory is full of NaN when a block starts, and has as many bytes as the launch asked for.
 #pragma once
 #include "cuda_bf16.h"
 
@@ -22,9 +22,17 @@ inline void block_starts() {
   for (unsigned i = 0; i < blocks_in_cluster * 32 * 32; ++i) copies[i].clear(), closed_groups[i] = 0;
 }
 
+// A block that wrote behind the shared memory that it asked for would write into another's on a GPU, or fault.
+inline void block_ends() {
+  const std::size_t most = sizeof(shared_memories[0]), seen = most - shared_bytes < 4096 ? most - shared_bytes : 4096;
+  for (unsigned block = 0; block < blocks_in_cluster; ++block)
+    for (std::size_t i = 0; i < seen; ++i)
+      if (shared_memories[block][shared_bytes + i] != 0xff) std::abort();
+}
+
 inline void copy_of(void* to, const void* from, bool inside, int bytes) {
   const auto at = static_cast<unsigned char*>(to) - shared_memory;
-  if (at < 0 || at + bytes > static_cast<long>(sizeof(shared_memory)) || at % bytes) std::abort();
+  if (at < 0 || at + bytes > static_cast<long>(shared_bytes) || at % bytes) std::abort();
   if (inside && reinterpret_cast<std::uintptr_t>(from) % bytes) std::abort();
   Copy copy{to, {}, bytes, closed_groups[of_cluster_thread()]};
   if (inside) std::memcpy(copy.content, from, bytes);

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.ops.kernel_resources import LIMITS, measure, variants
+from benchmarks.ops.kernel_resources import LIMITS, measure
 from fusionlab.errors import ArgumentError, CompileError, MissingDependencyError, UnknownNameError
 from fusionlab.kernels.launch import compile as compiling
+from fusionlab.kernels.launch.architectures import ARCHS
 from fusionlab.kernels.launch.compile import (
-    ARCHS,
     KERNELS,
     CompileCache,
     Counters,
@@ -36,6 +36,9 @@ from fusionlab.kernels.ops.gemm_epilogue.elementwise import (
     saves_for_backward,
 )
 from fusionlab.kernels.ops.gemm_epilogue.reference import mask_pitch
+from fusionlab.kernels.sources import variants
+
+from .test_architectures import check_fits
 
 KEY = "0" * 64
 RELU = forward_plan(64, 256, "bfloat16", "relu", bias=True, saves="bits")
@@ -63,6 +66,7 @@ def parts():
     return [(a, part) for a in archs for part in range(64) if any(is_part(a, name, part) for name in record[a])]
 
 
+@pytest.mark.dear  # test_architectures.py has one of each source by default
 @pytest.mark.nvrtc
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(("arch", "part"), parts())
@@ -71,11 +75,13 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
     same = record["nvrtc"] == ".".join(map(str, compiling.nvrtc_version()))
     # Another compiler may choose a little differently, but not lose its way.
     slack, spills = (0, 0) if same else (24, 16)
-    assert [name for name, _ in variants(arch)] == list(record["registers"][arch])
+    plans = dict(variants(arch))
+    assert list(plans) == list(record["registers"][arch])
     found = measure(arch, lambda name: is_part(arch, name, part))
     assert found
     for name, by_entry in found.items():
         assert by_entry.keys() == record["registers"][arch][name].keys()
+        check_fits(arch, plans[name], by_entry)
         for entry, taken in by_entry.items():
             limit = record["registers"][arch][name][entry] + slack
             assert taken.registers <= limit, f"{name}: {entry}: {LIMITS.name} is written by {record['command']}"
@@ -371,8 +377,6 @@ def test_what_does_not_exist_is_refused():
 
 
 def early_kernels():
-    from benchmarks.ops.kernel_resources import variants
-
     plans = [plan for _, plan in variants("sm_90")]
     found = {(plan.source, one.entry) for plan in plans for one in plan.launches if one.early}
     # Those of decode.cu ask for weights and caches before they wait: test_decode_cuda.py.

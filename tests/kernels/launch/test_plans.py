@@ -377,7 +377,7 @@ def notes(monkeypatch):
             return SimpleNamespace(ptr=f"pointer of {entry}")
 
     cuda = ModuleType("cupy.cuda")
-    cuda.Device = lambda device: SimpleNamespace(compute_capability={3: "90"}[device])
+    cuda.Device = lambda device: SimpleNamespace(compute_capability={3: "90", 4: "103", 5: "87", 6: "120"}[device])
     cuda.function = SimpleNamespace(Module=Module)
     cuda.driver = SimpleNamespace(
         CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
@@ -423,6 +423,22 @@ def test_kernels_are_loaded_when_prepared_and_launched_in_order(notes):
         ("launch", "pointer of spin", (1, 2, 3, 4, 5, 6, 7), 5),
         ("launch", "pointer of two", (2, 1, 1, 64, 1, 1, 100 << 10), 5),
     ]
+
+
+def test_a_gpu_without_code_of_its_own_takes_that_of_its_family(notes):
+    SPIN.prepare(4)
+    assert notes[0][-1] == "sm_100"
+    SPIN.prepare(5)
+    assert notes[2][-1] == "sm_87"  # `cubin`, a note here, refuses it
+
+
+def test_a_launch_that_does_not_fit_the_gpu_is_refused_before_it_is_compiled(notes):
+    large = replace(SPIN, launches=(Launch("two", (2, 1, 1), (64, 1, 1), 100 << 10, ()),))
+    message = r"clock/spin.cu: two takes 102400 bytes of shared memory in a block, sm_120 has 101376"
+    with pytest.raises(BackendError, match=message):
+        large.prepare(6)
+    assert notes == []
+    large.prepare(3)
 
 
 def test_nothing_is_compiled_where_there_is_nothing_to_launch(notes):

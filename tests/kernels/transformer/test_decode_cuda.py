@@ -12,11 +12,20 @@ import pytest
 
 from fusionlab.device import Device
 from fusionlab.errors import BackendError
+from fusionlab.kernels.launch.architectures import ARCHITECTURES
 from fusionlab.kernels.launch.compile import KERNELS
 from fusionlab.kernels.ops.multi_transformer.card import decode_rows
 from fusionlab.kernels.ops.multi_transformer.decode import backend as cuda
 from fusionlab.kernels.ops.multi_transformer.decode.persistent import plan as persistent
-from fusionlab.kernels.ops.multi_transformer.decode.phased.plan import NOTHING, Places, ProductPhase, decode_plan
+from fusionlab.kernels.ops.multi_transformer.decode.phased import plan as phased
+from fusionlab.kernels.ops.multi_transformer.decode.phased.plan import (
+    NOTHING,
+    SOURCE,
+    Places,
+    ProductPhase,
+    decode_plan,
+    room_on,
+)
 
 from ..emulated import kernels_on_the_cpu
 from .decode_suite import CASES, OP, Case, attributes_of, check, operands_of, run, shapes_of
@@ -35,6 +44,14 @@ def on_the_cpu(emulator):
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
     check(CASES[name])
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("on_the_cpu")
+def test_a_ring_of_one_slice_where_there_is_no_room_for_more_against_float64(monkeypatch):
+    monkeypatch.setattr(phased, "room_on", lambda arch: 1)
+    assert ProductPhase(1, 264, (136,)).cut(1).depth == 1 < ProductPhase(1, 264, (136,)).cut(room_on("sm_120")).depth
+    check(CASES["of 136 columns"])
 
 
 @pytest.fixture
@@ -243,7 +260,10 @@ def test_what_it_cannot_take_is_refused_with_the_reason(case, change, attrs, why
 def test_what_it_takes_is_not_refused():
     assert all(refusal(case) is None for case in CASES.values())
     assert "older than sm_75" in (refusal(Case(), device=replace(H200, arch="sm_70")) or "")
-    assert "not among sm_90, sm_100" in (refusal(Case(), device=replace(H200, arch="sm_80")) or "")
+    assert "older than sm_90, the oldest with thread block clusters" in refusal(
+        Case(), device=replace(H200, arch="sm_80")
+    )
+    assert refusal(Case(), device=Device.of("sm_120")) is None
 
 
 def test_a_few_texts_of_a_measured_width_prefer_the_kernels(monkeypatch):
@@ -296,14 +316,14 @@ def test_one_kernel_has_no_blocks_that_shorten_no_phase(monkeypatch):
 
 def test_a_call_is_five_kernels_a_layer_and_the_first_starts_when_all_before_has_ended():
     row = decode_rows()["bfloat16 E4096 of 1"]
-    plan = decode_plan(row, [NOWHERE] * 3)
+    plan = decode_plan(row, [NOWHERE] * 3, "sm_90")
     names = [one.entry.removeprefix("decode_") for one in plan.launches]
     assert names == ["qkv", "attend", "out", "up", "down"] * 3
     assert [one.early for one in plan.launches] == [False] + [True] * 14
 
 
 def test_many_rows_are_normed_once_by_a_kernel():
-    plan = decode_plan(decode_rows()["bfloat16 E4096 of 16"], [NOWHERE])
+    plan = decode_plan(decode_rows()["bfloat16 E4096 of 16"], [NOWHERE], "sm_90")
     names = [one.entry.removeprefix("decode_") for one in plan.launches]
     assert names == ["norm1", "qkv", "attend", "out", "norm2", "up", "down"]
 
@@ -311,7 +331,7 @@ def test_many_rows_are_normed_once_by_a_kernel():
 def test_blocks_are_whole_clusters_and_fit_two_to_a_multiprocessor():
     for row in decode_rows().values():
         for product in (row.qkv, row.out, row.up, row.down):
-            tile = product.cut()
+            tile = product.cut(room_on("sm_90"))
             assert product.blocks(tile) % tile.split == 0
             assert product.shared(tile) <= (227 << 10) // 2 - 1024
             assert tile.split * product.own(tile) >= product.inner
@@ -323,8 +343,10 @@ def test_a_product_of_odd_sizes_is_cut():
         ProductPhase(16, 8, (8, 8, 8)),
         ProductPhase(5, 56, (24,), turned=True, gated=True),
     ):
-        tile = product.cut()
-        assert product.shared(tile) <= 100 << 10
+        for arch in (*SOURCE.archs, ""):
+            assert product.shared(product.cut(room_on(arch))) <= min(
+                ARCHITECTURES[arch].shared if arch else 99 << 10, 108 << 10
+            )
 
 
 def test_what_may_start_early_reads_nothing_of_the_kernels_before_it_waits():

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
+from ...launch.compile import CudaSource
 from ...launch.ffi_call import launch
 from ...launch.kernel_plan import KernelPlan, Launch
 from ...launch.plans import plan_kind
 from ...launch.steps import Prepared
+
+SPIN = CudaSource("clock/spin.cu", ("spin",))
+STEP = CudaSource("clock/step.cu", ("step",))
 
 _EVENTS: dict[
     tuple[int, int], Any
@@ -59,17 +63,27 @@ def mark(slot: int) -> Any:
 @functools.cache
 def wait(nanoseconds: int) -> Any:
     """A compiled program that keeps that stream busy so long."""
-    plan = KernelPlan("clock/spin.cu", (), (Launch("spin", (1, 1, 1), (1, 1, 1), 0, (("i64", nanoseconds),)),))
-    return _alone(plan)
+    return _alone(_spin_plan(nanoseconds))
 
 
 def step(x: Any) -> Any:
     """x + 1 (float32, a multiple of 4 elements) by one launch that does nothing else; for timing a launch."""
-    params = (("operand", 0), ("result", 0), ("i64", x.size))
-    plan = KernelPlan(
-        "clock/step.cu", (), (Launch("step", (-(-x.size // 512), 1, 1), (128, 1, 1), 0, params, early=True),)
-    )
-    return launch(plan, [x], [jax.ShapeDtypeStruct(x.shape, x.dtype)])[0]
+    return launch(_step_plan(x.size), [x], [jax.ShapeDtypeStruct(x.shape, x.dtype)])[0]
+
+
+def _spin_plan(nanoseconds: int) -> KernelPlan:
+    return KernelPlan(SPIN.path, (), (Launch("spin", (1, 1, 1), (1, 1, 1), 0, (("i64", nanoseconds),)),))
+
+
+def _step_plan(size: int) -> KernelPlan:
+    params = (("operand", 0), ("result", 0), ("i64", size))
+    return KernelPlan(STEP.path, (), (Launch("step", (-(-size // 512), 1, 1), (128, 1, 1), 0, params, early=True),))
+
+
+def variants() -> Iterator[tuple[str, KernelPlan]]:
+    """Name and plan of each kernel, as `Card.variants` has them of an op."""
+    yield "clock: spin", _spin_plan(1000)
+    yield "clock: step", _step_plan(1024)
 
 
 def elapsed_s(first: int, second: int) -> float:

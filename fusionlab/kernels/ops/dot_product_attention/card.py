@@ -6,7 +6,7 @@ from typing import Any
 
 from ...op.card import CUDA, XLA, Card, Requirement, Variants
 from .cudnn.call import why_missing
-from .cudnn.probe import probe_plan
+from .cudnn.probe import PROBE, probe_plan
 from .op import DOT_PRODUCT_ATTENTION
 from .own import tiles
 from .settings import ROUNDED_OFF
@@ -25,9 +25,9 @@ _KINDS: dict[str, dict[str, Any]] = {
 
 def variants(arch: str) -> Variants:
     """Each kind of operand of the scores, each way of saving, the sizes with most registers."""
+    yield "attention probe", probe_plan(64, 1024)
     if arch not in tiles.SOURCE.archs:
         return
-    yield "attention probe", probe_plan(64, 1024)
     everything = [("bfloat16", f, k) for f in (64, 128) for k in _KINDS]
     everything += [("float32", f, k) for f in (64, 128) for k in ("causal", "mask")] + [("float16", 64, "causal")]
     for case in everything if arch == "sm_90" else (("bfloat16", 128, "mask"), ("float32", 64, "mask")):
@@ -58,7 +58,7 @@ CARD = Card(
         Requirement(50, "cudnn", "cuDNN's fused attention, as JAX calls it", (why_missing,)),
         CUDA,
     ),
-    source=tiles.SOURCE,
+    sources=(tiles.SOURCE, PROBE),
     variant="attention {dtype}",
     variants=variants,
 )

@@ -72,6 +72,7 @@ class DotProductAttention(Op):
             cudnn.forward,
             cudnn.cotangent,
             unable=cudnn.refuses,
+            unable_on=lambda device: cudnn.refuses_device(device),
             opaque=True,
         ),
         "cuda": implementation(
@@ -81,6 +82,7 @@ class DotProductAttention(Op):
             cuda.forward,
             cuda.cotangent,
             unable=cuda.refuses,
+            unable_on=lambda device: cuda.refuses_device(device),
             opaque=True,
         ),
     }

@@ -36,7 +36,7 @@ CARD = Card(
         ),
         CUDA,
     ),
-    source=SOURCE,
+    sources=(SOURCE,),
     variant="gated {dtype} {activation}",
     variants=variants,
 )

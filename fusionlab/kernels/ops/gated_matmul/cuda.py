@@ -13,16 +13,13 @@ import jax
 import numpy as np
 
 from ....device import Device
-from ...launch.compile import refuses_device as refuses_compiled
-from ...launch.compile import refuses_older
 from ...launch.ffi_call import launch
 from ...op.arrays import names_algorithm
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
-from .plan import CODES, MOST_COLUMNS, forward_plan
+from .plan import CODES, MOST_COLUMNS, SOURCE, forward_plan
 
 Array = Any
 
-MIN_CAPABILITY = 80
 OTHERS = "implementation='concatenated' takes it"
 
 
@@ -44,8 +41,7 @@ def refuses(shapes: Mapping[str, Any], device: Device, *, activation: str, preci
 
 def refuses_device(device: Device) -> str | None:
     """Why the kernel cannot run on a device, or None."""
-    which = "the oldest with the tensor-core instructions the kernel uses"
-    return refuses_compiled(device) or refuses_older(device, MIN_CAPABILITY, which)
+    return SOURCE.refuses(device)
 
 
 def forward(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from ...launch.architectures import COPIES, TENSOR_CORES
 from ...launch.compile import CudaSource
 from ...launch.kernel_plan import KernelPlan, Launch
 from ..gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ..geometry import ceil_div
 from ..passes import integers, options
 
-SOURCE = CudaSource(
-    "gated_matmul/gated.cu", ("gated_forward",), ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-)
+SOURCE = CudaSource("gated_matmul/gated.cu", ("gated_forward",), (TENSOR_CORES, COPIES), 64 << 10)
 CODES = {"bfloat16": 1, "float16": 2}  # FL_T
 MOST_COLUMNS = 65535 * 64  # a grid's blocks along y, CUDA's limit, of kColumns each
 _WARP_ROWS, _COLUMNS, _INNER, _WORD = 32, 64, 64, 8  # as of gated.cu

@@ -38,7 +38,7 @@ CARD = Card(
     concepts=("linear",),
     kinds=("relu", "gelu_tanh", "gelu_erf", "silu", "sigmoid", "tanh"),
     requirements=(XLA, CUBLASLT, CUDA),
-    source=SOURCE,
+    sources=(SOURCE,),
     variant="{dtype} {activation}",
     variants=variants,
 )

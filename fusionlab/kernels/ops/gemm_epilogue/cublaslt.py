@@ -20,7 +20,8 @@ from jax import lax
 from ....device import Device
 from ...choose.choices import CHOICES
 from ...launch import cublaslt as lt
-from ...launch.compile import NOT_INSTALLED, refuses_older
+from ...launch.architectures import refuses_older
+from ...launch.compile import NOT_INSTALLED
 from ...launch.ffi_call import launch
 from ...launch.plans import plan_name
 from ...op.arrays import Named, names_algorithm, precisions

@@ -27,5 +27,5 @@ def variants(arch: str) -> Variants:
 
 
 CARD = Card(
-    40, GROUP_NORM, hue="vermilion", source=SOURCE, variant="group norm {dtype} {activation}", variants=variants
+    40, GROUP_NORM, hue="vermilion", sources=(SOURCE,), variant="group norm {dtype} {activation}", variants=variants
 )

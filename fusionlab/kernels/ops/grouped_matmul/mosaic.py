@@ -21,12 +21,12 @@ from jax import lax
 
 from ....device import Device
 from ....graph.jax_compat import enable_x64
+from ...launch.architectures import WARPGROUPS, refuses_instructions
 from ...op.arrays import names_algorithm, refuses_dtypes
 from .reference import as_product
 
 Array = Any
 
-ARCH = "sm_90"  # the kernels use its warpgroup instructions (wgmma), which no other architecture has
 DTYPES = ("bfloat16", "float16")
 MOST_GROUPS = 256  # the shipped kernel unrolls a loop over the groups
 BLOCK = (
@@ -93,9 +93,9 @@ def refuses_device(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
     if device.platform != "cuda":
         return f"needs a CUDA device, this is {device}"
-    if device.arch != ARCH:
-        return f"{device.arch or device} is not {ARCH}, whose instructions the kernels use"
-    return missing()
+    unknown = f"the architecture of {device} is not known"
+    lacking = refuses_instructions(device.arch, (WARPGROUPS,), "the kernel") if device.arch else unknown
+    return lacking or missing()
 
 
 @functools.cache

@@ -42,7 +42,7 @@ CARD = Card(
         CUDA,
         Requirement(70, "pallas", "Pallas kernels, by the Mosaic GPU in JAX; Hopper GPUs", (missing,)),
     ),
-    source=SOURCE,
+    sources=(SOURCE,),
     variant="norm {dtype}",
     variants=variants,
 )

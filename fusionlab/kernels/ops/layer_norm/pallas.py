@@ -50,7 +50,7 @@ def refuses_device(device: Device) -> str | None:
     """Why the kernel cannot run on a device, or None."""
     if device.platform != "cuda":
         return f"needs a CUDA device, this is {device}"
-    return None if device.arch == ARCH else f"the kernel was tried only on {ARCH}, this is {device.arch or device}"
+    return None if device.arch == ARCH else f"{device.arch or device} is not {ARCH}, where alone the kernel was tried"
 
 
 def missing() -> str | None:

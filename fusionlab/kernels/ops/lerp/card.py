@@ -29,4 +29,4 @@ def variants(arch: str) -> Variants:
                     yield f"{name}: {' and '.join(wanted)}, pass {i + 1}", one.plan
 
 
-CARD = Card(50, LERP, hue="green", concepts=("lerp",), source=SOURCE, variant="lerp {dtype}", variants=variants)
+CARD = Card(50, LERP, hue="green", concepts=("lerp",), sources=(SOURCE,), variant="lerp {dtype}", variants=variants)

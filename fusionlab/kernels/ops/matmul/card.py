@@ -5,4 +5,6 @@ from ..gemm_epilogue.elementwise import SOURCE
 from .op import MATMUL
 
 # XLA's product, and the kernel that follows it, which is gemm_epilogue's.
-CARD = Card(60, MATMUL, hue="yellow", requirements=(XLA, CUBLASLT, CUDA), source=SOURCE, variant="{dtype} {activation}")
+CARD = Card(
+    60, MATMUL, hue="yellow", requirements=(XLA, CUBLASLT, CUDA), sources=(SOURCE,), variant="{dtype} {activation}"
+)

@@ -48,7 +48,7 @@ def variants(arch: str) -> Variants:
         return
     nowhere = decode.Places({}, *[decode.NOTHING] * 7)
     for name, row in decode_rows().items():
-        yield f"decode {name}", decode.decode_plan(row, [nowhere])
+        yield f"decode {name}", decode.decode_plan(row, [nowhere], arch)
         if arch in persistent.SOURCE.archs and persistent.takes(row):
             yield f"decode {name} by one kernel", persistent.persistent_plan(row, [nowhere] * 8, {})
 
@@ -62,7 +62,7 @@ CARD = Card(
         Requirement(30, "composed", "whole transformer layers made of the other fused ops; runs wherever JAX runs"),
         CUDA,
     ),
-    source=decode.SOURCE,
+    sources=(decode.SOURCE, persistent.SOURCE),
     variant="decode {dtype}",
     variants=variants,
 )

@@ -66,6 +66,7 @@ class MultiTransformer(CompositeOp):
             cuda.forward,
             cuda.refuses,
             opaque=True,
+            unable_on=lambda device: cuda.refuses_device(device),
         ),
     }
 

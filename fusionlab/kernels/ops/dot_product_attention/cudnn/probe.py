@@ -15,11 +15,13 @@ import numpy as np
 from jax import lax
 
 from .....errors import ArgumentError
+from ....launch.compile import CudaSource
 from ....launch.ffi_call import launch
 from ....launch.kernel_plan import KernelPlan, Launch
 
 Array = Any
 
+PROBE = CudaSource("dot_product_attention/cudnn/probe.cu", ("mask_probe",))
 _THREADS = 256
 _MOST_ROWS = 2**31 - 1
 
@@ -59,8 +61,7 @@ def probe_plan(rows: int, keys: int) -> KernelPlan:
     if rows > _MOST_ROWS or keys > _MOST_ROWS:
         raise ArgumentError(f"mask: got {rows} rows of {keys} keys, needed fewer than 2^31 of each")
     params = (("operand", 0), ("result", 0), ("i64", keys))
-    source = "dot_product_attention/cudnn/probe.cu"
-    return KernelPlan(source, (), (Launch("mask_probe", (rows, 1, 1), (_THREADS, 1, 1), 0, params),))
+    return KernelPlan(PROBE.path, (), (Launch("mask_probe", (rows, 1, 1), (_THREADS, 1, 1), 0, params),))
 
 
 def _check(mask: Array) -> None:

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from .....device import Device
-from ....launch.compile import refuses_older, why_missing
 from ....launch.ffi_call import launch
 from ....op.arrays import refuses_shardings
 from ...passes import those
@@ -28,8 +27,6 @@ from . import tiles
 from .tiles import Strides, TiledAttention
 
 Array = Any
-
-MIN_CAPABILITY = 80
 
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
@@ -42,8 +39,7 @@ def refuses_call(shapes: Mapping[str, Any], device: Device, form: Settings) -> s
 
 
 def refuses_device(device: Device) -> str | None:
-    which = "the oldest with the tensor-core instructions the kernels use"
-    return refuses_older(device, MIN_CAPABILITY, which) or (None if device.simulated else why_missing())
+    return tiles.SOURCE.refuses(device)
 
 
 def _refuses_operands(shapes: Mapping[str, Any], form: Settings) -> str | None:

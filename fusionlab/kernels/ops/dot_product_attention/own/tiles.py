@@ -11,22 +11,24 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ....launch.compile import ARCHS, CudaSource
+from ....launch.architectures import COPIES, TENSOR_CORES
+from ....launch.compile import CudaSource
 from ....launch.kernel_plan import KernelPlan, Launch
 from ...geometry import GRID_Y, ITEM_BYTES, VECTOR_BYTES, ceil_div, round_up
 from ...passes import integers, options, places, those
 from ..settings import ROUNDED_OFF, statistics
 
+SHARED = 99 << 10
 SOURCE = CudaSource(
     "dot_product_attention/own/attention.cu",
     ("attention_forward", "attention_query", "attention_keys"),
-    tuple(a for a in ARCHS if a != "sm_75"),
+    (TENSOR_CORES, COPIES),
+    SHARED,
 )
 CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 OPERANDS = {"bool": 1, "float32": 2, "bfloat16": 3, "float16": 4}  # FL_FACTORS; FL_BIAS is one less
 MOST_FEATURES = 128
 MOST_BLOCKS = GRID_Y  # along y and z, which are heads and batch: CUDA's limit of both
-SHARED = 99 << 10
 
 _READ = ("query", "key", "value", "bias", "mask", "factors")
 

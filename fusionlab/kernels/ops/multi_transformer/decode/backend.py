@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .....device import Device
-from ....launch.compile import refuses_device as refuses_compiled
 from ....launch.ffi_call import launch
 from ....launch.steps import Param
 from ....op.arrays import names_algorithm, refuses_shardings
@@ -50,11 +49,7 @@ _CACHES = ("cache_k", "cache_v")
 
 def refuses_device(device: Device) -> str | None:
     """Why the kernels cannot run on a device, or None."""
-    if unable := refuses_compiled(device):
-        return unable
-    if device.arch and device.arch not in SOURCE.archs:
-        return f"{device.arch} is not among {', '.join(SOURCE.archs)}, which the kernels are written for"
-    return None
+    return SOURCE.refuses(device)
 
 
 def refuses(shapes: Mapping[str, Any], device: Device, **attrs: Any) -> str | None:
@@ -151,7 +146,8 @@ def forward(*, present: tuple[str, ...], **everything: Any) -> list[Array]:
     made = {"y": own.pop("y")} | {name: jax.ShapeDtypeStruct(given[name].shape, dtype) for name in caches} | own
     operands, results = _numbered("operand", given), _numbered("result", made)
     places = _places(operands, results, form.layers)
-    plan = persistent_plan(row, places, results) if whole else decode_plan(row, places)
+    arch = getattr(everything["device"], "arch", "")  # of code that is to run anywhere none is known
+    plan = persistent_plan(row, places, results) if whole else decode_plan(row, places, arch)
     # XLA gives a result the memory of its operand, and copies the operand first where it is read later.
     aliases = {operands[name][1]: results[name][1] for name in caches}
     outs = launch(plan, list(given.values()), list(made.values()), aliases)

@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ......device import Device
+from .....launch.architectures import ARCHITECTURES
 from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
 from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ....passes import options
-from ..phased.plan import CODES, NORMS, NOTHING, Places, ProductPhase, Row, float_literal
+from ..phased.plan import CODES, INSTRUCTIONS, NORMS, NOTHING, Places, ProductPhase, Row, float_literal
 
-SOURCE = CudaSource("multi_transformer/decode/persistent/persistent.cu", ("decode_begin", "decode_layers"), ("sm_90",))
+_SHARED = ARCHITECTURES["sm_90"].shared  # bytes of a block
+SOURCE = CudaSource(
+    "multi_transformer/decode/persistent/persistent.cu",
+    ("decode_begin", "decode_layers"),
+    INSTRUCTIONS,
+    _SHARED,
+    ("sm_90",),
+)
 BLOCKS = 132  # at most: no more than the device has multiprocessors, or they would wait for each other for ever
 MOST_LAYERS = 24  # of a launch: its addresses are one parameter, of 4 KB at most
 _PAIR = 2  # blocks that share the inner axis of a product
 _THREADS, _WARPS = 512, 8  # eight warps that compute and eight that fill their rings
-_SHARED = 227 << 10  # bytes of a block (CUDA C++ Programming Guide, compute capability 9.0)
 # Bytes of a slice, and of a ring's slices on their way at a time: enough for the memory's rate, and no long row to wait behind. Slices are
 # large where a layer is so small that what a warp does for each of them counts.
 _SLICE, _FLIGHT = 2048, 6144

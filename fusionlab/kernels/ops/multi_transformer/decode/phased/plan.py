@@ -9,16 +9,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from .....launch.architectures import (
+    ARCHITECTURES,
+    BULK_COPIES,
+    CLUSTERS,
+    COPIES,
+    TENSOR_CORES,
+    target_of,
+)
 from .....launch.compile import CudaSource
 from .....launch.kernel_plan import KernelPlan, Launch
 from .....launch.steps import Param
 from ....gemm_epilogue.elementwise import KERNEL_ACTIVATIONS
 from ....passes import options
 
+INSTRUCTIONS = (TENSOR_CORES, COPIES, CLUSTERS, BULK_COPIES)
 SOURCE = CudaSource(
     "multi_transformer/decode/phased/decode.cu",
     ("decode_qkv", "decode_attend", "decode_out", "decode_up", "decode_down"),
-    ("sm_90", "sm_100"),
+    INSTRUCTIONS,
+    99 << 10,
 )
 CODES = {"bfloat16": 1, "float16": 2}  # FL_T
 MOST_ROWS = 16
@@ -95,14 +105,14 @@ class ProductPhase:
         flags = int(self.turned), int(self.gated), NORMS[self.norm], int(self.is_resident(tile)), int(self.strips)
         return ",".join(map(str, (self.inner, *columns, *cut, *flags)))
 
-    def cut(self) -> ProductTile:
-        """The tile for which the busiest multiprocessor has least to read."""
+    def cut(self, room: int) -> ProductTile:
+        """The tile for which the busiest multiprocessor has least to read, of a block with that many bytes of shared memory."""
         step = 32 if self.turned else 16
         matrices = 2 if self.gated else 1
         tiles = [ProductTile(matrices * n, s, step, 1) for n in _COLUMNS[: 3 if matrices == 1 else 2] for s in _SPLITS]
         best = min(tiles, key=self._cost)
         own = -(-self.own(best) // (_WARPS * step))  # slices of a warp
-        fit = (_BLOCK - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
+        fit = (room - _SCRATCH - self.resident_bytes(best)) // (_WARPS * self.slice_bytes(best))
         return replace(best, depth=max(1, min(own, fit)))
 
     def _cost(self, tile: ProductTile) -> float:
@@ -242,14 +252,20 @@ def fuses_norm(rows: int, width: int) -> bool:
     return 2 * rows * width <= _RESIDENT and rows <= _WARPS
 
 
-def decode_plan(row: Row, layers: Sequence[Places]) -> KernelPlan:
-    """The kernels of all layers, one after another.
+def room_on(arch: str) -> int:
+    """Bytes of shared memory of a block on an architecture; of one that is not known ("") those that there are wherever the kernels run."""
+    target = target_of(arch) if arch else None
+    return min(_BLOCK, ARCHITECTURES[target].shared if target else SOURCE.shared)
+
+
+def decode_plan(row: Row, layers: Sequence[Places], arch: str) -> KernelPlan:
+    """The kernels of all layers, one after another, for a GPU of an architecture ("" where it is not known).
 
     Returns:
       A plan whose operands and results are those that the places name.
     """
     products = {"QKV": row.qkv, "OUT": row.out, "UP": row.up, "DOWN": row.down}
-    tiles = {name: product.cut() for name, product in products.items()}
+    tiles = {name: product.cut(room_on(arch)) for name, product in products.items()}
     told: dict[str, object] = {
         "T": CODES[row.dtype],
         "P": int(row.parameters),
