@@ -35,6 +35,7 @@ from ..measuring import (
     normal,
     parser_of,
     refusal,
+    routes,
     save,
     timed,
     torch_samples,
@@ -173,32 +174,6 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     found["flop"] = 14 * shape.batch * shape.heads * shape.length**2 * shape.features / (1 + (shape.masked == "causal"))
     if torch and device.platform == "cuda":
         found["torch"] = torch_attention(shape, samples)
-    return found
-
-
-def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
-    """Each fused call of a program: its role, the implementation it takes and why."""
-    import jax
-
-    from fusionlab.device import Device
-    from fusionlab.kernels.op.primitive import FusedPrimitive
-
-    found = []
-
-    def walk(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if isinstance(eqn.primitive, FusedPrimitive):
-                one = eqn.primitive
-                names = one.operand_names(eqn.params)
-                shapes = {n: v.aval for n, v in zip(names, eqn.invars, strict=True)}
-                decision = one.op.decide(one.role, shapes, Device.current(), **eqn.params)
-                runs = {"implementation": decision.implementation, "why": decision.reason}
-                found.append({"role": one.role, "activation": one.op.name, **runs})
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-                if hasattr(inner, "jaxpr"):
-                    walk(inner.jaxpr)
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
     return found
 
 
