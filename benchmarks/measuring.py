@@ -9,7 +9,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,13 @@ def parser_of(benchmark: str, doc: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="fewer samples: a check that it runs, nothing to publish")
     return parser
+
+
+def chosen(names: Iterable[str], only: str) -> list[str]:
+    """The names that have the text of `--only`, or one of several with a "|" between them; of a text that is a name, that one alone."""
+    names = list(names)
+    parts = only.split("|")
+    return [name for name in names if any(name == part if part in names else part in name for part in parts)]
 
 
 def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:

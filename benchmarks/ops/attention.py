@@ -25,6 +25,8 @@ from typing import Any
 
 from ..measuring import (
     CALLS,
+    attempt,
+    chosen,
     compiled_at_once,
     differences,
     finish,
@@ -34,10 +36,13 @@ from ..measuring import (
     new_record,
     normal,
     parser_of,
+    ratio_to,
     refusal,
     routes,
     save,
     timed,
+    torch_device,
+    torch_forgotten,
     torch_samples,
 )
 from . import attention_cpu
@@ -77,6 +82,7 @@ SHAPES = (
     Shape(8, 16, 1024, 64, "lengths"),
     Shape(8, 16, 1024, 64, "random"),
     Shape(8, 16, 1024, 64, "no", "BTNH", "float32"),
+    *(Shape(8, 16, 1024, features) for features in (80, 96, 160, 256)),
 )
 TINY = (Shape(1, 2, 64, 8), Shape(1, 2, 64, 8, "causal", "BNTH"), Shape(1, 2, 64, 8, "random", dtype="float32"))
 
@@ -166,14 +172,17 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     if device.platform == "cuda":
         rivals["jax.nn cudnn"] = step_of(functools.partial(through_jax_nn, shape))
     left_out = {name: why for name, f in rivals.items() if (why := refusal(f, args))}
-    programs = compiled_at_once({name: (f, args) for name, f in rivals.items() if name not in left_out})
+    programs = compiled_at_once({name: (f, args) for name, f in rivals.items() if name not in left_out}, left_out)
     reference = programs["jax.jit"]()
     found: dict[str, Any] = {"difference to jax.jit": {n: differences(reference, f()) for n, f in programs.items()}}
     found |= measured(programs, "jax.jit", samples)
     found |= {"routes": routes(fused, *args), "left out": left_out}
     found["flop"] = 14 * shape.batch * shape.heads * shape.length**2 * shape.features / (1 + (shape.masked == "causal"))
-    if torch and device.platform == "cuda":
-        found["torch"] = torch_attention(shape, samples)
+    if torch:
+        found["torch"] = attempt(left_out, "torch sdpa", lambda: torch_attention(shape, samples)) or {}
+        torch_forgotten()
+    for one in found.get("torch", {}).values():
+        one["over fusionlab"] = ratio_to("torch", one["samples_s"], found["fusionlab"]["samples_s"])
     return found
 
 
@@ -182,15 +191,16 @@ def torch_attention(shape: Shape, samples: int) -> dict[str, Any]:
     import torch
 
     dims = (shape.batch, shape.heads, shape.length, shape.features)
-    make = functools.partial(torch.randn, device="cuda", dtype=getattr(torch, shape.dtype))
+    device = torch_device()
+    make = functools.partial(torch.randn, device=device, dtype=getattr(torch, shape.dtype))
     q, k, v = (make(dims).requires_grad_() for _ in range(3))
     ct, mask = make(dims), None
     if shape.masked == "lengths":
-        lengths = torch.randint(shape.length // 4, shape.length + 1, (shape.batch, 1, 1, 1), device="cuda")
-        mask = torch.arange(shape.length, device="cuda") < lengths
+        lengths = torch.randint(shape.length // 4, shape.length + 1, (shape.batch, 1, 1, 1), device=device)
+        mask = torch.arange(shape.length, device=device) < lengths
     elif shape.masked == "random":
-        mask = torch.rand(shape.batch, 1, shape.length, shape.length, device="cuda") < 0.5
-        mask |= torch.eye(shape.length, device="cuda", dtype=torch.bool)
+        mask = torch.rand(shape.batch, 1, shape.length, shape.length, device=device) < 0.5
+        mask |= torch.eye(shape.length, device=device, dtype=torch.bool)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def step() -> Any:
@@ -219,6 +229,7 @@ STEPS = {
     "dropout 0.0, softmax in float32": (0.0, True, "float32"),
     "dropout 0.0, softmax in float32, parameters in bfloat16": (0.0, True, "bfloat16"),
     "dropout 0.1": (0.1, False, "float32"),
+    "dropout 0.1, softmax in float32, parameters in bfloat16": (0.1, True, "bfloat16"),
 }
 
 
@@ -282,15 +293,17 @@ def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: in
         "fusionlab, as it comes": fl.fuse(step),
         "with layer_norm": fl.fuse(step, passes=["dot_product_attention", "gemm_epilogue", "layer_norm"]),
     }
-    programs = compiled_at_once({name: (f, args) for name, f in rivals.items()})
+    left_out: dict[str, str] = {}
+    programs = compiled_at_once({name: (f, args) for name, f in rivals.items()}, left_out)
     losses = {n: float(f()[0]) for n, f in programs.items()}
     found = measured(programs, "jax.jit", samples)
-    if with_torch and rate == 0.0 and parameters == "bfloat16":
+    if with_torch and parameters == "bfloat16":
         from ..programs.torch_encoder import samples_of
 
-        times = samples_of(size, samples)
+        times = attempt(left_out, "torch", lambda: samples_of(size, samples, rate)) or {}
         found["torch"] = {name: timed(taken, CALLS) for name, taken in times.items()}
-    return {**found, "losses": losses, "routes": routes(fused, *args)}
+        torch_forgotten()
+    return {**found, "losses": losses, "routes": routes(fused, *args), "left out": left_out}
 
 
 def memory(length: int) -> dict[str, Any]:
@@ -312,7 +325,7 @@ def memory(length: int) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("attention", __doc__)
-    parser.add_argument("--only", default="", help="only what has this text in its name")
+    parser.add_argument("--only", default="", help='only what has this text in its name, or one of "A|B"')
     options = parser.parse_args(argv)
 
     from fusionlab.device import Device
@@ -328,18 +341,22 @@ def main(argv: list[str]) -> int:
         if not options.json:
             print(line(name, found), flush=True)
 
-    for shape in SHAPES if on_cuda else TINY:
-        if options.only in shape.name:
-            record["attention"][shape.name] = found = attention(shape, samples, has_torch())
-            say(shape.name, found)
-            save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
-    for name, settings in STEPS.items() if importlib.util.find_spec("flax") else ():
-        size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
-        if options.only in f"encoder step, {name}":
-            record["encoder"][name] = found = encoder(size, *settings, samples, on_cuda and has_torch())
-            say(f"encoder step, {name}", found)
-            save(record, options, on_cuda)
-    if options.only in "memory":
+    shapes = {shape.name: shape for shape in (SHAPES if on_cuda else TINY)}
+    steps = {f"encoder step, {name}": name for name in STEPS} if importlib.util.find_spec("flax") else {}
+    size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
+    asked = chosen((*shapes, *steps, "memory"), options.only)
+    failures = record["failures"] = {}
+    for name in [name for name in asked if name != "memory"]:
+        if name in shapes:
+            part, key, work = "attention", name, functools.partial(attention, shapes[name], samples, has_torch())
+        else:
+            part, key = "encoder", steps[name]
+            work = functools.partial(encoder, size, *STEPS[key], samples, has_torch())
+        if (found := attempt(failures, name, work)) is not None:
+            record[part][key] = found
+            say(name, found)
+        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+    if "memory" in asked:
         record["memory"] = memory(8192 if on_cuda else 1024)
         if not options.json:
             print("scratch bytes, length 8192, causal:", record["memory"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,9 +42,12 @@ def through_jax_nn(q: Any, k: Any, v: Any) -> Any:
 
 
 def through_tokamax(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention as tokamax chooses it."""
+    """Causal attention as tokamax chooses it. It reads absl's flags from the command line, which is not written for it."""
     import tokamax  # pyright: ignore[reportMissingImports]
+    from absl import flags
 
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS(sys.argv[:1])
     return tokamax.dot_product_attention(q, k, v, is_causal=True)
 
 

@@ -35,6 +35,7 @@ from typing import Any
 
 from ..measuring import (
     attempt,
+    chosen,
     compiled_at_once,
     continued,
     differences,
@@ -171,11 +172,6 @@ def product_rate(size: int, samples: int) -> float:
     return 2 * size**3 / found["product"]["median_s"]
 
 
-def chosen(rows: Mapping[str, Any], only: str) -> dict[str, Any]:
-    """The rows whose name has the text; the one of that name alone if there is one."""
-    return {only: rows[only]} if only in rows else {name: case for name, case in rows.items() if only in name}
-
-
 def _memory_limit(on_cuda: bool) -> int:
     """Bytes that JAX may use of this device."""
     import jax
@@ -187,7 +183,7 @@ def _parser() -> Any:
     import argparse
 
     parser = parser_of("language_models", __doc__)
-    parser.add_argument("--only", default="", help="only the rows whose name has this text, or the one of this name")
+    parser.add_argument("--only", default="", help='only the rows with this text, or one of "A|B"')
     parser.add_argument("--compile", action="store_true", help="time compiling instead, in processes of its own")
     parser.add_argument("--largest", action="store_true", help="find the largest batch that fits instead")
     parser.add_argument("--sample", help=argparse.SUPPRESS)  # compiling in this process
@@ -223,8 +219,9 @@ def _run(options: Any, record: dict[str, Any], on_cuda: bool) -> None:
     samples = 15 if not options.quick else 2
     if not (options.compile or options.largest):
         record["product_flop_per_s"] = product_rate(8192 if on_cuda else 64, samples)
-    for name, case in chosen(ROWS if on_cuda else TINY_ROWS, options.only).items():
-        found = record["cases"].setdefault(name, {})
+    rows = ROWS if on_cuda else TINY_ROWS
+    for name in chosen(rows, options.only):
+        case, found = rows[name], record["cases"].setdefault(name, {})
         if options.compile:
             found["compile"] = language_compile.measure(name, not on_cuda)
         elif options.largest:
