@@ -271,8 +271,8 @@ def main(argv: list[str]) -> int:
         save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
         if has_torch() and "jax.jit" in found:
             measure_torch(named[name], found, samples)
+        save(record, options, on_cuda)
         if not options.json:
             print(*lines(name, found), sep="\n", flush=True)
-        save(record, options, on_cuda)
     finish(record, options, on_cuda)
     return 0

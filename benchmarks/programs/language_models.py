@@ -228,6 +228,6 @@ def _run(options: Any, record: dict[str, Any], on_cuda: bool) -> None:
             found["largest"] = language_largest.measure(case, programs, _memory_limit(on_cuda))
         else:
             row(case, found, record, samples, lambda: save(record, options, on_cuda))
+        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
         if not options.json:
             print(*lines(name, found), sep="\n", flush=True)
-        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off

@@ -91,6 +91,8 @@ def _program(label: str, one: Mapping[str, Any]) -> str:
 
 
 def _ratio(one: Mapping[str, Any]) -> str:
+    if "ratio" not in one:  # of torch, where no program of JAX's was timed
+        return "alone"
     return f"{one['ratio']:.3f}x [{one['interval'][0]:.3f}, {one['interval'][1]:.3f}]"
 
 
