@@ -294,8 +294,10 @@ def continued(record: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     if not (options.output and options.output.exists()):
         return record
     before = json.loads(options.output.read_text(encoding="utf-8"))
-    same = ("hardware", "versions")
-    if any(before["environment"][key] != record["environment"][key] for key in same):
+    here, there = (
+        (r["benchmark"], r["environment"]["hardware"], r["environment"]["versions"]) for r in (record, before)
+    )
+    if here != there:
         return record
     return record | before | {"command": f"{before['command']}; {record['command']}"}
 

@@ -8,9 +8,10 @@ attention_cpu.py is run.
 
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
-             jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention
+             jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention; at head sizes 64, 80, 96, 128, 160, 256
   encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too, and
-             its parameters in bfloat16 (there beside torch's layer): by attention alone, as FusionLab comes, and with the norms too
+             its parameters in bfloat16 (there beside torch's layer, at both rates): by attention alone, as FusionLab comes, and with
+             the norms too
   memory     scratch of the compiled programs at length 8192
 """
 
@@ -28,6 +29,7 @@ from ..measuring import (
     attempt,
     chosen,
     compiled_at_once,
+    continued,
     differences,
     finish,
     has_torch,
@@ -182,7 +184,7 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
         found["torch"] = attempt(left_out, "torch sdpa", lambda: torch_attention(shape, samples)) or {}
         torch_forgotten()
     for one in found.get("torch", {}).values():
-        one["over fusionlab"] = ratio_to("torch", one["samples_s"], found["fusionlab"]["samples_s"])
+        found["fusionlab"]["over torch"] = ratio_to("torch", one["samples_s"], found["fusionlab"]["samples_s"])
     return found
 
 
@@ -335,7 +337,7 @@ def main(argv: list[str]) -> int:
         print("JAX sees no CUDA device here: attention_cpu runs (--quick: tiny sizes of this one)", file=sys.stderr)
         return attention_cpu.main(["-o", str(options.output)] if options.output else [])
     samples = 20 if not options.quick else 6 if on_cuda else 3
-    record: dict[str, Any] = new_record("attention", options) | {"attention": {}, "encoder": {}}
+    record = continued(new_record("attention", options) | {"attention": {}, "encoder": {}, "failures": {}}, options)
 
     def say(name: str, found: Mapping[str, Any]) -> None:
         if not options.json:
@@ -345,7 +347,7 @@ def main(argv: list[str]) -> int:
     steps = {f"encoder step, {name}": name for name in STEPS} if importlib.util.find_spec("flax") else {}
     size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
     asked = chosen((*shapes, *steps, "memory"), options.only)
-    failures = record["failures"] = {}
+    failures = record["failures"]
     for name in [name for name in asked if name != "memory"]:
         if name in shapes:
             part, key, work = "attention", name, functools.partial(attention, shapes[name], samples, has_torch())

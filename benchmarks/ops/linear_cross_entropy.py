@@ -10,7 +10,7 @@ logits are; torch rounds the product to bfloat16 first. Errors are those of loss
 same numbers: a norm of the difference to that of the gradient. What fails is a line of the record, under `failures`.
 
 On a CUDA device times are the device's. Elsewhere they are the processor's, over all threads, of programs that take turns, at sizes for a
-CPU and in float32.
+CPU and in float32. A run with other cases adds to the record that `-o` names, if it is one of the same machine and versions.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..measuring import (
     chosen,
     compared,
     compiled_at_once,
+    continued,
     finish,
     has_torch,
     line,
@@ -41,7 +42,8 @@ from ..measuring import (
     torch_samples,
 )
 
-CALLS = 4
+CALLS = 4  # in a sample
+LONG = 1e13  # operations of a product from which one call is a sample
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Case:
     @property
     def product_flop(self) -> int:
         return 2 * self.rows * self.features * self.size
+
+    @property
+    def calls(self) -> int:
+        return 1 if self.product_flop > LONG else CALLS
 
 
 CURVE = (512, 1024, 2048, 4096)
@@ -199,7 +205,7 @@ def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> N
     steps = {name: (jax.value_and_grad(f, (0, 1)), args) for name, f in losses.items()}
     running = compiled_at_once(steps, failures)
     alone = compiled_at_once({name: (losses[name], args) for name in ("jax.jit", "fusionlab")})
-    clock = functools.partial(measured, base="jax.jit", calls=CALLS) if on_cuda else on_a_cpu
+    clock = functools.partial(measured, base="jax.jit", calls=case.calls) if on_cuda else on_a_cpu
     found |= clock(running, samples=samples)
     forward = clock(alone, samples=samples)
     for timings, compiled in ((found, running), (forward, alone)):
@@ -223,8 +229,8 @@ def measure_torch(case: Case, found: dict[str, Any], samples: int) -> None:
     """Adds torch.compile's step."""
 
     def of_torch() -> dict[str, Any]:
-        times = torch_samples(torch_step(case, arguments(case)), samples, CALLS)
-        return timed(times, CALLS) | ratio_to("jax.jit", found["jax.jit"]["samples_s"], times)
+        times = torch_samples(torch_step(case, arguments(case)), samples, case.calls)
+        return timed(times, case.calls) | ratio_to("jax.jit", found["jax.jit"]["samples_s"], times)
 
     if (one := attempt(found["failures"], "torch.compile", of_torch)) is not None:
         found["torch.compile"] = one
@@ -263,7 +269,7 @@ def main(argv: list[str]) -> int:
     on_cuda = Device.current().platform == "cuda"
     cases = TINY if options.quick else ON_A_GPU if on_cuda else ON_A_CPU
     samples = 2 if options.quick else 15 if on_cuda else 5
-    record: dict[str, Any] = new_record("linear_cross_entropy", options) | {"cases": {}}
+    record = continued(new_record("linear_cross_entropy", options) | {"cases": {}}, options)
     named = {case.name: case for case in cases}
     for name in chosen(named, options.only):
         record["cases"][name] = found = {"failures": {}}
