@@ -300,7 +300,7 @@ def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: in
     losses = {n: float(f()[0]) for n, f in programs.items()}
     found = measured(programs, "jax.jit", samples)
     if with_torch and parameters == "bfloat16":
-        from ..programs.torch_encoder import samples_of
+        from .torch_encoder import samples_of
 
         times = attempt(left_out, "torch", lambda: samples_of(size, samples, rate)) or {}
         found["torch"] = {name: timed(taken, CALLS) for name, taken in times.items()}
