@@ -6,9 +6,10 @@ import argparse
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,20 +37,52 @@ def compiled(fn: Callable, *args: Any, **options: Any) -> Callable[[], Any]:
     return functools.partial(program, *args)
 
 
-def compiled_at_once(programs: Mapping[str, tuple[Callable, Sequence[Any]]]) -> dict[str, Callable[[], Any]]:
+def compiled_at_once(
+    programs: Mapping[str, tuple[Callable, Sequence[Any]]], failures: MutableMapping[str, str] | None = None
+) -> dict[str, Callable[[], Any]]:
     """Programs on their arguments, compiled side by side, after the first.
 
     XLA times several kernels for each product it finds, and its choice varies from one compilation to the next; what it has chosen for a
     product it takes again in the same process. So the others run the first one's choices, wherever they leave a product to XLA.
+
+    `failures`: a program that does not compile is left out, with its error here; without it the error is raised.
     """
     import jax
 
-    lowered = {name: jax.jit(fn).lower(*args) for name, (fn, args) in programs.items()}
-    first, *others = lowered
-    made = {first: lowered[first].compile()}
+    def attempted(name: str, work: Callable[[], Any]) -> Any:
+        return work() if failures is None else attempt(failures, name, work)
+
+    def compile_(name: str) -> Any:
+        return attempted(name, lowered[name].compile)
+
+    lowered: dict[str, Any] = {}
+    for name, (fn, args) in programs.items():
+        if (one := attempted(name, functools.partial(lambda fn, args: jax.jit(fn).lower(*args), fn, args))) is not None:
+            lowered[name] = one
+    first, *others = lowered or [None]
+    if first is None:
+        return {}
+    made = {first: compile_(first)}
     with ThreadPoolExecutor() as pool:
-        made |= zip(others, pool.map(lambda name: lowered[name].compile(), others), strict=True)
-    return {name: functools.partial(program, *programs[name][1]) for name, program in made.items()}
+        made |= zip(others, pool.map(compile_, others), strict=True)
+    return {name: functools.partial(p, *programs[name][1]) for name, p in made.items() if p is not None}
+
+
+def attempt(failures: MutableMapping[str, str], name: str, work: Callable[[], Any]) -> Any:
+    """What `work` returns; None where it raises, with the error under this name. A benchmark goes on without what fails."""
+    try:
+        return work()
+    except Exception as e:  # of XLA, of a rival, of memory: anything
+        failures[name] = f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0][:400]}"
+        print(f"{name} failed: {failures[name]}", file=sys.stderr, flush=True)
+        return None
+
+
+def peak_bytes(program: Any) -> int:
+    """What a compiled program allocates: arguments, outputs and temporaries, less what they share."""
+    found = program.memory_analysis()
+    kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return int(kept + found.temp_size_in_bytes)
 
 
 def refusal(fn: Callable, args: Sequence[Any]) -> str | None:
@@ -85,6 +118,32 @@ def _difference() -> Callable[[Any, Any], Any]:
         return jnp.sqrt(jnp.sum(jnp.square(y - x)) / jnp.sum(jnp.square(x)))
 
     return of
+
+
+def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
+    """Each fused call of a program: its role, the implementation it takes and why."""
+    import jax
+
+    from fusionlab.device import Device
+    from fusionlab.kernels.op.primitive import FusedPrimitive
+
+    found = []
+
+    def walk(jaxpr: Any) -> None:
+        for eqn in jaxpr.eqns:
+            if isinstance(eqn.primitive, FusedPrimitive):
+                one = eqn.primitive
+                names = one.operand_names(eqn.params)
+                shapes = {n: v.aval for n, v in zip(names, eqn.invars, strict=True)}
+                decision = one.op.decide(one.role, shapes, Device.current(), **eqn.params)
+                runs = {"implementation": decision.implementation, "why": decision.reason}
+                found.append({"role": one.role, "activation": one.op.name, **runs})
+            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
+                if hasattr(inner, "jaxpr"):
+                    walk(inner.jaxpr)
+
+    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
 
 
 # Times.
@@ -144,12 +203,20 @@ def has_torch() -> bool:
     return importlib.util.find_spec("torch") is not None
 
 
+def torch_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def torch_samples(step: Callable[[], Any], samples: int, calls: int = CALLS) -> list[float]:
-    """Device seconds of a step of torch's, on its own stream."""
+    """Seconds of a step of torch's: the device's on a CUDA device, on its own stream, elsewhere the host's of one call."""
     import torch
 
     for _ in range(3):
         step()
+    if torch_device() == "cpu":
+        return _host_samples(step, samples)
     times = []
     for _ in range(samples):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -161,6 +228,17 @@ def torch_samples(step: Callable[[], Any], samples: int, calls: int = CALLS) -> 
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e-3 / calls)
     return times
+
+
+def torch_forgotten() -> None:
+    """Frees what torch keeps of a case: its compiled programs and the memory it holds back from others."""
+    import gc
+
+    import torch
+
+    torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def line(name: str, found: Mapping[str, Any]) -> str:
@@ -189,6 +267,13 @@ def parser_of(benchmark: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def chosen(names: Iterable[str], only: str) -> list[str]:
+    """The names that have the text of `--only`, or one of several with a "|" between them; of a text that is a name, that one alone."""
+    names = list(names)
+    parts = only.split("|")
+    return [name for name in names if any(name == part if part in names else part in name for part in parts)]
+
+
 def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     """What was run, where and with what."""
     from fusionlab.evidence.instruments.record import environment
@@ -199,6 +284,22 @@ def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
     only = f" --only {options.only!r}" if getattr(options, "only", "") else ""
     command = f"python -m benchmarks {benchmark}" + " --quick" * options.quick + only
     return {"benchmark": benchmark, "command": command, "environment": here}
+
+
+def continued(record: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """The record in the file that is named, if it is one of the same benchmark, machine and versions, so that this run adds to it.
+
+    Its `command` is then both, joined by "; ".
+    """
+    if not (options.output and options.output.exists()):
+        return record
+    before = json.loads(options.output.read_text(encoding="utf-8"))
+    here, there = (
+        (r["benchmark"], r["environment"]["hardware"], r["environment"]["versions"]) for r in (record, before)
+    )
+    if here != there:
+        return record
+    return record | before | {"command": f"{before['command']}; {record['command']}"}
 
 
 def finish(record: Mapping[str, Any], options: argparse.Namespace, on_cuda: bool) -> None:

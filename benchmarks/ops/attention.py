@@ -8,9 +8,10 @@ attention_cpu.py is run.
 
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
-             jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention
+             jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention; at head sizes 64, 80, 96, 128, 160, 256
   encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too, and
-             its parameters in bfloat16 (there beside torch's layer): by attention alone, as FusionLab comes, and with the norms too
+             its parameters in bfloat16 (there beside torch's layer, at both rates): by attention alone, as FusionLab comes, and with
+             the norms too
   memory     scratch of the compiled programs at length 8192
 """
 
@@ -25,7 +26,10 @@ from typing import Any
 
 from ..measuring import (
     CALLS,
+    attempt,
+    chosen,
     compiled_at_once,
+    continued,
     differences,
     finish,
     has_torch,
@@ -34,9 +38,13 @@ from ..measuring import (
     new_record,
     normal,
     parser_of,
+    ratio_to,
     refusal,
+    routes,
     save,
     timed,
+    torch_device,
+    torch_forgotten,
     torch_samples,
 )
 from . import attention_cpu
@@ -76,6 +84,7 @@ SHAPES = (
     Shape(8, 16, 1024, 64, "lengths"),
     Shape(8, 16, 1024, 64, "random"),
     Shape(8, 16, 1024, 64, "no", "BTNH", "float32"),
+    *(Shape(8, 16, 1024, features) for features in (80, 96, 160, 256)),
 )
 TINY = (Shape(1, 2, 64, 8), Shape(1, 2, 64, 8, "causal", "BNTH"), Shape(1, 2, 64, 8, "random", dtype="float32"))
 
@@ -165,40 +174,17 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     if device.platform == "cuda":
         rivals["jax.nn cudnn"] = step_of(functools.partial(through_jax_nn, shape))
     left_out = {name: why for name, f in rivals.items() if (why := refusal(f, args))}
-    programs = compiled_at_once({name: (f, args) for name, f in rivals.items() if name not in left_out})
+    programs = compiled_at_once({name: (f, args) for name, f in rivals.items() if name not in left_out}, left_out)
     reference = programs["jax.jit"]()
     found: dict[str, Any] = {"difference to jax.jit": {n: differences(reference, f()) for n, f in programs.items()}}
     found |= measured(programs, "jax.jit", samples)
     found |= {"routes": routes(fused, *args), "left out": left_out}
     found["flop"] = 14 * shape.batch * shape.heads * shape.length**2 * shape.features / (1 + (shape.masked == "causal"))
-    if torch and device.platform == "cuda":
-        found["torch"] = torch_attention(shape, samples)
-    return found
-
-
-def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
-    """Each fused call of a program: its role, the implementation it takes and why."""
-    import jax
-
-    from fusionlab.device import Device
-    from fusionlab.kernels.op.primitive import FusedPrimitive
-
-    found = []
-
-    def walk(jaxpr: Any) -> None:
-        for eqn in jaxpr.eqns:
-            if isinstance(eqn.primitive, FusedPrimitive):
-                one = eqn.primitive
-                names = one.operand_names(eqn.params)
-                shapes = {n: v.aval for n, v in zip(names, eqn.invars, strict=True)}
-                decision = one.op.decide(one.role, shapes, Device.current(), **eqn.params)
-                runs = {"implementation": decision.implementation, "why": decision.reason}
-                found.append({"role": one.role, "activation": one.op.name, **runs})
-            for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "jaxpr")):
-                if hasattr(inner, "jaxpr"):
-                    walk(inner.jaxpr)
-
-    walk(jax.make_jaxpr(fn)(*args).jaxpr)
+    if torch:
+        found["torch"] = attempt(left_out, "torch sdpa", lambda: torch_attention(shape, samples)) or {}
+        torch_forgotten()
+    for one in found.get("torch", {}).values():
+        found["fusionlab"]["over torch"] = ratio_to("torch", one["samples_s"], found["fusionlab"]["samples_s"])
     return found
 
 
@@ -207,15 +193,16 @@ def torch_attention(shape: Shape, samples: int) -> dict[str, Any]:
     import torch
 
     dims = (shape.batch, shape.heads, shape.length, shape.features)
-    make = functools.partial(torch.randn, device="cuda", dtype=getattr(torch, shape.dtype))
+    device = torch_device()
+    make = functools.partial(torch.randn, device=device, dtype=getattr(torch, shape.dtype))
     q, k, v = (make(dims).requires_grad_() for _ in range(3))
     ct, mask = make(dims), None
     if shape.masked == "lengths":
-        lengths = torch.randint(shape.length // 4, shape.length + 1, (shape.batch, 1, 1, 1), device="cuda")
-        mask = torch.arange(shape.length, device="cuda") < lengths
+        lengths = torch.randint(shape.length // 4, shape.length + 1, (shape.batch, 1, 1, 1), device=device)
+        mask = torch.arange(shape.length, device=device) < lengths
     elif shape.masked == "random":
-        mask = torch.rand(shape.batch, 1, shape.length, shape.length, device="cuda") < 0.5
-        mask |= torch.eye(shape.length, device="cuda", dtype=torch.bool)
+        mask = torch.rand(shape.batch, 1, shape.length, shape.length, device=device) < 0.5
+        mask |= torch.eye(shape.length, device=device, dtype=torch.bool)
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def step() -> Any:
@@ -244,6 +231,7 @@ STEPS = {
     "dropout 0.0, softmax in float32": (0.0, True, "float32"),
     "dropout 0.0, softmax in float32, parameters in bfloat16": (0.0, True, "bfloat16"),
     "dropout 0.1": (0.1, False, "float32"),
+    "dropout 0.1, softmax in float32, parameters in bfloat16": (0.1, True, "bfloat16"),
 }
 
 
@@ -307,15 +295,17 @@ def encoder(size: Encoder, rate: float, wide: bool, parameters: str, samples: in
         "fusionlab, as it comes": fl.fuse(step),
         "with layer_norm": fl.fuse(step, passes=["dot_product_attention", "gemm_epilogue", "layer_norm"]),
     }
-    programs = compiled_at_once({name: (f, args) for name, f in rivals.items()})
+    left_out: dict[str, str] = {}
+    programs = compiled_at_once({name: (f, args) for name, f in rivals.items()}, left_out)
     losses = {n: float(f()[0]) for n, f in programs.items()}
     found = measured(programs, "jax.jit", samples)
-    if with_torch and rate == 0.0 and parameters == "bfloat16":
-        from ..programs.torch_encoder import samples_of
+    if with_torch and parameters == "bfloat16":
+        from .torch_encoder import samples_of
 
-        times = samples_of(size, samples)
+        times = attempt(left_out, "torch", lambda: samples_of(size, samples, rate)) or {}
         found["torch"] = {name: timed(taken, CALLS) for name, taken in times.items()}
-    return {**found, "losses": losses, "routes": routes(fused, *args)}
+        torch_forgotten()
+    return {**found, "losses": losses, "routes": routes(fused, *args), "left out": left_out}
 
 
 def memory(length: int) -> dict[str, Any]:
@@ -337,7 +327,7 @@ def memory(length: int) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("attention", __doc__)
-    parser.add_argument("--only", default="", help="only what has this text in its name")
+    parser.add_argument("--only", default="", help='only what has this text in its name, or one of "A|B"')
     options = parser.parse_args(argv)
 
     from fusionlab.device import Device
@@ -347,24 +337,28 @@ def main(argv: list[str]) -> int:
         print("JAX sees no CUDA device here: attention_cpu runs (--quick: tiny sizes of this one)", file=sys.stderr)
         return attention_cpu.main(["-o", str(options.output)] if options.output else [])
     samples = 20 if not options.quick else 6 if on_cuda else 3
-    record: dict[str, Any] = new_record("attention", options) | {"attention": {}, "encoder": {}}
+    record = continued(new_record("attention", options) | {"attention": {}, "encoder": {}, "failures": {}}, options)
 
     def say(name: str, found: Mapping[str, Any]) -> None:
         if not options.json:
             print(line(name, found), flush=True)
 
-    for shape in SHAPES if on_cuda else TINY:
-        if options.only in shape.name:
-            record["attention"][shape.name] = found = attention(shape, samples, has_torch())
-            say(shape.name, found)
-            save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
-    for name, settings in STEPS.items() if importlib.util.find_spec("flax") else ():
-        size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
-        if options.only in f"encoder step, {name}":
-            record["encoder"][name] = found = encoder(size, *settings, samples, on_cuda and has_torch())
-            say(f"encoder step, {name}", found)
-            save(record, options, on_cuda)
-    if options.only in "memory":
+    shapes = {shape.name: shape for shape in (SHAPES if on_cuda else TINY)}
+    steps = {f"encoder step, {name}": name for name in STEPS} if importlib.util.find_spec("flax") else {}
+    size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
+    asked = chosen((*shapes, *steps, "memory"), options.only)
+    failures = record["failures"]
+    for name in [name for name in asked if name != "memory"]:
+        if name in shapes:
+            part, key, work = "attention", name, functools.partial(attention, shapes[name], samples, has_torch())
+        else:
+            part, key = "encoder", steps[name]
+            work = functools.partial(encoder, size, *STEPS[key], samples, has_torch())
+        if (found := attempt(failures, name, work)) is not None:
+            record[part][key] = found
+            say(name, found)
+        save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+    if "memory" in asked:
         record["memory"] = memory(8192 if on_cuda else 1024)
         if not options.json:
             print("scratch bytes, length 8192, causal:", record["memory"])

@@ -3,25 +3,31 @@
     python -m benchmarks linear_cross_entropy [--json] [-o FILE] [--quick] [--only TEXT]
 
 `jax.jit` is `mean(logsumexp(x @ w) - picked)` with logits of the same dtype, `fusionlab` the op as it chooses by itself, "N rows" the op
-with as many rows in a chunk: together they are the curve of time against temporaries. `forward` is the loss alone. `torch.compile` has
-`cross_entropy` of the product, in float32 where the logits are; torch rounds the product to bfloat16 first. Errors are those of loss and
-gradients against the op in float64, in chunks, on the same numbers: a norm of the difference to that of the gradient.
+with as many rows in a chunk: together they are the curve of time against temporaries. `forward` is the loss alone, with its operations
+over those of the product: of the compiled program, where XLA counts none for a product that it calls of a library, and of the program
+before it is compiled; a loop's body counts as often as it runs. `torch.compile` has `cross_entropy` of the product, in float32 where the
+logits are; torch rounds the product to bfloat16 first. Errors are those of loss and gradients against the op in float64, in chunks, on the
+same numbers: a norm of the difference to that of the gradient. What fails is a line of the record, under `failures`.
 
 On a CUDA device times are the device's. Elsewhere they are the processor's, over all threads, of programs that take turns, at sizes for a
-CPU and in float32.
+CPU and in float32. A run with other cases adds to the record that `-o` names, if it is one of the same machine and versions.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..measuring import (
+    attempt,
+    chosen,
     compared,
     compiled_at_once,
+    continued,
     finish,
     has_torch,
     line,
@@ -31,10 +37,13 @@ from ..measuring import (
     ratio_to,
     save,
     timed,
+    torch_device,
+    torch_forgotten,
     torch_samples,
 )
 
-CALLS = 4
+CALLS = 4  # in a sample
+LONG = 1e13  # operations of a product from which one call is a sample
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,18 @@ class Case:
     def product_flop(self) -> int:
         return 2 * self.rows * self.features * self.size
 
+    @property
+    def calls(self) -> int:
+        return 1 if self.product_flop > LONG else CALLS
+
 
 CURVE = (512, 1024, 2048, 4096)
 ON_A_GPU = (
-    *(Case(8192, 2048, 32768, logits=logits, chunks=CURVE) for logits in ("float32", "bfloat16")),
-    *(Case(32768, 2560, 128256, logits=logits, chunks=CURVE) for logits in ("float32", "bfloat16")),
+    *(
+        Case(*sizes, logits=logits, chunks=CURVE)
+        for logits in ("float32", "bfloat16")
+        for sizes in ((8192, 2048, 32768), (32768, 2560, 128256))
+    ),
     *(Case(8192, 2048, size) for size in (50257, 151936)),
     *(Case(rows, 2048, 32768) for rows in (1, 1000, 4097)),
 )
@@ -108,24 +124,41 @@ def programs(case: Case) -> dict[str, Callable[..., Any]]:
 
 
 def truth(args: tuple[Any, ...]) -> Any:
-    """Loss and gradients in float64."""
+    """Loss and gradients in float64, on the device."""
     import jax
-    import numpy as np
 
     with jax.enable_x64(True):
-        x, w, labels, weights = (jax.numpy.asarray(a) for a in args)
+        x, w, labels, weights = args
         wide = x.astype("float64"), w.astype("float64"), labels, weights.astype("float64")
         run = jax.value_and_grad(functools.partial(fused, logits=None, implementation="xla_chunked", chunk=512), (0, 1))
-        return jax.tree.map(np.asarray, jax.jit(run)(*wide))
+        return jax.jit(run)(*wide)
 
 
 def errors(found: Any, true: Any) -> list[float]:
     """Of the loss and of the gradients of x and w."""
     import jax
-    import numpy as np
 
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
-    return [float(np.linalg.norm(np.asarray(a, np.float64) - t) / np.linalg.norm(t)) for a, t in pairs]
+    with jax.enable_x64(True):
+        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
+        return [float(_error()(a, t)) for a, t in pairs]
+
+
+@functools.cache
+def _error() -> Callable[[Any, Any], Any]:
+    import jax
+    import jax.numpy as jnp
+
+    return jax.jit(lambda a, t: jnp.linalg.norm((a.astype(t.dtype) - t).ravel()) / jnp.linalg.norm(t.ravel()))
+
+
+def operations(fn: Callable[..., Any], args: tuple[Any, ...], compiled: Any, case: Case) -> dict[str, float]:
+    """Over those of the product: of the compiled program and of the one before. XLA counts a loop's body once; all is multiplied by the
+    trips of the longest loop."""
+    import jax
+
+    trips = max((int(n) for n in re.findall(r"known_trip_count\D*(\d+)", compiled.as_text())), default=1)
+    counts = {"compiled": compiled, "lowered": jax.jit(fn).lower(*args)}
+    return {name: (p.cost_analysis() or {}).get("flops", 0.0) * trips / case.product_flop for name, p in counts.items()}
 
 
 def on_a_cpu(running: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, Any]:
@@ -149,10 +182,12 @@ def torch_step(case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
     from torch.nn import functional
 
     x, w = (
-        torch.from_numpy(np.asarray(a.astype("float32"))).to("cuda", getattr(torch, case.dtype)).requires_grad_()
+        torch.from_numpy(np.asarray(a.astype("float32")))
+        .to(torch_device(), getattr(torch, case.dtype))
+        .requires_grad_()
         for a in args[:2]
     )
-    labels = torch.from_numpy(np.asarray(args[2])).long().cuda()
+    labels = torch.from_numpy(np.asarray(args[2])).long().to(torch_device())
 
     @torch.compile
     def loss(x: Any, w: Any) -> Any:
@@ -162,41 +197,71 @@ def torch_step(case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(loss(x, w), (x, w))
 
 
-def measure(case: Case, on_cuda: bool, samples: int) -> dict[str, Any]:
-    """Times, temporaries and errors of each program; of the loss alone the operations, too."""
+def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> None:
+    """Adds times, temporaries and errors of each program; of the loss alone the operations, too."""
     import jax
 
-    args, losses = arguments(case), programs(case)
-    running = compiled_at_once({name: (jax.value_and_grad(f, (0, 1)), args) for name, f in losses.items()})
+    args, losses, failures = arguments(case), programs(case), found["failures"]
+    steps = {name: (jax.value_and_grad(f, (0, 1)), args) for name, f in losses.items()}
+    running = compiled_at_once(steps, failures)
     alone = compiled_at_once({name: (losses[name], args) for name in ("jax.jit", "fusionlab")})
-    clock = functools.partial(measured, base="jax.jit", calls=CALLS) if on_cuda else on_a_cpu
-    found, forward = clock(running, samples=samples), clock(alone, samples=samples)
-    true = truth(args)
+    clock = functools.partial(measured, base="jax.jit", calls=case.calls) if on_cuda else on_a_cpu
+    found |= clock(running, samples=samples)
+    forward = clock(alone, samples=samples)
     for timings, compiled in ((found, running), (forward, alone)):
         for name, run in compiled.items():
             timings[name]["temporaries_bytes"] = run.func.memory_analysis().temp_size_in_bytes
-    for name, run in running.items():
-        found[name]["errors"] = errors(run(), true)
+    base = found["jax.jit"]["temporaries_bytes"]
+    for name in running:
+        found[name]["share"] = found[name]["temporaries_bytes"] / base if base else None
     for name, run in alone.items():
-        forward[name]["flop_over_product"] = run.func.cost_analysis().get("flops", 0.0) / case.product_flop
-    if on_cuda and has_torch():
-        times = torch_samples(torch_step(case, args), samples, CALLS)
-        found["torch.compile"] = timed(times, CALLS) | ratio_to("jax.jit", found["jax.jit"]["samples_s"], times)
-    return found | {"forward": forward, "product_flop": case.product_flop}
+        counted = attempt(
+            failures, f"operations of {name}", lambda n=name, r=run: operations(losses[n], args, r.func, case)
+        )
+        forward[name]["flop_over_product"] = counted
+    found |= {"forward": forward, "product_flop": case.product_flop}
+    true = attempt(failures, "float64", lambda: truth(args))
+    for name, run in running.items() if true is not None else ():
+        found[name]["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), true))
 
 
-def _memory(found: Mapping[str, Any]) -> str:
-    """MiB of temporaries, and errors, of the programs of a case."""
-    there = {name: one for name, one in found.items() if isinstance(one, dict) and "errors" in one}
-    mib = ", ".join(f"{name} {one['temporaries_bytes'] / 2**20:.0f}" for name, one in there.items())
-    wrong = ", ".join(f"{name} {'/'.join(f'{e:.1e}' for e in one['errors'])}" for name, one in there.items())
-    return f"  MiB of temporaries: {mib}\n  errors of loss, dx, dw: {wrong}"
+def measure_torch(case: Case, found: dict[str, Any], samples: int) -> None:
+    """Adds torch.compile's step."""
+
+    def of_torch() -> dict[str, Any]:
+        times = torch_samples(torch_step(case, arguments(case)), samples, case.calls)
+        return timed(times, case.calls) | ratio_to("jax.jit", found["jax.jit"]["samples_s"], times)
+
+    if (one := attempt(found["failures"], "torch.compile", of_torch)) is not None:
+        found["torch.compile"] = one
+        for name in found.keys() & {"fusionlab", *(f"{n} rows" for n in case.chunks)}:
+            over = ratio_to("torch.compile", one["samples_s"], found[name]["samples_s"])
+            found[name]["over torch.compile"] = over
+    torch_forgotten()
+
+
+def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+    """Times of a case; then the share of jit's temporaries and the errors of each program, and the operations of the loss alone."""
+    yield line(name, found)
+    yield line("  the loss alone", found.get("forward", {}))
+    there = {name: one for name, one in found.items() if isinstance(one, dict) and "temporaries_bytes" in one}
+    for label, one in there.items():
+        share = f" ({one['share']:.3f} of jit's)" if one.get("share") else ""
+        wrong = f", errors of loss, dx, dw {'/'.join(f'{e:.1e}' for e in one['errors'])}" if one.get("errors") else ""
+        over = one.get("over torch.compile")
+        rival = (
+            f", {over['ratio']:.3f} [{over['interval'][0]:.3f}, {over['interval'][1]:.3f}] over torch" if over else ""
+        )
+        yield f"  {label}: {one['temporaries_bytes'] / 2**20:.0f} MiB of temporaries{share}{rival}{wrong}"
+    for label, one in found.get("forward", {}).items():
+        yield f"  the loss alone, {label}: operations over the product's {one['flop_over_product']}"
+    yield from (f"  {label}: {why}" for label, why in found["failures"].items())
 
 
 def main(argv: list[str]) -> int:
     """Prints lines for each case and writes the record. Returns the exit status."""
     parser = parser_of("linear_cross_entropy", __doc__)
-    parser.add_argument("--only", default="", help="only the cases whose name has this text")
+    parser.add_argument("--only", default="", help='only the cases with this text, or one of "A|B"')
     options = parser.parse_args(argv)
 
     from fusionlab.device import Device
@@ -204,19 +269,16 @@ def main(argv: list[str]) -> int:
     on_cuda = Device.current().platform == "cuda"
     cases = TINY if options.quick else ON_A_GPU if on_cuda else ON_A_CPU
     samples = 2 if options.quick else 15 if on_cuda else 5
-    record: dict[str, Any] = new_record("linear_cross_entropy", options) | {"cases": {}}
-    for case in cases:
-        if options.only not in case.name:
-            continue
-        record["cases"][case.name] = found = measure(case, on_cuda, samples)
-        if not options.json:
-            print(
-                line(case.name, found),
-                line("\n  the loss alone", found["forward"]),
-                _memory(found),
-                sep="\n",
-                flush=True,
-            )
+    record = continued(new_record("linear_cross_entropy", options) | {"cases": {}}, options)
+    named = {case.name: case for case in cases}
+    for name in chosen(named, options.only):
+        record["cases"][name] = found = {"failures": {}}
+        attempt(found["failures"], name, functools.partial(measure, named[name], found, on_cuda, samples))
         save(record, options, on_cuda)  # what is measured is not lost where the run is cut off
+        if has_torch() and "jax.jit" in found:
+            measure_torch(named[name], found, samples)
+        save(record, options, on_cuda)
+        if not options.json:
+            print(*lines(name, found), sep="\n", flush=True)
     finish(record, options, on_cuda)
     return 0

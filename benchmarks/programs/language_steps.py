@@ -1,7 +1,7 @@
 """Losses of language models in plain JAX, as users write them: one of Llama's kind, and GPT-2.
 
-`attend` is a parameter: "plain" is an einsum, a mask and a softmax; "by hand" is what an expert puts in its place, cuDNN's attention
-through `jax.nn`. Everything else is the same in both.
+How a loss is written is a parameter, a `Written` of language_expert.py: `PLAIN` is an einsum, a mask and a softmax; `BY_HAND` is what an
+expert puts in their place, cuDNN's attention through `jax.nn`. Everything else is the same in both.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-PLAIN, BY_HAND = "plain", "by hand"
+from .language_expert import BY_HAND, PLAIN, Written
+
+__all__ = ["BY_HAND", "CASES", "GPT2", "PLAIN", "TINY", "Llama", "tokens_of"]
+USUAL = 32768  # entries of the Llama-like model's vocabulary, unless its name has another number
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Llama:
     groups: int = 4
     features: int = 128
     inner: int = 5632
-    vocabulary: int = 32768
+    vocabulary: int = USUAL
     batch: int = 4
     length: int = 2048
 
@@ -34,11 +37,16 @@ class Llama:
         return f"llama {self.form}"
 
     @property
+    def attention_flop(self) -> float:
+        """Of attention's products, forward and backward, with the scores that a causal mask hides."""
+        return 12 * self.batch * self.length**2 * self.layers * self.heads * self.features
+
+    @property
     def product_flop(self) -> float:
         """Of the products alone, forward and backward; of attention's, half, since it is causal."""
         e, h, tokens = self.width, self.features, self.batch * self.length
         matrices = self.layers * (e * h * (2 * self.heads + 2 * self.groups) + 3 * e * self.inner) + e * self.vocabulary
-        return 6 * tokens * (matrices + self.layers * self.heads * h * self.length)
+        return 6 * tokens * matrices + self.attention_flop / 2
 
     def parameters(self) -> dict[str, Any]:
         e, h = self.width, self.features
@@ -60,7 +68,7 @@ class Llama:
         ends = {"embedding": (self.vocabulary, e), "head": (e, self.vocabulary), "norm": (e,)}
         return {"layers": layers} | {name: _random(20 + i, *shape) for i, (name, shape) in enumerate(ends.items())}
 
-    def loss(self, attend: str) -> Callable[..., Any]:
+    def loss(self, written: Written) -> Callable[..., Any]:
         """loss(parameters, tokens [batch, length + 1]), float32."""
         import jax
         import jax.numpy as jnp
@@ -79,8 +87,8 @@ class Llama:
             return turned.astype(x.dtype)
 
         def attention(q: Any, key: Any, v: Any) -> Any:
-            if attend == BY_HAND:
-                return _by_hand(q, key, v)
+            if written.attend is not None:
+                return written.attend(q, key, v)
             q = q.reshape(b, t, k, self.heads // k, h)
             scores = jnp.einsum("btkgh,bskh->bkgts", q, key, preferred_element_type=jnp.float32) / math.sqrt(h)
             scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
@@ -97,13 +105,16 @@ class Llama:
 
         def loss(parameters: Any, tokens: Any) -> Any:
             x = parameters["embedding"][tokens[:, :-1]]
+            body = written.remade(layer, jax.checkpoint(layer) if self.form == "checkpoint" else layer)
             if self.form == "unrolled":
                 for p in parameters["layers"]:
-                    x = layer(x, p)
+                    x = body(x, p)
             else:
-                body = jax.checkpoint(layer) if self.form == "checkpoint" else layer
                 x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), x, parameters["layers"])
-            return _cross_entropy(rms_norm(x, parameters["norm"]) @ parameters["head"], tokens[:, 1:])
+            x = rms_norm(x, parameters["norm"])
+            if written.loss is not None:
+                return written.loss(x, parameters["head"], tokens[:, 1:])
+            return _cross_entropy(x @ parameters["head"], tokens[:, 1:])
 
         return loss
 
@@ -124,9 +135,14 @@ class GPT2:
         return "gpt2"
 
     @property
+    def attention_flop(self) -> float:
+        """As the other model's."""
+        return 12 * self.batch * self.length**2 * self.layers * self.width
+
+    @property
     def product_flop(self) -> float:
         matrices = self.layers * 12 * self.width**2 + self.width * self.vocabulary
-        return 6 * self.batch * self.length * (matrices + self.layers * self.width * self.length)
+        return 6 * self.batch * self.length * matrices + self.attention_flop / 2
 
     def parameters(self) -> dict[str, Any]:
         e = self.width
@@ -151,7 +167,7 @@ class GPT2:
         ends = {"tokens": (self.vocabulary, e), "positions": (self.length, e), "scale": (e,), "bias": (e,)}
         return {"layers": layers} | {name: _random(5000 + i, *shape) for i, (name, shape) in enumerate(ends.items())}
 
-    def loss(self, attend: str) -> Callable[..., Any]:
+    def loss(self, written: Written) -> Callable[..., Any]:
         """loss(parameters, tokens [batch, length + 1]), float32."""
         import jax
         import jax.numpy as jnp
@@ -165,8 +181,8 @@ class GPT2:
             return ((wide - mean) * jax.lax.rsqrt(variance + 1e-5)).astype(x.dtype) * scale + bias
 
         def attention(q: Any, key: Any, v: Any) -> Any:
-            if attend == BY_HAND:
-                return _by_hand(q, key, v)
+            if written.attend is not None:
+                return written.attend(q, key, v)
             scores = jnp.einsum("bthd,bshd->bhts", q, key, preferred_element_type=jnp.float32) / math.sqrt(h)
             scores = jnp.where(jnp.tril(jnp.ones((t, t), bool)), scores, -1e30)
             return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores).astype(v.dtype), v)
@@ -181,9 +197,12 @@ class GPT2:
 
         def loss(parameters: Any, tokens: Any) -> Any:
             x = parameters["tokens"][tokens[:, :-1]] + parameters["positions"]
+            body = written.remade(layer, layer)
             for p in parameters["layers"]:
-                x = layer(x, p)
+                x = body(x, p)
             x = layer_norm(x, parameters["scale"], parameters["bias"])
+            if written.loss is not None:
+                return written.loss(x, parameters["tokens"].T, tokens[:, 1:])
             return _cross_entropy(x @ parameters["tokens"].T, tokens[:, 1:])
 
         return loss
@@ -209,13 +228,6 @@ def _random(seed: int, *shape: int) -> Any:
     if len(shape) == 1 or min(shape[-2:]) == shape[0] == 1:
         return jnp.ones(shape, jnp.bfloat16)
     return (jax.random.normal(jax.random.key(seed), shape) * 0.02).astype(jnp.bfloat16)
-
-
-def _by_hand(q: Any, k: Any, v: Any) -> Any:
-    import jax
-
-    on_cuda = jax.default_backend() == "gpu"
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if on_cuda else "xla")
 
 
 def _rotations(length: int, features: int) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..measuring import torch_device
 from .language_steps import GPT2, Llama, _rotations
 
 
@@ -15,12 +16,12 @@ def step_of(case: Llama | GPT2, parameters: Any, tokens: Any) -> Callable[[], An
     import torch
 
     def moved(x: Any) -> Any:
-        made = torch.from_numpy(np.asarray(x.astype("float32"))).to("cuda", torch.bfloat16)
+        made = torch.from_numpy(np.asarray(x.astype("float32"))).to(torch_device(), torch.bfloat16)
         return made.requires_grad_()
 
     leaves, treedef = jax.tree.flatten(parameters)
     leaves = [moved(x) for x in leaves]
-    ids = torch.from_numpy(np.asarray(tokens)).long().cuda()
+    ids = torch.from_numpy(np.asarray(tokens)).long().to(torch_device())
     loss = torch.compile(_llama(case) if isinstance(case, Llama) else _gpt2(case))
 
     def step() -> Any:
@@ -36,7 +37,7 @@ def _llama(case: Llama) -> Callable[..., Any]:
     from torch.utils.checkpoint import checkpoint
 
     b, t, h = case.batch, case.length, case.features
-    cos, sin = (torch.from_numpy(a).cuda() for a in _rotations(t, h))
+    cos, sin = (torch.from_numpy(a).to(torch_device()) for a in _rotations(t, h))
 
     def rms_norm(x: Any, scale: Any) -> Any:
         wide = x.float()

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..measuring import compiled_at_once, finish, line, measured, new_record, normal, parser_of
-from ..ops.attention import routes
+from ..measuring import compiled_at_once, finish, line, measured, new_record, normal, parser_of, routes
 
 
 @dataclass(frozen=True)

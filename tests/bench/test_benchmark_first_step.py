@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from benchmarks.programs import first_step
-from benchmarks.programs.first_step import PHASES, Clock, in_a_process, medians, row
+from benchmarks.method import first_step
+from benchmarks.method.first_step import PHASES, Clock, in_a_process, medians, row
 
 
 def test_a_phase_inside_another_is_counted_once(monkeypatch):
