@@ -250,7 +250,7 @@ class _LossSite(Site):
         """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
         for cut in cuts(found, value, others):
-            loss = _Loss(found.head, cut, numbers_of(cut.region, found.head), Treatment())
+            loss = _Loss(found.head, cut, numbers_of(cut, found.head), Treatment())
             odd = treatment(cut, found.head, lambda odd, loss=loss: _plan(self, replace(loss, odd=odd), None))
             if odd is not None:
                 return replace(loss, odd=odd)
@@ -270,7 +270,7 @@ class _LossSite(Site):
         support = {n.id: n for n in (*region.support, *total.numbers.values()) if n.id not in inner}
         whole = region_of(self.view, total.value, leaves, inner, support, region.others, loss.head.classes)
         return self.offered(
-            whole, _plan(self, replace(loss, cut=Cut(whole, loss.cut.labels)), total), _EDIT, concepts=_CONCEPTS
+            whole, _plan(self, replace(loss, cut=replace(loss.cut, region=whole)), total), _EDIT, concepts=_CONCEPTS
         )
 
 

@@ -20,20 +20,20 @@ from .heads import Head
 
 
 class Downstream:
-    """What a program computes from logits, apart from its backward pass.
+    """What a program computes from logits, apart from its backward pass unless that is `whole`.
 
     Attributes:
       nodes: in program order, the product first.
       ids: the ids of their results.
     """
 
-    def __init__(self, view: CanonicalView, head: Head) -> None:
+    def __init__(self, view: CanonicalView, head: Head, whole: bool = False) -> None:
         block = view.block
-        self.view, self.head = view, head
+        self.view, self.head, self.whole = view, head, whole
         self.nodes: list[Node] = [head.product]
         self.ids = {v.id for v in head.product.outputs}
         for node in block.nodes[block.position[head.product.id] + 1 :]:
-            if not in_backward(node) and any(v.id in self.ids for v in values_in(node.inputs)):
+            if (whole or not in_backward(node)) and any(v.id in self.ids for v in values_in(node.inputs)):
                 self.nodes.append(node)
                 self.ids.update(v.id for v in node.outputs)
         self.alike = {v.id for v in head.alike}
@@ -63,15 +63,16 @@ class Downstream:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A loss by row as a region, with the value that holds its labels."""
+    """A loss by row as a region, with the value that holds its labels, and the one that holds its weights, if any."""
 
     region: Region
     labels: Value
+    weights: Value | None = None
 
 
-def cuts(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[Cut]:
+def cuts(found: Downstream, root: Value, others: tuple[Value, ...], weights: Value | None = None) -> Iterator[Cut]:
     """The regions that compute a value from the product's operands and one value with a label for each row, that which is computed last
-    first.
+    first; and from one with a weight for each row.
 
     Raises:
       Declined: no region does.
@@ -79,10 +80,10 @@ def cuts(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[
     labels = sorted(_indices(found, root), key=lambda v: -v.id)
     one = False
     for value in labels:
-        cut = _cut(found, root, value, others)
+        cut = _cut(found, root, value, others, weights)
         if isinstance(cut, Region):
             one = True
-            yield Cut(cut, value)
+            yield Cut(cut, value, weights)
     if not one:
         what = "no value holds one label for each row" if not labels else "it reads more than logits and labels"
         raise Declined(f"{root!r} is no loss by labels: {what}")
@@ -114,16 +115,18 @@ def _may_be_inside(found: Downstream, value: Value) -> bool:
     return not is_float(value.dtype) or value.shape[-1:] == (found.head.classes,)
 
 
-def _may_be_made(found: Downstream, value: Value, maker: Node) -> bool:
+def _may_be_made(found: Downstream, value: Value, maker: Node, weighted: bool) -> bool:
     """Whether a region may compute a value that it reads."""
     own = value.id in found.ids or is_constant(found.view, value) or _may_be_inside(found, value)
-    return own or maker.primitive == "transpose"
+    return own or maker.primitive == "transpose" or (weighted and nonunit(value.shape) == nonunit(found.head.rows))
 
 
-def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...]) -> Region | Value:
-    """The region of a value with some labels; what else it reads, if it reads more."""
+def _cut(
+    found: Downstream, root: Value, labels: Value, others: tuple[Value, ...], weights: Value | None
+) -> Region | Value:
+    """The region of a value with some labels, and weights if any; what else it reads, if it reads more."""
     view, block, head = found.view, found.view.block, found.head
-    leaves = {**head.leaves, "labels": labels}
+    leaves = {**head.leaves, "labels": labels} | ({} if weights is None else {"weights": weights})
     inner, support = dict[int, Node](), dict[int, Node]()
     stack, seen = [root, *others], {v.id for v in leaves.values()} | view.known_inputs.keys()
     while stack:
@@ -135,7 +138,9 @@ def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...
             support.update((n.id, n) for n in makers_of(view, value))
             continue
         maker = block.producer.get(value.id)
-        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(found, value, maker):
+        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(
+            found, value, maker, weights is not None
+        ):
             return value
         (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)

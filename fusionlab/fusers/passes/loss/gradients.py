@@ -1,0 +1,84 @@
+"""The gradients of a loss whose value the program does not have where they are: of `jax.grad` alone, and of a checkpoint's backward pass.
+
+There the softmax of the logits and the labels make the cotangent of the product, and that the gradients of x, w and bias. They are a site
+of their own: the op is called for its gradients, with the cotangents of the rows as their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....graph.canonical.nodes import nonunit
+from ....graph.canonical.view import CanonicalView
+from ....graph.dtypes import is_float
+from ....graph.matching.region import CASTS, VIEWS, is_constant
+from ....graph.matching.walks import source_of
+from ....graph.program.ir import Node, Value, values_in
+from ...engine.base import Substitution
+from .heads import Head
+from .rows import Cut, Downstream, cuts
+
+_THROUGH = VIEWS | CASTS
+_MOST = 8  # values by row that may be the cotangents
+
+
+def gradients_of(found: Downstream) -> dict[str, Value]:
+    """The gradients of the operands that a program computes from the logits, by name; `found` goes into the backward pass."""
+    head, block = found.head, found.view.block
+    named = {source_of(block, v, _THROUGH).id: name for name, v in head.leaves.items() if name != "bias"}
+    made: dict[str, list[Value]] = {}
+    for node in found.nodes[1:]:
+        if node.primitive == "dot_general":
+            inside = [isinstance(a, Value) and a.id in found.ids for a in node.inputs]
+            other = source_of(block, node.inputs[inside.index(False)], _THROUGH) if sum(inside) == 1 else None
+            name = named.get(other.id) if isinstance(other, Value) else None
+        else:
+            name = "bias" if node.primitive == "reduce_sum" and head.bias is not None else None
+            name = name if node.outputs[0].shape == (head.classes,) else None
+        if name is not None:
+            wanted = "xw"[name == "x"] if name in "xw" else name  # the product with w makes the gradient of x
+            made.setdefault(wanted, []).append(_as_operand(found, node.outputs[0], head.leaves[wanted]))
+    return {name: values[0] for name, values in made.items() if len(values) == 1}
+
+
+def _as_operand(found: Downstream, value: Value, operand: Value) -> Value:
+    """The value of the operand's type that is a gradient, turned or cast for its only reader."""
+    at = value
+    while at.aval.shape != operand.aval.shape or at.dtype != operand.dtype:
+        users = found.view.block.users.get(at.id, ())
+        if len(users) != 1 or users[0].primitive not in _THROUGH or at.id in found.view.block.returned:
+            return value
+        at = users[0].outputs[0]
+    return at
+
+
+def cuts_with_weights(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[Cut]:
+    """The regions that compute a value from the product's operands, labels, and at most one number for each row."""
+    yield from cuts(found, root, others)
+    for weights in _by_row(found, root):
+        yield from cuts(found, root, others, weights)
+
+
+def _by_row(found: Downstream, root: Value) -> list[Value]:
+    """The numbers by row that a value is computed from and that no logit goes into, the last ones first."""
+    block, rows = found.view.block, nonunit(found.head.rows)
+    stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
+    while stack:
+        value = stack.pop()
+        if value.id in seen or is_constant(found.view, value):
+            continue
+        seen.add(value.id)
+        if value.id not in found.ids and nonunit(value.shape) == rows and _is_number(value):
+            given[value.id] = value
+        maker = block.producer.get(value.id)
+        stack += values_in(maker.inputs) if maker is not None and not maker.blocks else []
+    return sorted(given.values(), key=lambda v: -v.id)[:_MOST]
+
+
+def _is_number(value: Value) -> bool:
+    return is_float(value.dtype) or value.dtype == bool
