@@ -6,25 +6,75 @@ of their own: the op is called for its gradients, with the cotangents of the row
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+import contextlib
+from collections.abc import Iterator, Set
+from dataclasses import replace
 
 from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, is_constant
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Node, Value, values_in
-from ...engine.base import Substitution
-from .heads import Head
+from ....graph.program.scopes import in_backward
+from ...engine.outcomes import Candidate, Rejection
+from ...engine.site import Site
+from .heads import check_head, exponentials, head_of, product_of
+from .numbers import numbers_of
+from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
+from .planning import CONCEPTS, EDIT, Loss, planned
 from .rows import Cut, Downstream, cuts
 
 _THROUGH = VIEWS | CASTS
 _MOST = 8  # values by row that may be the cotangents
+
+
+class GradientsOfLoss(Site):
+    """One sum of exponentials of logits, from there to a candidate; None where it belongs to no loss."""
+
+    def examine(self, logits: Value, total: Node) -> Candidate | Rejection | None:
+        try:
+            head = head_of(self.view, logits)
+        except Declined:
+            return None
+        if head is None:
+            return None
+        found = Downstream(self.view, head, whole=True)
+        roots = gradients_of(found)
+        if not {"x", "w"} & roots.keys() or not any(in_backward(n) for n in found.nodes):
+            return None
+        self.nodes = (head.product, *head.chain, self.anchor)
+        problem: Declined | None = None
+        for cut in cuts_with_weights(found, *roots.values()):
+            try:
+                loss = self.loss(found, cut, tuple(roots))
+            except Declined as declined:
+                problem = problem or declined
+                continue
+            check_head(head, total)
+            return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
+        return None
+
+    def loss(self, found: Downstream, cut: Cut, slots: tuple[str, ...]) -> Loss:
+        """The loss whose gradients a region computes. Raises Declined if it computes something else."""
+        head, first = found.head, replace(cut, region=cut.region.of(cut.region.root))
+        loss = Loss(head, cut, numbers_of(first, head, slots[0]), Treatment(), slots)
+        odd = treatment(cut, head, lambda odd: planned(self.search, replace(loss, odd=odd)))
+        if odd is None:
+            raise Declined(f"{cut.region.root!r} {ODD}", "value", edit=ODD_EDIT)
+        return replace(loss, odd=odd)
+
+
+def sums_of_exponentials(view: CanonicalView, known: Set[int]) -> Iterator[tuple[Node, Value, Node]]:
+    """(node, logits, node) of each sum of exponentials of logits, apart from those of products that are `known`."""
+    seen = set(known)
+    for node in view.block.nodes:
+        found = exponentials(view, node) if node.primitive == "reduce_sum" else None
+        product = None if found is None else product_of(view, found[0])
+        if found is not None and product is not None and product.id not in seen:
+            seen.add(product.id)
+            yield node, *found
 
 
 def gradients_of(found: Downstream) -> dict[str, Value]:
@@ -57,11 +107,11 @@ def _as_operand(found: Downstream, value: Value, operand: Value) -> Value:
     return at
 
 
-def cuts_with_weights(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[Cut]:
+def cuts_with_weights(found: Downstream, root: Value, *others: Value) -> Iterator[Cut]:
     """The regions that compute a value from the product's operands, labels, and at most one number for each row."""
-    yield from cuts(found, root, others)
-    for weights in _by_row(found, root):
-        yield from cuts(found, root, others, weights)
+    for weights in (None, *_by_row(found, root)):
+        with contextlib.suppress(Declined):
+            yield from cuts(found, root, others, weights)
 
 
 def _by_row(found: Downstream, root: Value) -> list[Value]:

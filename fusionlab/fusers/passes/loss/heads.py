@@ -23,8 +23,11 @@ from ....graph.matching.region import CASTS, VIEWS
 from ....graph.matching.walks import maker_of, source_of
 from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
+from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
+from ...engine.base import AUTO_AXES
 from ...engine.wording import anchor_text
 
+_MOST = 1 << 18  # entries of an array that has the vocabulary twice
 _ROWS = VIEWS | {"slice"}  # may select and reorder rows
 _SAME = having("copy", "variance") | CASTS
 _SCALES = frozenset({"mul", "div"})
@@ -104,7 +107,12 @@ class Head:
 def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     """(logits, sum) of a logarithm of a sum of their exponentials along one axis; None for any other logarithm."""
     total = _maker(view, log, VIEWS | CASTS | {"abs"}, "reduce_sum")
-    if total is None or len(total.params["axes"]) != 1:
+    return None if total is None else exponentials(view, total)
+
+
+def exponentials(view: CanonicalView, total: Node) -> tuple[Value, Node] | None:
+    """(logits, the node itself) of a sum of their exponentials along one axis; None for any other sum."""
+    if len(total.params["axes"]) != 1:
         return None
     exp = _maker(view, total, CASTS, "exp")
     if exp is None:
@@ -144,6 +152,25 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
     steps = list(rest)
     found = replace(head, logits=logits, chain=tuple(rest))
     return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
+
+
+def check_head(head: Head, total: Node) -> None:
+    """Raises Declined for a head that the op does not take; `total` sums the exponentials."""
+    if int(total.params["axes"][0]) != len(head.logits.shape) - 1:
+        raise Declined(f"{anchor_text(total)} does not sum over the last axis of the logits", "axes", [total])
+    alike = head.classes ** (1 + sum(n == head.classes for n in head.x.shape))
+    if head.classes in head.x.shape and alike > _MOST:
+        sentence = (
+            f"{head.x!r} has an axis as long as the vocabulary, {head.classes}: there is no proof at reduced sizes"
+        )
+        raise Declined(sentence, "uncertified", [head.product])
+    if any(is_explicitly_sharded(v.aval) for v in head.leaves.values()):
+        sentence = f"{anchor_text(head.product)} is sharded over explicit mesh axes"
+        raise Declined(sentence, "sharding", edit=AUTO_AXES)
+    given = {np.dtype(v.dtype).name for v in (head.x, head.w)}
+    if len(given) > 1 or not given <= set(FLOATS):
+        sentence = f"{anchor_text(head.product)} multiplies {' by '.join(sorted(given))}"
+        raise Declined(f"{sentence}; the fused op takes one of {', '.join(FLOATS)}", "dtype", [head.product])
 
 
 def product_of(view: CanonicalView, logits: Value) -> Node | None:

@@ -6,44 +6,34 @@ makes a scalar of the losses by weights that do not depend on the logits, the op
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ....graph.canonical.rules import is_jax_rule
 from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
-from ....graph.matching.region import Region
 from ....graph.primitives import having
 from ....graph.program.ir import Block, Node, Value
 from ....graph.program.scopes import in_backward
-from ....kernels import OPS
-from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
-from ...engine.base import AUTO_AXES, Pass, Search, Substitution
-from ...engine.layout import input_positions
+from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.site import Site
 from ...engine.wording import anchor_text
-from .heads import Head, exponentiated, head_of, product_of
-from .numbers import Numbers, is_total, numbers_of
-from .out_of_range import Treatment, treatment
-from .rows import Cut, Downstream, cuts, region_of
+from .gradients import GradientsOfLoss, sums_of_exponentials
+from .heads import check_head, exponentiated, head_of, product_of
+from .numbers import numbers_of
+from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
+from .planning import CONCEPTS, EDIT, Loss, planned
+from .rows import Downstream, cuts, region_of
 from .sums import WeightedSum, weighted_sum
 
-OP = OPS["linear_cross_entropy"]
 _TRIED = 8  # values by row that are evaluated
-_MOST = 1 << 18  # entries of an array that has the vocabulary twice
-_CONCEPTS = ("linear_cross_entropy",)
-_ODD = "treats labels outside of the vocabulary in a way that the fused op does not have"
-_ODD_EDIT = "subtract the maximum by jax.nn.log_softmax or jax.nn.logsumexp, or pick the logit by jnp.take_along_axis"
 RULES = having("rule")
 _READ = RULES | {"log"}
-_EDIT = "compute the outside use from x and w again, or return it from a function of its own"
 
 
 class LinearCrossEntropyPass(Pass):
@@ -91,8 +81,12 @@ class LinearCrossEntropyPass(Pass):
             if found is not None and product is not None and product.id not in known:
                 known.add(product.id)  # a z-loss may have a logarithm of its own
                 yield node, *found
+        if search.differentiated and search.gradient:
+            yield from ((node, *found) for node, *found in sums_of_exponentials(search.view, known))
 
     def examine(self, search: Search, anchor: Node, *known: Any) -> list[Candidate | Rejection]:
+        if anchor.primitive == "reduce_sum":
+            return GradientsOfLoss(self, search, anchor).examined(*known)
         return _LossSite(self, search, anchor).examined(*known)
 
 
@@ -113,38 +107,6 @@ def _exponentiated_inputs(block: Block) -> set[int]:
     return {f[0].id for f in found if f is not None}
 
 
-@dataclass(frozen=True, eq=False)
-class _Loss:
-    """A loss by row: its head, the region that computes it, its numbers, and what a label out of range picks."""
-
-    head: Head
-    cut: Cut
-    numbers: Numbers
-    odd: Treatment
-
-    @property
-    def region(self) -> Region:
-        return self.cut.region
-
-    @property
-    def is_total(self) -> bool:
-        return is_total(self.cut.region.root, self.head)
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        head, given = self.head, self.numbers
-        return {
-            "label_smoothing": given.label_smoothing,
-            "z_loss": given.z_loss,
-            "softcap": head.softcap,
-            "logits_dtype": head.dtype,
-            "transposed": head.transposed,
-            "out_of_range": self.odd.name,
-            "precision": head.product.params.get("precision"),
-            "also": ("argmax",) * len(self.region.others),
-        }
-
-
 class _LossSite(Site):
     """One logarithm of a sum of exponentials, from there to a candidate or a rejection."""
 
@@ -158,7 +120,7 @@ class _LossSite(Site):
         head = head_of(self.view, logits)
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
-        self.check(head, total)
+        check_head(head, total)
         found = Downstream(self.view, head)
         loss = self.loss(found)
         by_row = self.attempt(self.by_row, loss)
@@ -170,27 +132,9 @@ class _LossSite(Site):
             return replace(whole, alternatives=in_turn([by_row]))
         return whole if isinstance(whole, Candidate) else by_row
 
-    def check(self, head: Head, total: Node) -> None:
-        """Declines a head that the op does not take."""
-        if int(total.params["axes"][0]) != len(head.logits.shape) - 1:
-            self.decline("axes", f"{anchor_text(total)} does not sum over the last axis of the logits", [total])
-        alike = head.classes ** (1 + sum(n == head.classes for n in head.x.shape))
-        if head.classes in head.x.shape and alike > _MOST:
-            sentence = (
-                f"{head.x!r} has an axis as long as the vocabulary, {head.classes}: there is no proof at reduced sizes"
-            )
-            self.decline("uncertified", sentence, [head.product])
-        operands = [*head.leaves.values()]
-        if any(is_explicitly_sharded(v.aval) for v in operands):
-            self.decline("sharding", f"{anchor_text(head.product)} is sharded over explicit mesh axes", edit=AUTO_AXES)
-        given = {np.dtype(v.dtype).name for v in (head.x, head.w)}
-        if len(given) > 1 or not given <= set(FLOATS):
-            sentence = f"{anchor_text(head.product)} multiplies {' by '.join(sorted(given))}"
-            self.decline("dtype", f"{sentence}; the fused op takes one of {', '.join(FLOATS)}", [head.product])
-
     # -- which loss it is --------------------------------------------------------------------------------------------------
 
-    def loss(self, found: Downstream) -> _Loss:
+    def loss(self, found: Downstream) -> Loss:
         """The loss by row that the logarithm belongs to.
 
         Raises:
@@ -246,23 +190,23 @@ class _LossSite(Site):
             self.search.shared[key] = live_nodes(self.search.block)
         return self.search.shared[key]
 
-    def loss_at(self, found: Downstream, value: Value, others: tuple[Value, ...]) -> _Loss:
+    def loss_at(self, found: Downstream, value: Value, others: tuple[Value, ...]) -> Loss:
         """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
         for cut in cuts(found, value, others):
-            loss = _Loss(found.head, cut, numbers_of(cut, found.head), Treatment())
-            odd = treatment(cut, found.head, lambda odd, loss=loss: _plan(self, replace(loss, odd=odd), None))
+            loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment())
+            odd = treatment(cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)))
             if odd is not None:
                 return replace(loss, odd=odd)
-            problem = problem or Declined(f"{value!r} {_ODD}", "value", edit=_ODD_EDIT)
+            problem = problem or Declined(f"{value!r} {ODD}", "value", edit=ODD_EDIT)
         raise problem or Declined(f"{value!r} is no loss by labels")
 
     # -- what it becomes ---------------------------------------------------------------------------------------------------
 
-    def by_row(self, loss: _Loss) -> Candidate | Rejection:
-        return self.offered(loss.region, _plan(self, loss, None), _EDIT, concepts=_CONCEPTS)
+    def by_row(self, loss: Loss) -> Candidate | Rejection:
+        return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
 
-    def summed(self, loss: _Loss, total: WeightedSum) -> Candidate | Rejection:
+    def summed(self, loss: Loss, total: WeightedSum) -> Candidate | Rejection:
         """The site with the sum over its rows."""
         region = loss.region
         leaves = dict(region.leaves) | {f"factor {i}": v for i, v in enumerate(total.given)}
@@ -270,7 +214,10 @@ class _LossSite(Site):
         support = {n.id: n for n in (*region.support, *total.numbers.values()) if n.id not in inner}
         whole = region_of(self.view, total.value, leaves, inner, support, region.others, loss.head.classes)
         return self.offered(
-            whole, _plan(self, replace(loss, cut=replace(loss.cut, region=whole)), total), _EDIT, concepts=_CONCEPTS
+            whole,
+            planned(self.search, replace(loss, cut=replace(loss.cut, region=whole)), total),
+            EDIT,
+            concepts=CONCEPTS,
         )
 
 
@@ -282,59 +229,6 @@ def live_nodes(block: Any) -> frozenset[int]:
             found.add(node.id)
             wanted.update(v.id for v in node.values)
     return frozenset(found)
-
-
-def _plan(site: _LossSite, loss: _Loss, total: WeightedSum | None) -> Substitution:
-    """The call of the op: rows as the logits have them, and weights for a sum; `total` is what is summed after the loss."""
-    region, head, factor = loss.region, loss.head, loss.numbers.factor
-    where, root = input_positions(region), region.root
-    attrs = loss.attrs | {"implementation": site.search.implementation}
-    summed = total is not None or loss.is_total
-    if summed:
-        attrs["masked"] = total is not None and total.masks
-
-    def operands(*inputs: Any) -> tuple[Any, ...]:
-        given = {name: inputs[i] for name, i in where.items()}
-        labels = jnp.reshape(given["labels"], head.rows)
-        weights: Any = jnp.asarray(1.0, root.dtype)
-        if total is not None:
-            beside = [given[f"factor {i}"] for i in range(len(total.given))]
-            weights = total.weights(region, beside)
-        spread = jnp.broadcast_to if weights.size == 1 else jnp.reshape
-        weights = spread(weights, head.rows) * factor if summed else None
-        return head.of_rows(given["x"]), given["w"], labels, given.get("bias"), weights
-
-    def finish(out: Any) -> Any:
-        first, *others = out if region.others else (out,)
-        first = first if summed or factor > 0 else -first
-        first = jnp.reshape(first, root.shape).astype(root.dtype)
-        ends = (jnp.reshape(o, v.shape).astype(v.dtype) for o, v in zip(others, region.others, strict=True))
-        return (first, *ends) if others else first
-
-    formula = OP.formula(**attrs, bias=head.bias is not None, weights=summed)
-    how = _WithNaN if loss.odd.nan else Substitution
-    return how(OP, attrs, operands, finish, formula)
-
-
-class _WithNaN(Substitution):
-    """A call whose losses are NaN for labels outside of the vocabulary."""
-
-    def calling(self, *inputs: Any) -> tuple[tuple[Any, ...], Any]:
-        operands = self.operands(*inputs)
-        _, w, labels, _, weights = operands
-        outside = (labels < 0) | (labels >= w.shape[0 if self.attrs["transposed"] else 1])
-        finish = functools.partial(self._marked, outside, weights)
-        _, given = Substitution.calling(replace(self, finish=finish), *inputs)
-        return operands, given
-
-    def _marked(self, outside: Any, weights: Any, out: Any) -> Any:
-        first, *others = out if isinstance(out, tuple | list) else (out,)
-        if weights is None:
-            marked = jnp.where(outside, jnp.nan, first)
-        else:
-            counted = outside & (weights != 0) if self.attrs["masked"] else outside
-            marked = first + jnp.sum(weights * jnp.where(counted, jnp.nan, 0)).astype(first.dtype)
-        return self.finish((marked, *others) if others else marked)
 
 
 PASSES = {47: LinearCrossEntropyPass()}

@@ -111,7 +111,12 @@ def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
         entries = jax.lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
         top = jax.lax.stop_gradient(jnp.max(z, -1))
         lse = jnp.log(jnp.sum(jnp.exp(z - top[..., None]), -1)) + top
-        found = [lse, jnp.sum(jnp.where(entries == labels[..., None], z, 0), -1), jnp.sum(z, -1) / z.shape[-1], lse * lse]
+        found = [
+            lse,
+            jnp.sum(jnp.where(entries == labels[..., None], z, 0), -1),
+            jnp.sum(z, -1) / z.shape[-1],
+            lse * lse,
+        ]
         if cut.weights is not None:
             weights = inputs[where["weights"]].reshape(head.rows).astype(z.dtype)
             found = [a * weights for a in found]
@@ -132,9 +137,7 @@ def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
 def _drawn(cut: Cut, head: Head, reduction: Reduction, seed: int, weights: Any) -> tuple[Any, list[Any]]:
     """(sizes, operands) as they are drawn, with labels in the vocabulary and logits of several sizes."""
     region = cut.region
-    sizes, (*args, _) = inputs_of(
-        [v.aval for v in region.inputs], region.root.aval, reduction, seed, weights=weights
-    )
+    sizes, (*args, _) = inputs_of([v.aval for v in region.inputs], region.root.aval, reduction, seed, weights=weights)
     rng, where = np.random.default_rng(seed), input_positions(region)
     at = where["labels"]
     args[at] = rng.integers(0, head.classes, args[at].shape).astype(args[at].dtype)

@@ -24,6 +24,8 @@ from ...engine.base import Substitution
 from .heads import Head
 from .rows import Cut
 
+ODD = "treats labels outside of the vocabulary in a way that the fused op does not have"
+ODD_EDIT = "subtract the maximum by jax.nn.log_softmax or jax.nn.logsumexp, or pick the logit by jnp.take_along_axis"
 _FAR = 100  # as of labels that are ignored
 
 

@@ -138,9 +138,7 @@ def _cut(
             support.update((n.id, n) for n in makers_of(view, value))
             continue
         maker = block.producer.get(value.id)
-        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(
-            found, value, maker, weights is not None
-        ):
+        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(found, value, maker, weights is not None):
             return value
         (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)
