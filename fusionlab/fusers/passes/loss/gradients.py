@@ -24,7 +24,7 @@ from .heads import check_head, exponentials, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, Loss, planned
-from .rows import Cut, Downstream, cuts
+from .rows import Cut, Downstream, cuts, is_opaque
 
 _THROUGH = VIEWS | CASTS
 _MOST = 8  # values by row that may be the cotangents
@@ -126,7 +126,7 @@ def _by_row(found: Downstream, root: Value) -> list[Value]:
         if value.id not in found.ids and nonunit(value.shape) == rows and _is_number(value):
             given[value.id] = value
         maker = block.producer.get(value.id)
-        stack += values_in(maker.inputs) if maker is not None and not maker.blocks else []
+        stack += values_in(maker.inputs) if maker is not None and not is_opaque(maker) else []
     return sorted(given.values(), key=lambda v: -v.id)[:_MOST]
 
 

@@ -107,7 +107,12 @@ def _indices(found: Downstream, root: Value) -> list[Value]:
 def _beneath(found: Downstream, value: Value, maker: Node | None) -> list[Value]:
     """The operands of what makes a value, if that may belong to the loss."""
     inside = value.id in found.ids or _may_be_inside(found, value)
-    return values_in(maker.inputs) if inside and maker is not None and not maker.blocks else []
+    return values_in(maker.inputs) if inside and maker is not None and not is_opaque(maker) else []
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether a node has a program of its own; the one of a scatter only adds."""
+    return bool(node.blocks) and not node.primitive.startswith("scatter")
 
 
 def _may_be_inside(found: Downstream, value: Value) -> bool:
@@ -138,7 +143,11 @@ def _cut(
             support.update((n.id, n) for n in makers_of(view, value))
             continue
         maker = block.producer.get(value.id)
-        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(found, value, maker, weights is not None):
+        if (
+            maker is None
+            or has_side_effects(maker.eqn)
+            or not _may_be_made(found, value, maker, found.whole or weights is not None)
+        ):
             return value
         (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)
