@@ -6,17 +6,14 @@ of their own: the op is called for its gradients, with the cotangents of the row
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
-from ....graph.dtypes import is_float
-from ....graph.matching.region import CASTS, VIEWS, is_constant
+from ....graph.matching.region import CASTS, VIEWS
 from ....graph.matching.walks import source_of
-from ....graph.program.ir import Node, Value, values_in
+from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import in_backward
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
@@ -24,10 +21,9 @@ from .heads import check_head, exponentials, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, Loss, planned
-from .rows import Cut, Downstream, cuts, is_opaque
+from .rows import Cut, Downstream, cuts_with_weights
 
 _THROUGH = VIEWS | CASTS
-_MOST = 8  # values by row that may be the cotangents
 
 
 class GradientsOfLoss(Site):
@@ -105,30 +101,3 @@ def _as_operand(found: Downstream, value: Value, operand: Value) -> Value:
             return value
         at = users[0].outputs[0]
     return at
-
-
-def cuts_with_weights(found: Downstream, root: Value, *others: Value) -> Iterator[Cut]:
-    """The regions that compute a value from the product's operands, labels, and at most one number for each row."""
-    for weights in (None, *_by_row(found, root)):
-        with contextlib.suppress(Declined):
-            yield from cuts(found, root, others, weights)
-
-
-def _by_row(found: Downstream, root: Value) -> list[Value]:
-    """The numbers by row that a value is computed from and that no logit goes into, the last ones first."""
-    block, rows = found.view.block, nonunit(found.head.rows)
-    stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
-    while stack:
-        value = stack.pop()
-        if value.id in seen or is_constant(found.view, value):
-            continue
-        seen.add(value.id)
-        if value.id not in found.ids and nonunit(value.shape) == rows and _is_number(value):
-            given[value.id] = value
-        maker = block.producer.get(value.id)
-        stack += values_in(maker.inputs) if maker is not None and not is_opaque(maker) else []
-    return sorted(given.values(), key=lambda v: -v.id)[:_MOST]
-
-
-def _is_number(value: Value) -> bool:
-    return is_float(value.dtype) or value.dtype == bool

@@ -28,7 +28,7 @@ from .heads import check_head, exponentiated, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, Loss, planned
-from .rows import Downstream, cuts, region_of
+from .rows import Downstream, cuts_with_weights, region_of
 from .sums import WeightedSum, weighted_sum
 
 _TRIED = 8  # values by row that are evaluated
@@ -128,8 +128,8 @@ class _LossSite(Site):
         if summed is None:
             return by_row
         whole = self.attempt(self.summed, loss, summed)
-        if isinstance(whole, Candidate) and self.search.differentiated:
-            return replace(whole, alternatives=in_turn([by_row]))
+        if isinstance(whole, Candidate) and whole.alternatives:
+            return replace(whole, alternatives=in_turn([by_row, *whole.alternatives]))
         return whole if isinstance(whole, Candidate) else by_row
 
     # -- which loss it is --------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class _LossSite(Site):
     def loss_at(self, found: Downstream, value: Value, others: tuple[Value, ...]) -> Loss:
         """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
-        for cut in cuts(found, value, others):
+        for cut in cuts_with_weights(found, value, *others):
             loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment())
             odd = treatment(cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)))
             if odd is not None:

@@ -18,6 +18,8 @@ from ....graph.program.ir import Node, Value, values_in
 from ....graph.program.scopes import in_backward
 from .heads import Head
 
+_MOST = 8  # values by row that may be weights
+
 
 class Downstream:
     """What a program computes from logits, apart from its backward pass unless that is `whole`.
@@ -87,6 +89,44 @@ def cuts(found: Downstream, root: Value, others: tuple[Value, ...], weights: Val
     if not one:
         what = "no value holds one label for each row" if not labels else "it reads more than logits and labels"
         raise Declined(f"{root!r} is no loss by labels: {what}")
+
+
+def cuts_with_weights(found: Downstream, root: Value, *others: Value) -> Iterator[Cut]:
+    """The regions that compute a value from the product's operands, labels, and at most one weight for each row.
+
+    Raises:
+      Declined: no region does.
+    """
+    problem, one = None, False
+    for weights in (None, *_by_row(found, root)):
+        try:
+            for cut in cuts(found, root, others, weights):
+                one = True
+                yield cut
+        except Declined as declined:
+            problem = problem or declined
+    if problem is not None and not one:
+        raise problem
+
+
+def _by_row(found: Downstream, root: Value) -> list[Value]:
+    """The numbers by row that a value is computed from and that no logit goes into, the last ones first."""
+    block, rows = found.view.block, nonunit(found.head.rows)
+    stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
+    while stack:
+        value = stack.pop()
+        if value.id in seen or is_constant(found.view, value):
+            continue
+        seen.add(value.id)
+        if value.id not in found.ids and nonunit(value.shape) == rows and _is_number(value):
+            given[value.id] = value
+        maker = block.producer.get(value.id)
+        stack += values_in(maker.inputs) if maker is not None and not is_opaque(maker) else []
+    return sorted(given.values(), key=lambda v: -v.id)[:_MOST]
+
+
+def _is_number(value: Value) -> bool:
+    return is_float(value.dtype) or value.dtype == bool
 
 
 def _indices(found: Downstream, root: Value) -> list[Value]:
