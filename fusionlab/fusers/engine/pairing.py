@@ -94,7 +94,7 @@ class _BackwardSearch:
     def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
         """A site with its backward pass, or the outcome that replaces it if it needs one and there is none."""
         region = item.region
-        if region is not None and any(is_float(v.dtype) for v in region.others):
+        if region is not None and not region.aside and any(is_float(v.dtype) for v in region.others):
             yield from self.without(item, "it has several results")
             return
         found = None if region is None or _is_alone(item) else self.backward(region)

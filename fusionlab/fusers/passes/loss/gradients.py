@@ -6,6 +6,7 @@ of their own: the op is called for its gradients, with the cotangents of the row
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
@@ -20,8 +21,8 @@ from ...engine.site import Site
 from .heads import check_head, exponentials, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
-from .planning import CONCEPTS, EDIT, Loss, planned
-from .rows import Cut, Downstream, cuts_with_weights
+from .planning import CONCEPTS, EDIT, Loss, planned, with_more
+from .rows import Cut, Downstream, cuts_with_weights, labels_of
 
 _THROUGH = VIEWS | CASTS
 
@@ -30,33 +31,38 @@ class GradientsOfLoss(Site):
     """One sum of exponentials of logits, from there to a candidate; None where it belongs to no loss."""
 
     def examine(self, logits: Value, total: Node) -> Candidate | Rejection | None:
-        try:
-            head = head_of(self.view, logits)
-        except Declined:
+        found = self.found(logits)
+        roots = {} if found is None else gradients_of(found)
+        if found is None or not {"x", "w"} & roots.keys() or not any(map(in_backward, found.nodes)):
             return None
-        if head is None:
-            return None
-        found = Downstream(self.view, head, whole=True)
-        roots = gradients_of(found)
-        if not {"x", "w"} & roots.keys() or not any(in_backward(n) for n in found.nodes):
-            return None
-        self.nodes = (head.product, *head.chain, self.anchor)
+        first, *others = roots.values()
+        if not labels_of(found, first):
+            return None  # of a router, or another softmax
+        self.nodes = (found.head.product, *found.head.chain, self.anchor)
+        check_head(found.head, total)
+        argmax = found.argmax()
+        others += [] if argmax is None else [argmax]
         problem: Declined | None = None
-        for cut in cuts_with_weights(found, *roots.values()):
+        for cut in cuts_with_weights(found, first, *others):
             try:
-                loss = self.loss(found, cut, tuple(roots))
+                loss = self.loss(found, cut, tuple(roots), (None,) * (argmax is not None))
+                return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
             except Declined as declined:
                 problem = problem or declined
-                continue
-            check_head(head, total)
-            return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
+        raise problem or Declined(f"{first!r} is no gradient of a loss by labels")
+
+    def found(self, logits: Value) -> Downstream | None:
+        """What the program makes of the logits, if they are a head's."""
+        with contextlib.suppress(Declined):
+            head = head_of(self.view, logits)
+            return None if head is None else Downstream(self.view, head, whole=True)
         return None
 
-    def loss(self, found: Downstream, cut: Cut, slots: tuple[str, ...]) -> Loss:
+    def loss(self, found: Downstream, cut: Cut, slots: tuple[str, ...], more: tuple[None, ...]) -> Loss:
         """The loss whose gradients a region computes. Raises Declined if it computes something else."""
         head, first = found.head, replace(cut, region=cut.region.of(cut.region.root))
-        loss = Loss(head, cut, numbers_of(first, head, slots[0]), Treatment(), slots)
-        odd = treatment(cut, head, lambda odd: planned(self.search, replace(loss, odd=odd)))
+        loss = with_more(Loss(head, cut, numbers_of(first, head, slots[0]), Treatment(), slots, more))
+        odd = treatment(loss.cut, head, lambda odd: planned(self.search, replace(loss, odd=odd)))
         if odd is None:
             raise Declined(f"{cut.region.root!r} {ODD}", "value", edit=ODD_EDIT)
         return replace(loss, odd=odd)

@@ -27,7 +27,7 @@ from .gradients import GradientsOfLoss, sums_of_exponentials
 from .heads import check_head, exponentiated, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
-from .planning import CONCEPTS, EDIT, Loss, planned
+from .planning import CONCEPTS, EDIT, Loss, planned, with_more
 from .rows import Downstream, cuts_with_weights, region_of
 from .sums import WeightedSum, weighted_sum
 
@@ -81,13 +81,21 @@ class LinearCrossEntropyPass(Pass):
             if found is not None and product is not None and product.id not in known:
                 known.add(product.id)  # a z-loss may have a logarithm of its own
                 yield node, *found
-        if search.differentiated and search.gradient:
+        if _has_gradients(search):
             yield from ((node, *found) for node, *found in sums_of_exponentials(search.view, known))
 
     def examine(self, search: Search, anchor: Node, *known: Any) -> list[Candidate | Rejection]:
         if anchor.primitive == "reduce_sum":
             return GradientsOfLoss(self, search, anchor).examined(*known)
-        return _LossSite(self, search, anchor).examined(*known)
+        found = _LossSite(self, search, anchor).examined(*known)
+        if known and _has_gradients(search) and not any(isinstance(o, Candidate) for o in found):
+            gradients = GradientsOfLoss(self, search, anchor).examined(*known)
+            return gradients if any(isinstance(o, Candidate) for o in gradients) else found
+        return found
+
+
+def _has_gradients(search: Search) -> bool:
+    return search.differentiated and search.gradient
 
 
 def _is_rule_of_loss(search: Search, node: Node) -> bool:
@@ -194,8 +202,9 @@ class _LossSite(Site):
         """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
         for cut in cuts_with_weights(found, value, *others):
-            loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment())
-            odd = treatment(cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)))
+            loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * len(others))
+            loss = with_more(loss, self.live)
+            odd = treatment(loss.cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)))
             if odd is not None:
                 return replace(loss, odd=odd)
             problem = problem or Declined(f"{value!r} {ODD}", "value", edit=ODD_EDIT)

@@ -6,7 +6,7 @@ A loss of a row with the logits z and the label l is a lse(z) + b z[l] + c sum(z
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,6 +29,8 @@ from .rows import Cut
 _DRAWS, _DRAWS_OF_SUMS, _SPREAD = 6, 24, (0.3, 3.0)
 _LEFT = 1e-9  # of the largest loss: what the four terms may leave of it
 _NONE = 1e-7  # a term of less is rounding
+PLAIN = "write the loss as logsumexp(logits) - logits[label], and scale what is added to it apart"
+APART = "compute what else the logits are needed for from x and w again, in a function of its own"
 _ONE = 1e-5  # so far from 1 is the sum of targets that are written as float32 numbers
 
 
@@ -41,12 +43,30 @@ class Numbers:
     z_loss: float
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A value by row that is loss * `loss` + lse * `lse` + lse^2 * `squared`."""
+
+    loss: float
+    lse: float
+    squared: float
+
+
 def numbers_of(cut: Cut, head: Head, slot: str | None = None) -> Numbers:
     """The numbers of a region's root: a loss, or the gradient of one by the operand in `slot`.
 
     Raises:
       Declined: it is no such loss, or cannot be evaluated.
     """
+    root = cut.region.root
+    numbers = _read(*coefficients(cut, head, slot), summed=slot is not None or is_total(root, head))
+    if isinstance(numbers, str):
+        raise Declined(f"{root!r} {numbers}", "scalar", edit=PLAIN)
+    return numbers
+
+
+def coefficients(cut: Cut, head: Head, slot: str | None = None) -> list[float]:
+    """The factors of lse, the label's logit, the mean of the logits and lse^2. Raises Declined as `numbers_of`."""
     root = cut.region.root
     try:
         columns, losses = _evaluated(cut, head, slot)
@@ -55,11 +75,22 @@ def numbers_of(cut: Cut, head: Head, slot: str | None = None) -> Numbers:
     found, *_ = np.linalg.lstsq(columns, losses, rcond=None)
     scale = max(float(np.max(np.abs(losses))), 1e-30)
     if not np.all(np.isfinite(losses)) or np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
-        raise Declined(f"{root!r} is another function of the logits and the labels than a cross-entropy", "value")
-    numbers = _read(*map(float, found), summed=slot is not None or is_total(root, head))
-    if isinstance(numbers, str):
-        raise Declined(f"{root!r} {numbers}", "scalar")
-    return numbers
+        sentence = f"{root!r} is another function of the logits and the labels than a cross-entropy"
+        raise Declined(sentence, "value", edit=APART)
+    return list(map(float, found))
+
+
+def beside(cut: Cut, head: Head, value: Value, numbers: Numbers) -> Beside | None:
+    """How a further value by row is made of a loss with these numbers and of lse; None if it is not."""
+    own = replace(cut, region=replace(cut.region, others=(value,)).of(value), weights=None)
+    try:
+        lse, picked, mean, squared = (x if abs(x) > _NONE else 0.0 for x in coefficients(own, head))
+    except Declined:
+        return None
+    loss = -picked / (1 - numbers.label_smoothing)
+    if abs(mean + loss * numbers.label_smoothing) > _ONE:
+        return None
+    return Beside(*map(_number, (loss, lse - loss, squared - loss * numbers.z_loss)))
 
 
 def _read(lse: float, picked: float, mean: float, squared: float, summed: bool) -> Numbers | str:

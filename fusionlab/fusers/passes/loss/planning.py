@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ....graph.matching.region import Region
+from ....graph.canonical.nodes import nonunit
+from ....graph.dtypes import is_float
+from ....graph.matching.region import Region, escapes
 from ....kernels import OPS
 from ...engine.base import Search, Substitution
 from ...engine.layout import input_positions
 from .heads import Head
-from .numbers import Numbers, is_total
+from .numbers import Beside, Numbers, beside, is_total
 from .out_of_range import Treatment
 from .rows import Cut
 from .sums import WeightedSum
@@ -29,7 +31,8 @@ class Loss:
     """A loss by row: its head, the region that computes it, its numbers, and what a label out of range picks.
 
     Attributes:
-      slots: of a region that computes its gradients, the operands by which it is differentiated, in the order of its roots.
+      slots: of a region that computes its gradients, the operands by which it is differentiated, in the order of its first roots.
+      more: what its further roots are; None for the argmax.
     """
 
     head: Head
@@ -37,6 +40,7 @@ class Loss:
     numbers: Numbers
     odd: Treatment
     slots: tuple[str, ...] = ()
+    more: tuple[Beside | None, ...] = ()
 
     @property
     def region(self) -> Region:
@@ -59,8 +63,28 @@ class Loss:
             "transposed": head.transposed,
             "out_of_range": self.odd.name,
             "precision": head.product.params.get("precision"),
-            "also": () if self.slots else ("argmax",) * len(self.region.others),
+            "also": self.also,
         }
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The op's further results."""
+        given = [b for b in self.more if b is not None]
+        lse, loss = any(b.lse or b.squared for b in given), any(b.loss for b in given)
+        wanted = {"lse": lse, "argmax": None in self.more, "loss": loss}
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def with_more(loss: Loss, live: Container[int] | None = None) -> Loss:
+    """A loss with the values by row that are read elsewhere, by nodes that are `live`, and that the op can make, as a z-loss that is
+    reported."""
+    region, rows = loss.region, nonunit(loss.head.rows)
+    read = (e.value for e in escapes(region) if e.user is None or live is None or e.user.id in live)
+    values = {v.id: v for v in read if nonunit(v.shape) == rows and is_float(v.dtype)}
+    made = {v: beside(loss.cut, loss.head, v, loss.numbers) for v in values.values()}
+    known = {v: how for v, how in made.items() if how is not None}
+    cut = replace(loss.cut, region=replace(region, others=(*region.others, *known)))
+    return replace(loss, cut=cut, more=(*loss.more, *known.values()))
 
 
 def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Substitution:
@@ -69,6 +93,8 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     where, root = input_positions(region), region.root
     attrs = loss.attrs | {"implementation": search.implementation}
     summed = total is not None or loss.is_total
+    if not summed:
+        attrs["also"] = tuple(name for name in attrs["also"] if name != "loss")
     chosen = cut.weights is not None and cut.weights.dtype == bool
     if summed:
         attrs["masked"] = chosen or (total is not None and total.masks)
@@ -78,7 +104,7 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
         labels = jnp.reshape(given["labels"], head.rows)
         weights: Any = jnp.asarray(1.0, root.dtype)
         if total is not None:
-            weights = total.weights(region, _beside(total, given))
+            weights = total.weights(region, _read_by(total, given))
         spread = jnp.broadcast_to if weights.size == 1 else jnp.reshape
         weights = spread(weights, head.rows) * loss.numbers.factor if summed else None
         if weights is not None and cut.weights is not None:
@@ -96,7 +122,7 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     return _Call(OP, attrs, operands, finish, formula, loss=loss, total=total)
 
 
-def _beside(total: WeightedSum, given: dict[str, Any]) -> list[Any]:
+def _read_by(total: WeightedSum, given: dict[str, Any]) -> list[Any]:
     """The values that a sum reads besides the losses, from the region's inputs by name."""
     return [given[f"factor {i}"] for i in range(len(total.given))]
 
@@ -111,16 +137,19 @@ class _Call(Substitution):
 
     def result(self, operands: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
         loss, given = self.loss, {name: inputs[i] for name, i in input_positions(self.loss.region).items()}
-        if loss.slots:
-            return self.gradients(operands, given)
-        out = super().result(operands, inputs)
-        first, *others = out if loss.region.others else (out,)
-        first = self.marked(operands, first) if loss.odd.nan else first
+        roots, out = self.gradients(operands, given) if loss.slots else ((), super().result(operands, inputs))
+        first, *others = out if self.attrs["also"] else (out,)
+        named = dict(zip(self.attrs["also"], others, strict=True))
+        if loss.odd.nan:
+            first = self.marked(operands, first)
+            named |= {name: self.marked((*operands[:4], None), a) for name, a in named.items() if name == "loss"}
+        more = [_made(how, {"loss": first, **named}) for how in loss.more]
         if self.total is None and not loss.is_total:
             first = self.by_row(first, given)
         elif self.total is not None and self.total.adds:
-            first = first + self.total.rest(loss.region, _beside(self.total, given)).astype(first.dtype)
-        return (first, *others) if others else first
+            first = first + self.total.rest(loss.region, _read_by(self.total, given)).astype(first.dtype)
+        ends = (*(roots or (first,)), *more)
+        return ends if len(ends) > 1 else ends[0]
 
     def by_row(self, out: Any, given: dict[str, Any]) -> Any:
         """The losses by row with the sign and the weights that the program gives them."""
@@ -139,20 +168,30 @@ class _Call(Substitution):
         counted = outside & (weights != 0) if self.attrs["masked"] else outside
         return out + jnp.sum(weights * jnp.where(counted, jnp.nan, 0)).astype(out.dtype)
 
-    def gradients(self, operands: Sequence[Any], given: dict[str, Any]) -> Any:
-        """The gradients of the sum of the losses, each turned as its root."""
+    def gradients(self, operands: Sequence[Any], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """(the gradients of the sum of the losses, each turned as its root; the op's result)."""
         loss, (rows, w, labels, bias, weights) = self.loss, operands
         named = {"x": rows, "w": w} | ({} if bias is None else {"bias": bias})
         fixed = {name: a for name, a in named.items() if name not in loss.slots}
 
         def summed(moving: dict[str, Any]) -> Any:
             at = fixed | moving
-            return self.op.call(at["x"], at["w"], labels, at.get("bias"), weights, **self.attrs)
+            out = self.op.call(at["x"], at["w"], labels, at.get("bias"), weights, **self.attrs)
+            return (out[0] if self.attrs["also"] else out), out
 
-        out, pull = jax.vjp(summed, {name: named[name] for name in loss.slots})
-        (found,) = pull(jnp.ones_like(out))
+        total, pull, out = jax.vjp(summed, {name: named[name] for name in loss.slots}, has_aux=True)
+        (found,) = pull(jnp.ones_like(total))
         if "x" in found:
             (found["x"],) = jax.vjp(loss.head.of_rows, given["x"])[1](found["x"])
-        turned = zip((found[name] for name in loss.slots), loss.region.roots, strict=True)
-        ends = [a if a.shape == v.shape else a.T for a, v in turned]
-        return tuple(ends) if len(ends) > 1 else ends[0]
+        turned = zip((found[name] for name in loss.slots), loss.region.roots, strict=False)
+        return tuple(a if a.shape == v.shape else a.T for a, v in turned), out
+
+
+def _made(how: Beside | None, named: dict[str, Any]) -> Any:
+    """A further value by row, of the op's results."""
+    if how is None:
+        return named["argmax"]
+    parts = [] if not how.loss else [how.loss * named["loss"]]
+    parts += [how.lse * named["lse"]] if how.lse else []
+    parts += [how.squared * jnp.square(named["lse"])] if how.squared else []
+    return sum(parts[1:], start=parts[0])

@@ -79,7 +79,7 @@ def cuts(found: Downstream, root: Value, others: tuple[Value, ...], weights: Val
     Raises:
       Declined: no region does.
     """
-    labels = sorted(_indices(found, root), key=lambda v: -v.id)
+    labels = sorted(labels_of(found, root), key=lambda v: -v.id)
     one = False
     for value in labels:
         cut = _cut(found, root, value, others, weights)
@@ -129,7 +129,7 @@ def _is_number(value: Value) -> bool:
     return is_float(value.dtype) or value.dtype == bool
 
 
-def _indices(found: Downstream, root: Value) -> list[Value]:
+def labels_of(found: Downstream, root: Value) -> list[Value]:
     """The integers with one entry for each row that a value is computed from, besides the logits."""
     block, wanted = found.view.block, nonunit(found.head.rows)
     stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
@@ -219,7 +219,7 @@ def region_of(
     nodes = _by_id(inner.values())
     beside = _by_id(n for i, n in support.items() if i not in inner)
     known, positions = view.known_inputs, frozenset({classes})
-    return Region(view.block, root, leaves, nodes, beside, known, others, positions=positions)
+    return Region(view.block, root, leaves, nodes, beside, known, others, positions=positions, aside=True)
 
 
 def _by_id(nodes: Iterable[Node]) -> tuple[Any, ...]:
