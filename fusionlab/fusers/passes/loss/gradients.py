@@ -62,7 +62,7 @@ class GradientsOfLoss(Site):
         """The loss whose gradients a region computes. Raises Declined if it computes something else."""
         head, first = found.head, replace(cut, region=cut.region.of(cut.region.root))
         loss = with_more(Loss(head, cut, numbers_of(first, head, slots[0]), Treatment(), slots, more))
-        odd = treatment(loss.cut, head, lambda odd: planned(self.search, replace(loss, odd=odd)))
+        odd = treatment(loss.cut, head, lambda odd: planned(self.search, replace(loss, odd=odd)), loss.labelled)
         if odd is None:
             raise Declined(f"{cut.region.root!r} {ODD}", "value", edit=ODD_EDIT)
         return replace(loss, odd=odd)

@@ -154,9 +154,9 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
     return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
 
 
-def check_head(head: Head, total: Node) -> None:
-    """Raises Declined for a head that the op does not take; `total` sums the exponentials."""
-    if int(total.params["axes"][0]) != len(head.logits.shape) - 1:
+def check_head(head: Head, total: Node | None) -> None:
+    """Raises Declined for a head that the op does not take; `total` sums the exponentials, if a rule of the user's does not."""
+    if total is not None and int(total.params["axes"][0]) != len(head.logits.shape) - 1:
         raise Declined(f"{anchor_text(total)} does not sum over the last axis of the logits", "axes", [total])
     alike = head.classes ** (1 + sum(n == head.classes for n in head.x.shape))
     if head.classes in head.x.shape and alike > _MOST:

@@ -13,22 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....graph.canonical.rules import is_jax_rule
-from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.primitives import having
-from ....graph.program.ir import Block, Node, Value
+from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import in_backward
 from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.site import Site
-from ...engine.wording import anchor_text
 from .gradients import GradientsOfLoss, sums_of_exponentials
 from .heads import check_head, exponentiated, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, Loss, planned, with_more
 from .rows import Downstream, cuts_with_weights, region_of
+from .rules import check_rules, logits_of_rule
 from .sums import WeightedSum, weighted_sum
 
 _TRIED = 8  # values by row that are evaluated
@@ -74,8 +72,9 @@ class LinearCrossEntropyPass(Pass):
         for node in search.block.nodes:
             if node.primitive not in _READ:  # most nodes of a program; no function is called for them
                 continue
-            if _is_rule_of_loss(search, node):
-                yield (node,)
+            logits = logits_of_rule(search.view, node)
+            if logits is not None:
+                yield node, logits, None
             found = exponentiated(search.view, node) if self.is_anchor(node) else None
             product = None if found is None else product_of(search.view, found[0])
             if found is not None and product is not None and product.id not in known:
@@ -88,7 +87,7 @@ class LinearCrossEntropyPass(Pass):
         if anchor.primitive == "reduce_sum":
             return GradientsOfLoss(self, search, anchor).examined(*known)
         found = _LossSite(self, search, anchor).examined(*known)
-        if known and _has_gradients(search) and not any(isinstance(o, Candidate) for o in found):
+        if _has_gradients(search) and not any(isinstance(o, Candidate) for o in found):
             gradients = GradientsOfLoss(self, search, anchor).examined(*known)
             return gradients if any(isinstance(o, Candidate) for o in gradients) else found
         return found
@@ -98,32 +97,10 @@ def _has_gradients(search: Search) -> bool:
     return search.differentiated and search.gradient
 
 
-def _is_rule_of_loss(search: Search, node: Node) -> bool:
-    """Whether a node is a function with a derivative of the user's own that takes the logits of a product, and the logarithm of the sum of
-    their exponentials."""
-    if node.primitive not in RULES or not node.blocks or is_jax_rule(node):
-        return False
-    read = _exponentiated_inputs(node.blocks[0])
-    given = (a for v, a in zip(node.blocks[0].inputs, node.inputs, strict=False) if v.id in read)
-    return any(isinstance(a, Value) and product_of(search.view, a) is not None for a in given)
-
-
-def _exponentiated_inputs(block: Block) -> set[int]:
-    """The ids of the logits in a block that computes the logarithm of the sum of their exponentials."""
-    view = CanonicalView(block)
-    found = (exponentiated(view, n) for n in block.nodes if n.primitive == "log")
-    return {f[0].id for f in found if f is not None}
-
-
 class _LossSite(Site):
     """One logarithm of a sum of exponentials, from there to a candidate or a rejection."""
 
     def examine(self, *known: Any) -> Candidate | Rejection:
-        if not known:
-            edit = "write the loss without a rule of its own, as optax and jax.nn have it: the fused op brings its gradient"
-            self.decline(
-                "custom_rule", f"{anchor_text(self.anchor)} is a loss with a derivative of the user's own", edit=edit
-            )
         logits, total = known
         head = head_of(self.view, logits)
         assert head is not None
@@ -131,6 +108,7 @@ class _LossSite(Site):
         check_head(head, total)
         found = Downstream(self.view, head)
         loss = self.loss(found)
+        check_rules(loss.region)
         by_row = self.attempt(self.by_row, loss)
         summed = weighted_sum(self.view, found, loss.region.root)
         if summed is None:
@@ -166,6 +144,7 @@ class _LossSite(Site):
         """The values that may be the loss, of those that the logarithm goes into."""
         known = {v.id for v in self.anchor.outputs}
         losses = {v.id for v in found.losses()}
+        yield from (v for v in self.anchor.outputs if v.id in losses and self.anchor.blocks)
         for node in found.nodes:
             if any(isinstance(a, Value) and a.id in known for a in node.inputs):
                 known.update(v.id for v in node.outputs)
@@ -204,7 +183,9 @@ class _LossSite(Site):
         for cut in cuts_with_weights(found, value, *others):
             loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * len(others))
             loss = with_more(loss, self.live)
-            odd = treatment(loss.cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)))
+            odd = treatment(
+                loss.cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)), loss.labelled
+            )
             if odd is not None:
                 return replace(loss, odd=odd)
             problem = problem or Declined(f"{value!r} {ODD}", "value", edit=ODD_EDIT)

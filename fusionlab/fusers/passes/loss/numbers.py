@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from ....graph.certify.certify import with_vjp
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.declined import Declined
@@ -24,7 +25,7 @@ from ....graph.program.ir import Value
 from ....kernels import plain_meaning_of
 from ...engine.layout import input_positions
 from .heads import Head
-from .rows import Cut
+from .rows import RULES, Cut
 
 _DRAWS, _DRAWS_OF_SUMS, _SPREAD = 6, 24, (0.3, 3.0)
 _LEFT = 1e-9  # of the largest loss: what the four terms may leave of it
@@ -45,11 +46,12 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Beside:
-    """A value by row that is loss * `loss` + lse * `lse` + lse^2 * `squared`."""
+    """A value by row that is loss * `loss` + lse * `lse` + lse^2 * `squared`; `stopped`: it has no gradient, by a rule of the user's."""
 
     loss: float
     lse: float
     squared: float
+    stopped: bool = False
 
 
 def numbers_of(cut: Cut, head: Head, slot: str | None = None) -> Numbers:
@@ -90,7 +92,21 @@ def beside(cut: Cut, head: Head, value: Value, numbers: Numbers) -> Beside | Non
     loss = -picked / (1 - numbers.label_smoothing)
     if abs(mean + loss * numbers.label_smoothing) > _ONE:
         return None
-    return Beside(*map(_number, (loss, lse - loss, squared - loss * numbers.z_loss)))
+    stopped = any(n.primitive in RULES for n in own.region.nodes) and _is_stopped(own)
+    return Beside(*map(_number, (loss, lse - loss, squared - loss * numbers.z_loss)), stopped=stopped)
+
+
+def _is_stopped(cut: Cut) -> bool:
+    """Whether a region's root has no gradient."""
+    region = cut.region
+    avals, fn = [v.aval for v in region.inputs], jex_core.jaxpr_as_fun(region.jaxpr())
+    closed = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval)
+
+    def attempt(reduction: Reduction) -> bool:
+        sizes, args = inputs_of(avals, region.root.aval, reduction, weights=summed_with(closed))
+        return not any(map(np.any, evaluate(closed, args, sizes, plain_meaning_of)[1:]))
+
+    return at_sizes(attempt, avals, region.positions)
 
 
 def _read(lse: float, picked: float, mean: float, squared: float, summed: bool) -> Numbers | str:

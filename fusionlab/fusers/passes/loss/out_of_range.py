@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from ....graph.certify.verdict import relative_error, tolerance_of
 from ....graph.declined import Declined
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate, traced_once
 from ....graph.matching.region import Region
+from ....graph.program.in_shard_map import make_jaxpr
 from ....kernels import plain_meaning_of
 from ....kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE
 from ...engine.base import Substitution
@@ -47,8 +49,11 @@ _PROMISED = Treatment("promise_in_bounds")
 _TREATMENTS = (*map(Treatment, OUT_OF_RANGE), Treatment("drop", True))
 
 
-def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -> Treatment | None:
-    """The op's treatment of labels out of range that agrees with a region's; None if none does.
+def treatment(
+    cut: Cut, head: Head, plan: Callable[[Treatment], Substitution], others: Sequence[int] = ()
+) -> Treatment | None:
+    """The op's treatment of labels out of range that agrees with a region's; None if none does. `others` are the numbers of its further
+    roots in which labels count.
 
     Raises:
       Declined: the region cannot be evaluated, or has another gradient whatever the labels are.
@@ -73,8 +78,18 @@ def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -
 
     wanted = functools.cache(functools.partial(results, old))
 
+    def beside(found: Treatment, labels: tuple[int, ...]) -> Iterator[tuple[Any, Any]]:
+        call = plan(found).call
+        for i in others:
+            was = replace(cut.region, others=cut.region.roots).of(cut.region.roots[i]).jaxpr()
+            now = make_jaxpr(lambda *a, i=i: [call(*a)[i]], avals)
+            old, new = (results(_with_cotangent(p, avals, out), labels) for p in (was, now))
+            yield from zip(itertools.chain(*old), itertools.chain(*new), strict=True)
+
     def alike(found: Treatment, labels: tuple[int, ...], values: bool = False) -> bool:
         first = slice(0, 1 if values else None)
+        if any(relative_error(a, b) > tolerance for a, b in beside(found, labels)):
+            return False
         pairs = zip(wanted(labels), results(replacement(found), labels), strict=True)
         each = ((a, b) for old, new in pairs for a, b in zip(old[first], new[first], strict=True))
         return all(relative_error(a, b) <= tolerance for a, b in each)
@@ -91,6 +106,12 @@ def treatment(cut: Cut, head: Head, plan: Callable[[Treatment], Substitution]) -
         return found or (promised if promised is not None and alike(promised, odd, values=True) else None)
     except CannotEvaluate as error:
         raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
+
+
+def _with_cotangent(closed: Any, avals: Sequence[Any], out: Any) -> Any:
+    """A jaxpr that takes a cotangent as well."""
+    fn = jex_core.jaxpr_as_fun(closed)
+    return make_jaxpr(lambda *args: fn(*args[:-1]), [*avals, out])
 
 
 def _promises(region: Region, head: Head) -> bool:

@@ -67,6 +67,12 @@ class Loss:
         }
 
     @property
+    def labelled(self) -> list[int]:
+        """The numbers of the further roots in which labels count."""
+        start = len(self.region.roots) - len(self.more)
+        return [start + i for i, how in enumerate(self.more) if how is not None and how.loss]
+
+    @property
     def also(self) -> tuple[str, ...]:
         """The op's further results."""
         given = [b for b in self.more if b is not None]
@@ -194,4 +200,5 @@ def _made(how: Beside | None, named: dict[str, Any]) -> Any:
     parts = [] if not how.loss else [how.loss * named["loss"]]
     parts += [how.lse * named["lse"]] if how.lse else []
     parts += [how.squared * jnp.square(named["lse"])] if how.squared else []
-    return sum(parts[1:], start=parts[0])
+    out = sum(parts[1:], start=parts[0])
+    return jax.lax.stop_gradient(out) if how.stopped else out

@@ -14,10 +14,12 @@ from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.jax_compat import has_side_effects
 from ....graph.matching.region import Region, dead_with, is_constant
+from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, values_in
 from ....graph.program.scopes import in_backward
 from .heads import Head
 
+RULES = having("rule")
 _MOST = 8  # values by row that may be weights
 
 
@@ -48,9 +50,9 @@ class Downstream:
         """The floats with one entry for each row, or one for all, in program order."""
         wanted = nonunit(self.head.rows), ()
         for node in self.nodes[1:]:
-            value = node.outputs[0]
-            if nonunit(value.shape) in wanted and is_float(value.dtype) and not node.blocks:
-                yield value
+            for value in node.outputs if node.primitive in RULES else node.outputs[:1] if not node.blocks else ():
+                if nonunit(value.shape) in wanted and is_float(value.dtype):
+                    yield value
 
     def argmax(self) -> Value | None:
         """The class of the largest logit of each row, if the program asks for it."""
@@ -152,7 +154,7 @@ def _beneath(found: Downstream, value: Value, maker: Node | None) -> list[Value]
 
 def is_opaque(node: Node) -> bool:
     """Whether a node has a program of its own; the one of a scatter only adds."""
-    return bool(node.blocks) and not node.primitive.startswith("scatter")
+    return bool(node.blocks) and not node.primitive.startswith("scatter") and node.primitive not in RULES
 
 
 def _may_be_inside(found: Downstream, value: Value) -> bool:
