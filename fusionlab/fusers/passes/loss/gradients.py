@@ -19,7 +19,7 @@ from ....graph.program.scopes import in_backward
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .heads import check_head, exponentials, head_of, product_of
-from .numbers import numbers_of
+from .numbers import beside, numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, Loss, planned, with_more
 from .rows import Cut, Downstream, cuts_with_weights, labels_of
@@ -30,7 +30,8 @@ _THROUGH = VIEWS | CASTS
 class GradientsOfLoss(Site):
     """One sum of exponentials of logits, from there to a candidate; None where it belongs to no loss."""
 
-    def examine(self, logits: Value, total: Node) -> Candidate | Rejection | None:
+    def examine(self, logits: Value, total: Node | None, *values: Value) -> Candidate | Rejection | None:
+        """`values`: the losses by row, and what else is reported of the logits, if the program has them as well."""
         found = self.found(logits)
         roots = {} if found is None else gradients_of(found)
         if found is None or not {"x", "w"} & roots.keys() or not any(map(in_backward, found.nodes)):
@@ -41,11 +42,11 @@ class GradientsOfLoss(Site):
         self.nodes = (found.head.product, *found.head.chain, self.anchor)
         check_head(found.head, total)
         argmax = found.argmax()
-        others += [] if argmax is None else [argmax]
+        others += [*values] if argmax is None else [argmax, *values]
         problem: Declined | None = None
         for cut in cuts_with_weights(found, first, *others):
             try:
-                loss = self.loss(found, cut, tuple(roots), (None,) * (argmax is not None))
+                loss = self.loss(found, cut, tuple(roots), argmax is not None, values)
                 return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
             except Declined as declined:
                 problem = problem or declined
@@ -58,10 +59,16 @@ class GradientsOfLoss(Site):
             return None if head is None else Downstream(self.view, head, whole=True)
         return None
 
-    def loss(self, found: Downstream, cut: Cut, slots: tuple[str, ...], more: tuple[None, ...]) -> Loss:
+    def loss(
+        self, found: Downstream, cut: Cut, slots: tuple[str, ...], argmax: bool, values: tuple[Value, ...]
+    ) -> Loss:
         """The loss whose gradients a region computes. Raises Declined if it computes something else."""
         head, first = found.head, replace(cut, region=cut.region.of(cut.region.root))
-        loss = with_more(Loss(head, cut, numbers_of(first, head, slots[0]), Treatment(), slots, more))
+        numbers = numbers_of(first, head, slots[0])
+        made = tuple(beside(cut, head, v, numbers) for v in values)
+        if None in made:
+            raise Declined(f"{values[made.index(None)]!r} is made of another loss than its gradients")
+        loss = with_more(Loss(head, cut, numbers, Treatment(), slots, (None,) * argmax + made))
         odd = treatment(loss.cut, head, lambda odd: planned(self.search, replace(loss, odd=odd)), loss.labelled)
         if odd is None:
             raise Declined(f"{cut.region.root!r} {ODD}", "value", edit=ODD_EDIT)

@@ -13,7 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ....graph.backward.find import SumTerms, find_backward
 from ....graph.declined import Declined
+from ....graph.dtypes import is_float
 from ....graph.primitives import having
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import in_backward
@@ -109,6 +111,8 @@ class _LossSite(Site):
         found = Downstream(self.view, head)
         loss = self.loss(found)
         check_rules(loss.region)
+        if (gradients := self.gradients(loss, known)) is not None:
+            return gradients
         by_row = self.attempt(self.by_row, loss)
         summed = weighted_sum(self.view, found, loss.region.root)
         if summed is None:
@@ -117,6 +121,17 @@ class _LossSite(Site):
         if isinstance(whole, Candidate) and whole.alternatives:
             return replace(whole, alternatives=in_turn([by_row, *whole.alternatives]))
         return whole if isinstance(whole, Candidate) else by_row
+
+    def gradients(self, loss: Loss, known: tuple[Any, ...]) -> Candidate | None:
+        """The site that makes the gradients as well, where the backward pass is not the one that JAX would make of the loss."""
+        derivatives = self.search.derivatives
+        if derivatives is None or not self.search.gradient:
+            return None
+        if find_backward(self.view, loss.region.of(loss.region.root), derivatives, SumTerms(self.view)) is not None:
+            return None
+        values = [v for v in loss.region.roots if is_float(v.dtype)]
+        found = GradientsOfLoss(self.pass_, self.search, self.anchor).examined(*known, *values)
+        return next((outcome for outcome in found if isinstance(outcome, Candidate)), None)
 
     # -- which loss it is --------------------------------------------------------------------------------------------------
 

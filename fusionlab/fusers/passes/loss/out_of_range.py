@@ -38,15 +38,17 @@ class Treatment:
     Attributes:
       name: the op's `out_of_range`.
       nan: whether the loss is NaN there, although it has that gradient.
+      lse: whether the loss lacks its lse there, although it has that gradient: that of MaxText, whose rule takes the targets to sum to 1.
     """
 
     name: str = "nan"
     nan: bool = False
+    lse: bool = False
 
 
 # `take_along_axis` of a log_softmax is NaN for such a label, and passes no cotangent on.
 _PROMISED = Treatment("promise_in_bounds")
-_TREATMENTS = (*map(Treatment, OUT_OF_RANGE), Treatment("drop", True))
+_TREATMENTS = (*map(Treatment, OUT_OF_RANGE), Treatment("drop", nan=True), Treatment("zero", lse=True))
 
 
 def treatment(

@@ -76,7 +76,7 @@ class Loss:
     def also(self) -> tuple[str, ...]:
         """The op's further results."""
         given = [b for b in self.more if b is not None]
-        lse, loss = any(b.lse or b.squared for b in given), any(b.loss for b in given)
+        lse, loss = self.odd.lse or any(b.lse or b.squared for b in given), any(b.loss for b in given)
         wanted = {"lse": lse, "argmax": None in self.more, "loss": loss}
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
@@ -146,9 +146,10 @@ class _Call(Substitution):
         roots, out = self.gradients(operands, given) if loss.slots else ((), super().result(operands, inputs))
         first, *others = out if self.attrs["also"] else (out,)
         named = dict(zip(self.attrs["also"], others, strict=True))
-        if loss.odd.nan:
-            first = self.marked(operands, first)
-            named |= {name: self.marked((*operands[:4], None), a) for name, a in named.items() if name == "loss"}
+        if loss.odd.nan or loss.odd.lse:
+            lost = self.lost(operands, named)
+            named |= {name: a + lost for name, a in named.items() if name == "loss"}
+            first = self.without(operands, first, lost)
         more = [_made(how, {"loss": first, **named}) for how in loss.more]
         if self.total is None and not loss.is_total:
             first = self.by_row(first, given)
@@ -165,14 +166,22 @@ class _Call(Substitution):
         weights = jnp.reshape(given["weights"], out.shape)
         return jnp.where(weights, out, 0) if weights.dtype == bool else weights.astype(out.dtype) * out
 
-    def marked(self, operands: Sequence[Any], out: Any) -> Any:
-        """The result, NaN where a label outside of the vocabulary counts."""
-        _, w, labels, _, weights = operands
+    def lost(self, operands: Sequence[Any], named: dict[str, Any]) -> Any:
+        """What the loss of a row has besides the op's: of labels outside of the vocabulary alone, and no gradient."""
+        _, w, labels, *_ = operands
         outside = (labels < 0) | (labels >= w.shape[0 if self.attrs["transposed"] else 1])
+        if self.loss.odd.nan:
+            return jnp.where(outside, jnp.nan, 0.0)
+        kept = 1 - self.loss.numbers.label_smoothing
+        return jax.lax.stop_gradient(jnp.where(outside, -kept * named["lse"], 0))
+
+    def without(self, operands: Sequence[Any], out: Any, lost: Any) -> Any:
+        """The result of which some rows have more, or less, by `lost`."""
+        weights = operands[-1]
         if weights is None:
-            return jnp.where(outside, jnp.nan, out)
-        counted = outside & (weights != 0) if self.attrs["masked"] else outside
-        return out + jnp.sum(weights * jnp.where(counted, jnp.nan, 0)).astype(out.dtype)
+            return out + lost.astype(out.dtype)
+        counted = jnp.where(weights != 0, lost, 0) if self.attrs["masked"] else lost
+        return out + jnp.sum(weights * counted).astype(out.dtype)
 
     def gradients(self, operands: Sequence[Any], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         """(the gradients of the sum of the losses, each turned as its root; the op's result)."""
