@@ -16,18 +16,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....graph.canonical.view import CanonicalView
+from ....graph.certify.inputs import Reduction, inputs_of
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
+from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.match import close
-from ....graph.matching.region import CASTS, VIEWS
-from ....graph.matching.walks import maker_of, source_of
+from ....graph.matching.region import CASTS, VIEWS, is_constant
+from ....graph.matching.walks import maker_of, makers_of, source_of
 from ....graph.primitives import having
+from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
 from ...engine.base import AUTO_AXES
 from ...engine.wording import anchor_text
 
 _MOST = 1 << 18  # entries of an array that has the vocabulary twice
+_EDITS = {
+    "scalar": "use a number that is known when the program is traced, or divide x by it in place of the logits",
+    "mask": "mask the classes from some class on by jnp.where(jnp.arange(V) < classes, logits, -jnp.inf), or take those of w alone",
+    "structure": "cap the logits by cap * jnp.tanh(logits / cap), after the bias",
+}
 _ROWS = VIEWS | {"slice"}  # may select and reorder rows
 _SAME = having("copy", "variance") | CASTS
 _SCALES = frozenset({"mul", "div"})
@@ -42,7 +50,8 @@ class Head:
       product: the node of the product; `chain`: the nodes from there to the logits, in order.
       x, w: the raw values that are multiplied; `transposed`: w is [V, E].
       logits: the logits that the loss reads, [*rows, V].
-      bias: the vector that is added, or None; `softcap`: the cap on the logits, or None.
+      bias: the vector that is added, or None; `softcap`: the cap on the logits, or None; `scale`: the factor of x @ w + bias.
+      counted: the number of classes that count, the first ones, where the logits of the others are `fill`; None if all count.
     """
 
     product: Node
@@ -53,6 +62,9 @@ class Head:
     logits: Value
     bias: Value | None = None
     softcap: float | None = None
+    scale: float = 1.0
+    counted: int | None = None
+    fill: float = -math.inf
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -146,12 +158,8 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
         return None
     product, *rest = chain
     head = _product(view, product, rest)
-    masks = [n for n in rest if n.primitive == "select_n"]
-    if masks:
-        raise Declined(f"{anchor_text(masks[0])} masks logits, and the fused op has no masks of classes", "mask", masks)
-    steps = list(rest)
     found = replace(head, logits=logits, chain=tuple(rest))
-    return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
+    return _capped(view, found, [n for n in rest if n.primitive in _SCALES | {"add", "tanh", "select_n"}])
 
 
 def check_head(head: Head, total: Node | None) -> None:
@@ -254,31 +262,59 @@ def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     if not _has_whole_rows(head):
         raise Declined(f"{head.logits!r} are not the whole rows of the product", "axes", [head.product])
     rest = list(steps)
+    if rest and rest[-1].primitive == "select_n":
+        head = _masked(view, head, rest.pop())
     if rest and rest[0].primitive == "add":
         head = replace(head, bias=_bias(view, head, rest.pop(0)))
-    cap = _cap(view, rest)
-    if cap is not None:
-        return replace(head, softcap=cap)
-    if rest:
-        what = f"{anchor_text(rest[0])} changes the logits, and the fused op takes a bias and a soft cap"
-        raise Declined(what, "scalar" if rest[0].primitive in _SCALES else "structure", [rest[0]])
-    return head
+    if [n.primitive for n in rest[-2:]] in (["tanh", "mul"], ["tanh", "div"]):
+        cap = _factor(view, rest.pop())
+        rest.pop()
+        head = replace(head, softcap=cap if cap is not None and cap > 0 else None, scale=cap or 0.0)
+        if head.softcap is None:
+            raise Declined("the logits are capped by another function than cap * tanh(logits / cap)", "scalar", steps)
+    for node in rest:
+        factor = _factor(view, node) if node.primitive in _SCALES else None
+        if factor is None:
+            what = f"{anchor_text(node)} changes the logits, and the fused op takes a bias, a factor that is a number, and a soft cap"
+            code = "scalar" if node.primitive in _SCALES else "mask" if node.primitive == "select_n" else "structure"
+            raise Declined(what, code, [node], _EDITS[code])
+        head = replace(head, scale=head.scale * factor)
+    return replace(head, scale=1.0) if close(head.scale, 1.0) else head
+
+
+def _masked(view: CanonicalView, head: Head, node: Node) -> Head:
+    """A head whose last step gives one number to the classes from some class on."""
+    which, *cases = node.inputs
+    filled = [view.is_literal(view.read(a)) for a in cases]
+    counts = _counting(view, which, head.classes) if isinstance(which, Value) and sum(filled) == 1 else None
+    if counts is not None and filled[1]:
+        counts = ~counts  # select_n takes the second case where it is true
+    number = 0 if counts is None else int(counts.sum())
+    fill = float(view.read(cases[filled.index(True)]).coef) if number else math.nan
+    if counts is None or not counts[:number].all() or not (math.isfinite(fill) or fill == -math.inf):
+        what = f"{anchor_text(node)} masks logits, and the fused op has masks of the classes from some class on alone"
+        raise Declined(what, "mask", [node], _EDITS["mask"])
+    return replace(head, counted=number, fill=fill)
+
+
+def _counting(view: CanonicalView, which: Value, classes: int) -> np.ndarray | None:
+    """The condition of a mask by class, if it is a constant that is the same in each row."""
+    if which.shape[-1:] != (classes,) or not is_constant(view, which):
+        return None
+    closed = slice_jaxpr(view.block, sorted(makers_of(view, which), key=lambda n: n.id), (), which, view.known_inputs)
+    sizes, _ = inputs_of([], which.aval, Reduction({classes: classes}))
+    try:
+        (found,) = evaluate(closed, [], sizes)
+    except CannotEvaluate:
+        return None
+    found = np.asarray(found, bool).reshape(-1, classes)
+    return found[0] if (found == found[0]).all() else None
 
 
 def _has_whole_rows(head: Head) -> bool:
     """Whether all classes are the last axis of the logits, from the product on or from the transposition that comes after it on."""
     wide = [v for v in head.inner if v.shape[-1:] != (head.classes,)]
     return not wide or (len(wide) == 1 and _moves_first_last(head.chain[0]))
-
-
-def _cap(view: CanonicalView, steps: Sequence[Node]) -> float | None:
-    """The cap of cap * tanh(logits / cap), which these nodes compute; None if they compute something else."""
-    if len(steps) != 3 or steps[1].primitive != "tanh":
-        return None
-    inner, outer = _factor(view, steps[0]), _factor(view, steps[2])
-    if inner is None or outer is None or inner <= 0:
-        return None
-    return outer if close(inner * outer, 1.0) else None
 
 
 def _bias(view: CanonicalView, head: Head, node: Node) -> Value:

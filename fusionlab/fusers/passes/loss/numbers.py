@@ -150,7 +150,7 @@ def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
     region, where = cut.region, input_positions(cut.region)
     nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
     logits = jex_core.jaxpr_as_fun(slice_jaxpr(region.block, nodes, region.inputs, head.logits, region.known))
-    summed = slot is not None or is_total(region.root, head)
+    summed, counted = slot is not None or is_total(region.root, head), head.counted or head.classes
 
     def terms(*inputs: Any) -> list[Any]:
         (z,) = logits(*inputs)
@@ -161,7 +161,7 @@ def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
         found = [
             lse,
             jnp.sum(jnp.where(entries == labels[..., None], z, 0), -1),
-            jnp.sum(z, -1) / z.shape[-1],
+            jnp.sum(jnp.where(entries < counted, z, 0), -1) / z.shape[-1],
             lse * lse,
         ]
         if cut.weights is not None:
@@ -187,7 +187,7 @@ def _drawn(cut: Cut, head: Head, reduction: Reduction, seed: int, weights: Any) 
     sizes, (*args, _) = inputs_of([v.aval for v in region.inputs], region.root.aval, reduction, seed, weights=weights)
     rng, where = np.random.default_rng(seed), input_positions(region)
     at = where["labels"]
-    args[at] = rng.integers(0, head.classes, args[at].shape).astype(args[at].dtype)
+    args[at] = rng.integers(0, head.counted or head.classes, args[at].shape).astype(args[at].dtype)
     args[where["x"]] = args[where["x"]] * rng.uniform(*_SPREAD)
     return sizes, args
 

@@ -96,12 +96,15 @@ def treatment(
         each = ((a, b) for old, new in pairs for a, b in zip(old[first], new[first], strict=True))
         return all(relative_error(a, b) <= tolerance for a, b in each)
 
-    inside, odd = (0, head.classes - 1), tuple(_odd(head, cut))
+    inside, odd = (0, (head.counted or head.classes) - 1), tuple(_odd(head, cut))
+    filled = () if head.counted is None else (head.counted, head.classes - 1)
     try:
         if not alike(_TREATMENTS[0], inside):
             stops = [n for n in region.nodes if n.primitive == "stop_gradient"]
             code = "stop_gradient" if stops else "gradient"
             raise Declined(f"{region.root!r} has another gradient than the fused op", code, stops[-1:])
+        if filled and not alike(_TREATMENTS[0], filled):
+            raise Declined(f"{region.root!r} has another value for labels of classes that are masked", "value")
         found = next((found for found in _TREATMENTS if alike(found, odd)), None)
         # Of a broken promise only the value is defined by what XLA does; what gradient JAX makes of it depends on the spelling.
         promised = _PROMISED if found is None and _promises(region, head) else None
@@ -125,7 +128,7 @@ def _promises(region: Region, head: Head) -> bool:
 def _odd(head: Head, cut: Cut) -> Iterator[int]:
     """Labels inside and outside of the vocabulary."""
     n, kind = head.classes, np.iinfo(cut.labels.dtype)
-    for label in (0, n, -1, n - 1, -n - 1, n + 7, -_FAR, -n, kind.max, kind.min):
+    for label in (0, n, -1, (head.counted or n) - 1, -n - 1, n + 7, -_FAR, -n, kind.max, kind.min):
         if kind.min <= label <= kind.max:
             yield label
 

@@ -64,6 +64,8 @@ class Loss:
             "out_of_range": self.odd.name,
             "precision": head.product.params.get("precision"),
             "also": self.also,
+            **({} if head.scale == 1 else {"scale": head.scale}),
+            **({} if head.counted is None else {"classes": head.counted, "fill": head.fill}),
         }
 
     @property

@@ -14,6 +14,7 @@ from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.jax_compat import has_side_effects
 from ....graph.matching.region import Region, dead_with, is_constant
+from ....graph.matching.walks import makers_of
 from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, values_in
 from ....graph.program.scopes import in_backward
@@ -194,17 +195,6 @@ def _cut(
         (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)
     return region_of(view, root, leaves, inner, support, others, head.classes)
-
-
-def makers_of(view: CanonicalView, value: Value) -> list[Node]:
-    """The nodes of the block that compute a number, or a constant array."""
-    found, stack = dict[int, Node](), [value]
-    while stack:
-        maker = view.block.producer.get(stack.pop().id)
-        if maker is not None and maker.id not in found:
-            found[maker.id] = maker
-            stack += values_in(maker.inputs)
-    return list(found.values())
 
 
 def region_of(

@@ -16,10 +16,11 @@ from jax.extend import core as jex_core
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, Region
+from ....graph.matching.walks import makers_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Node, Value, values_in
-from .rows import Downstream, makers_of
+from .rows import Downstream
 
 _ADDS = frozenset({"add", "sub"})
 _OF_ONE = VIEWS | CASTS | having("copy", "variance") | {"neg", "reduce_sum"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ class Attributes:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+    scale: float = 1.0
+    classes: int | None = None
+    fill: float = -math.inf
     logits_dtype: Any = None  # a numpy name, once it is prepared
     transposed: bool = False
     out_of_range: str = "nan"
