@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.inputs import Reduction, inputs_of
 from ....graph.declined import Declined
@@ -219,7 +220,7 @@ def _continued(view: CanonicalView, node: Node) -> Atom | None:
 def _is_thin(view: CanonicalView, value: Value) -> bool:
     """Whether a value is a number, or one vector for all rows."""
     source = source_of(view.block, value, VIEWS | CASTS)
-    return view.is_literal(view.ref[value.id]) or not isinstance(source, Value) or len(source.shape) <= 1
+    return view.is_literal(view.ref[value.id]) or not isinstance(source, Value) or len(nonunit(source.shape)) <= 1
 
 
 def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:

@@ -72,5 +72,5 @@ def _not_analytic(jaxpr: Any) -> Iterator[str]:
         floats = any(is_float(v.aval.dtype) for v in eqn.invars)
         if floats and name not in _ANALYTIC:
             yield name
-        for child in child_jaxprs(eqn):
+        for _, _, child in child_jaxprs(eqn):
             yield from _not_analytic(split_closed(child)[0])
