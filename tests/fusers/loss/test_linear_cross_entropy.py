@@ -77,8 +77,8 @@ def gradients_alone(spelling):
 @pytest.mark.parametrize("name", [*APART, *SPELLINGS])
 def test_the_gradients_are_fused_where_there_is_no_value(name, differentiated):
     spelling = APART.get(name) or SPELLINGS[name]
-    if differentiated is of and name in SPELLINGS:
-        return  # above
+    if (differentiated is of and name in SPELLINGS) or name == "weighted targets":
+        return  # above; with a weight and a factor for all, the gradients alone are declined
     step = differentiated(spelling)
     found = fl.find(step, *spelling.args, passes=NAME, device="cpu")
     assert found.candidates, found.rejections

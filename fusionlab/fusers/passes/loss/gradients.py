@@ -16,6 +16,7 @@ from ....graph.matching.region import CASTS, VIEWS
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import in_backward
+from ...engine.declining import FUSE_FIRST
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
 from .heads import check_head, exponentials, head_of, product_of
@@ -44,13 +45,16 @@ class GradientsOfLoss(Site):
         argmax = found.argmax()
         others += [*values] if argmax is None else [argmax, *values]
         problem: Declined | None = None
-        for cut in cuts_with_weights(found, first, *others):
-            try:
-                loss = self.loss(found, cut, tuple(roots), argmax is not None, values)
-                return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
-            except Declined as declined:
-                problem = problem or declined
-        raise problem or Declined(f"{first!r} is no gradient of a loss by labels")
+        with contextlib.suppress(StopIteration):
+            tried = cuts_with_weights(found, first, *others)
+            while True:
+                try:
+                    loss = self.loss(found, next(tried), tuple(roots), argmax is not None, values)
+                    return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
+                except Declined as declined:
+                    problem = problem or declined
+        problem = problem or Declined(f"{first!r} is no gradient of a loss by labels")
+        raise Declined(problem.sentence, problem.code, problem.nodes, problem.edit or FUSE_FIRST)
 
     def found(self, logits: Value) -> Downstream | None:
         """What the program makes of the logits, if they are a head's."""
@@ -97,20 +101,24 @@ def gradients_of(found: Downstream) -> dict[str, Value]:
             other = source_of(block, node.inputs[inside.index(False)], _THROUGH) if sum(inside) == 1 else None
             name = named.get(other.id) if isinstance(other, Value) else None
         else:
+            inside = [False]
             name = "bias" if node.primitive == "reduce_sum" and head.bias is not None else None
             name = name if node.outputs[0].shape == (head.classes,) else None
         if name is not None:
             wanted = "xw"[name == "x"] if name in "xw" else name  # the product with w makes the gradient of x
-            made.setdefault(wanted, []).append(_as_operand(found, node.outputs[0], head.leaves[wanted]))
-    return {name: values[0] for name, values in made.items() if len(values) == 1}
+            turned = wanted == "w" and inside[0] != head.transposed
+            made.setdefault(wanted, []).append(_as_operand(found, node.outputs[0], head.leaves[wanted], turned))
+    # That of a bias may be summed up in steps.
+    return {name: values[-1] for name, values in made.items() if len(values) == 1 or name == "bias"}
 
 
-def _as_operand(found: Downstream, value: Value, operand: Value) -> Value:
-    """The value of the operand's type that is a gradient, turned or cast for its only reader."""
+def _as_operand(found: Downstream, value: Value, operand: Value, turned: bool) -> Value:
+    """The value of the operand's type that is a gradient, cast, or turned if it is `turned`, for its only reader."""
     at = value
-    while at.aval.shape != operand.aval.shape or at.dtype != operand.dtype:
+    while at.aval.shape != operand.aval.shape or at.dtype != operand.dtype or turned:
         users = found.view.block.users.get(at.id, ())
         if len(users) != 1 or users[0].primitive not in _THROUGH or at.id in found.view.block.returned:
             return value
+        turned = turned != (users[0].primitive == "transpose")
         at = users[0].outputs[0]
     return at

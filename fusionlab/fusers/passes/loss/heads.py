@@ -31,7 +31,7 @@ from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
 from ...engine.base import AUTO_AXES
 from ...engine.wording import anchor_text
 
-_MOST = 1 << 18  # entries of an array that has the vocabulary twice
+_MOST = 1 << 20  # entries of an array that has the vocabulary twice
 _EDITS = {
     "scalar": "use a number that is known when the program is traced, or divide x by it in place of the logits",
     "mask": "mask the classes from some class on by jnp.where(jnp.arange(V) < classes, logits, -jnp.inf), or take those of w alone",
@@ -172,7 +172,8 @@ def check_head(head: Head, total: Node | None) -> None:
         sentence = (
             f"{head.x!r} has an axis as long as the vocabulary, {head.classes}: there is no proof at reduced sizes"
         )
-        raise Declined(sentence, "uncertified", [head.product])
+        edit = "keep the axes of the rows apart in place of one for all, or pad the vocabulary"
+        raise Declined(sentence, "uncertified", [head.product], edit)
     if any(is_explicitly_sharded(v.aval) for v in head.leaves.values()):
         sentence = f"{anchor_text(head.product)} is sharded over explicit mesh axes"
         raise Declined(sentence, "sharding", edit=AUTO_AXES)
@@ -261,7 +262,8 @@ def _moves_rows(node: Node) -> bool:
 def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     """A head with its bias and cap, of the nodes that are neither views nor casts."""
     if not _has_whole_rows(head):
-        raise Declined(f"{head.logits!r} are not the whole rows of the product", "axes", [head.product])
+        sentence = f"{head.logits!r} are not the whole rows of the product"
+        raise Declined(sentence, "axes", [head.product], "take a part of w in place of the logits: x @ w[:, :V]")
     rest = list(steps)
     if rest and rest[-1].primitive == "select_n":
         head = _masked(view, head, rest.pop())

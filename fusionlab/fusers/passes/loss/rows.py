@@ -21,6 +21,8 @@ from ....graph.program.scopes import in_backward
 from .heads import Head
 
 RULES = having("rule")
+_ADD = "give each row one weight, and add what the loss has besides after the sum of the rows"
+_PICK = "pick the label's logit by integers, as jnp.take_along_axis and jax.nn.one_hot do"
 _MOST = 8  # values by row that may be weights
 
 
@@ -90,8 +92,12 @@ def cuts(found: Downstream, root: Value, others: tuple[Value, ...], weights: Val
             one = True
             yield Cut(cut, value, weights)
     if not one:
-        what = "no value holds one label for each row" if not labels else "it reads more than logits and labels"
-        raise Declined(f"{root!r} is no loss by labels: {what}")
+        what, edit = (
+            ("it reads more than logits and labels", _ADD)
+            if labels
+            else ("no value holds one label for each row", _PICK)
+        )
+        raise Declined(f"{root!r} is no loss by labels: {what}", edit=edit)
 
 
 def cuts_with_weights(found: Downstream, root: Value, *others: Value) -> Iterator[Cut]:

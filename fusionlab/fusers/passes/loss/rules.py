@@ -19,7 +19,6 @@ from ....graph.dtypes import is_float
 from ....graph.jax_compat import child_jaxprs, split_closed
 from ....graph.matching.region import CASTS, VIEWS, Region
 from ....graph.program.ir import Block, Node, Value
-from ...engine.wording import anchor_text
 from .heads import exponentiated, product_of
 from .rows import RULES
 
@@ -61,8 +60,8 @@ def check_rules(region: Region) -> None:
     closed = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval)
     odd = next(_not_analytic(split_closed(closed)[0]), None)
     if odd is not None:
-        sentence = f"{anchor_text(rules[0])} is a loss with a derivative of the user's own, which has {odd}"
-        raise Declined(f"{sentence}: values at random points do not prove it", "custom_rule", rules, _EDIT)
+        sentence = f"it has a derivative of the user's own with {odd}, which values at random points do not prove"
+        raise Declined(sentence, "custom_rule", rules, _EDIT)
 
 
 def _not_analytic(jaxpr: Any) -> Iterator[str]:
