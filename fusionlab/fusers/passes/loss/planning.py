@@ -11,7 +11,9 @@ import jax.numpy as jnp
 
 from ....graph.canonical.nodes import nonunit
 from ....graph.dtypes import is_float
-from ....graph.matching.region import Region, escapes
+from ....graph.matching.region import VIEWS, Region, escapes
+from ....graph.matching.walks import source_of
+from ....graph.program.ir import Value
 from ....kernels import OPS
 from ...engine.base import Search, Substitution
 from ...engine.layout import input_positions
@@ -103,7 +105,7 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     summed = total is not None or loss.is_total
     if not summed:
         attrs["also"] = tuple(name for name in attrs["also"] if name != "loss")
-    chosen = cut.weights is not None and cut.weights.dtype == bool
+    chosen = _is_chosen(cut)
     if summed:
         attrs["masked"] = chosen or (total is not None and total.masks)
 
@@ -128,6 +130,13 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     if loss.slots:
         formula = f"gradients of {formula}"
     return _Call(OP, attrs, operands, finish, formula, loss=loss, total=total)
+
+
+def _is_chosen(cut: Cut) -> bool:
+    """Whether the weights choose the rows that count: multiplied by 0, NaN is NaN."""
+    choices = (n.inputs[0] for n in (*cut.region.nodes, *cut.region.support) if n.primitive == "select_n")
+    sources = (source_of(cut.region.block, a, VIEWS) for a in choices)
+    return cut.weights is not None and any(isinstance(a, Value) and a.id == cut.weights.id for a in sources)
 
 
 def _read_by(total: WeightedSum, given: dict[str, Any]) -> list[Any]:
@@ -166,7 +175,7 @@ class _Call(Substitution):
         if self.loss.cut.weights is None:
             return out
         weights = jnp.reshape(given["weights"], out.shape)
-        return jnp.where(weights, out, 0) if weights.dtype == bool else weights.astype(out.dtype) * out
+        return jnp.where(weights, out, 0) if _is_chosen(self.loss.cut) else weights.astype(out.dtype) * out
 
     def lost(self, operands: Sequence[Any], named: dict[str, Any]) -> Any:
         """What the loss of a row has besides the op's: of labels outside of the vocabulary alone, and no gradient."""
