@@ -69,7 +69,7 @@ class LinearCrossEntropyPass(Pass):
 
         return loss, (jnp.zeros((8, 4)), jnp.zeros((4, 16)), jnp.zeros(8, jnp.int32))
 
-    def anchors(self, search: Search) -> Iterator[tuple[Node, Value, Node] | tuple[Node]]:
+    def anchors(self, search: Search) -> Iterator[tuple[Any, ...]]:
         known = set[int]()
         for node in search.block.nodes:
             if node.primitive not in _READ:  # most nodes of a program; no function is called for them
@@ -197,7 +197,7 @@ class _LossSite(Site):
         problem: Declined | None = None
         for cut in cuts_with_weights(found, value, *others):
             loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * len(others))
-            loss = with_more(loss, self.live)
+            loss = with_more(loss, self.live, self.search.differentiated and bool(self.search.block.path))
             odd = treatment(
                 loss.cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)), loss.labelled
             )

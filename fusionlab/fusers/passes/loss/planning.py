@@ -85,11 +85,11 @@ class Loss:
         return tuple(name for name, is_wanted in wanted.items() if is_wanted)
 
 
-def with_more(loss: Loss, live: Container[int] | None = None) -> Loss:
+def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False) -> Loss:
     """A loss with the values by row that are read elsewhere, by nodes that are `live`, and that the op can make, as a z-loss that is
-    reported."""
+    reported. `kept`: what the block returns is kept for a backward pass."""
     region, rows = loss.region, nonunit(loss.head.rows)
-    read = (e.value for e in escapes(region) if e.user is None or live is None or e.user.id in live)
+    read = (e.value for e in escapes(region) if (not kept if e.user is None else live is None or e.user.id in live))
     values = {v.id: v for v in read if nonunit(v.shape) == rows and is_float(v.dtype)}
     made = {v: beside(loss.cut, loss.head, v, loss.numbers) for v in values.values()}
     known = {v: how for v, how in made.items() if how is not None}
@@ -101,7 +101,7 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     """The call of the op: rows as the logits have them, and weights for a sum; `total` is what is summed after the loss."""
     region, head, cut = loss.region, loss.head, loss.cut
     where, root = input_positions(region), region.root
-    attrs = loss.attrs | {"implementation": search.implementation}
+    attrs: dict[str, Any] = loss.attrs | {"implementation": search.implementation}
     summed = total is not None or loss.is_total
     if not summed:
         attrs["also"] = tuple(name for name in attrs["also"] if name != "loss")
@@ -166,7 +166,7 @@ class _Call(Substitution):
             first = self.by_row(first, given)
         elif self.total is not None and self.total.adds:
             first = first + self.total.rest(loss.region, _read_by(self.total, given)).astype(first.dtype)
-        ends = (*(roots or (first,)), *more)
+        ends: tuple[Any, ...] = (*(roots or (first,)), *more)
         return ends if len(ends) > 1 else ends[0]
 
     def by_row(self, out: Any, given: dict[str, Any]) -> Any:
