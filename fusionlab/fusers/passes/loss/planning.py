@@ -166,8 +166,8 @@ class _Call(Substitution):
             first = self.by_row(first, given)
         elif self.total is not None and self.total.adds:
             first = first + self.total.rest(loss.region, _read_by(self.total, given)).astype(first.dtype)
-        ends: tuple[Any, ...] = (*(roots or (first,)), *more)
-        return ends if len(ends) > 1 else ends[0]
+        ends = [*(roots or (first,)), *more]
+        return tuple(ends) if len(ends) > 1 else ends[0]
 
     def by_row(self, out: Any, given: dict[str, Any]) -> Any:
         """The losses by row with the sign and the weights that the program gives them."""
