@@ -52,7 +52,7 @@ class Region(Shown):
         the maximum, whose own derivative there is 1/2.
       whole: the region of several roots of which it is the part of one root.
       positions: sizes of axes that a proof does not reduce, as positions along them count: of a vocabulary, whose entries labels name.
-      aside: whether only the root is differentiated in the program, and other floats are reported beside it.
+      aside: whether only the root is differentiated in the program, and other floats are reported with it.
     """
 
     block: Block

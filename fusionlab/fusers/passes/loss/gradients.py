@@ -7,7 +7,7 @@ of their own: the op is called for its gradients, with the cotangents of the row
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 from ....graph.canonical.view import CanonicalView
@@ -96,20 +96,25 @@ def gradients_of(found: Downstream) -> dict[str, Value]:
     named = {source_of(block, v, _THROUGH).id: name for name, v in head.leaves.items() if name != "bias"}
     made: dict[str, list[Value]] = {}
     for node in found.nodes[1:]:
-        if node.primitive == "dot_general":
-            inside = [isinstance(a, Value) and a.id in found.ids for a in node.inputs]
-            other = source_of(block, node.inputs[inside.index(False)], _THROUGH) if sum(inside) == 1 else None
-            name = named.get(other.id) if isinstance(other, Value) else None
-        else:
-            inside = [False]
-            name = "bias" if node.primitive == "reduce_sum" and head.bias is not None else None
-            name = name if node.outputs[0].shape == (head.classes,) else None
+        name, turned = _gradient(found, node, named)
         if name is not None:
-            wanted = "xw"[name == "x"] if name in "xw" else name  # the product with w makes the gradient of x
-            turned = wanted == "w" and inside[0] != head.transposed
-            made.setdefault(wanted, []).append(_as_operand(found, node.outputs[0], head.leaves[wanted], turned))
+            made.setdefault(name, []).append(_as_operand(found, node.outputs[0], head.leaves[name], turned))
     # That of a bias may be summed up in steps.
     return {name: values[-1] for name, values in made.items() if len(values) == 1 or name == "bias"}
+
+
+def _gradient(found: Downstream, node: Node, named: Mapping[int, str]) -> tuple[str | None, bool]:
+    """(the operand whose gradient a node may be, whether it is turned)."""
+    head = found.head
+    if node.primitive == "reduce_sum":
+        return ("bias" if head.bias is not None and node.outputs[0].shape == (head.classes,) else None), False
+    inside = [isinstance(a, Value) and a.id in found.ids for a in node.inputs]
+    if node.primitive != "dot_general" or sum(inside) != 1:
+        return None, False
+    other = source_of(found.view.block, node.inputs[inside.index(False)], _THROUGH)
+    # The product with w makes the gradient of x.
+    name = {"x": "w", "w": "x"}.get(named.get(other.id, "")) if isinstance(other, Value) else None
+    return name, name == "w" and inside[0] != head.transposed
 
 
 def _as_operand(found: Downstream, value: Value, operand: Value, turned: bool) -> Value:

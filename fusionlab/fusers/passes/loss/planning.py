@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ....graph.canonical.nodes import nonunit
 from ....graph.dtypes import is_float
-from ....graph.matching.region import VIEWS, Region, escapes
+from ....graph.matching.region import VIEWS, Escape, Region, escapes
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Value
 from ....kernels import OPS
@@ -88,9 +88,9 @@ class Loss:
 def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False) -> Loss:
     """A loss with the values by row that are read elsewhere, by nodes that are `live`, and that the op can make, as a z-loss that is
     reported. `kept`: what the block returns is kept for a backward pass."""
-    region, rows = loss.region, nonunit(loss.head.rows)
-    read = (e.value for e in escapes(region) if (not kept if e.user is None else live is None or e.user.id in live))
-    values = {v.id: v for v in read if nonunit(v.shape) == rows and is_float(v.dtype)}
+    region = loss.region
+    read = (e.value for e in escapes(region) if _is_read(e, live, kept))
+    values = {v.id: v for v in read if _is_by_row(v, loss.head)}
     made = {v: beside(loss.cut, loss.head, v, loss.numbers) for v in values.values()}
     known = {v: how for v, how in made.items() if how is not None}
     cut = replace(loss.cut, region=replace(region, others=(*region.others, *known)))
@@ -132,6 +132,16 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     return _Call(OP, attrs, operands, finish, formula, loss=loss, total=total)
 
 
+def _is_read(found: Escape, live: Container[int] | None, kept: bool) -> bool:
+    if found.user is None:
+        return not kept
+    return live is None or found.user.id in live
+
+
+def _is_by_row(value: Value, head: Head) -> bool:
+    return nonunit(value.shape) == nonunit(head.rows) and is_float(value.dtype)
+
+
 def _is_chosen(cut: Cut) -> bool:
     """Whether the weights choose the rows that count: multiplied by 0, NaN is NaN."""
     choices = (n.inputs[0] for n in (*cut.region.nodes, *cut.region.support) if n.primitive == "select_n")
@@ -162,12 +172,16 @@ class _Call(Substitution):
             named |= {name: a + lost for name, a in named.items() if name == "loss"}
             first = self.without(operands, first, lost)
         more = [_made(how, {"loss": first, **named}) for how in loss.more]
-        if self.total is None and not loss.is_total:
-            first = self.by_row(first, given)
-        elif self.total is not None and self.total.adds:
-            first = first + self.total.rest(loss.region, _read_by(self.total, given)).astype(first.dtype)
-        ends = [*(roots or (first,)), *more]
+        ends = [*(roots or (self.as_root(first, given),)), *more]
         return tuple(ends) if len(ends) > 1 else ends[0]
+
+    def as_root(self, out: Any, given: dict[str, Any]) -> Any:
+        """The loss as the root of the region is."""
+        if self.total is None and not self.loss.is_total:
+            return self.by_row(out, given)
+        if self.total is not None and self.total.adds:
+            return out + self.total.rest(self.loss.region, _read_by(self.total, given)).astype(out.dtype)
+        return out
 
     def by_row(self, out: Any, given: dict[str, Any]) -> Any:
         """The losses by row with the sign and the weights that the program gives them."""

@@ -109,6 +109,11 @@ def _is_linear(view: CanonicalView, found: Downstream, node: Node, value: Value)
         return False
     if sum(a is value for a in node.inputs) != 1 or sum(a.id in found.ids for a in values_in(node.inputs)) != 1:
         return False
+    return _is_linear_in(view, node, value)
+
+
+def _is_linear_in(view: CanonicalView, node: Node, value: Value) -> bool:
+    """Whether a node is linear in a value, whatever its factors are."""
     if node.primitive == "div":
         return node.inputs[0] is value
     if node.primitive in _ADDS:  # to a scalar other losses are added

@@ -37,8 +37,9 @@ class Halves(NamedTuple):
 def halves(x: Array, w: Array, cotangents: Named, form: Settings) -> Halves | None:
     """Of a call on a GPU with such dtypes, given the cotangents of loss and lse by row; None of any other."""
     on_gpu = form.device is not None and form.device.platform == "cuda"
-    bounded = form.z_loss <= 1 and abs(form.scale) <= 1
-    takes = x.dtype == jnp.bfloat16 and form.logits_dtype == "float32" and is_default(form.precision) and bounded
+    takes = (
+        x.dtype == jnp.bfloat16 and form.logits_dtype == "float32" and is_default(form.precision) and form.is_bounded
+    )
     if not (cotangents and on_gpu and takes and x.size):
         return None
     of_w, of_x = (_size(a.astype(jnp.float32)) for a in (w, x))

@@ -60,6 +60,11 @@ class Settings(Attributes):
         return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
 
     @property
+    def is_bounded(self) -> bool:
+        """Whether the cotangent of a logit is of the size of its row's."""
+        return self.z_loss <= 1 and abs(self.scale) <= 1
+
+    @property
     def is_scalar(self) -> bool:
         """Whether the result is the weighted sum over the rows, of which the gradients are made in the forward pass."""
         return "weights" in self.present
