@@ -34,8 +34,7 @@ class GradientsOfLoss(Site):
     def examine(self, logits: Value, total: Node | None, *values: Value) -> Candidate | Rejection | None:
         """`values`: the losses by row, and what else is reported of the logits, if the program has them as well."""
         found = self.found(logits)
-        roots = {} if found is None else gradients_of(found)
-        if found is None or not {"x", "w"} & roots.keys() or not any(map(in_backward, found.nodes)):
+        if found is None or not (roots := gradients_of(found)):
             return None
         first, *others = roots.values()
         if not labels_of(found, first):
@@ -99,6 +98,8 @@ def gradients_of(found: Downstream) -> dict[str, Value]:
         name, turned = _gradient(found, node, named)
         if name is not None:
             made.setdefault(name, []).append(_as_operand(found, node.outputs[0], head.leaves[name], turned))
+    if not {"x", "w"} & made.keys() or not any(map(in_backward, found.nodes)):
+        return {}
     # That of a bias may be summed up in steps.
     return {name: values[-1] for name, values in made.items() if len(values) == 1 or name == "bias"}
 

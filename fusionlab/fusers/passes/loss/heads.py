@@ -174,6 +174,10 @@ def check_head(head: Head, total: Node | None) -> None:
         )
         edit = "keep the axes of the rows apart in place of one for all, or pad the vocabulary"
         raise Declined(sentence, "uncertified", [head.product], edit)
+    _check_operands(head)
+
+
+def _check_operands(head: Head) -> None:
     if any(is_explicitly_sharded(v.aval) for v in head.leaves.values()):
         sentence = f"{anchor_text(head.product)} is sharded over explicit mesh axes"
         raise Declined(sentence, "sharding", edit=AUTO_AXES)
@@ -275,7 +279,12 @@ def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
         head = replace(head, softcap=cap if cap is not None and cap > 0 else None, scale=cap or 0.0)
         if head.softcap is None:
             raise Declined("the logits are capped by another function than cap * tanh(logits / cap)", "scalar", steps)
-    for node in rest:
+    return _scaled(view, head, rest)
+
+
+def _scaled(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
+    """A head whose logits are multiplied by numbers."""
+    for node in steps:
         factor = _factor(view, node) if node.primitive in _SCALES else None
         if factor is None:
             what = f"{anchor_text(node)} changes the logits, and the fused op takes a bias, a factor that is a number, and a soft cap"
@@ -289,20 +298,20 @@ def _masked(view: CanonicalView, head: Head, node: Node) -> Head:
     """A head whose last step gives one number to the classes from some class on."""
     which, *cases = node.inputs
     filled = [view.is_literal(view.read(a)) for a in cases]
-    counts = _counting(view, which, head.classes) if isinstance(which, Value) and sum(filled) == 1 else None
+    counts = _counting(view, which, head.classes) if sum(filled) == 1 else None
     if counts is not None and filled[1]:
         counts = ~counts  # select_n takes the second case where it is true
     number = 0 if counts is None else int(counts.sum())
     fill = float(view.read(cases[filled.index(True)]).coef) if number else math.nan
-    if counts is None or not counts[:number].all() or not (math.isfinite(fill) or fill == -math.inf):
+    if counts is None or not counts[:number].all() or not fill < math.inf:
         what = f"{anchor_text(node)} masks logits, and the fused op has masks of the classes from some class on alone"
         raise Declined(what, "mask", [node], _EDITS["mask"])
     return replace(head, counted=number, fill=fill)
 
 
-def _counting(view: CanonicalView, which: Value, classes: int) -> np.ndarray | None:
+def _counting(view: CanonicalView, which: Atom, classes: int) -> np.ndarray | None:
     """The condition of a mask by class, if it is a constant that is the same in each row."""
-    if which.shape[-1:] != (classes,) or not is_constant(view, which):
+    if not isinstance(which, Value) or which.shape[-1:] != (classes,) or not is_constant(view, which):
         return None
     closed = slice_jaxpr(view.block, sorted(makers_of(view, which), key=lambda n: n.id), (), which, view.known_inputs)
     sizes, _ = inputs_of([], which.aval, Reduction({classes: classes}))

@@ -6,7 +6,7 @@ makes a scalar of the losses by weights that do not depend on the logits, the op
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +83,7 @@ class LinearCrossEntropyPass(Pass):
                 known.add(product.id)  # a z-loss may have a logarithm of its own
                 yield node, *found
         if _has_gradients(search):
-            yield from ((node, *found) for node, *found in sums_of_exponentials(search.view, known))
+            yield from sums_of_exponentials(search.view, known)
 
     def examine(self, search: Search, anchor: Node, *known: Any) -> list[Candidate | Rejection]:
         if anchor.primitive == "reduce_sum":
@@ -159,12 +159,16 @@ class _LossSite(Site):
         """The values that may be the loss, of those that the logarithm goes into."""
         known = {v.id for v in self.anchor.outputs}
         losses = {v.id for v in found.losses()}
-        yield from (v for v in self.anchor.outputs if v.id in losses and self.anchor.blocks)
+        yield from self.of_rule(losses)
         for node in found.nodes:
             if any(isinstance(a, Value) and a.id in known for a in node.inputs):
                 known.update(v.id for v in node.outputs)
                 if node.outputs[0].id in losses:
                     yield node.outputs[0]
+
+    def of_rule(self, losses: Container[int]) -> list[Value]:
+        """The losses that the anchor itself makes, where it is a function with a rule of the user's own."""
+        return [v for v in self.anchor.outputs if v.id in losses] if self.anchor.blocks else []
 
     def leaks(self, found: Downstream, value: Value, others: Sequence[Value]) -> int:
         """The number of nodes that read logits, or what is made of them, but that the value is not made of."""

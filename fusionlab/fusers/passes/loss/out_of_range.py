@@ -45,6 +45,11 @@ class Treatment:
     nan: bool = False
     lse: bool = False
 
+    @property
+    def differs(self) -> bool:
+        """Whether the loss is another there than the op's."""
+        return self.nan or self.lse
+
 
 # `take_along_axis` of a log_softmax is NaN for such a label, and passes no cotangent on.
 _PROMISED = Treatment("promise_in_bounds")

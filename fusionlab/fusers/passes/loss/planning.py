@@ -167,7 +167,7 @@ class _Call(Substitution):
         roots, out = self.gradients(operands, given) if loss.slots else ((), super().result(operands, inputs))
         first, *others = out if self.attrs["also"] else (out,)
         named = dict(zip(self.attrs["also"], others, strict=True))
-        if loss.odd.nan or loss.odd.lse:
+        if loss.odd.differs:
             lost = self.lost(operands, named)
             named |= {name: a + lost for name, a in named.items() if name == "loss"}
             first = self.without(operands, first, lost)
