@@ -243,7 +243,11 @@ class Substitution:
         """The op's operands, and its result for them."""
         operands = self.operands(*inputs)
         with contextlib.nullcontext() if self.device is None else asked_about(self.device):
-            return operands, self.finish(self.op.call(*operands, **self.attrs))
+            return operands, self.finish(self.result(operands, inputs))
+
+    def result(self, operands: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+        """What is made of the op's result for its operands; `inputs` are the region's."""
+        return self.op.call(*operands, **self.attrs)
 
 
 def found_at(pass_name: str, view: CanonicalView) -> tuple[str, str, str]:

@@ -68,6 +68,11 @@ def _place(item: Candidate | Rejection) -> tuple[int, int]:
     return (region.nodes[-1].id, len(region.nodes)) if region is not None else (-1, 0)
 
 
+def _has_several(region: Region) -> bool:
+    """Whether several results of a region may be differentiated."""
+    return not region.aside and any(is_float(v.dtype) for v in region.others)
+
+
 def _is_alone(item: Candidate | Rejection) -> bool:
     """Whether the gradients of a site are sites of their own."""
     return isinstance(item, Candidate) and item.alone
@@ -94,7 +99,7 @@ class _BackwardSearch:
     def resolved(self, item: Candidate | Rejection) -> Iterator[Candidate | Rejection]:
         """A site with its backward pass, or the outcome that replaces it if it needs one and there is none."""
         region = item.region
-        if region is not None and any(is_float(v.dtype) for v in region.others):
+        if region is not None and _has_several(region):
             yield from self.without(item, "it has several results")
             return
         found = None if region is None or _is_alone(item) else self.backward(region)

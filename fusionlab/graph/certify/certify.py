@@ -246,7 +246,7 @@ def _same(
     `of` converts the programs' outputs to results of these names. Programs that sum over mesh axes are evaluated on several devices.
     """
     inline = traced_once(programs.inline if programs.axes else _on_single_device(programs.inline))
-    programs = replace(programs, inline=inline)
+    programs = replace(programs, inline=inline, classes=region.positions)
     avals, tolerance = programs.avals, tolerance_of((*region.inputs, region.root))
 
     def attempt(reduction: Reduction) -> list[Results]:

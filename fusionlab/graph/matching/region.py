@@ -52,6 +52,7 @@ class Region(Shown):
         the maximum, whose own derivative there is 1/2.
       whole: the region of several roots of which it is the part of one root.
       positions: sizes of axes that a proof does not reduce, as positions along them count: of a vocabulary, whose entries labels name.
+      aside: whether only the root is differentiated in the program, and other floats are reported with it.
     """
 
     block: Block
@@ -64,6 +65,7 @@ class Region(Shown):
     whole: Region | None = None
     relus: frozenset[int] = frozenset()
     positions: frozenset[int] = frozenset()
+    aside: bool = False
 
     @property
     def node_ids(self) -> frozenset[int]:

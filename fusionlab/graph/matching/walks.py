@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from ..program.ir import Block, Node, Value
+from ..canonical.view import CanonicalView
+from ..program.ir import Block, Node, Value, values_in
 from .region import CASTS, VIEWS
 
 
@@ -47,6 +48,17 @@ def source_of(block: Block, atom: Any, through: Collection[str]) -> Any:
     while (node := maker_of(block, atom)) is not None and node.primitive in through:
         atom = node.inputs[0]
     return atom
+
+
+def makers_of(view: CanonicalView, value: Value) -> list[Node]:
+    """The nodes of the block that compute a number, or a constant array."""
+    found, stack = dict[int, Node](), [value]
+    while stack:
+        maker = view.block.producer.get(stack.pop().id)
+        if maker is not None and maker.id not in found:
+            found[maker.id] = maker
+            stack += values_in(maker.inputs)
+    return list(found.values())
 
 
 def given(block: Block, atom: Any) -> bool:

@@ -104,4 +104,17 @@ def _param_key(value: Any) -> Any:
         with contextlib.suppress(TypeError):
             value = value if np.dtype(value).kind == "O" else np.dtype(value)
     text = str(value)
-    return (text, id(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text
+    return (text, _Itself(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text
+
+
+class _Itself:
+    """A key that is equal only to that of the same object, which it keeps alive: the id of one that is gone may be another's."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

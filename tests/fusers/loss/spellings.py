@@ -118,6 +118,85 @@ def squared_logarithm(x, w, labels):
     return (integer_labels(z, labels) + 1e-3 * jax.nn.logsumexp(z, -1) ** 2).mean()
 
 
+def normalised(x, w, labels, mask):
+    """As in flax's lm1b: less the constant that makes the least loss 0."""
+    low = 0.1 / (V - 1)
+    constant = -(0.9 * jnp.log(0.9) + (V - 1) * low * jnp.log(low + 1e-20))
+    targets = jnp.where(jnp.arange(V) == labels[:, None], 0.9, low)
+    loss = (-jnp.sum(targets * jax.nn.log_softmax(x @ w), -1) - constant) * mask
+    return loss.sum() / mask.sum()
+
+
+def easylm(x, w, labels, mask):
+    z = x @ w
+    picked = jnp.where(mask > 0, log_softmax_at(z, labels), jnp.array(0.0))
+    right = jnp.where(mask > 0, jnp.argmax(z, -1) == labels, jnp.array(False))
+    count = jnp.maximum(jnp.sum(mask), 1e-10)
+    return -(jnp.sum(picked) / count), jnp.sum(right) / count
+
+
+def weighted_targets(x, w, labels, mask):
+    """As in Gemma's tutorial."""
+    targets = one_hot(labels) * mask[:, None]
+    return -jnp.sum(jax.nn.log_softmax(x @ w) * targets) / (jnp.sum(mask) + 1e-8)
+
+
+def vmapped_with_bias(x, w, labels, bias):
+    """As of an equinox.nn.Linear, which has V x E, mapped over tokens."""
+    return jnp.mean(integer_labels(jax.vmap(lambda row: w @ row + bias)(x), labels))
+
+
+def reported(x, w, labels, mask):
+    """With the z-loss by itself."""
+    z = x @ w
+    lse = jax.nn.logsumexp(z, -1)
+    z_loss = 1e-4 * lse**2
+    loss = lse - jnp.take_along_axis(z, labels[:, None], -1)[:, 0] + z_loss
+    return jnp.sum(loss * mask) / jnp.sum(mask), jnp.sum(z_loss * mask) / jnp.sum(mask)
+
+
+@jax.custom_vjp
+def _ruled(z, targets, factor):
+    lse = jax.scipy.special.logsumexp(z, axis=-1, keepdims=True)
+    z_loss = factor * jnp.square(lse[..., 0])
+    return -jnp.sum(targets * (z - lse), -1) + z_loss, z_loss
+
+
+def _ruled_forward(z, targets, factor):
+    top = z.max(-1, keepdims=True)
+    powers = jnp.exp(z - top)
+    mass = powers.sum(-1, keepdims=True)
+    lse = (jnp.log(mass) + top)[..., 0]
+    log_softmax = z - top - jnp.log(mass)
+    z_loss = factor * jnp.square(lse)
+    saved = targets, factor, powers / mass, log_softmax, lse
+    return (-jnp.sum(targets * log_softmax, -1) + z_loss, z_loss), saved
+
+
+def _ruled_backward(saved, ct):
+    targets, factor, p, log_softmax, lse = saved
+    of_logits = (1 + 2 * factor * lse)[..., None] * p - targets
+    return ct[0][..., None] * of_logits, -ct[0][..., None] * log_softmax, jnp.array(0.0)
+
+
+_ruled.defvjp(_ruled_forward, _ruled_backward)
+
+
+def ruled(x, w, labels, mask):
+    """As in MaxText, whose loss has a derivative of its own."""
+    loss, z_loss = _ruled(x @ w, one_hot(labels), 1e-4)
+    return jnp.sum(loss * mask) / jnp.sum(mask), jnp.sum(z_loss * mask) / jnp.sum(mask)
+
+
+def padded(x, w, labels):
+    z = jnp.where(jnp.arange(V) < V - 3, x @ w, -1e10)
+    return integer_labels(z, jnp.minimum(labels, V - 4)).mean()
+
+
+def checkpointed(x, w, labels, mask):
+    return (jax.checkpoint(lambda x, w: integer_labels(x @ w, labels))(x, w) * mask).sum()
+
+
 SPELLINGS = {
     "optax, labels": Spelling(lambda x, w, y: integer_labels(x @ w, y).mean(), "nan"),
     "optax, label smoothing": Spelling(
@@ -154,5 +233,19 @@ SPELLINGS = {
     "bfloat16, cast after it": Spelling(in_bfloat16, "nan", attrs={"logits_dtype": "bfloat16"}),
     "bfloat16, summed in float32": Spelling(from_bfloat16, "nan"),
     "rows": Spelling(lambda x, w, y: jnp.sin(integer_labels(x @ w, y)).sum(), "nan", rows=True),
+    "lm1b, normalised": Spelling(normalised, "drop", (MASK,), {"label_smoothing": 0.1032258}),
+    "EasyLM, accuracy": Spelling(easylm, "drop", (MASK,), {"masked": True, "also": ("argmax",)}, aux=True),
+    "weighted targets": Spelling(weighted_targets, "drop", (MASK,)),
+    "vmapped with a bias": Spelling(vmapped_with_bias, "nan", (BIAS,), {"transposed": True}, weight=W.T),
+    "padded vocabulary": Spelling(padded, "nan", attrs={"classes": V - 3, "fill": -1e10}),
+    "temperature, bias, cap": Spelling(
+        lambda x, w, y, b: integer_labels(30 * jnp.tanh((x @ w + b) / 2 / 30), y).mean(),
+        "nan", (BIAS,), {"softcap": 30.0, "scale": 0.5}),
     "one row": Spelling(lambda x, w, y: integer_labels(x[0] @ w, y[0]), "nan", rows=True),
 }  # fmt: skip
+# Losses whose backward pass is not the one that JAX would make of their forward pass.
+APART = {
+    "a z-loss reported": Spelling(reported, "nan", (MASK,), aux=True),
+    "a rule of the user's own": Spelling(ruled, "zero", (MASK,), aux=True),
+    "in a checkpoint": Spelling(checkpointed, "nan", (MASK,)),
+}

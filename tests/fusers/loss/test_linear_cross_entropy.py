@@ -13,7 +13,7 @@ from fusionlab.graph.interpret.evaluate import evaluate
 from fusionlab.viz.html.inspector_sites import backward_html
 
 from ..checks import jit, primitives
-from .spellings import LABELS, MASK, SPELLINGS, E, N, V, W, X, integer_labels, one_hot
+from .spellings import APART, LABELS, MASK, SPELLINGS, E, N, V, W, X, integer_labels, one_hot
 
 NAME = "linear_cross_entropy"
 ODD = np.asarray([0, V, -1, V - 1, -V - 1, V + 7, -100, -V, 3, -5, 2**31 - 1, -(2**31)], np.int32)
@@ -64,6 +64,43 @@ def test_a_loss_and_its_gradients_are_fused_and_no_less_exact(name):
     for got in (whole, jit(fused)(*args)):
         for new, old in zip(errors(got, want), plain, strict=True):
             assert new <= 1.2 * old + 4e-7
+
+
+def gradients_alone(spelling):
+    """The gradients, without the value."""
+    wanted = (0, 1, 3) if spelling.attrs.get("softcap") else (0, 1)
+    return jax.grad(spelling.fn, wanted, has_aux=spelling.aux)
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("differentiated", [of, gradients_alone])
+@pytest.mark.parametrize("name", [*APART, *SPELLINGS])
+def test_the_gradients_are_fused_where_there_is_no_value(name, differentiated):
+    spelling = APART.get(name) or SPELLINGS[name]
+    if (differentiated is of and name in SPELLINGS) or name == "weighted targets":
+        return  # above; with a weight and a factor for all, the gradients alone are declined
+    step = differentiated(spelling)
+    found = fl.find(step, *spelling.args, passes=NAME, device="cpu")
+    assert found.candidates, found.rejections
+    assert not any(r.pass_name == NAME for r in found.rejections)
+    assert "reduce_max" not in primitives(found.apply())
+    want = exact(step, spelling.args)
+    plain = errors(jit(step)(*spelling.args), want)
+    for new, old in zip(errors(jit(fl.fuse(step, passes=[NAME]))(*spelling.args), want), plain, strict=True):
+        assert new <= 1.2 * old + 4e-7
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("labels", ODD.tolist())
+def test_labels_outside_of_the_vocabulary_where_gradients_are_a_site(name, labels):
+    spelling = APART[name]
+    given = np.where(np.arange(N) == 5, labels, LABELS).astype(np.int32)
+    for step in (of(spelling), gradients_alone(spelling), spelling.fn):
+        args = (X, W, given, *spelling.more)
+        want, got = jit(step)(*args), jit(fl.fuse(step, passes=[NAME]))(*args)
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            np.testing.assert_allclose(b, a, rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.dear
@@ -134,8 +171,21 @@ def own_rule(x, w, y):
     return loss(x @ w, one_hot(y)).mean()
 
 
+def clipped_rule(x, w, y):
+    @jax.custom_vjp
+    def loss(z, t):
+        return jax.nn.logsumexp(z, -1) - (z * t).sum(-1)
+
+    def backward(saved, g):
+        z, t = saved
+        return jnp.clip((jax.nn.softmax(z) - t) * g[:, None], -1e6, 1e6), None
+
+    loss.defvjp(lambda z, t: (loss(z, t), (z, t)), backward)
+    return loss(x @ w, one_hot(y)).mean()
+
+
 def tempered(x, w, y):
-    return integer_labels(x @ w / 2.0, y).mean()
+    return integer_labels(x @ w / w[0, 0], y).mean()
 
 
 def powered(x, w, y):
@@ -159,11 +209,11 @@ DECLINED = {
     "another axis": (other_axis, "axes", "does not sum over the last axis"),
     "logsumexp stopped": (stopped, "stop_gradient", "another gradient"),
     "shifted logits, one_hot": (shifted, "value", "labels outside of the vocabulary"),
-    "a rule of the user's own": (own_rule, "custom_rule", "a derivative of the user's own"),
+    "a rule of the user's own that clips": (clipped_rule, "custom_rule", "a derivative of the user's own"),
     "temperature": (tempered, "scalar", "changes the logits"),
     "part of the vocabulary": (lambda x, w, y: integer_labels((x @ w)[:, :30], y).mean(), "axes", "not the whole rows"),
     "masked classes": (
-        lambda x, w, y: integer_labels(jnp.where(jnp.arange(V) < 30, x @ w, -1e9), y).mean(), "mask", "masks logits"),
+        lambda x, w, y: integer_labels(jnp.where(jnp.arange(V) % 2 == 0, x @ w, -1e9), y).mean(), "mask", "masks logits"),
     "targets that are no labels": (targets, "structure", "no value holds one label"),
     "another power": (powered, "value", "another function"),
     "twice the label's logit": (doubled, "scalar", "-2 logit of the label"),
@@ -239,8 +289,9 @@ def test_in_a_scan_and_in_a_checkpoint(remat):
     loss = lambda x, w, y: accumulated(x, w, y, remat)  # noqa: E731
     step = jax.value_and_grad(loss, (0, 1))
     want = jit(step)(X, W, LABELS)
-    (site,) = fl.find(step, X, W, LABELS, passes=NAME, device="cpu").candidates
-    assert remat or site.backward.is_fused
+    first, *others = fl.find(step, X, W, LABELS, passes=NAME, device="cpu").candidates
+    assert len(others) == remat  # the gradients in a checkpoint are a site of their own
+    assert remat or first.backward.is_fused
     fused = jax.value_and_grad(fl.fuse(loss, passes=[NAME]), (0, 1))
     for got in (jit(fl.fuse(step, passes=[NAME]))(X, W, LABELS), jit(fused)(X, W, LABELS)):
         for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):

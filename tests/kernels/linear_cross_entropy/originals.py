@@ -45,6 +45,9 @@ def original(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    scale: float = 1.0,
+    classes: int | None = None,
+    fill: float = -jnp.inf,
     transposed: bool = False,
     out_of_range: str = "nan",
     logits_dtype: Any = None,
@@ -55,7 +58,9 @@ def original(
     h = jnp.matmul(x, w.T if transposed else w, preferred_element_type=asked)
     h = h.astype(jnp.promote_types(x.dtype, jnp.float32))
     h = h if bias is None else h + bias
+    h = h * scale
     h = h if softcap is None else softcap * jnp.tanh(h / softcap)
+    h = h if classes is None else jnp.where(jnp.arange(h.shape[-1]) < classes, h, fill)
     lse, s = jax.nn.logsumexp(h, axis=-1), label_smoothing
     if out_of_range == "drop":
         targets = (1 - s) * jax.nn.one_hot(labels, h.shape[-1], dtype=h.dtype) + s / h.shape[-1]

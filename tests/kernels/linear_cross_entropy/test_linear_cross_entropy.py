@@ -29,6 +29,15 @@ OPTIONS = {
     "zero, both": {"out_of_range": "zero", "label_smoothing": 0.1, "z_loss": 0.01},
     "drop, both, tied": {"out_of_range": "drop", "label_smoothing": 0.1, "z_loss": 0.01, "transposed": True},
     "drop, softcap": {"out_of_range": "drop", "softcap": 3.0},
+    "scale, softcap, classes": {"scale": 0.3, "softcap": 3.0, "classes": 30, "fill": -50.0, "label_smoothing": 0.1},
+    "scale, padded, tied": {
+        "scale": -2.0,
+        "classes": 30,
+        "fill": -40.0,
+        "transposed": True,
+        "z_loss": 0.01,
+        "out_of_range": "clip",
+    },
     "softcap, tied, smoothing": {"softcap": 3.0, "transposed": True, "label_smoothing": 0.1},
 }
 

@@ -33,7 +33,7 @@ CORPUS = (
     near("twice the label's logit", "scalar", of_logits(lambda z, y: (jax.nn.logsumexp(z, -1) - 2 * picked(z, y)).mean()), "-2 logit"),
     near("the square", "value", of_logits(lambda z, y: (jax.nn.logsumexp(z, -1) - picked(z, y) ** 2).mean()), "another function"),
     near("half of the logits", "scalar", of_logits(
-        lambda z, y: (jax.nn.logsumexp(z / 2, -1) - picked(z / 2, y)).mean()), "changes the logits"),
+        lambda z, y: (jax.nn.logsumexp(z / 2, -1) - picked(z, y)).mean()), "-2 logit"),
     near("a stopped logarithm", "stop_gradient", of_logits(
         lambda z, y: (jax.lax.stop_gradient(jax.nn.logsumexp(z, -1)) - picked(z, y)).mean()), "another gradient"),
     near("logits returned", "escapes", of_logits(lambda z, y: ((jax.nn.logsumexp(z, -1) - picked(z, y)).mean(), z)), "is also returned"),

@@ -15,16 +15,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
+from ....graph.certify.inputs import Reduction, inputs_of
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
+from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.match import close
-from ....graph.matching.region import CASTS, VIEWS
-from ....graph.matching.walks import maker_of, source_of
+from ....graph.matching.region import CASTS, VIEWS, is_constant
+from ....graph.matching.walks import maker_of, makers_of, source_of
 from ....graph.primitives import having
+from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Atom, Node, Value
+from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
+from ...engine.base import AUTO_AXES
 from ...engine.wording import anchor_text
 
+_MOST = 1 << 20  # entries of an array that has the vocabulary twice
+_EDITS = {
+    "scalar": "use a number that is known when the program is traced, or divide x by it in place of the logits",
+    "mask": "mask the classes from some class on by jnp.where(jnp.arange(V) < classes, logits, -jnp.inf), or take those of w alone",
+    "structure": "cap the logits by cap * jnp.tanh(logits / cap), after the bias",
+}
 _ROWS = VIEWS | {"slice"}  # may select and reorder rows
 _SAME = having("copy", "variance") | CASTS
 _SCALES = frozenset({"mul", "div"})
@@ -39,7 +51,8 @@ class Head:
       product: the node of the product; `chain`: the nodes from there to the logits, in order.
       x, w: the raw values that are multiplied; `transposed`: w is [V, E].
       logits: the logits that the loss reads, [*rows, V].
-      bias: the vector that is added, or None; `softcap`: the cap on the logits, or None.
+      bias: the vector that is added, or None; `softcap`: the cap on the logits, or None; `scale`: the factor of x @ w + bias.
+      counted: the number of classes that count, the first ones, where the logits of the others are `fill`; None if all count.
     """
 
     product: Node
@@ -50,6 +63,9 @@ class Head:
     logits: Value
     bias: Value | None = None
     softcap: float | None = None
+    scale: float = 1.0
+    counted: int | None = None
+    fill: float = -math.inf
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -104,7 +120,12 @@ class Head:
 def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     """(logits, sum) of a logarithm of a sum of their exponentials along one axis; None for any other logarithm."""
     total = _maker(view, log, VIEWS | CASTS | {"abs"}, "reduce_sum")
-    if total is None or len(total.params["axes"]) != 1:
+    return None if total is None else exponentials(view, total)
+
+
+def exponentials(view: CanonicalView, total: Node) -> tuple[Value, Node] | None:
+    """(logits, the node itself) of a sum of their exponentials along one axis; None for any other sum."""
+    if len(total.params["axes"]) != 1:
         return None
     exp = _maker(view, total, CASTS, "exp")
     if exp is None:
@@ -138,12 +159,32 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
         return None
     product, *rest = chain
     head = _product(view, product, rest)
-    masks = [n for n in rest if n.primitive == "select_n"]
-    if masks:
-        raise Declined(f"{anchor_text(masks[0])} masks logits, and the fused op has no masks of classes", "mask", masks)
-    steps = list(rest)
     found = replace(head, logits=logits, chain=tuple(rest))
-    return _capped(view, found, [n for n in steps if n.primitive in _SCALES | {"add", "tanh"}])
+    return _capped(view, found, [n for n in rest if n.primitive in _SCALES | {"add", "tanh", "select_n"}])
+
+
+def check_head(head: Head, total: Node | None) -> None:
+    """Raises Declined for a head that the op does not take; `total` sums the exponentials, if a rule of the user's does not."""
+    if total is not None and int(total.params["axes"][0]) != len(head.logits.shape) - 1:
+        raise Declined(f"{anchor_text(total)} does not sum over the last axis of the logits", "axes", [total])
+    alike = head.classes ** (1 + sum(n == head.classes for n in head.x.shape))
+    if head.classes in head.x.shape and alike > _MOST:
+        sentence = (
+            f"{head.x!r} has an axis as long as the vocabulary, {head.classes}: there is no proof at reduced sizes"
+        )
+        edit = "keep the axes of the rows apart in place of one for all, or pad the vocabulary"
+        raise Declined(sentence, "uncertified", [head.product], edit)
+    _check_operands(head)
+
+
+def _check_operands(head: Head) -> None:
+    if any(is_explicitly_sharded(v.aval) for v in head.leaves.values()):
+        sentence = f"{anchor_text(head.product)} is sharded over explicit mesh axes"
+        raise Declined(sentence, "sharding", edit=AUTO_AXES)
+    given = {np.dtype(v.dtype).name for v in (head.x, head.w)}
+    if len(given) > 1 or not given <= set(FLOATS):
+        sentence = f"{anchor_text(head.product)} multiplies {' by '.join(sorted(given))}"
+        raise Declined(f"{sentence}; the fused op takes one of {', '.join(FLOATS)}", "dtype", [head.product])
 
 
 def product_of(view: CanonicalView, logits: Value) -> Node | None:
@@ -184,7 +225,7 @@ def _continued(view: CanonicalView, node: Node) -> Atom | None:
 def _is_thin(view: CanonicalView, value: Value) -> bool:
     """Whether a value is a number, or one vector for all rows."""
     source = source_of(view.block, value, VIEWS | CASTS)
-    return view.is_literal(view.ref[value.id]) or not isinstance(source, Value) or len(source.shape) <= 1
+    return view.is_literal(view.ref[value.id]) or not isinstance(source, Value) or len(nonunit(source.shape)) <= 1
 
 
 def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
@@ -225,33 +266,67 @@ def _moves_rows(node: Node) -> bool:
 def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     """A head with its bias and cap, of the nodes that are neither views nor casts."""
     if not _has_whole_rows(head):
-        raise Declined(f"{head.logits!r} are not the whole rows of the product", "axes", [head.product])
+        sentence = f"{head.logits!r} are not the whole rows of the product"
+        raise Declined(sentence, "axes", [head.product], "take a part of w in place of the logits: x @ w[:, :V]")
     rest = list(steps)
+    if rest and rest[-1].primitive == "select_n":
+        head = _masked(view, head, rest.pop())
     if rest and rest[0].primitive == "add":
         head = replace(head, bias=_bias(view, head, rest.pop(0)))
-    cap = _cap(view, rest)
-    if cap is not None:
-        return replace(head, softcap=cap)
-    if rest:
-        what = f"{anchor_text(rest[0])} changes the logits, and the fused op takes a bias and a soft cap"
-        raise Declined(what, "scalar" if rest[0].primitive in _SCALES else "structure", [rest[0]])
-    return head
+    if [n.primitive for n in rest[-2:]] in (["tanh", "mul"], ["tanh", "div"]):
+        cap = _factor(view, rest.pop())
+        rest.pop()
+        head = replace(head, softcap=cap if cap is not None and cap > 0 else None, scale=cap or 0.0)
+        if head.softcap is None:
+            raise Declined("the logits are capped by another function than cap * tanh(logits / cap)", "scalar", steps)
+    return _scaled(view, head, rest)
+
+
+def _scaled(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
+    """A head whose logits are multiplied by numbers."""
+    for node in steps:
+        factor = _factor(view, node) if node.primitive in _SCALES else None
+        if factor is None:
+            what = f"{anchor_text(node)} changes the logits, and the fused op takes a bias, a factor that is a number, and a soft cap"
+            code = "scalar" if node.primitive in _SCALES else "mask" if node.primitive == "select_n" else "structure"
+            raise Declined(what, code, [node], _EDITS[code])
+        head = replace(head, scale=head.scale * factor)
+    return replace(head, scale=1.0) if close(head.scale, 1.0) else head
+
+
+def _masked(view: CanonicalView, head: Head, node: Node) -> Head:
+    """A head whose last step gives one number to the classes from some class on."""
+    which, *cases = node.inputs
+    filled = [view.is_literal(view.read(a)) for a in cases]
+    counts = _counting(view, which, head.classes) if sum(filled) == 1 else None
+    if counts is not None and filled[1]:
+        counts = ~counts  # select_n takes the second case where it is true
+    number = 0 if counts is None else int(counts.sum())
+    fill = float(view.read(cases[filled.index(True)]).coef) if number else math.nan
+    if counts is None or not counts[:number].all() or not fill < math.inf:
+        what = f"{anchor_text(node)} masks logits, and the fused op has masks of the classes from some class on alone"
+        raise Declined(what, "mask", [node], _EDITS["mask"])
+    return replace(head, counted=number, fill=fill)
+
+
+def _counting(view: CanonicalView, which: Atom, classes: int) -> np.ndarray | None:
+    """The condition of a mask by class, if it is a constant that is the same in each row."""
+    if not isinstance(which, Value) or which.shape[-1:] != (classes,) or not is_constant(view, which):
+        return None
+    closed = slice_jaxpr(view.block, sorted(makers_of(view, which), key=lambda n: n.id), (), which, view.known_inputs)
+    sizes, _ = inputs_of([], which.aval, Reduction({classes: classes}))
+    try:
+        (found,) = evaluate(closed, [], sizes)
+    except CannotEvaluate:
+        return None
+    found = np.asarray(found, bool).reshape(-1, classes)
+    return found[0] if (found == found[0]).all() else None
 
 
 def _has_whole_rows(head: Head) -> bool:
     """Whether all classes are the last axis of the logits, from the product on or from the transposition that comes after it on."""
     wide = [v for v in head.inner if v.shape[-1:] != (head.classes,)]
     return not wide or (len(wide) == 1 and _moves_first_last(head.chain[0]))
-
-
-def _cap(view: CanonicalView, steps: Sequence[Node]) -> float | None:
-    """The cap of cap * tanh(logits / cap), which these nodes compute; None if they compute something else."""
-    if len(steps) != 3 or steps[1].primitive != "tanh":
-        return None
-    inner, outer = _factor(view, steps[0]), _factor(view, steps[2])
-    if inner is None or outer is None or inner <= 0:
-        return None
-    return outer if close(inner * outer, 1.0) else None
 
 
 def _bias(view: CanonicalView, head: Head, node: Node) -> Value:

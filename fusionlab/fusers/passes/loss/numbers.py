@@ -6,25 +6,32 @@ A loss of a row with the logits z and the label l is a lse(z) + b z[l] + c sum(z
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex_core
 
+from ....graph.certify.certify import with_vjp
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.declined import Declined
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate
-from ....graph.matching.region import Region
 from ....graph.program.equations import slice_jaxpr
+from ....graph.program.in_shard_map import make_jaxpr
 from ....graph.program.ir import Value
 from ....kernels import plain_meaning_of
+from ...engine.layout import input_positions
 from .heads import Head
+from .rows import RULES, Cut
 
 _DRAWS, _DRAWS_OF_SUMS, _SPREAD = 6, 24, (0.3, 3.0)
 _LEFT = 1e-9  # of the largest loss: what the four terms may leave of it
 _NONE = 1e-7  # a term of less is rounding
+PLAIN = "write the loss as logsumexp(logits) - logits[label], and scale what is added to it apart"
+APART = "compute what else the logits are needed for from x and w again, in a function of its own"
 _ONE = 1e-5  # so far from 1 is the sum of targets that are written as float32 numbers
 
 
@@ -37,26 +44,69 @@ class Numbers:
     z_loss: float
 
 
-def numbers_of(region: Region, head: Head) -> Numbers:
-    """The numbers of a region's root.
+@dataclass(frozen=True)
+class Beside:
+    """A value by row that is loss * `loss` + lse * `lse` + lse^2 * `squared`; `stopped`: it has no gradient, by a rule of the user's."""
+
+    loss: float
+    lse: float
+    squared: float
+    stopped: bool = False
+
+
+def numbers_of(cut: Cut, head: Head, slot: str | None = None) -> Numbers:
+    """The numbers of a region's root: a loss, or the gradient of one by the operand in `slot`.
 
     Raises:
       Declined: it is no such loss, or cannot be evaluated.
     """
+    root = cut.region.root
+    numbers = _read(*coefficients(cut, head, slot), summed=slot is not None or is_total(root, head))
+    if isinstance(numbers, str):
+        raise Declined(f"{root!r} {numbers}", "scalar", edit=PLAIN)
+    return numbers
+
+
+def coefficients(cut: Cut, head: Head, slot: str | None = None) -> list[float]:
+    """The factors of lse, the label's logit, the mean of the logits and lse^2. Raises Declined as `numbers_of`."""
+    root = cut.region.root
     try:
-        columns, losses = _evaluated(region, head)
+        columns, losses = _evaluated(cut, head, slot)
     except CannotEvaluate as error:
-        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
+        raise Declined(f"{root!r} cannot be evaluated: {error}", "uncertified") from error
     found, *_ = np.linalg.lstsq(columns, losses, rcond=None)
     scale = max(float(np.max(np.abs(losses))), 1e-30)
     if not np.all(np.isfinite(losses)) or np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
-        raise Declined(
-            f"{region.root!r} is another function of the logits and the labels than a cross-entropy", "value"
-        )
-    numbers = _read(*map(float, found), summed=is_total(region.root, head))
-    if isinstance(numbers, str):
-        raise Declined(f"{region.root!r} {numbers}", "scalar")
-    return numbers
+        sentence = f"{root!r} is another function of the logits and the labels than a cross-entropy"
+        raise Declined(sentence, "value", edit=APART)
+    return list(map(float, found))
+
+
+def beside(cut: Cut, head: Head, value: Value, numbers: Numbers) -> Beside | None:
+    """How a further value by row is made of a loss with these numbers and of lse; None if it is not."""
+    own = replace(cut, region=replace(cut.region, others=(value,)).of(value), weights=None)
+    try:
+        lse, picked, mean, squared = (x if abs(x) > _NONE else 0.0 for x in coefficients(own, head))
+    except Declined:
+        return None
+    loss = -picked / (1 - numbers.label_smoothing)
+    if abs(mean + loss * numbers.label_smoothing) > _ONE:
+        return None
+    stopped = any(n.primitive in RULES for n in own.region.nodes) and _is_stopped(own)
+    return Beside(*map(_number, (loss, lse - loss, squared - loss * numbers.z_loss)), stopped=stopped)
+
+
+def _is_stopped(cut: Cut) -> bool:
+    """Whether a region's root has no gradient."""
+    region = cut.region
+    avals, fn = [v.aval for v in region.inputs], jex_core.jaxpr_as_fun(region.jaxpr())
+    closed = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval)
+
+    def attempt(reduction: Reduction) -> bool:
+        sizes, args = inputs_of(avals, region.root.aval, reduction, weights=summed_with(closed))
+        return not any(map(np.any, evaluate(closed, args, sizes, plain_meaning_of)[1:]))
+
+    return at_sizes(attempt, avals, region.positions)
 
 
 def _read(lse: float, picked: float, mean: float, squared: float, summed: bool) -> Numbers | str:
@@ -78,49 +128,68 @@ def _number(found: float) -> float:
     return next(x for digits in range(1, 17) if abs((x := float(f"{found:.{digits}g}")) - found) <= _NONE * abs(found))
 
 
-def _evaluated(region: Region, head: Head) -> tuple[np.ndarray, np.ndarray]:
-    """(lse, logit of the label, mean and lse^2 of each row drawn; its losses)."""
-    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    closed = slice_jaxpr(region.block, nodes, region.inputs, (region.root, head.logits), region.known)
-    avals, names = [v.aval for v in region.inputs], {v.id: n for n, v in region.leaves.items()}
-    weights = summed_with(closed)
+def _evaluated(cut: Cut, head: Head, slot: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """(the four terms at each entry drawn of the root, or their gradients; its entries)."""
+    region = cut.region.of(cut.region.root)
+    terms, wanted = _terms(cut, head, slot), region.jaxpr()
+    avals, weights = [v.aval for v in region.inputs], summed_with(wanted)
 
     def attempt(reduction: Reduction) -> tuple[np.ndarray, np.ndarray]:
-        count = _DRAWS if len(region.root.shape) else _DRAWS_OF_SUMS
-        drawn = [_drawn(closed, avals, region, names, reduction, seed, weights, head) for seed in range(count)]
-        columns, losses = zip(*drawn, strict=True)
+        columns, losses = list[np.ndarray](), list[np.ndarray]()
+        for seed in range(_DRAWS if len(region.root.shape) else _DRAWS_OF_SUMS):
+            sizes, args = _drawn(cut, head, reduction, seed, weights)
+            losses += (a.reshape(-1) for a in evaluate(wanted, args, sizes, plain_meaning_of))
+            columns.append(np.stack([a.reshape(-1) for a in evaluate(terms, args, sizes, plain_meaning_of)], -1))
         return np.concatenate(columns), np.concatenate(losses)
 
     return at_sizes(attempt, avals, region.positions)
 
 
-def _drawn(
-    closed: Any,
-    avals: Sequence[Any],
-    region: Region,
-    names: dict[int, str],
-    reduction: Reduction,
-    seed: int,
-    weights: Any,
-    head: Head,
-) -> tuple[np.ndarray, np.ndarray]:
-    sizes, (*args, _) = inputs_of(avals, region.root.aval, reduction, seed, weights=weights)
-    rng = np.random.default_rng(seed)
-    for i, value in enumerate(region.inputs):
-        if names[value.id] == "labels":
-            args[i] = rng.integers(0, head.classes, args[i].shape).astype(args[i].dtype)
-        elif names[value.id] == "x":
-            args[i] = args[i] * rng.uniform(*_SPREAD)
-    labels = args[next(i for i, v in enumerate(region.inputs) if names[v.id] == "labels")].reshape(-1)
-    losses, logits = evaluate(closed, args, sizes, plain_meaning_of)
-    logits = logits.reshape(-1, head.classes)
-    top = logits.max(-1)
-    lse = np.log(np.sum(np.exp(logits - top[:, None]), -1)) + top
-    picked = logits[np.arange(len(labels)), labels]
-    columns = np.stack([lse, picked, logits.mean(-1), lse * lse], -1)
-    if is_total(region.root, head):
-        columns = columns.mean(0, keepdims=True) * math.prod(head.rows)
-    return columns, losses.reshape(-1)
+def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
+    """A jaxpr of the region's inputs that gives the four terms of a loss, weighted, by row or summed as the root; or their gradients."""
+    region, where = cut.region, input_positions(cut.region)
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    logits = jex_core.jaxpr_as_fun(slice_jaxpr(region.block, nodes, region.inputs, head.logits, region.known))
+    summed, counted = slot is not None or is_total(region.root, head), head.counted or head.classes
+
+    def terms(*inputs: Any) -> list[Any]:
+        (z,) = logits(*inputs)
+        labels = inputs[where["labels"]].reshape(head.rows)
+        entries = jax.lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
+        top = jax.lax.stop_gradient(jnp.max(z, -1))
+        lse = jnp.log(jnp.sum(jnp.exp(z - top[..., None]), -1)) + top
+        found = [
+            lse,
+            jnp.sum(jnp.where(entries == labels[..., None], z, 0), -1),
+            jnp.sum(jnp.where(entries < counted, z, 0), -1) / z.shape[-1],
+            lse * lse,
+        ]
+        if cut.weights is not None:
+            weights = inputs[where["weights"]].reshape(head.rows).astype(z.dtype)
+            found = [a * weights for a in found]
+        return [jnp.sum(a) for a in found] if summed else found
+
+    def gradients(*inputs: Any) -> list[Any]:
+        at = where[str(slot)]
+
+        def gradient(term: int) -> Any:
+            return jax.grad(lambda a: terms(*inputs[:at], a, *inputs[at + 1 :])[term])(inputs[at])
+
+        # Of the root's shape; a gradient of w may be turned.
+        return [a if a.shape == region.root.shape else a.T for a in map(gradient, range(4))]
+
+    return make_jaxpr(terms if slot is None else gradients, [v.aval for v in region.inputs])
+
+
+def _drawn(cut: Cut, head: Head, reduction: Reduction, seed: int, weights: Any) -> tuple[Any, list[Any]]:
+    """(sizes, operands) as they are drawn, with labels in the vocabulary and logits of several sizes."""
+    region = cut.region
+    sizes, (*args, _) = inputs_of([v.aval for v in region.inputs], region.root.aval, reduction, seed, weights=weights)
+    rng, where = np.random.default_rng(seed), input_positions(region)
+    at = where["labels"]
+    args[at] = rng.integers(0, head.counted or head.classes, args[at].shape).astype(args[at].dtype)
+    args[where["x"]] = args[where["x"]] * rng.uniform(*_SPREAD)
+    return sizes, args
 
 
 def is_total(value: Value, head: Head) -> bool:

@@ -14,26 +14,33 @@ from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.jax_compat import has_side_effects
 from ....graph.matching.region import Region, dead_with, is_constant
+from ....graph.matching.walks import makers_of
+from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, values_in
 from ....graph.program.scopes import in_backward
 from .heads import Head
 
+RULES = having("rule")
+_ADD = "give each row one weight, and add what the loss has besides after the sum of the rows"
+_PICK = "pick the label's logit by integers, as jnp.take_along_axis and jax.nn.one_hot do"
+_MOST = 8  # values by row that may be weights
+
 
 class Downstream:
-    """What a program computes from logits, apart from its backward pass.
+    """What a program computes from logits, apart from its backward pass unless that is `whole`.
 
     Attributes:
       nodes: in program order, the product first.
       ids: the ids of their results.
     """
 
-    def __init__(self, view: CanonicalView, head: Head) -> None:
+    def __init__(self, view: CanonicalView, head: Head, whole: bool = False) -> None:
         block = view.block
-        self.view, self.head = view, head
+        self.view, self.head, self.whole = view, head, whole
         self.nodes: list[Node] = [head.product]
         self.ids = {v.id for v in head.product.outputs}
         for node in block.nodes[block.position[head.product.id] + 1 :]:
-            if not in_backward(node) and any(v.id in self.ids for v in values_in(node.inputs)):
+            if (whole or not in_backward(node)) and any(v.id in self.ids for v in values_in(node.inputs)):
                 self.nodes.append(node)
                 self.ids.update(v.id for v in node.outputs)
         self.alike = {v.id for v in head.alike}
@@ -46,9 +53,9 @@ class Downstream:
         """The floats with one entry for each row, or one for all, in program order."""
         wanted = nonunit(self.head.rows), ()
         for node in self.nodes[1:]:
-            value = node.outputs[0]
-            if nonunit(value.shape) in wanted and is_float(value.dtype) and not node.blocks:
-                yield value
+            for value in node.outputs if node.primitive in RULES else node.outputs[:1] if not node.blocks else ():
+                if nonunit(value.shape) in wanted and is_float(value.dtype):
+                    yield value
 
     def argmax(self) -> Value | None:
         """The class of the largest logit of each row, if the program asks for it."""
@@ -63,32 +70,75 @@ class Downstream:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A loss by row as a region, with the value that holds its labels."""
+    """A loss by row as a region, with the value that holds its labels, and the one that holds its weights, if any."""
 
     region: Region
     labels: Value
+    weights: Value | None = None
 
 
-def cuts(found: Downstream, root: Value, others: tuple[Value, ...]) -> Iterator[Cut]:
+def cuts(found: Downstream, root: Value, others: tuple[Value, ...], weights: Value | None = None) -> Iterator[Cut]:
     """The regions that compute a value from the product's operands and one value with a label for each row, that which is computed last
-    first.
+    first; and from one with a weight for each row.
 
     Raises:
       Declined: no region does.
     """
-    labels = sorted(_indices(found, root), key=lambda v: -v.id)
+    labels = sorted(labels_of(found, root), key=lambda v: -v.id)
     one = False
     for value in labels:
-        cut = _cut(found, root, value, others)
+        cut = _cut(found, root, value, others, weights)
         if isinstance(cut, Region):
             one = True
-            yield Cut(cut, value)
+            yield Cut(cut, value, weights)
     if not one:
-        what = "no value holds one label for each row" if not labels else "it reads more than logits and labels"
-        raise Declined(f"{root!r} is no loss by labels: {what}")
+        what, edit = (
+            ("it reads more than logits and labels", _ADD)
+            if labels
+            else ("no value holds one label for each row", _PICK)
+        )
+        raise Declined(f"{root!r} is no loss by labels: {what}", edit=edit)
 
 
-def _indices(found: Downstream, root: Value) -> list[Value]:
+def cuts_with_weights(found: Downstream, root: Value, *others: Value) -> Iterator[Cut]:
+    """The regions that compute a value from the product's operands, labels, and at most one weight for each row.
+
+    Raises:
+      Declined: no region does.
+    """
+    problem, one = None, False
+    for weights in (None, *_by_row(found, root)):
+        try:
+            for cut in cuts(found, root, others, weights):
+                one = True
+                yield cut
+        except Declined as declined:
+            problem = problem or declined
+    if problem is not None and not one:
+        raise problem
+
+
+def _by_row(found: Downstream, root: Value) -> list[Value]:
+    """The numbers by row that a value is computed from and that no logit goes into, the last ones first."""
+    block, rows = found.view.block, nonunit(found.head.rows)
+    stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
+    while stack:
+        value = stack.pop()
+        if value.id in seen or is_constant(found.view, value):
+            continue
+        seen.add(value.id)
+        if value.id not in found.ids and nonunit(value.shape) == rows and _is_number(value):
+            given[value.id] = value
+        maker = block.producer.get(value.id)
+        stack += values_in(maker.inputs) if maker is not None and not is_opaque(maker) else []
+    return sorted(given.values(), key=lambda v: -v.id)[:_MOST]
+
+
+def _is_number(value: Value) -> bool:
+    return is_float(value.dtype) or value.dtype == bool
+
+
+def labels_of(found: Downstream, root: Value) -> list[Value]:
     """The integers with one entry for each row that a value is computed from, besides the logits."""
     block, wanted = found.view.block, nonunit(found.head.rows)
     stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
@@ -106,7 +156,12 @@ def _indices(found: Downstream, root: Value) -> list[Value]:
 def _beneath(found: Downstream, value: Value, maker: Node | None) -> list[Value]:
     """The operands of what makes a value, if that may belong to the loss."""
     inside = value.id in found.ids or _may_be_inside(found, value)
-    return values_in(maker.inputs) if inside and maker is not None and not maker.blocks else []
+    return values_in(maker.inputs) if inside and maker is not None and not is_opaque(maker) else []
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether a node has a program of its own; the one of a scatter only adds."""
+    return bool(node.blocks) and not node.primitive.startswith("scatter") and node.primitive not in RULES
 
 
 def _may_be_inside(found: Downstream, value: Value) -> bool:
@@ -114,16 +169,18 @@ def _may_be_inside(found: Downstream, value: Value) -> bool:
     return not is_float(value.dtype) or value.shape[-1:] == (found.head.classes,)
 
 
-def _may_be_made(found: Downstream, value: Value, maker: Node) -> bool:
+def _may_be_made(found: Downstream, value: Value, maker: Node, weighted: bool) -> bool:
     """Whether a region may compute a value that it reads."""
     own = value.id in found.ids or is_constant(found.view, value) or _may_be_inside(found, value)
-    return own or maker.primitive == "transpose"
+    return own or maker.primitive == "transpose" or (weighted and nonunit(value.shape) == nonunit(found.head.rows))
 
 
-def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...]) -> Region | Value:
-    """The region of a value with some labels; what else it reads, if it reads more."""
+def _cut(
+    found: Downstream, root: Value, labels: Value, others: tuple[Value, ...], weights: Value | None
+) -> Region | Value:
+    """The region of a value with some labels, and weights if any; what else it reads, if it reads more."""
     view, block, head = found.view, found.view.block, found.head
-    leaves = {**head.leaves, "labels": labels}
+    leaves = {**head.leaves, "labels": labels} | ({} if weights is None else {"weights": weights})
     inner, support = dict[int, Node](), dict[int, Node]()
     stack, seen = [root, *others], {v.id for v in leaves.values()} | view.known_inputs.keys()
     while stack:
@@ -135,22 +192,15 @@ def _cut(found: Downstream, root: Value, labels: Value, others: tuple[Value, ...
             support.update((n.id, n) for n in makers_of(view, value))
             continue
         maker = block.producer.get(value.id)
-        if maker is None or has_side_effects(maker.eqn) or not _may_be_made(found, value, maker):
+        if (
+            maker is None
+            or has_side_effects(maker.eqn)
+            or not _may_be_made(found, value, maker, found.whole or weights is not None)
+        ):
             return value
         (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)
     return region_of(view, root, leaves, inner, support, others, head.classes)
-
-
-def makers_of(view: CanonicalView, value: Value) -> list[Node]:
-    """The nodes of the block that compute a number, or a constant array."""
-    found, stack = dict[int, Node](), [value]
-    while stack:
-        maker = view.block.producer.get(stack.pop().id)
-        if maker is not None and maker.id not in found:
-            found[maker.id] = maker
-            stack += values_in(maker.inputs)
-    return list(found.values())
 
 
 def region_of(
@@ -167,7 +217,7 @@ def region_of(
     nodes = _by_id(inner.values())
     beside = _by_id(n for i, n in support.items() if i not in inner)
     known, positions = view.known_inputs, frozenset({classes})
-    return Region(view.block, root, leaves, nodes, beside, known, others, positions=positions)
+    return Region(view.block, root, leaves, nodes, beside, known, others, positions=positions, aside=True)
 
 
 def _by_id(nodes: Iterable[Node]) -> tuple[Any, ...]:

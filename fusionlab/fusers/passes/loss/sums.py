@@ -1,4 +1,7 @@
-"""The weighted sum of a loss by row: the nodes that make a scalar of it, linearly, by weights that do not depend on the logits."""
+"""The weighted sum of a loss by row: the nodes that make a scalar of it, linearly, by weights that do not depend on the logits.
+
+Other numbers may be added to the losses, as the constant that makes a smoothed loss 0 at its least.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,13 @@ from jax.extend import core as jex_core
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, Region
+from ....graph.matching.walks import makers_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Node, Value, values_in
-from .rows import Downstream, makers_of
+from .rows import Downstream
 
+_ADDS = frozenset({"add", "sub"})
 _OF_ONE = VIEWS | CASTS | having("copy", "variance") | {"neg", "reduce_sum"}
 
 
@@ -31,6 +36,7 @@ class WeightedSum:
       nodes: from the losses to the scalar, in order.
       given: what they read besides; `numbers`: the nodes of the constants among that, by id.
       masks: whether a loss may be left out, whatever it is, and not only be multiplied by 0.
+      adds: whether other numbers are added to the losses.
     """
 
     value: Value
@@ -39,17 +45,26 @@ class WeightedSum:
     given: tuple[Value, ...]
     numbers: Mapping[int, Node]
     masks: bool
+    adds: bool
 
     def weights(self, region: Region, given: list[Any]) -> Any:
         """The weights, with the losses' shape, from the values `given`."""
+        zeros = jnp.zeros(self.rows.shape, self.rows.dtype)
+        (weights,) = jax.vjp(self._as_function(region, given), zeros)[1](jnp.ones((), self.value.dtype))
+        return weights
+
+    def rest(self, region: Region, given: list[Any]) -> Any:
+        """The scalar of losses that are 0."""
+        return self._as_function(region, given)(jnp.zeros(self.rows.shape, self.rows.dtype))
+
+    def _as_function(self, region: Region, given: list[Any]) -> Any:
+        """The losses -> the scalar."""
         inside = {n.id for n in self.nodes}
         nodes = [n for n in (*region.nodes, *region.support) if n.id in inside or n.id in self.numbers]
         nodes.sort(key=lambda n: n.id)
         closed = slice_jaxpr(region.block, nodes, (self.rows, *self.given), self.value, region.known)
         fn = jex_core.jaxpr_as_fun(closed)
-        rows = jax.ShapeDtypeStruct(self.rows.shape, self.rows.dtype)
-        (weights,) = jax.linear_transpose(lambda r: fn(r, *given)[0], rows)(jnp.ones((), self.value.dtype))
-        return weights
+        return lambda rows: fn(rows, *given)[0]
 
 
 def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> WeightedSum | None:
@@ -61,8 +76,8 @@ def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> Weighte
         return None
     own = {rows.id} | {v.id for n in nodes for v in n.outputs}
     given, numbers = _read_besides(view, nodes, own)
-    masks = any(n.primitive == "select_n" for n in nodes)
-    return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), given, numbers, masks)
+    masks, adds = (any(n.primitive in names for n in nodes) for names in (("select_n",), _ADDS))
+    return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), given, numbers, masks, adds)
 
 
 def _linear_in(view: CanonicalView, found: Downstream, rows: Value) -> list[Node]:
@@ -94,8 +109,15 @@ def _is_linear(view: CanonicalView, found: Downstream, node: Node, value: Value)
         return False
     if sum(a is value for a in node.inputs) != 1 or sum(a.id in found.ids for a in values_in(node.inputs)) != 1:
         return False
+    return _is_linear_in(view, node, value)
+
+
+def _is_linear_in(view: CanonicalView, node: Node, value: Value) -> bool:
+    """Whether a node is linear in a value, whatever its factors are."""
     if node.primitive == "div":
         return node.inputs[0] is value
+    if node.primitive in _ADDS:  # to a scalar other losses are added
+        return node.outputs[0].shape == value.shape != ()
     return node.primitive in _OF_ONE | {"mul", "dot_general"} or _masks(view, node, value)
 
 

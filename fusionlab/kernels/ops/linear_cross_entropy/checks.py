@@ -35,6 +35,9 @@ def checked(given: Mapping[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     full["z_loss"] = _number("z_loss", full["z_loss"])
     if full["softcap"] is not None:
         full["softcap"] = _number("softcap", full["softcap"], above=0)
+    full["scale"] = _number("scale", full["scale"])
+    full["fill"] = full["fill"] if full["fill"] == -math.inf else _number("fill", full["fill"])
+    _check_classes(full, given["w"].shape[0 if full["transposed"] else 1])
     if full["chunk"] is not None:
         full["chunk"] = whole_number(_OP, "chunk", full["chunk"], "a number of rows, or None")
         if full["chunk"] < 1:
@@ -52,6 +55,16 @@ def _check_shapes(given: Mapping[str, Any], transposed: bool) -> None:
         if slot in given and (found := tuple(given[slot].shape)) != x[:-1]:
             raise ArgumentError(f"{_OP}: {slot} has shape {found}, needed {x[:-1]}: one for each row of x {x}")
     check_vectors(_OP, given, ("bias",), size, f"each of the vocabulary of w {w}")
+
+
+def _check_classes(full: dict[str, Any], size: int) -> None:
+    if full["classes"] is None:
+        return
+    full["classes"] = whole_number(_OP, "classes", full["classes"], "a number of classes, or None")
+    if not 1 <= full["classes"] <= size:
+        raise ArgumentError(f"{_OP}: classes is {full['classes']}, needed 1 to {size}, the vocabulary of w, or None")
+    if full["classes"] == size:
+        full["classes"] = None
 
 
 def _vocabulary(x: tuple[int, ...], w: tuple[int, ...], transposed: bool) -> int:

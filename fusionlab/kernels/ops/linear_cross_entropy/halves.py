@@ -38,7 +38,7 @@ def halves(x: Array, w: Array, cotangents: Named, form: Settings) -> Halves | No
     """Of a call on a GPU with such dtypes, given the cotangents of loss and lse by row; None of any other."""
     on_gpu = form.device is not None and form.device.platform == "cuda"
     takes = (
-        x.dtype == jnp.bfloat16 and form.logits_dtype == "float32" and is_default(form.precision) and form.z_loss <= 1
+        x.dtype == jnp.bfloat16 and form.logits_dtype == "float32" and is_default(form.precision) and form.is_bounded
     )
     if not (cotangents and on_gpu and takes and x.size):
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -118,9 +119,11 @@ class LinearCrossEntropy(Op):
         """ "sum(weights * (logsumexp(x @ w + b) - (x @ w + b)[label]))"; `bias` and `weights` say which operands there are."""
         given = Settings.of(attrs)
         logits = f"x @ {'w.T' if transposed else 'w'}{' + b' if bias else ''}"
+        logits = logits if given.scale == 1 else f"{given.scale:.6g} * ({logits})"
         logits = logits if given.softcap is None else f"softcap({logits}, {given.softcap:.6g})"
         more = f", label smoothing {given.label_smoothing:.6g}" if given.label_smoothing else ""
         more += f", z-loss {given.z_loss:.6g}" if given.z_loss else ""
+        more += f", {given.classes} classes" if given.classes is not None else ""
         text = f"cross_entropy({logits}, labels{more})"
         return f"sum(weights * {text})" if weights else text
 
@@ -139,6 +142,9 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    scale: float = 1.0,
+    classes: int | None = None,
+    fill: float = -math.inf,
     logits_dtype: Any = None,
     transposed: bool = False,
     out_of_range: str = "nan",
@@ -150,7 +156,7 @@ def linear_cross_entropy(
 ) -> Any:
     """The cross-entropy of softmax(x @ w + bias) against labels, for each row or as a weighted sum, as one op.
 
-        h = x @ w + bias, or softcap * tanh((x @ w + bias) / softcap)
+        h = scale * (x @ w + bias), or softcap * tanh(scale * (x @ w + bias) / softcap)
         loss = logsumexp(h) - (1 - s) * h[label] - s / V * sum(h) + z * logsumexp(h)^2, with s = label_smoothing, z = z_loss
 
     Args:
@@ -161,6 +167,10 @@ def linear_cross_entropy(
       weights: *R, or None: then the result is the sum of weights * loss. A mean over the rows that count has 1 / count in each of them.
       label_smoothing, z_loss: numbers.
       softcap: a number above 0, or None.
+      scale: a number, as 1 / a temperature.
+      classes: the first of the vocabulary that count, where w is padded; the logits of the others are `fill`, and pass no gradient on.
+        None: all count.
+      fill: a number, or -inf.
       logits_dtype: of the product's result; None: float32 (float64 for float64). Sums are float32 (float64), and so is all that follows.
       transposed: whether w is V x E.
       out_of_range: of a label outside of [0, V), negative ones included: "nan", the loss is NaN (`jnp.take_along_axis`, once it has

@@ -3,7 +3,7 @@
 Letters: x is *R E; w is E V, or V E where it is transposed; labels and all that is kept of a row are *R; logits h are *R V. All but the
 products is computed in A, float32, or float64 for logits in float64.
 
-    h = softcap * tanh((x @ w + bias) / softcap)
+    h = softcap * tanh(scale * (x @ w + bias) / softcap), and fill from entry `classes` on
     lse = top + log(mass), top = max(h), mass = sum(exp(h - top))
     loss = lse - (1 - s) * h[label] - s / V * sum(h) + z * lse^2
     dh = p * (1 + 2 z lse) * dloss + p * dlse - (s / V + (1 - s) * [label]) * dloss, with p = exp(h - top) / mass
@@ -37,6 +37,7 @@ class Logits(NamedTuple):
       h: *R V, in A.
       tanh: of the softcap, *R V, in A; None without one.
       label: whether an entry is the label's, bool *R V.
+      counts: whether an entry is one of the classes and not filled, bool V; None where all are.
       inside: whether a label is in [0, V), bool *R; None where all count as such.
       size: V, over all devices.
     """
@@ -44,6 +45,7 @@ class Logits(NamedTuple):
     h: Array
     tanh: Array | None
     label: Array
+    counts: Array | None
     inside: Array | None
     size: int
 
@@ -59,11 +61,29 @@ def logits(x: Array, w: Array, labels: Array, bias: Array | None, form: Settings
     h = h.astype(arithmetic_dtype(h.dtype))
     if bias is not None:
         h = h + bias.astype(h.dtype)
+    h = h if form.scale == 1 else form.scale * h
     tanh = None
     if form.softcap is not None:
         tanh = jnp.tanh(h / form.softcap)
         h = form.softcap * tanh
-    return Logits(h, tanh, *_labelled(h, labels, form))
+    counts = None if form.classes is None else _entries(h.shape[-1:], jnp.int32, form) < form.classes
+    h = h if counts is None else jnp.where(counts, h, form.fill)
+    label, inside, size = _labelled(h, labels, form)
+    return Logits(h, tanh, label, counts, inside, size)
+
+
+def _entries(shape: tuple[int, ...], dtype: Any, form: Settings) -> Array:
+    """The numbers of the entries of the last axis, among those of all devices."""
+    entries = lax.broadcasted_iota(dtype, shape, len(shape) - 1)
+    axes = form.mesh_axes("v")
+    return entries + lax.axis_index(axes).astype(dtype) * shape[-1] if axes else entries
+
+
+def _through_logits(dh: Array, of: Logits, form: Settings) -> Array:
+    """The derivative of the logits by the product, times a tangent or a cotangent."""
+    dh = dh if of.tanh is None else dh * (1 - jnp.square(of.tanh))
+    dh = dh if form.scale == 1 else form.scale * dh
+    return dh if of.counts is None else jnp.where(of.counts, dh, 0)
 
 
 def _product(a: Array, b: Array, over: Any, form: Settings, dtype: Any, like: Array | None = None) -> Array:
@@ -84,10 +104,7 @@ def _labelled(h: Array, labels: Array, form: Settings) -> tuple[Array, Array | N
         labels = jnp.clip(labels, 0, size - 1)
     if form.out_of_range == "clip":
         inside = None
-    entries = lax.broadcasted_iota(labels.dtype, h.shape, h.ndim - 1)
-    if axes:
-        entries = entries + lax.axis_index(axes).astype(labels.dtype) * part
-    return entries == labels[..., None], inside, size
+    return _entries(h.shape, labels.dtype, form) == labels[..., None], inside, size
 
 
 def statistics(of: Logits, form: Settings) -> tuple[Array, Array]:
@@ -167,7 +184,7 @@ def through(of: Logits, top: Array, mass: Array, of_loss: Array | None, of_lse: 
         of_p = counts(of, top, mass, form) * of_loss
         of_p = of_p if of_lse is None else of_p + of_lse
         dh = p * of_p[..., None] - of_loss[..., None] * _targets(of, form)
-    return dh if of.tanh is None else dh * (1 - jnp.square(of.tanh))
+    return _through_logits(dh, of, form)
 
 
 def _targets(of: Logits, form: Settings) -> Array:
@@ -198,7 +215,7 @@ def moved(saved: Named, tangents: Named, of: Logits, form: Settings) -> Array:
     if "bias" in tangents:
         parts.append(jnp.broadcast_to(tangents["bias"].astype(of.h.dtype), of.h.shape))
     dh = functools.reduce(jnp.add, parts)
-    return dh if of.tanh is None else dh * (1 - jnp.square(of.tanh))
+    return _through_logits(dh, of, form)
 
 
 def gradients(dh: Array, x: Array, w: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,9 @@ class Attributes:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
+    scale: float = 1.0
+    classes: int | None = None
+    fill: float = -math.inf
     logits_dtype: Any = None  # a numpy name, once it is prepared
     transposed: bool = False
     out_of_range: str = "nan"
@@ -54,6 +58,11 @@ class Settings(Attributes):
     def of(cls, attrs: Mapping[str, Any]) -> Settings:
         """From among the attributes of a call."""
         return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the cotangent of a logit is of the size of its row's."""
+        return self.z_loss <= 1 and abs(self.scale) <= 1
 
     @property
     def is_scalar(self) -> bool:

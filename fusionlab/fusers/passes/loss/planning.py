@@ -1,0 +1,238 @@
+"""How a loss, its weighted sum, or its gradients become a call of the op."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ....graph.canonical.nodes import nonunit
+from ....graph.dtypes import is_float
+from ....graph.matching.region import VIEWS, Escape, Region, escapes
+from ....graph.matching.walks import source_of
+from ....graph.program.ir import Value
+from ....kernels import OPS
+from ...engine.base import Search, Substitution
+from ...engine.layout import input_positions
+from .heads import Head
+from .numbers import Beside, Numbers, beside, is_total
+from .out_of_range import Treatment
+from .rows import Cut
+from .sums import WeightedSum
+
+OP = OPS["linear_cross_entropy"]
+CONCEPTS = ("linear_cross_entropy",)
+EDIT = "compute the outside use from x and w again, or return it from a function of its own"
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """A loss by row: its head, the region that computes it, its numbers, and what a label out of range picks.
+
+    Attributes:
+      slots: of a region that computes its gradients, the operands by which it is differentiated, in the order of its first roots.
+      more: what its further roots are; None for the argmax.
+    """
+
+    head: Head
+    cut: Cut
+    numbers: Numbers
+    odd: Treatment
+    slots: tuple[str, ...] = ()
+    more: tuple[Beside | None, ...] = ()
+
+    @property
+    def region(self) -> Region:
+        return self.cut.region
+
+    @property
+    def is_total(self) -> bool:
+        """Whether the op makes the sum over the rows."""
+        return bool(self.slots) or is_total(self.cut.region.root, self.head)
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """The op's attributes."""
+        head, given = self.head, self.numbers
+        return {
+            "label_smoothing": given.label_smoothing,
+            "z_loss": given.z_loss,
+            "softcap": head.softcap,
+            "logits_dtype": head.dtype,
+            "transposed": head.transposed,
+            "out_of_range": self.odd.name,
+            "precision": head.product.params.get("precision"),
+            "also": self.also,
+            **({} if head.scale == 1 else {"scale": head.scale}),
+            **({} if head.counted is None else {"classes": head.counted, "fill": head.fill}),
+        }
+
+    @property
+    def labelled(self) -> list[int]:
+        """The numbers of the further roots in which labels count."""
+        start = len(self.region.roots) - len(self.more)
+        return [start + i for i, how in enumerate(self.more) if how is not None and how.loss]
+
+    @property
+    def also(self) -> tuple[str, ...]:
+        """The op's further results."""
+        given = [b for b in self.more if b is not None]
+        lse, loss = self.odd.lse or any(b.lse or b.squared for b in given), any(b.loss for b in given)
+        wanted = {"lse": lse, "argmax": None in self.more, "loss": loss}
+        return tuple(name for name, is_wanted in wanted.items() if is_wanted)
+
+
+def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False) -> Loss:
+    """A loss with the values by row that are read elsewhere, by nodes that are `live`, and that the op can make, as a z-loss that is
+    reported. `kept`: what the block returns is kept for a backward pass."""
+    region = loss.region
+    read = (e.value for e in escapes(region) if _is_read(e, live, kept))
+    values = {v.id: v for v in read if _is_by_row(v, loss.head)}
+    made = {v: beside(loss.cut, loss.head, v, loss.numbers) for v in values.values()}
+    known = {v: how for v, how in made.items() if how is not None}
+    cut = replace(loss.cut, region=replace(region, others=(*region.others, *known)))
+    return replace(loss, cut=cut, more=(*loss.more, *known.values()))
+
+
+def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Substitution:
+    """The call of the op: rows as the logits have them, and weights for a sum; `total` is what is summed after the loss."""
+    region, head, cut = loss.region, loss.head, loss.cut
+    where, root = input_positions(region), region.root
+    attrs: dict[str, Any] = loss.attrs | {"implementation": search.implementation}
+    summed = total is not None or loss.is_total
+    if not summed:
+        attrs["also"] = tuple(name for name in attrs["also"] if name != "loss")
+    chosen = _is_chosen(cut)
+    if summed:
+        attrs["masked"] = chosen or (total is not None and total.masks)
+
+    def operands(*inputs: Any) -> tuple[Any, ...]:
+        given = {name: inputs[i] for name, i in where.items()}
+        labels = jnp.reshape(given["labels"], head.rows)
+        weights: Any = jnp.asarray(1.0, root.dtype)
+        if total is not None:
+            weights = total.weights(region, _read_by(total, given))
+        spread = jnp.broadcast_to if weights.size == 1 else jnp.reshape
+        weights = spread(weights, head.rows) * loss.numbers.factor if summed else None
+        if weights is not None and cut.weights is not None:
+            weights = weights * jnp.reshape(given["weights"], head.rows).astype(weights.dtype)
+        return head.of_rows(given["x"]), given["w"], labels, given.get("bias"), weights
+
+    def finish(out: Any) -> Any:
+        results = out if len(region.roots) > 1 else (out,)
+        ends = [jnp.reshape(o, v.shape).astype(v.dtype) for o, v in zip(results, region.roots, strict=True)]
+        return tuple(ends) if len(ends) > 1 else ends[0]
+
+    formula = OP.formula(**attrs, bias=head.bias is not None, weights=summed)
+    if loss.slots:
+        formula = f"gradients of {formula}"
+    return _Call(OP, attrs, operands, finish, formula, loss=loss, total=total)
+
+
+def _is_read(found: Escape, live: Container[int] | None, kept: bool) -> bool:
+    if found.user is None:
+        return not kept
+    return live is None or found.user.id in live
+
+
+def _is_by_row(value: Value, head: Head) -> bool:
+    return nonunit(value.shape) == nonunit(head.rows) and is_float(value.dtype)
+
+
+def _is_chosen(cut: Cut) -> bool:
+    """Whether the weights choose the rows that count: multiplied by 0, NaN is NaN."""
+    choices = (n.inputs[0] for n in (*cut.region.nodes, *cut.region.support) if n.primitive == "select_n")
+    sources = (source_of(cut.region.block, a, VIEWS) for a in choices)
+    return cut.weights is not None and any(isinstance(a, Value) and a.id == cut.weights.id for a in sources)
+
+
+def _read_by(total: WeightedSum, given: dict[str, Any]) -> list[Any]:
+    """The values that a sum reads besides the losses, from the region's inputs by name."""
+    return [given[f"factor {i}"] for i in range(len(total.given))]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Call(Substitution):
+    """A call whose result is adapted to the program's: the sign of a loss by row, its weights, NaN for labels outside of the vocabulary,
+    what a sum adds to it; or its gradients."""
+
+    loss: Loss
+    total: WeightedSum | None = None
+
+    def result(self, operands: tuple[Any, ...], inputs: tuple[Any, ...]) -> Any:
+        loss, given = self.loss, {name: inputs[i] for name, i in input_positions(self.loss.region).items()}
+        roots, out = self.gradients(operands, given) if loss.slots else ((), super().result(operands, inputs))
+        first, *others = out if self.attrs["also"] else (out,)
+        named = dict(zip(self.attrs["also"], others, strict=True))
+        if loss.odd.differs:
+            lost = self.lost(operands, named)
+            named |= {name: a + lost for name, a in named.items() if name == "loss"}
+            first = self.without(operands, first, lost)
+        more = [_made(how, {"loss": first, **named}) for how in loss.more]
+        ends = [*(roots or (self.as_root(first, given),)), *more]
+        return tuple(ends) if len(ends) > 1 else ends[0]
+
+    def as_root(self, out: Any, given: dict[str, Any]) -> Any:
+        """The loss as the root of the region is."""
+        if self.total is None and not self.loss.is_total:
+            return self.by_row(out, given)
+        if self.total is not None and self.total.adds:
+            return out + self.total.rest(self.loss.region, _read_by(self.total, given)).astype(out.dtype)
+        return out
+
+    def by_row(self, out: Any, given: dict[str, Any]) -> Any:
+        """The losses by row with the sign and the weights that the program gives them."""
+        out = out if self.loss.numbers.factor > 0 else -out
+        if self.loss.cut.weights is None:
+            return out
+        weights = jnp.reshape(given["weights"], out.shape)
+        return jnp.where(weights, out, 0) if _is_chosen(self.loss.cut) else weights.astype(out.dtype) * out
+
+    def lost(self, operands: Sequence[Any], named: dict[str, Any]) -> Any:
+        """What the loss of a row has besides the op's: of labels outside of the vocabulary alone, and no gradient."""
+        _, w, labels, *_ = operands
+        outside = (labels < 0) | (labels >= w.shape[0 if self.attrs["transposed"] else 1])
+        if self.loss.odd.nan:
+            return jnp.where(outside, jnp.nan, 0.0)
+        kept = 1 - self.loss.numbers.label_smoothing
+        return jax.lax.stop_gradient(jnp.where(outside, -kept * named["lse"], 0))
+
+    def without(self, operands: Sequence[Any], out: Any, lost: Any) -> Any:
+        """The result of which some rows have more, or less, by `lost`."""
+        weights = operands[-1]
+        if weights is None:
+            return out + lost.astype(out.dtype)
+        counted = jnp.where(weights != 0, lost, 0) if self.attrs["masked"] else lost
+        return out + jnp.sum(weights * counted).astype(out.dtype)
+
+    def gradients(self, operands: Sequence[Any], given: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        """(the gradients of the sum of the losses, each turned as its root; the op's result)."""
+        loss, (rows, w, labels, bias, weights) = self.loss, operands
+        named = {"x": rows, "w": w} | ({} if bias is None else {"bias": bias})
+        fixed = {name: a for name, a in named.items() if name not in loss.slots}
+
+        def summed(moving: dict[str, Any]) -> Any:
+            at = fixed | moving
+            out = self.op.call(at["x"], at["w"], labels, at.get("bias"), weights, **self.attrs)
+            return (out[0] if self.attrs["also"] else out), out
+
+        total, pull, out = jax.vjp(summed, {name: named[name] for name in loss.slots}, has_aux=True)
+        (found,) = pull(jnp.ones_like(total))
+        if "x" in found:
+            (found["x"],) = jax.vjp(loss.head.of_rows, given["x"])[1](found["x"])
+        turned = zip((found[name] for name in loss.slots), loss.region.roots, strict=False)
+        return tuple(a if a.shape == v.shape else a.T for a, v in turned), out
+
+
+def _made(how: Beside | None, named: dict[str, Any]) -> Any:
+    """A further value by row, of the op's results."""
+    if how is None:
+        return named["argmax"]
+    parts = [] if not how.loss else [how.loss * named["loss"]]
+    parts += [how.lse * named["lse"]] if how.lse else []
+    parts += [how.squared * jnp.square(named["lse"])] if how.squared else []
+    out = sum(parts[1:], start=parts[0])
+    return jax.lax.stop_gradient(out) if how.stopped else out
