@@ -15,6 +15,7 @@ from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.evidence import tuning
 from fusionlab.evidence.instruments.device_clock import DeviceTimes
 from fusionlab.kernels.choose import choices
+from fusionlab.kernels.choose.plan_files import read_plan_file
 from fusionlab.kernels.launch import cublaslt
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op import chooser
@@ -72,7 +73,7 @@ def test_what_was_measured_is_written_and_decides_from_then_on(bench):
     assert "no such call was measured for sm_90; fusionlab.tune measures" in before["xla"].reason
     tuned = fl.tune(layer, *LAYER)
     assert tuned.path == bench.file
-    assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
+    assert read_plan_file(bench.file, "")["sm_90"].cases.keys() == tuned.measured.cases.keys()
     (after,) = choices_of(fl.find(layer, *LAYER))
     assert after["cublaslt"].verdict == "chosen"
     assert after["cublaslt"].reason == f"measured: cublaslt 10 µs, cuda 20 µs, xla 30 µs (plan file {bench.file})"
@@ -131,7 +132,7 @@ def test_another_call_adds_to_the_file(bench):
     first = fl.tune(layer, *LAYER, grad=False).measured.cases
     wider = (S((64, 32), jnp.bfloat16), S((32, 256), jnp.bfloat16), S((256,), jnp.bfloat16))
     second = fl.tune(layer, *wider, grad=False).measured.cases
-    cases = json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"]
+    cases = read_plan_file(bench.file, "")["sm_90"].cases
     assert cases.keys() == {*first, *second}
     assert len(cases) == len(first) + len(second)
 
@@ -208,7 +209,7 @@ def test_a_plan_file_of_its_own_that_is_damaged_is_built_again(bench):
     bench.file.write_text("{}")
     with pytest.warns(CacheWarning, match="was not a plan file"):
         tuned = fl.tune(layer, *LAYER)
-    assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
+    assert read_plan_file(bench.file, "")["sm_90"].cases.keys() == tuned.measured.cases.keys()
     assert bench.file.with_name("plans.json.damaged").read_text() == "{}"
 
 

@@ -42,6 +42,7 @@ class _Facts:
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
     left: ImplementationChoice | None = None
+    waits: bool = False
     refused: str = ""
 
 
@@ -139,6 +140,7 @@ def _candidate(
         residuals=facts.residuals,
         backends=facts.backends,
         left_to_xla=left,
+        waits=facts.waits,
         notes=(*notes, LEFT + left.reason) if left else notes,
         concepts=tuple(concepts),
         program=facts.program,
@@ -209,7 +211,8 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
     named = plan.op.declines and asked is not None  # who names an implementation has it
     left = None if named else plan.op.left_to_xla(*operands, device=search.device, **attrs)
-    return _Facts(verdict, program, saved, backends(operands), left)
+    waits = asked is None and plan.op.waits(*operands, device=search.device, **attrs)
+    return _Facts(verdict, program, saved, backends(operands), left, waits)
 
 
 def _refusal(backends: Sequence[Backend], name: str) -> str | None:

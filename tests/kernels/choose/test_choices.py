@@ -156,7 +156,7 @@ def test_counters(file):
 def test_a_plan_file_is_read_again_when_it_changes_and_not_otherwise(file, monkeypatch):
     reads = []
     monkeypatch.setattr(
-        choices, "read_plan_file", lambda path, source, real=read_plan_file: reads.append(path) or real(path, source)
+        choices, "read_sets", lambda path, source, real=choices.read_sets: reads.append(path) or real(path, source)
     )
     known = Choices(file)
     assert known.lookup("sm_90", CASE) is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...choose.choices import CHOICES
 from ...op.arrays import first_given
 from ...op.implementation import Call, ChoiceKind
 from ..geometry import ITEM_BYTES, vector
@@ -22,9 +23,9 @@ FASTER = "one pass over memory: measured faster than XLA's code at sizes like th
 
 def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
     """Why XLA's code is taken although the kernels can run; None where they were measured faster."""
-    if call.device.arch not in MEASURED:
+    if not CHOICES.measured_on(call.device, MEASURED):
         where = call.device.arch or "this architecture"
-        why = f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes them)"
+        why = f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (fusionlab.tune measures; implementation='cuda' takes them)"
         return ChoiceKind.UNMEASURED, why
     why = _why_slower(call.role, first_given(call.shapes, *cuda.WHOLE), call.attrs.get("residuals", False))
     return (ChoiceKind.SLOWER, why) if why else None

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ....device import Device
+from ...choose.choices import CHOICES
 from .decode import backend as cuda
 from .decode.persistent.plan import BLOCKS
 
@@ -20,9 +21,9 @@ FASTER = "a few texts of one token each: measured faster than XLA's code for suc
 
 def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str | None:
     """Why the pieces are preferred for a call; None where the kernels are."""
-    if device.arch not in MEASURED:
+    if not CHOICES.measured_on(device, MEASURED):
         where = device.arch or "this architecture"
-        return f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes them)"
+        return f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (fusionlab.tune measures; implementation='cuda' takes them)"
     if residuals:
         return "they run only forward"
     rows, tokens, width = shapes["x"].shape
