@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform as _platform
 import re
@@ -156,7 +157,7 @@ class Device(Shown):
 def card_in(name: str) -> str:
     """Which of `GPUS` the name of a device says that it is, by whole words ("NVIDIA GeForce RTX 4090"); "" for none of them."""
     words = re.findall(r"[a-z0-9]+", name.lower())
-    pairs = map("".join, zip(words, words[1:], strict=False))
+    pairs = map("".join, itertools.pairwise(words))
     return next((card for card in GPUS if card in {*words, *pairs}), "")
 
 

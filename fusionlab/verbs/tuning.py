@@ -142,8 +142,8 @@ def merge_plans(paths: Iterable[Any], into: Any) -> Path:
     """Adds plan files to the plan file `into`, which may be new: those of several programs, or of several machines.
 
     Measurements of one card, driver and library versions become one set, in which the shorter time of each implementation counts, as
-    interference only makes a measurement longer; the choices are made again by those times. Sets of other cards and versions are kept side by
-    side. The order of the files makes no difference.
+    interference only makes a measurement longer; the choices are made again by those times. Sets of other cards and versions are kept
+    side by side. The order of the files makes no difference.
 
     Returns:
       The path of `into`.
@@ -191,7 +191,9 @@ def _calls(
     with all_to_measure():
         found = find_with_notes(graph, chosen, Device.current(), None)
         lost = {r.pass_name for r in found.rejections if r.code == "overlap"}
-        forms = [form for form in (whole, *([one] for one in chosen if one[0].name in lost)) if form]
+        # Products that no site claims have a pass that yields to all others: there is nothing to measure where it did.
+        alone = [[one] for one in chosen if one[0].name in lost and one[0].routes is None]
+        forms = [form for form in (whole, *alone) if form]
         others = (find_with_notes(graph, form, Device.current(), None) for form in forms)
         return together([_calls_of(one, grad) for one in (found, *others)])
 

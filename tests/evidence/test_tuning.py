@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.evidence import tuning
 from fusionlab.evidence.instruments.device_clock import DeviceTimes
 from fusionlab.kernels.choose import choices
-from fusionlab.kernels.choose.plan_files import read_plan_file
+from fusionlab.kernels.choose.plan_files import read_plan_file, read_sets
 from fusionlab.kernels.launch import cublaslt
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op import chooser
@@ -85,8 +86,14 @@ def test_the_result_prints_a_line_for_each_case_with_all_times(bench):
     assert f"cases on a CUDA sm_90 device (simulated), written to {bench.file}" in text
     lines = text.splitlines()[1:]
     assert all("gemm_epilogue relu 64x" in line for line in lines)
-    assert "64x32x128 bfloat16 forward: cublaslt (cublaslt 10 µs, cuda 20 µs, xla 30 µs)" in lines[0]
-    for role in ("forward, keeping residuals:", "forward, keeping residuals, mask in bits:", "backward, mask in bits:"):
+    assert all(line.endswith(": cublaslt (cublaslt 10 µs, cuda 20 µs, xla 30 µs)") for line in lines)
+    assert "64x32x128 bfloat16 backward" in lines[0]  # the most time at stake first
+    for role in (
+        "forward:",
+        "forward, keeping residuals:",
+        "forward, keeping residuals, mask in bits:",
+        "backward, mask in bits:",
+    ):
         assert any(role in line for line in lines), role
 
 
@@ -97,7 +104,7 @@ def test_cases_of_every_op_are_printed(bench):
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4, 1, 8), (4, 6, 8), (1,))]
     lines = repr(fl.tune(blend, *shapes)).splitlines()[1:]
     case = "  lerp axes xy y xy, axis 0 4, axis 1 6, axis 2 8, dtype float32, {}: cuda (cuda 20 µs, xla 30 µs)"
-    assert lines == [case.format("forward"), case.format("wanted x y w, backward")]
+    assert lines == [case.format("wanted x y w, backward"), case.format("forward")]
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -146,20 +153,117 @@ def test_progress_is_told_for_each_call(bench):
 
 
 @pytest.mark.parametrize("calls_done", [0, 1, 2])
-def test_cancelled_it_leaves_the_plan_file_as_it_was(bench, monkeypatch, calls_done):
-    fl.tune(layer, *LAYER, grad=False)
-    before = bench.file.read_bytes()
-
+def test_cancelled_it_keeps_what_was_measured_and_a_second_call_measures_the_rest(bench, calls_done):
     def interrupted(what, done, total):
         if done > calls_done:
             raise KeyboardInterrupt
 
-    bench.times_us["cuda"] = 1.0
     with pytest.raises(KeyboardInterrupt):
         fl.tune(layer, *LAYER, progress=interrupted)
-    assert bench.file.read_bytes() == before
-    assert [p.name for p in bench.file.parent.iterdir()] == [bench.file.name]
     assert chooser.CHOICES.trial == {}  # algorithms under trial decide nothing any more
+    assert [p.name for p in bench.file.parent.iterdir()] == [bench.file.name]
+    half = set(read_plan_file(bench.file, "")["sm_90"].cases)
+    rounds = len(bench.timed)
+    whole = fl.tune(layer, *LAYER)
+    assert whole.before == calls_done + 1
+    assert half <= whole.measured.cases.keys() == read_plan_file(bench.file, "")["sm_90"].cases.keys()
+    assert len(bench.timed) - rounds < rounds or calls_done == 0
+    bench.timed.clear()
+    assert fl.tune(layer, *LAYER).before == whole.calls
+    assert bench.timed == []
+    assert fl.tune(layer, *LAYER, again=True).before == 0
+    assert len(bench.timed) >= whole.calls
+
+
+class Clock:
+    """`perf_counter` for tuning, on which each round of a `Bench` takes `round_s`."""
+
+    def __init__(self, bench, monkeypatch, round_s):
+        self.now = 0.0
+
+        def timed(programs, real=bench.time_on_device, **how):
+            self.now += round_s
+            return real(programs, **how)
+
+        for module in (tuning, tuning_verb):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(tuning, "time_on_device", timed)
+        monkeypatch.setattr(tuning, "_try_algorithms", lambda *_: None)
+
+
+def many(x, weights, small):
+    def one(x, w):
+        return jax.nn.relu(x @ w), None
+
+    y, _ = jax.lax.scan(one, x, weights)
+    return jax.nn.relu(y @ small)
+
+
+MANY = (S((64, 128), jnp.bfloat16), S((50, 128, 128), jnp.bfloat16), S((128, 256), jnp.bfloat16))
+
+
+def test_a_budget_measures_the_most_time_first_and_says_what_is_left(bench, monkeypatch):
+    clock = Clock(bench, monkeypatch, 10.0)
+    listed = fl.tune(many, *MANY, grad=False, budget_s=0)
+    assert (bench.timed, listed.path, len(listed.left)) == ([], None, 2)
+    assert listed.left[0].at_stake_s > 10 * listed.left[1].at_stake_s  # it occurs in each of 50 trips
+    assert "128x128" in str(listed.left[0])
+    first = fl.tune(many, *MANY, grad=False, budget_s=15)
+    assert clock.now == 10  # another 10 s would not end in time
+    assert list(first.measured.cases) == [listed.left[0].call]
+    assert [one.call for one in first.left] == [listed.left[1].call]
+    assert first.left_s == 10
+    said = repr(first)
+    assert "the budget ended: 1 call left, at most" in said
+    assert "about 10 s of measuring; tune again to go on" in said
+    second = fl.tune(many, *MANY, grad=False, budget_s=15)
+    assert (second.before, second.left, len(second.measured.cases)) == (1, (), 2)
+    assert second.to_dict()["left"] == []
+    with pytest.raises(ArgumentError, match="budget_s: got -1"):
+        fl.tune(many, *MANY, budget_s=-1)
+
+
+def test_measured_in_one_process_it_is_used_in_another_and_measured_again_with_another_driver(bench, monkeypatch):
+    """ "Another process" reads the file anew, on the card itself: no simulated one, which has no versions."""
+    card = Device("cuda", "sm_90", "NVIDIA H100 80GB HBM3", memory=80 << 30, driver="570.1", cudnn="9.1")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: card))
+    fl.tune(layer, *LAYER, grad=False)
+    ((found,),) = read_sets(bench.file, "").values()
+    assert (found.device, found.memory, found.versions["driver"]) == (card.name, 80 << 30, "570.1")
+    bench.timed.clear()
+    chooser.CHOICES.forget()
+    assert fl.find(layer, *LAYER).candidates[0].backend.name == "cublaslt"
+    newer = dataclasses.replace(card, driver="580.2")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: newer))
+    with pytest.warns(CacheWarning, match=r"driver 570\.1, here 580\.2.*used, and fusionlab\.tune measures") as warned:
+        (site,) = fl.find(layer, *LAYER).candidates
+        fl.find(layer, *LAYER)
+    assert len(warned) == 1
+    assert site.backend.name == "cublaslt"
+    assert "stale: driver 570.1, here 580.2" in site.backend.reason
+    assert bench.timed == []
+    again = fl.tune(layer, *LAYER, grad=False)
+    assert (again.before, len(read_sets(bench.file, "")["sm_90"])) == (0, 2)
+    assert "stale" not in fl.find(layer, *LAYER).candidates[0].backend.reason
+
+
+def test_a_plan_of_another_card_is_refused_with_a_warning_and_left_as_it_is(bench, monkeypatch):
+    card = Device("cuda", "sm_90", "NVIDIA H100 80GB HBM3", driver="570.1")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: card))
+    fl.tune(layer, *LAYER, grad=False)
+    before = bench.file.read_bytes()
+    other = Device("cuda", "sm_80", "NVIDIA A100-SXM4-80GB", driver="570.1")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: other))
+    told = r"NVIDIA H100 80GB HBM3 \(sm_90\) and none of this card, NVIDIA A100-SXM4-80GB \(sm_80\): none is used"
+    with pytest.warns(CacheWarning, match=told) as warned:
+        (site,) = fl.find(layer, *LAYER).candidates
+        fl.find(layer, *LAYER)
+    assert (len(warned), site.backend.name, site.waits) == (1, "xla", True)
+    assert bench.file.read_bytes() == before
+    fl.tune(layer, *LAYER, grad=False)
+    assert read_sets(bench.file, "").keys() == {"sm_80", "sm_90"}
+    asked = {c: fl.find(layer, *LAYER, device=c).candidates[0].backend.name for c in ("a100", "h100", "h200", "sm_90")}
+    assert asked == {"a100": "cublaslt", "h100": "cublaslt", "h200": "xla", "sm_90": "cublaslt"}
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -145,7 +145,7 @@ def test_tuning_leaves_no_half_written_plan_and_nothing_on_trial(tmp_path, monke
             patch.setattr(os, "replace", interrupt)
         with pytest.raises(KeyboardInterrupt, match="of the user"):
             fl.tune(layer, *args, progress=True)
-    assert file.read_bytes() == before
+    assert file.read_bytes() == before  # the first call was not measured yet
     assert [p.name for p in tmp_path.iterdir()] == ["plans.json"]  # no temporary file and no lock
     assert choices.CHOICES.trial == {}
     assert not tqdm._instances
