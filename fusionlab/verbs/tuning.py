@@ -191,8 +191,7 @@ def _calls(
     with all_to_measure():
         found = find_with_notes(graph, chosen, Device.current(), None)
         lost = {r.pass_name for r in found.rejections if r.code == "overlap"}
-        # Products that no site claims have a pass that yields to all others: there is nothing to measure where it did.
-        alone = [[one] for one in chosen if one[0].name in lost and one[0].routes is None]
+        alone = [[one] for one in chosen if one[0].name in lost]
         forms = [form for form in (whole, *alone) if form]
         others = (find_with_notes(graph, form, Device.current(), None) for form in forms)
         return together([_calls_of(one, grad) for one in (found, *others)])

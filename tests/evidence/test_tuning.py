@@ -84,7 +84,7 @@ def test_what_was_measured_is_written_and_decides_from_then_on(bench):
 def test_the_result_prints_a_line_for_each_case_with_all_times(bench):
     text = repr(fl.tune(layer, *LAYER))
     assert f"cases on a CUDA sm_90 device (simulated), written to {bench.file}" in text
-    lines = text.splitlines()[1:]
+    lines = [line for line in text.splitlines()[1:] if not line.startswith("  matmul")]  # of a site that yielded
     assert all("gemm_epilogue relu 64x" in line for line in lines)
     assert all(line.endswith(": cublaslt (cublaslt 10 µs, cuda 20 µs, xla 30 µs)") for line in lines)
     assert "64x32x128 bfloat16 backward" in lines[0]  # the most time at stake first
@@ -115,7 +115,7 @@ def test_the_quickest_algorithm_is_kept_for_each_product(bench, monkeypatch, rec
     for name in measured.algorithms:
         assert chooser.CHOICES.algorithm("sm_90", name) == (ALGORITHMS[1], 130100)
     assert chooser.CHOICES.trial == {}
-    assert bench.timed == [ALGORITHMS, ("xla", "cublaslt", "cuda")]
+    assert bench.timed[:2] == [ALGORITHMS, ("xla", "cublaslt", "cuda")]
 
 
 def test_less_than_a_hundredth_is_no_reason_to_leave_xla_s_code(bench):
@@ -130,7 +130,7 @@ def test_forward_and_backward_agree_on_how_a_mask_is_kept(bench):
     settings = {
         choice.settings["packed"]
         for text, choice in fl.tune(layer, *LAYER).measured.cases.items()
-        if json.loads(text).get("residuals", True)
+        if json.loads(text).get("residuals", True) and "gemm" in text
     }
     assert len(settings) == 1
 
@@ -149,7 +149,7 @@ def test_progress_is_told_for_each_call(bench):
     tuned = fl.tune(layer, *LAYER, progress=lambda *step: told.append(step))
     assert told[:2] == [("tracing", 0, 0), ("searching", 0, 0)]
     assert told[2:] == [("tuning", i, tuned.calls) for i in range(tuned.calls + 1)]
-    assert tuned.calls == 3  # forward, forward keeping residuals, backward
+    assert tuned.calls == 5  # forward, forward keeping residuals, backward; and the product, either way, as a route takes it
 
 
 @pytest.mark.parametrize("calls_done", [0, 1, 2])
@@ -204,11 +204,12 @@ MANY = (S((64, 128), jnp.bfloat16), S((50, 128, 128), jnp.bfloat16), S((128, 256
 
 def test_a_budget_measures_the_most_time_first_and_says_what_is_left(bench, monkeypatch):
     clock = Clock(bench, monkeypatch, 10.0)
-    listed = fl.tune(many, *MANY, grad=False, budget_s=0)
+    asked = {"grad": False, "passes": "gemm_epilogue"}
+    listed = fl.tune(many, *MANY, **asked, budget_s=0)
     assert (bench.timed, listed.path, len(listed.left)) == ([], None, 2)
     assert listed.left[0].at_stake_s > 10 * listed.left[1].at_stake_s  # it occurs in each of 50 trips
     assert "128x128" in str(listed.left[0])
-    first = fl.tune(many, *MANY, grad=False, budget_s=15)
+    first = fl.tune(many, *MANY, **asked, budget_s=15)
     assert clock.now == 10  # another 10 s would not end in time
     assert list(first.measured.cases) == [listed.left[0].call]
     assert [one.call for one in first.left] == [listed.left[1].call]
@@ -216,7 +217,7 @@ def test_a_budget_measures_the_most_time_first_and_says_what_is_left(bench, monk
     said = repr(first)
     assert "the budget ended: 1 call left, at most" in said
     assert "about 10 s of measuring; tune again to go on" in said
-    second = fl.tune(many, *MANY, grad=False, budget_s=15)
+    second = fl.tune(many, *MANY, **asked, budget_s=15)
     assert (second.before, second.left, len(second.measured.cases)) == (1, (), 2)
     assert second.to_dict()["left"] == []
     with pytest.raises(ArgumentError, match="budget_s: got -1"):

@@ -172,6 +172,7 @@ class Rejection(Shown):
       origin: the line of FusionLab that declined it ("fusers/engine/site.py:203 in near_miss"); if the search failed here, the line of
         FusionLab or of the user's code that raised the error.
       failed: for `uncertified`: an error was raised here, and the search went on.
+      waits: as in Candidate.
     """
 
     id: str
@@ -190,6 +191,7 @@ class Rejection(Shown):
     backward: Pair | None = None
     origin: str = ""
     failed: bool = False
+    waits: bool = False
 
     def __post_init__(self) -> None:
         if not self.origin:

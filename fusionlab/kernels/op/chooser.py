@@ -113,9 +113,11 @@ class Chooser(abc.ABC):
         device = Device.of(device)
         if device.platform != "cuda":
             return False
+        if self.at_site:
+            left = self.left_to_xla(*operands, device=device, **attrs)
+            return left is not None and left.waits
         shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
-        asked = self.at_site or (("call", {}),)
-        return any(self.decide(role, shapes, device, **full, **more).waits for role, more in asked)
+        return self.decide("call", shapes, device, **full).waits
 
     def refusal(self, name: str, call: Call) -> str | None:
         """Why an implementation cannot run a call, or None."""
