@@ -45,11 +45,17 @@ def compiled_at_once(programs: Mapping[str, tuple[Callable, Sequence[Any]]]) -> 
     import jax
 
     lowered = {name: jax.jit(fn).lower(*args) for name, (fn, args) in programs.items()}
+    made = compiled_side_by_side(lowered)
+    return {name: functools.partial(program, *programs[name][1]) for name, program in made.items()}
+
+
+def compiled_side_by_side(lowered: Mapping[str, Any]) -> dict[str, Any]:
+    """Lowered programs, compiled as by `compiled_at_once`."""
     first, *others = lowered
     made = {first: lowered[first].compile()}
     with ThreadPoolExecutor() as pool:
         made |= zip(others, pool.map(lambda name: lowered[name].compile(), others), strict=True)
-    return {name: functools.partial(program, *programs[name][1]) for name, program in made.items()}
+    return made
 
 
 def refusal(fn: Callable, args: Sequence[Any]) -> str | None:
