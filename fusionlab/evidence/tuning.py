@@ -113,6 +113,15 @@ def together(programs: Iterable[Sequence[TunedCall]]) -> list[TunedCall]:
     return list(found.values())
 
 
+def forward_alone(calls: Sequence[TunedCall]) -> list[TunedCall]:
+    """Calls that keep residuals as calls without: of these a search asks, whatever the program has; they occur in no step."""
+    keeping = [call for call in calls if call.primitive.role == "call" and dict(call.params).get("residuals")]
+    return [
+        dataclasses.replace(call, params=tuple(sorted((dict(call.params) | {"residuals": False}).items())), times=0)
+        for call in keeping
+    ]
+
+
 def _equations(jaxpr: Any, trips: int = 1) -> Iterator[tuple[Any, int]]:
     for eqn in jaxpr.eqns:
         yield eqn, trips

@@ -176,7 +176,7 @@ def _calls(
     """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float: as all passes
     make them, those that run whole layers by themselves, and each pass alone that yielded sites to others.
     """
-    from ..evidence.tuning import together
+    from ..evidence.tuning import forward_alone, together
 
     registry = lab._registry()
     chosen = select(registry, passes)
@@ -194,7 +194,8 @@ def _calls(
         alone = [[one] for one in chosen if one[0].name in lost]
         forms = [form for form in (whole, *alone) if form]
         others = (find_with_notes(graph, form, Device.current(), None) for form in forms)
-        return together([_calls_of(one, grad) for one in (found, *others)])
+        called = [_calls_of(one, grad) for one in (found, *others)]
+        return together([*called, *map(forward_alone, called)])
 
 
 def _calls_of(found: Any, grad: bool) -> list[TunedCall]:

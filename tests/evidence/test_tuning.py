@@ -42,7 +42,7 @@ class Bench:
     def time_on_device(self, programs, samples=0, calls=8):
         assert samples >= 4
         self.timed.append(tuple(programs))
-        return {name: DeviceTimes(name, (self.times_us[name] * 1e-6,) * samples, calls) for name in programs}
+        return {name: DeviceTimes(name, (self.times_us.get(name, 25.0) * 1e-6,) * samples, calls) for name in programs}
 
 
 @pytest.fixture
@@ -325,3 +325,30 @@ def test_without_a_gpu_nothing_is_measured_or_written(bench, monkeypatch):
     assert "nothing measured, nothing written" in repr(tuned)
     assert bench.timed == []
     assert not bench.file.parent.exists()
+
+
+@pytest.mark.dear
+def test_after_tuning_a_train_step_nothing_waits_and_every_op_was_measured(bench, monkeypatch):
+    """Already differentiated: a search asks of the forward calls alone, which are in no such step."""
+
+    def loss(p, x):
+        wide = x.astype(jnp.float32)
+        y = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype) * p["scale"]
+        y = jax.nn.gelu(y @ p["up"] + p["bias"])
+        y = x + p["w"] * (y @ p["down"] - x)
+        logits = (y @ p["head"]).astype(jnp.float32)
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    def step(p, x):
+        return jax.value_and_grad(loss)(p, x)
+
+    sizes = {"scale": (64,), "up": (64, 256), "bias": (256,), "down": (256, 64), "head": (64, 128), "w": (1,)}
+    args = {n: S(shape, jnp.bfloat16) for n, shape in sizes.items()}, S((512, 64), jnp.bfloat16)
+    monkeypatch.setenv(choices.NO_TABLES, "none")
+    before = fl.find(step, *args).waiting
+    assert len(before.sites) >= 3
+    tuned = fl.tune(step, *args)
+    assert {"gemm_epilogue", "layer_norm", "lerp", "matmul"} <= {json.loads(t)["op"] for t in tuned.measured.cases}
+    assert fl.find(step, *args).waiting is None
+    bench.timed.clear()
+    assert (fl.tune(step, *args).before, bench.timed) == (tuned.calls, [])
