@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,13 +113,33 @@ def together(programs: Iterable[Sequence[TunedCall]]) -> list[TunedCall]:
     return list(found.values())
 
 
-def forward_alone(calls: Sequence[TunedCall]) -> list[TunedCall]:
-    """Calls that keep residuals as calls without: of these a search asks, whatever the program has; they occur in no step."""
-    keeping = [call for call in calls if call.primitive.role == "call" and dict(call.params).get("residuals")]
-    return [
-        dataclasses.replace(call, params=tuple(sorted((dict(call.params) | {"residuals": False}).items())), times=0)
-        for call in keeping
-    ]
+def asked_by_sites(calls: Sequence[TunedCall]) -> list[TunedCall]:
+    """The calls of which a search asks for the sites that have these, whatever the program has: the forward call alone and, where the op
+    has a say in whether a site is fused, the one that keeps residuals with every gradient. They occur in no step.
+    """
+    found = []
+    for call in calls:
+        if call.primitive.role != "call" or isinstance(call.primitive, CompositePrimitive):
+            continue
+        params = dict(call.params) | {"residuals": False}
+        found.append(dataclasses.replace(call, params=tuple(sorted(params.items())), times=0))
+        if call.primitive.op.at_site:
+            traced = jax.make_jaxpr(functools.partial(_every_gradient, call.primitive, params))(
+                *dict(call.shapes).values()
+            )
+            found += [dataclasses.replace(one, times=0) for one in calls_in(traced.jaxpr)]
+    return found
+
+
+def _every_gradient(primitive: FusedPrimitive, params: Mapping[str, Any], *operands: Any) -> Any:
+    moving = {i: a for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)}
+
+    def of(moved: Mapping[int, Any]) -> list[Any]:
+        given = [moved.get(i, a) for i, a in enumerate(operands)]
+        return [out for out in primitive.bind(*given, **params) if jnp.issubdtype(out.dtype, jnp.floating)]
+
+    outs, back = jax.vjp(of, moving)
+    return back(list(map(jnp.ones_like, outs)))
 
 
 def _equations(jaxpr: Any, trips: int = 1) -> Iterator[tuple[Any, int]]:

@@ -176,7 +176,7 @@ def _calls(
     """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float: as all passes
     make them, those that run whole layers by themselves, and each pass alone that yielded sites to others.
     """
-    from ..evidence.tuning import forward_alone, together
+    from ..evidence.tuning import asked_by_sites, together
 
     registry = lab._registry()
     chosen = select(registry, passes)
@@ -195,7 +195,7 @@ def _calls(
         forms = [form for form in (whole, *alone) if form]
         others = (find_with_notes(graph, form, Device.current(), None) for form in forms)
         called = [_calls_of(one, grad) for one in (found, *others)]
-        return together([*called, *map(forward_alone, called)])
+        return together([*called, *map(asked_by_sites, called)])
 
 
 def _calls_of(found: Any, grad: bool) -> list[TunedCall]:
