@@ -94,7 +94,7 @@ class Device(Shown):
 
     @property
     def card(self) -> str:
-        """Which of `GPUS` its name says that it is ("NVIDIA H100 80GB HBM3" is "h100"); "" for none of them."""
+        """Which of `GPUS` it is by its name ("NVIDIA H100 80GB HBM3" is "h100"); "" for any other."""
         return card_in(self.name)
 
     @property
@@ -155,7 +155,7 @@ class Device(Shown):
 
 
 def card_in(name: str) -> str:
-    """Which of `GPUS` the name of a device says that it is, by whole words ("NVIDIA GeForce RTX 4090"); "" for none of them."""
+    """Which of `GPUS` the name of a device means, by whole words ("NVIDIA GeForce RTX 4090"); "" for any other."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     pairs = map("".join, itertools.pairwise(words))
     return next((card for card in GPUS if card in {*words, *pairs}), "")

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from fusionlab.device import Device
@@ -63,7 +64,7 @@ class TunedCall:
 
 
 def _aval(shape: jax.ShapeDtypeStruct) -> Any:
-    return jax.core.ShapedArray(shape.shape, shape.dtype)
+    return ShapedArray(shape.shape, shape.dtype)
 
 
 def _bytes(dtype: Any) -> int:
@@ -169,7 +170,7 @@ def _inner(value: Any, trips: int) -> Iterator[tuple[Any, int]]:
 def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: int = SAMPLES) -> Measured:
     """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
     tuning = Tuning(calls, samples)
-    tuning.run(progress)
+    tuning.run(calls, progress)
     return tuning.measured
 
 
@@ -189,7 +190,7 @@ class Tuning:
       programs, spent_s: how many were compiled and timed, and the seconds that took.
     """
 
-    calls: Sequence[TunedCall]
+    calls: Sequence[TunedCall] = ()
     samples: int = SAMPLES
     until: float = math.inf
     known: Measured = field(default_factory=Measured)
@@ -208,30 +209,29 @@ class Tuning:
 
     _algorithms: dict[str, tuple[str, int]] = field(default_factory=dict)
 
-    def run(self, progress: Progress = False) -> None:
-        """Measures until all is measured or the time is over; interrupted, what was measured until then is kept."""
+    def added(self, calls: Sequence[TunedCall]) -> list[TunedCall]:
+        """Takes further calls in; those of them that are new."""
+        known = {call.case() for call in self.calls}
+        new = [call for call in calls if call.case() not in known]
+        self.calls = [*self.calls, *new]
+        return new
+
+    def run(self, calls: Sequence[TunedCall], progress: Progress = False) -> None:
+        """Measures calls until all are measured or the time is over; interrupted, what was measured until then is kept."""
+        if not calls:
+            return
         device = Device.current()
         try:
             with watched(progress) as told:
                 budget_s = max(0.0, self.until - time.perf_counter())
-                tuning = Stages(told)("tuning", len(self.calls), budget_s)
-                for call in self._ordered(device):
+                tuning = Stages(told)("tuning", len(calls), budget_s)
+                for call in _ordered(calls, device):
                     with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
                         self._measure(call, device)
                     tuning.step()
         finally:
             self._algorithms |= CHOICES.trial
             CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on
-
-    def _ordered(self, device: Device) -> Sequence[TunedCall]:
-        """The most time at stake first; ops made of others last, as their pieces are to be decided by then."""
-        if len(self.calls) < 2:
-            return self.calls
-
-        def key(call: TunedCall) -> Any:
-            return isinstance(call.primitive, CompositePrimitive), -call.at_stake_s(device)
-
-        return sorted(self.calls, key=key)
 
     def _measure(self, call: TunedCall, device: Device) -> None:
         if (known := _known_rivals(call, device, self.known)) is not None:
@@ -259,6 +259,13 @@ class Tuning:
         """Seconds that the rest may take, by what the calls before took; None where nothing was measured."""
         device = Device.current()
         return sum(self._expected_s(call, device) for call in self.left) if self.programs else None
+
+
+def _ordered(calls: Sequence[TunedCall], device: Device) -> Sequence[TunedCall]:
+    """The most time at stake first; ops made of others last, as their pieces are to be decided by then."""
+    if len(calls) < 2:
+        return calls
+    return sorted(calls, key=lambda c: (isinstance(c.primitive, CompositePrimitive), -c.at_stake_s(device)))
 
 
 def _known_rivals(call: TunedCall, device: Device, known: Measured) -> Rivals | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from . import lab
 from .fused import find_with_notes
 
 if TYPE_CHECKING:
-    from ..evidence.tuned import Tuned
+    from ..kernels.choose.tuned import Tuned
     from ..evidence.tuning import TunedCall, Tuning
 
 
@@ -83,40 +83,44 @@ def tune(
     target = plan_file() if path is None else Path(path)
     forms = functools.partial(_calls, fn, args, kwargs, passes, grad, static)
     with watched(progress) as told:
-        tuning, measures = _tuned(forms, target, path is None, until, again, told)
-        return _result(tuning, target, measures, time.perf_counter() - began)
+        tuning = _tuned(forms, target, path is None, until, again, told)
+        return _result(tuning, target, time.perf_counter() - began)
 
 
 def _tuned(
-    calls_of: Callable[[Stages], list[TunedCall]],
+    calls_of: Callable[[Stages], Iterator[list[TunedCall]]],
     target: Path,
     rebuild: bool,
     until: float,
     again: bool,
-    told: Progress,
-) -> tuple[Tuning, bool]:
-    """The measurements, and whether anything was to be measured."""
+    progress: Progress,
+) -> Tuning:
+    """The measurements of the calls, those of whole layers if there is time."""
     from ..evidence.tuning import Tuning
 
-    device, tuning = Device.current(), Tuning((), until=until)
+    device, tuning = Device.current(), Tuning(until=until)
     measures = device.platform == "cuda"
     try:
-        tuning.calls = calls_of(Stages(told))
+        groups = calls_of(Stages(progress))
+        tuning.calls = next(groups)
         measures = measures and bool(tuning.calls)
         if measures and jax.process_index() == 0:
             tuning.known = _known(target, rebuild, device) if not again else Measured()
             check_file(target, None, folders=True)
             tuning.keep = functools.partial(write, target, device.arch, rebuild=rebuild)
-            tuning.run(told)
+            tuning.run(tuning.calls, progress)
+            if time.perf_counter() < until:
+                for calls in groups:
+                    tuning.run(tuning.added(calls), progress)
     finally:  # whatever became of it, an interrupt too: the other processes wait here
         if measures:
             CHOICES.forget()
             CHOICES.share()
-    return tuning, measures
+    return tuning
 
 
 def _known(target: Path, rebuild: bool, device: Device) -> Measured:
-    """What the file has for this card and these versions. What is wrong with a file of the user's is said before minutes of measuring."""
+    """What the file has for this card and these versions. A file of the user's that is wrong raises here, before minutes of measuring."""
     try:
         sets = read_sets(target, f"plan file {target}")
     except ArgumentError:
@@ -127,8 +131,8 @@ def _known(target: Path, rebuild: bool, device: Device) -> Measured:
     return next((one for one in sets.get(device.arch, ()) if one.origin == here), Measured())
 
 
-def _result(tuning: Tuning, target: Path, measures: bool, took_s: float) -> Tuned:
-    from ..evidence.tuned import Tuned, Untried
+def _result(tuning: Tuning, target: Path, took_s: float) -> Tuned:
+    from ..kernels.choose.tuned import Tuned, Untried
 
     device, found = Device.current(), tuning.measured
     left = tuple(Untried(call.case() or "", call.at_stake_s(device)) for call in tuning.left)
@@ -172,29 +176,38 @@ def share_plan() -> None:
 
 def _calls(
     fn: Callable, args: tuple, kwargs: dict, passes: lab.Passes, grad: bool, static: dict[str, Any], stages: Stages
-) -> list[TunedCall]:
-    """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float: as all passes
-    make them, those that run whole layers by themselves, and each pass alone that yielded sites to others.
+) -> Iterator[list[TunedCall]]:
+    """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float: first as all
+    passes make them, and each pass alone that yielded sites to others; then those of the passes that have to be named, for whole layers.
     """
-    from ..evidence.tuning import asked_by_sites, together
-
-    registry = lab._registry()
-    chosen = select(registry, passes)
-    whole = [(p, {}) for p in registry.values() if p.named_only] if passes is None else []
+    chosen = select(lab._registry(), passes)
+    whole = [(p, {}) for p in lab._registry().values() if p.named_only]
     if isinstance(fn, lab.Fused):
         static = {k: (*fn.asked[k], *as_tuple(v)) for k, v in static.items()}
-        chosen, whole = (fn._options["passes"], []) if passes is None else (chosen, whole)
-        fn = fn.original
+        chosen = fn._options["passes"] if passes is None else chosen
     stages("tracing")
-    graph = lab.trace(fn, *args, **static, **kwargs)
+    plain = fn.original if isinstance(fn, lab.Fused) else fn
+    graph = lab.trace(plain, *args, **static, **kwargs)
     stages("searching")
+    found = _found(graph, chosen)
+    lost = {r.pass_name for r in found.rejections if r.code == "overlap"}
+    yield _calls_in([found, *(_found(graph, [one]) for one in chosen if one[0].name in lost)], grad)
+    if passes is None and plain is fn:
+        stages("searching whole layers")
+        yield _calls_in([_found(graph, whole)], grad)
+
+
+def _found(graph: Any, passes: list) -> Any:
     with all_to_measure():
-        found = find_with_notes(graph, chosen, Device.current(), None)
-        lost = {r.pass_name for r in found.rejections if r.code == "overlap"}
-        alone = [[one] for one in chosen if one[0].name in lost]
-        forms = [form for form in (whole, *alone) if form]
-        others = (find_with_notes(graph, form, Device.current(), None) for form in forms)
-        called = [_calls_of(one, grad) for one in (found, *others)]
+        return find_with_notes(graph, passes, Device.current(), None)
+
+
+def _calls_in(searches: Iterable[Any], grad: bool) -> list[TunedCall]:
+    """The calls of several searches of one program, and those of which a search asks."""
+    from ..evidence.tuning import asked_by_sites, together
+
+    with all_to_measure():
+        called = [_calls_of(found, grad) for found in searches]
         return together([*called, *map(asked_by_sites, called)])
 
 

@@ -130,7 +130,7 @@ class Findings(Shown):
 
     @functools.cached_property
     def waiting(self) -> Waiting | None:
-        """The sites that are XLA's code only because nothing was measured on the device, and what they may gain; None if there are none."""
+        """The sites that are XLA's code only because nothing was measured on the device, and what they may gain; None without any."""
         where = self.where
         if where is None or where.platform != "cuda" or not any(site.waits for site in self._sites):
             return None

@@ -50,12 +50,16 @@ def waiting_in(found: Iterable[Candidate | Rejection], costs: Costs, device: Dev
     rates = device.at_most
     if rates is None:
         return Waiting(ids)
-    kernels = kernels_of(costs)
+    times = [(frozenset(kernel.nodes), _at_best(kernel.cost, rates)) for kernel in kernels_of(costs)]
     parts = [part for site in sites for part in _parts(site)]
-    nodes = frozenset().union(*parts)
-    touched = sum(_at_best(k.cost, rates) for k in kernels if not nodes.isdisjoint(k.nodes))
     alone = sum(_at_best(_fused(costs, part), rates) for part in parts)
-    return Waiting(ids, max(0.0, touched - alone), sum(_at_best(k.cost, rates) for k in kernels))
+    return Waiting(ids, max(0.0, _touched(times, parts) - alone), sum(time for _, time in times))
+
+
+def _touched(times: Iterable[tuple[frozenset[int], float]], parts: Iterable[frozenset[int]]) -> float:
+    """Seconds of the kernels that any of the parts has a node in."""
+    nodes = frozenset().union(*parts)
+    return sum(time for kernel, time in times if not nodes.isdisjoint(kernel))
 
 
 def _parts(site: Candidate | Rejection) -> list[frozenset[int]]:
@@ -66,7 +70,7 @@ def _parts(site: Candidate | Rejection) -> list[frozenset[int]]:
 
 
 def _fused(costs: Costs, part: frozenset[int]) -> Cost:
-    """As one kernel; of nodes in several blocks, which are none, nothing is known but that it is done."""
+    """The cost as one kernel; nothing for nodes in several blocks, which cannot be one."""
     try:
         return costs.fused(part)
     except ArgumentError:

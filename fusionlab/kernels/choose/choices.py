@@ -176,7 +176,7 @@ def _hidden() -> bool:
 
 
 def _applying(sets: Sets, device: Device) -> list[Measured]:
-    """The sets of a card, those of this process's versions last, so that they win; of the others each choice says that it is stale."""
+    """The sets of a card, those of this process's versions last, so that they win; the choices of the others are marked as stale."""
     found = [(staleness(one, device), one) for one in sets.get(device.arch, ()) if is_of(one, device)]
     marked = ((why, replace(one, cases={t: replace(c, stale=why) for t, c in one.cases.items()})) for why, one in found)
     return [one for _, one in sorted(marked, key=lambda item: not item[0])]

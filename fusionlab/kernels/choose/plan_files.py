@@ -299,7 +299,7 @@ def merge(paths: Sequence[Path], into: Path) -> Path:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Any:
-    with contextlib.suppress(OSError):  # write_file says why
+    with contextlib.suppress(OSError):  # write_file gives the reason
         path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):
         yield

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -18,7 +19,6 @@ from ...device import Device
 from ...errors import BackendError
 from ..choose.choices import CHOICES, Choice, case_text
 from .implementation import WHAT_XLA_RUNS, BackendVerdict, Call, ChoiceKind, Implementation, ImplementationChoice
-from .primitive import wanted_of
 
 
 class Chooser(abc.ABC):
@@ -96,7 +96,8 @@ class Chooser(abc.ABC):
         return self.rule(call, unable)
 
     def _to_measure(self, call: Call) -> ImplementationChoice:
-        """What is not XLA's code, if anything can run the call and more than what the call is says that XLA's code runs."""
+        """Another implementation than XLA's, if one can run the call and the rule leaves the call to XLA only by measurements or for want
+        of them."""
         found = self.rule(call, "")
         if found.waits or found.kind is ChoiceKind.SLOWER:
             able = (n for n in self.implementations if n != "xla" and self.refusal(n, call) is None)
@@ -200,9 +201,9 @@ def is_to_measure() -> bool:
 
 
 def exact_case(
-    op: Chooser, defaults: Mapping[str, Any], role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]
+    op: Chooser, defaults: Collection[str], role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]
 ) -> str:
-    """A case of all operands and all attributes in `defaults`, for ops whose measurements say nothing of other sizes."""
+    """A case of all operands and of the attributes named in `defaults`, for ops whose measurements say nothing of other sizes."""
     operands = {name: [str(a.dtype), *a.shape] for name, a in shapes.items()}
     settings = {name: attrs[name] for name in defaults if name in attrs}
     content = {"operands": operands, "settings": settings, "residuals": bool(attrs.get("residuals"))}
@@ -213,7 +214,8 @@ def exact_case(
 
 def wanted_or_all(attrs: Mapping[str, Any]) -> tuple[str, ...]:
     """The slots whose gradients a backward call is asked for; of a site, whose backward call is not there yet, all."""
-    return wanted_of(attrs) if "live" in attrs else attrs["present"]
+    present = attrs["present"]
+    return tuple(itertools.compress(present, attrs.get("live", [True] * len(present))))
 
 
 _UNKNOWN = "this version of FusionLab has no such implementation"
