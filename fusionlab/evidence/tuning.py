@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
@@ -57,7 +56,7 @@ class TunedCall:
         """Seconds by the roofline in all its occurrences: of its operands and results moved once, or of its operations."""
         avals, params = [s for _, s in self.shapes], dict(self.params)
         results = self.primitive.types(list(map(_aval, avals)), params)
-        moved = sum(math.prod(a.shape) * _bytes(a.dtype) for a in (*avals, *results))
+        moved = sum(math.prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in (*avals, *results))
         bytes_per_s, flop_per_s = device.at_most or _A_GPU
         operations = self.primitive.arithmetic(params, avals)[0]
         return self.times * max(moved / bytes_per_s, operations / flop_per_s)
@@ -65,10 +64,6 @@ class TunedCall:
 
 def _aval(shape: jax.ShapeDtypeStruct) -> Any:
     return ShapedArray(shape.shape, shape.dtype)
-
-
-def _bytes(dtype: Any) -> int:
-    return getattr(dtype, "itemsize", 4) if dtype != jnp.bool_ else np.dtype(bool).itemsize
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from . import lab
 from .fused import find_with_notes
 
 if TYPE_CHECKING:
-    from ..kernels.choose.tuned import Tuned
     from ..evidence.tuning import TunedCall, Tuning
+    from ..kernels.choose.tuned import Tuned
 
 
 @own_lines_hidden

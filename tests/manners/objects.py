@@ -265,8 +265,8 @@ def by_hand() -> Iterator[Any]:
     from fusionlab.evidence import bisection, over_devices
     from fusionlab.evidence.errors import rounding
     from fusionlab.evidence.instruments import clocks, contention, device_clock, peak_buffers
-    from fusionlab.graph.xla.collectives import Traffic
     from fusionlab.fusers.report.waiting import Waiting
+    from fusionlab.graph.xla.collectives import Traffic
     from fusionlab.kernels.choose.choices import Choice, Measured, case_text
     from fusionlab.kernels.choose.tuned import Untried
     from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
