@@ -85,6 +85,15 @@ def peak_bytes(program: Any) -> int:
     return int(kept + found.temp_size_in_bytes)
 
 
+def compiled_side_by_side(lowered: Mapping[str, Any]) -> dict[str, Any]:
+    """Lowered programs, compiled as by `compiled_at_once`."""
+    first, *others = lowered
+    made = {first: lowered[first].compile()}
+    with ThreadPoolExecutor() as pool:
+        made |= zip(others, pool.map(lambda name: lowered[name].compile(), others), strict=True)
+    return made
+
+
 def refusal(fn: Callable, args: Sequence[Any]) -> str | None:
     """Why a rival does not take these sizes or dtypes, in its own words; None where it does."""
     import jax

@@ -55,6 +55,7 @@ if _TYPE_CHECKING:
     from .verbs.minimise import minimise as minimise
     from .verbs.records import diff as diff
     from .verbs.training import LossCurve as LossCurve
+    from .verbs.tuning import merge_plans as merge_plans
     from .verbs.tuning import share_plan as share_plan
     from .verbs.tuning import tune as tune
 
@@ -75,7 +76,7 @@ _NAMES_OF_MODULES = {
     "verbs.training": "LossCurve",
     "verbs.minimise": "minimise",
     "verbs.records": "diff",
-    "verbs.tuning": "share_plan tune",
+    "verbs.tuning": "merge_plans share_plan tune",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF_MODULES.items() for name in names.split()}
 __all__ = list(_MODULE_OF)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -165,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_pass_options(tune)
     tune.add_argument("--no-grad", action="store_true", help="measure the call only, without its gradient")
     tune.add_argument("-o", "--output", metavar="FILE", help="the plan file (default: where fusing looks)")
+    tune.add_argument("--budget", type=float, metavar="S", help="seconds for all of it (default: no limit)")
+    tune.add_argument("--again", action="store_true", help="also measure what the plan file has for this machine")
     tune.set_defaults(run=_tune)
 
     for command in commands.choices.values():
@@ -375,6 +377,7 @@ def _tune(options: argparse.Namespace) -> None:
 
     function, args, kwargs, static = _load(options)
     asked = {"passes": options.passes, "grad": not options.no_grad, "path": options.output}
+    asked |= {"budget_s": options.budget, "again": options.again}
     result = fl.tune(function, *args, **asked, progress=options.progress, **static, **kwargs)
     _print(options, result, result.to_dict())
 

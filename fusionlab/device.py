@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform as _platform
 import re
@@ -34,6 +35,17 @@ GPUS = {
     "rtx4090": "sm_89",
     "rtx5090": "sm_120",
     "t4": "sm_75",
+}
+# Bytes per second of the memory and operations per second of bfloat16 products (float16 on a T4), dense, summed in float32, by NVIDIA's
+# data sheets: what a card can do at best, for estimates where nothing was measured (`Device.at_most`).
+DATA_SHEETS = {
+    "a100": (1.555e12, 312e12),
+    "l4": (300e9, 121e12),
+    "h100": (3.35e12, 989e12),
+    "h200": (4.8e12, 989e12),
+    "b200": (8e12, 2250e12),
+    "rtx4090": (1.008e12, 165e12),
+    "t4": (320e9, 65e12),
 }
 NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX
 
@@ -81,6 +93,20 @@ class Device(Shown):
         """Compute capability times ten (90 for sm_90); 0 without one."""
         return int(self.arch.removeprefix("sm_")) if self.arch else 0
 
+    @property
+    def card(self) -> str:
+        """Which of `GPUS` it is by its name ("NVIDIA H100 80GB HBM3" is "h100"); "" for any other."""
+        return card_in(self.name)
+
+    @property
+    def at_most(self) -> tuple[float, float] | None:
+        """Bytes and operations per second: as measured, else those of the card's data sheet; None where neither is known."""
+        if self.copy_bytes_per_s and self.gemm_flop_per_s:
+            return self.copy_bytes_per_s, self.gemm_flop_per_s
+        of_arch = [card for card, arch in GPUS.items() if arch == self.arch]
+        card = self.card or (of_arch[0] if self.simulated and of_arch else "")
+        return DATA_SHEETS.get(card)
+
     @classmethod
     def current(cls) -> Device:
         """The default JAX device of this process. Cheap: looked up once, nothing is loaded or measured, and if JAX is set to use the
@@ -127,6 +153,13 @@ class Device(Shown):
     def __str__(self) -> str:
         text = self.name or self.platform
         return f"{text} (simulated)" if self.simulated else text
+
+
+def card_in(name: str) -> str:
+    """Which of `GPUS` the name of a device means, by whole words ("NVIDIA GeForce RTX 4090"); "" for any other."""
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    pairs = map("".join, itertools.pairwise(words))
+    return next((card for card in GPUS if card in {*words, *pairs}), "")
 
 
 _ASKED: ContextVar[Device | None] = ContextVar("fusionlab_asked", default=None)

@@ -129,9 +129,11 @@ REJECTIONS: dict[str, str] = {
     "overlap": "another, larger fusion claims the same nodes",
     "order": "the site has several results, and one of its operands depends on one of them",
     "uncertified": "the site contains a primitive that certification cannot evaluate, or FusionLab itself failed on it (see `origin`)",
-    "device": "only XLA's own code can run it on this device",
-    "unmeasured": "no implementation was measured faster than XLA's code on this device, and some were not measured there",
-    "slower": "every implementation that can run it was measured slower on this device than XLA's code for the site as written",
+    "device": "cannot run here: only XLA's own code can run it on this device; the sentence names what the others need",
+    "unmeasured": "not measured here: no implementation was measured faster than XLA's code on this device, and some were not measured "
+    "there; fusionlab.tune measures them",
+    "slower": "slower here: every implementation that can run it was measured slower on this device than XLA's code for the site as "
+    "written; name the pass or an implementation to have it anyway",
     "implementation": "the requested implementation cannot run it here",
 }
 

@@ -1,112 +1,69 @@
 """Measures the rivals: the fastest implementation of each fused call of a program on this device.
 
-Each call is measured alone, on random operands of its shapes. A call that keeps residuals and the backward call that reads them are decided
-together where they share a setting (a mask kept in bits pays forward and gains backward).
+Each call is measured alone, on random operands of its shapes, the one with the most time at stake first: its time by the roofline, as
+often as it occurs. A call that keeps residuals and the backward call that reads them are decided together where they share a setting (a
+mask kept in bits pays forward and gains backward).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from fusionlab.device import Device
 from fusionlab.kernels.choose.choices import CHOICES, Choice, Measured
+from fusionlab.kernels.choose.plan_files import quickest
 from fusionlab.kernels.launch import cublaslt, plans
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op.composite import CompositePrimitive
 from fusionlab.kernels.op.primitive import FusedPrimitive
 from fusionlab.progress import Progress, Stages, watched
-from fusionlab.showing import Shown, Table, table_of
 
 from .instruments.device_clock import time_on_device
 from .instruments.out_of_memory import out_of_memory
-from .instruments.record import environment
 
 SAMPLES = 10
 _SHARED = ("activation", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")
-MIN_GAIN = 0.01  # of the time: less is no reason to leave XLA's own code
+_A_GPU = (1e12, 1e14)  # bytes and operations per second of a card that is not known: they only order the calls
 
 
 @dataclass(frozen=True)
 class TunedCall:
-    """One call of a fused primitive: `params` as sorted items, `shapes` by operand name."""
+    """One call of a fused primitive: `params` as sorted items, `shapes` by operand name, and how often it occurs in a step."""
 
     primitive: FusedPrimitive
     params: tuple[tuple[str, Any], ...]
     shapes: tuple[tuple[str, jax.ShapeDtypeStruct], ...]
+    times: int = 1
 
     def case(self, **changes: Any) -> str | None:
         """The text that identifies it in tables, with these settings changed."""
         attrs = dict(self.params) | changes
         return self.primitive.op.case(self.primitive.role, dict(self.shapes), **attrs)
 
-
-@dataclass(frozen=True, repr=False)
-class Tuned(Shown):
-    """The result of `fusionlab.tune`; prints as a table.
-
-    Attributes:
-      measured: the cases with their choices, and cuBLASLt's algorithms.
-      path: the plan file it was written to; None if there was nothing to measure.
-      calls: how many calls of fused ops the program has.
-      device: the measured device.
-    """
-
-    measured: Measured
-    path: Path | None
-    calls: int
-    device: Device
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, JSON-able; the cases as in the plan file."""
-        path = None if self.path is None else str(self.path)
-        return self.measured.to_dict() | {"device": str(self.device), "path": path, "calls": self.calls}
-
-    def _table(self) -> Table:
-        cases = self.measured.cases.items()
-        return table_of({"call": _case_text(text), **choice._row()} for text, choice in cases)
-
-    def __str__(self) -> str:
-        if self.path is None:
-            why = "each has only one implementation there" if self.calls else "there is nothing to choose"
-            return f"tune: {self.calls} calls of fused ops on {self.device}; {why}, nothing measured, nothing written"
-        lines = [f"tune: {len(self.measured.cases)} cases on {self.device}, written to {self.path}"]
-        lines += [f"  {_case_text(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
-        return "\n".join(lines)
-
-    __repr__ = __str__
+    def at_stake_s(self, device: Device) -> float:
+        """Seconds by the roofline in all its occurrences: of its operands and results moved once, or of its operations."""
+        avals, params = [s for _, s in self.shapes], dict(self.params)
+        results = self.primitive.types(list(map(_aval, avals)), params)
+        moved = sum(math.prod(a.shape) * getattr(a.dtype, "itemsize", 4) for a in (*avals, *results))
+        bytes_per_s, flop_per_s = device.at_most or _A_GPU
+        operations = self.primitive.arithmetic(params, avals)[0]
+        return self.times * max(moved / bytes_per_s, operations / flop_per_s)
 
 
-def _case_text(text: str) -> str:
-    """A case for a reader: the op, its sizes, its options."""
-    c = json.loads(text)
-    op, role = c.pop("op"), {"call": "forward", "cotangent": "backward"}[c.pop("role")]
-    role += ", keeping residuals" if c.pop("residuals", False) else ""
-    if op == "gemm_epilogue":
-        shape = "x".join(str(c[k]) for k in ("rows", "inner", "columns"))
-        return f"{op} {c['activation']} {shape} {c['dtype']} {role}" + (", mask in bits" if c["packed"] else "")
-    settings = (f"{k} {_value_text(v)}" for k, v in c.items() if v is not False)
-    return f"{op} {', '.join(settings)}, {role}"
-
-
-def _value_text(value: Any) -> str:
-    """A setting for a reader: a list of numbers as sizes."""
-    if not isinstance(value, list):
-        return str(value)
-    return (" " if all(isinstance(item, str) for item in value) else "x").join(map(str, value))
-
-
-def _with_times(choice: Choice) -> str:
-    times = ", ".join(f"{n} {t:.4g} µs" for n, t in sorted(choice.times_us.items(), key=lambda i: i[1]))
-    return f"{choice.implementation} ({times})"
+def _aval(shape: jax.ShapeDtypeStruct) -> Any:
+    return ShapedArray(shape.shape, shape.dtype)
 
 
 @dataclass(frozen=True)
@@ -117,70 +74,228 @@ class Rivals:
     times_us: tuple[tuple[dict[str, Any], dict[str, float]], ...]
 
 
+# The calls of a program ----------------------------------------------------------------------------------------------
+
+
 def calls_in(jaxpr: Any) -> list[TunedCall]:
-    """The calls of fused primitives in a jaxpr and its inner ones whose implementation is left open, each once."""
+    """The calls of fused primitives in a jaxpr and its inner ones whose implementation is left open, each once, with how often each
+    occurs: in each trip of a scan, once in a while loop and in each branch.
+    """
     found: dict[Any, TunedCall] = {}
-    for eqn in _equations(jaxpr):
+    for eqn, trips in _equations(jaxpr):
         primitive = eqn.primitive
         if not isinstance(primitive, FusedPrimitive) or eqn.params.get("implementation") is not None:
+            continue
+        if primitive.role == "tangent":  # forward mode has one implementation
             continue
         names = primitive.operand_names(eqn.params)
         shapes = tuple(
             (n, jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)) for n, v in zip(names, eqn.invars, strict=True)
         )
-        call = TunedCall(primitive, tuple(sorted(eqn.params.items())), shapes)
+        call = TunedCall(primitive, tuple(sorted(eqn.params.items())), shapes, trips)
         if (text := call.case()) is not None:
-            found.setdefault(text, call)
+            same = found.setdefault(text, dataclasses.replace(call, times=0))
+            found[text] = dataclasses.replace(same, times=same.times + trips)
     return list(found.values())
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def together(programs: Iterable[Sequence[TunedCall]]) -> list[TunedCall]:
+    """The calls of several forms of one program, each once, as often as it occurs at most in one of them."""
+    found: dict[str | None, TunedCall] = {}
+    for call in (call for calls in programs for call in calls):
+        same = found.setdefault(call.case(), call)
+        if call.times > same.times:
+            found[call.case()] = call
+    return list(found.values())
+
+
+def asked_by_sites(calls: Sequence[TunedCall]) -> list[TunedCall]:
+    """The calls of which a search asks for the sites that have these, whatever the program has: the forward call alone and, where the op
+    has a say in whether a site is fused, the one that keeps residuals with every gradient. They occur in no step.
+    """
+    found = []
+    for call in calls:
+        if call.primitive.role != "call" or isinstance(call.primitive, CompositePrimitive):
+            continue
+        params = dict(call.params) | {"residuals": False}
+        found.append(dataclasses.replace(call, params=tuple(sorted(params.items())), times=0))
+        if call.primitive.op.at_site:
+            traced = jax.make_jaxpr(functools.partial(_every_gradient, call.primitive, params))(
+                *dict(call.shapes).values()
+            )
+            found += [dataclasses.replace(one, times=0) for one in calls_in(traced.jaxpr)]
+    return found
+
+
+def _every_gradient(primitive: FusedPrimitive, params: Mapping[str, Any], *operands: Any) -> Any:
+    moving = {i: a for i, a in enumerate(operands) if jnp.issubdtype(a.dtype, jnp.floating)}
+
+    def of(moved: Mapping[int, Any]) -> list[Any]:
+        given = [moved.get(i, a) for i, a in enumerate(operands)]
+        return [out for out in primitive.bind(*given, **params) if jnp.issubdtype(out.dtype, jnp.floating)]
+
+    outs, back = jax.vjp(of, moving)
+    return back(list(map(jnp.ones_like, outs)))
+
+
+def _equations(jaxpr: Any, trips: int = 1) -> Iterator[tuple[Any, int]]:
     for eqn in jaxpr.eqns:
-        yield eqn
+        yield eqn, trips
         if isinstance(eqn.primitive, CompositePrimitive):  # what it will run
-            yield from _inner(eqn.primitive.pieces(eqn.params, [v.aval for v in eqn.invars]))
+            yield from _inner(eqn.primitive.pieces(eqn.params, [v.aval for v in eqn.invars]), trips)
         elif not isinstance(eqn.primitive, FusedPrimitive):
+            inside = trips * int(eqn.params["length"]) if eqn.primitive.name == "scan" else trips
             for value in eqn.params.values():
-                yield from _inner(value)
+                yield from _inner(value, inside)
 
 
-def _inner(value: Any) -> Iterator[Any]:
+def _inner(value: Any, trips: int) -> Iterator[tuple[Any, int]]:
     if isinstance(value, jex_core.ClosedJaxpr):
-        yield from _equations(value.jaxpr)
+        yield from _equations(value.jaxpr, trips)
     elif isinstance(value, jex_core.Jaxpr):
-        yield from _equations(value)
+        yield from _equations(value, trips)
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _inner(item)
+            yield from _inner(item, trips)
+
+
+# Measuring them ------------------------------------------------------------------------------------------------------
 
 
 def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: int = SAMPLES) -> Measured:
     """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
-    device = Device.current()
-    measured = []
-    try:
-        with watched(progress) as told:
-            tuning = Stages(told)("tuning", len(calls))
-            for call in calls:
-                with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
-                    rivals = _rivals(call, device, samples)
-                if rivals is not None:
-                    measured.append(rivals)
-                tuning.step()
-        algorithms = dict(CHOICES.trial)
-    finally:
-        CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on
-    here = environment()
-    return Measured(dict(_decided(measured)), algorithms, here.hardware, here.versions)
+    tuning = Tuning(calls, samples)
+    tuning.run(calls, progress)
+    return tuning.measured
+
+
+@dataclass
+class Tuning:
+    """The measurements of the calls of a program, as far as they got.
+
+    Attributes:
+      calls: all of them.
+      samples: of each implementation.
+      until: by `time.perf_counter`, when no further call is begun.
+      known: what was measured before on this card with these versions: such calls are not measured again.
+      keep: called with all measurements after each call.
+      rivals: of the calls that were measured, now or before.
+      left: the calls that were not measured as there was no time, the most time at stake first.
+      before: how many of `rivals` were measured before.
+      programs, spent_s: how many were compiled and timed, and the seconds that took.
+    """
+
+    calls: Sequence[TunedCall] = ()
+    samples: int = SAMPLES
+    until: float = math.inf
+    known: Measured = field(default_factory=Measured)
+    keep: Callable[[Measured], Any] = lambda measured: None
+    rivals: list[Rivals] = field(default_factory=list)
+    left: list[TunedCall] = field(default_factory=list)
+    before: int = 0
+    programs: int = 0
+    spent_s: float = 0.0
+
+    @property
+    def measured(self) -> Measured:
+        """The choices by all measurements, those made before included."""
+        algorithms = {**self.known.algorithms, **CHOICES.trial, **self._algorithms}
+        return Measured.here(Device.current(), dict(_decided(self.rivals)), algorithms)
+
+    _algorithms: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def added(self, calls: Sequence[TunedCall]) -> list[TunedCall]:
+        """Takes further calls in; those of them that are new."""
+        known = {call.case() for call in self.calls}
+        new = [call for call in calls if call.case() not in known]
+        self.calls = [*self.calls, *new]
+        return new
+
+    def run(self, calls: Sequence[TunedCall], progress: Progress = False) -> None:
+        """Measures calls until all are measured or the time is over; interrupted, what was measured until then is kept."""
+        if not calls:
+            return
+        device = Device.current()
+        try:
+            with watched(progress) as told:
+                budget_s = max(0.0, self.until - time.perf_counter())
+                tuning = Stages(told)("tuning", len(calls), budget_s)
+                for call in _ordered(calls, device):
+                    with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
+                        self._measure(call, device)
+                    tuning.step()
+        finally:
+            self._algorithms |= CHOICES.trial
+            CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on
+
+    def _measure(self, call: TunedCall, device: Device) -> None:
+        if (known := _known_rivals(call, device, self.known)) is not None:
+            self.rivals.append(known)
+            self.before += 1
+            return
+        began = time.perf_counter()
+        if began >= self.until or began + self._expected_s(call, device) > self.until:
+            if _programs(call, device):
+                self.left.append(call)
+            return
+        rivals = _rivals(call, device, self.samples)
+        if rivals is not None:
+            self.rivals.append(rivals)
+            self.programs += sum(len(times) for _, times in rivals.times_us)
+            self.spent_s += time.perf_counter() - began
+            self.keep(self.measured)
+
+    def _expected_s(self, call: TunedCall, device: Device) -> float:
+        """Seconds that a call may take, by those before; 0 where there was none."""
+        return self.spent_s / self.programs * _programs(call, device) if self.programs else 0.0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the rest may take, by what the calls before took; None where nothing was measured."""
+        device = Device.current()
+        return sum(self._expected_s(call, device) for call in self.left) if self.programs else None
+
+
+def _ordered(calls: Sequence[TunedCall], device: Device) -> Sequence[TunedCall]:
+    """The most time at stake first; ops made of others last, as their pieces are to be decided by then."""
+    if len(calls) < 2:
+        return calls
+    return sorted(calls, key=lambda c: (isinstance(c.primitive, CompositePrimitive), -c.at_stake_s(device)))
+
+
+def _known_rivals(call: TunedCall, device: Device, known: Measured) -> Rivals | None:
+    """A call's rivals as they were measured before; None where one of them was not."""
+    if not known.cases:
+        return None
+    times = []
+    for change, _, _, names in _variants(call, device):
+        choice = known.cases.get(call.case(**change) or "")
+        if choice is None or not set(names) <= choice.times_us.keys():
+            return None
+        times.append((change, dict(choice.times_us)))
+    return Rivals(call, tuple(times))
+
+
+def _programs(call: TunedCall, device: Device) -> int:
+    """How many programs measuring a call compiles; 0 where there is nothing to choose."""
+    variants = [names for *_, names in _variants(call, device)]
+    return sum(map(len, variants)) if any(_to_choose(call, names) for names in variants) else 0
+
+
+def _to_choose(call: TunedCall, names: Sequence[str]) -> bool:
+    """Whether there is more than XLA's code: of an op made of others more than its pieces, which are calls of their own."""
+    pieces = {call.primitive.op.composed} if isinstance(call.primitive, CompositePrimitive) else set()
+    return bool(set(names) - {"xla"} - pieces)
 
 
 def _rivals(call: TunedCall, device: Device, samples: int) -> Rivals | None:
     variants = list(_variants(call, device))
-    if all(names == ["xla"] for *_, names in variants):
+    if not any(_to_choose(call, names) for *_, names in variants):
         return None
     times = []
     for change, params, shapes, names in variants:
-        operands = _operands(shapes.values())
+        given = dict(zip(shapes, _operands(shapes.values()), strict=True))
+        operands = list(call.primitive.op.to_time(given, **params).values())
         functions = {n: functools.partial(call.primitive.function, params, n, device) for n in names}
         if "cublaslt" in functions:
             _try_algorithms(functions["cublaslt"](), operands, samples)
@@ -224,7 +339,7 @@ def _operands(shapes: Iterable[Any]) -> list[Any]:
 def _try_algorithms(function: Any, operands: Sequence[Any], samples: int) -> None:
     """The quickest of the algorithms that cuBLASLt's heuristic proposes for each product of a call, kept in `CHOICES.trial`."""
     traced = jax.make_jaxpr(function)(*operands)
-    for eqn in _equations(traced.jaxpr):
+    for eqn, _ in _equations(traced.jaxpr):
         plan = _cublaslt_plan(eqn)
         if plan is None or (name := plans.plan_name(plan.with_algorithm("", 0))) in CHOICES.trial:
             continue
@@ -254,6 +369,9 @@ def _cublaslt_plan(eqn: Any) -> Any:
     return plan if isinstance(plan, cublaslt.MatmulPlan) else None
 
 
+# The choices ---------------------------------------------------------------------------------------------------------
+
+
 def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
     """The best implementation for each call and variant, and the variant that is best for all calls that share it."""
     groups: dict[str, list[Rivals]] = {}
@@ -268,19 +386,14 @@ def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
             for change, times in rivals.times_us:
                 text = rivals.call.case(**change)
                 if text is not None:
-                    yield text, Choice(_quickest(times), times, best)
+                    yield text, Choice(quickest(times), times, best)
 
 
 def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:
     """The settings with the least total time of a group's calls."""
     variants = [change for change, _ in group[0].times_us]
     totals = [
-        sum(times[_quickest(times)] for rivals in group for change, times in rivals.times_us if change == v)
+        sum(times[quickest(times)] for rivals in group for change, times in rivals.times_us if change == v)
         for v in variants
     ]
     return variants[totals.index(min(totals))]
-
-
-def _quickest(times: Mapping[str, float]) -> str:
-    name = min(times, key=lambda n: times[n])
-    return "xla" if times["xla"] <= times[name] * (1 + MIN_GAIN) else name

@@ -104,6 +104,11 @@ class _Live:
         effort = {"progress": progress, "cancel": cancel, "budget_s": self.budget_s / 4}
         return bisect(fused, *self.args, of=fault.of, grad=fault.grad, **effort, **self.kwargs)
 
+    def tune(self, setting: Setting, progress: Any = False, cancel: Any = None) -> Any:
+        from .tuning import tune
+
+        return tune(self.fn, *self.args, passes=setting.strategy, progress=progress, **self.static, **self.kwargs)
+
     def script(self, setting: Setting, found: PlainFindings) -> str:
         from ..viz.explorer.script import script
 
@@ -177,6 +182,7 @@ def _explorer(
             # On a CPU it takes as long as all the rest, which few ask for there.
             rates_at_once=Device.current().platform != "cpu",
             which=live.which,
+            tune=live.tune,
             after=live.after,
             find=live.find,
             script=live.script,

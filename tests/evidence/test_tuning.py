@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.evidence import tuning
 from fusionlab.evidence.instruments.device_clock import DeviceTimes
 from fusionlab.kernels.choose import choices
+from fusionlab.kernels.choose.plan_files import read_plan_file, read_sets
 from fusionlab.kernels.launch import cublaslt
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op import chooser
@@ -40,7 +42,7 @@ class Bench:
     def time_on_device(self, programs, samples=0, calls=8):
         assert samples >= 4
         self.timed.append(tuple(programs))
-        return {name: DeviceTimes(name, (self.times_us[name] * 1e-6,) * samples, calls) for name in programs}
+        return {name: DeviceTimes(name, (self.times_us.get(name, 25.0) * 1e-6,) * samples, calls) for name in programs}
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_what_was_measured_is_written_and_decides_from_then_on(bench):
     assert "no such call was measured for sm_90; fusionlab.tune measures" in before["xla"].reason
     tuned = fl.tune(layer, *LAYER)
     assert tuned.path == bench.file
-    assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
+    assert read_plan_file(bench.file, "")["sm_90"].cases.keys() == tuned.measured.cases.keys()
     (after,) = choices_of(fl.find(layer, *LAYER))
     assert after["cublaslt"].verdict == "chosen"
     assert after["cublaslt"].reason == f"measured: cublaslt 10 µs, cuda 20 µs, xla 30 µs (plan file {bench.file})"
@@ -82,10 +84,16 @@ def test_what_was_measured_is_written_and_decides_from_then_on(bench):
 def test_the_result_prints_a_line_for_each_case_with_all_times(bench):
     text = repr(fl.tune(layer, *LAYER))
     assert f"cases on a CUDA sm_90 device (simulated), written to {bench.file}" in text
-    lines = text.splitlines()[1:]
+    lines = [line for line in text.splitlines()[1:] if not line.startswith("  matmul")]  # of a site that yielded
     assert all("gemm_epilogue relu 64x" in line for line in lines)
-    assert "64x32x128 bfloat16 forward: cublaslt (cublaslt 10 µs, cuda 20 µs, xla 30 µs)" in lines[0]
-    for role in ("forward, keeping residuals:", "forward, keeping residuals, mask in bits:", "backward, mask in bits:"):
+    assert all(line.endswith(": cublaslt (cublaslt 10 µs, cuda 20 µs, xla 30 µs)") for line in lines)
+    assert "64x32x128 bfloat16 backward" in lines[0]  # the most time at stake first
+    for role in (
+        "forward:",
+        "forward, keeping residuals:",
+        "forward, keeping residuals, mask in bits:",
+        "backward, mask in bits:",
+    ):
         assert any(role in line for line in lines), role
 
 
@@ -96,7 +104,7 @@ def test_cases_of_every_op_are_printed(bench):
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((4, 1, 8), (4, 6, 8), (1,))]
     lines = repr(fl.tune(blend, *shapes)).splitlines()[1:]
     case = "  lerp axes xy y xy, axis 0 4, axis 1 6, axis 2 8, dtype float32, {}: cuda (cuda 20 µs, xla 30 µs)"
-    assert lines == [case.format("forward"), case.format("wanted x y w, backward")]
+    assert lines == [case.format("wanted x y w, backward"), case.format("forward")]
 
 
 @pytest.mark.parametrize("records", [False, True])
@@ -107,7 +115,7 @@ def test_the_quickest_algorithm_is_kept_for_each_product(bench, monkeypatch, rec
     for name in measured.algorithms:
         assert chooser.CHOICES.algorithm("sm_90", name) == (ALGORITHMS[1], 130100)
     assert chooser.CHOICES.trial == {}
-    assert bench.timed == [ALGORITHMS, ("xla", "cublaslt", "cuda")]
+    assert bench.timed[:2] == [ALGORITHMS, ("xla", "cublaslt", "cuda")]
 
 
 def test_less_than_a_hundredth_is_no_reason_to_leave_xla_s_code(bench):
@@ -122,7 +130,7 @@ def test_forward_and_backward_agree_on_how_a_mask_is_kept(bench):
     settings = {
         choice.settings["packed"]
         for text, choice in fl.tune(layer, *LAYER).measured.cases.items()
-        if json.loads(text).get("residuals", True)
+        if json.loads(text).get("residuals", True) and "gemm" in text
     }
     assert len(settings) == 1
 
@@ -131,7 +139,7 @@ def test_another_call_adds_to_the_file(bench):
     first = fl.tune(layer, *LAYER, grad=False).measured.cases
     wider = (S((64, 32), jnp.bfloat16), S((32, 256), jnp.bfloat16), S((256,), jnp.bfloat16))
     second = fl.tune(layer, *wider, grad=False).measured.cases
-    cases = json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"]
+    cases = read_plan_file(bench.file, "")["sm_90"].cases
     assert cases.keys() == {*first, *second}
     assert len(cases) == len(first) + len(second)
 
@@ -140,25 +148,123 @@ def test_progress_is_told_for_each_call(bench):
     told = []
     tuned = fl.tune(layer, *LAYER, progress=lambda *step: told.append(step))
     assert told[:2] == [("tracing", 0, 0), ("searching", 0, 0)]
-    assert told[2:] == [("tuning", i, tuned.calls) for i in range(tuned.calls + 1)]
-    assert tuned.calls == 3  # forward, forward keeping residuals, backward
+    assert told[2:-1] == [("tuning", i, tuned.calls) for i in range(tuned.calls + 1)]
+    assert told[-1][0] == "searching whole layers"
+    # Forward, forward keeping residuals, backward; and the product, either way, as a route takes it.
+    assert tuned.calls == 5
 
 
 @pytest.mark.parametrize("calls_done", [0, 1, 2])
-def test_cancelled_it_leaves_the_plan_file_as_it_was(bench, monkeypatch, calls_done):
-    fl.tune(layer, *LAYER, grad=False)
-    before = bench.file.read_bytes()
-
+def test_cancelled_it_keeps_what_was_measured_and_a_second_call_measures_the_rest(bench, calls_done):
     def interrupted(what, done, total):
         if done > calls_done:
             raise KeyboardInterrupt
 
-    bench.times_us["cuda"] = 1.0
     with pytest.raises(KeyboardInterrupt):
         fl.tune(layer, *LAYER, progress=interrupted)
-    assert bench.file.read_bytes() == before
-    assert [p.name for p in bench.file.parent.iterdir()] == [bench.file.name]
     assert chooser.CHOICES.trial == {}  # algorithms under trial decide nothing any more
+    assert [p.name for p in bench.file.parent.iterdir()] == [bench.file.name]
+    half = set(read_plan_file(bench.file, "")["sm_90"].cases)
+    rounds = len(bench.timed)
+    whole = fl.tune(layer, *LAYER)
+    assert whole.before == calls_done + 1
+    assert half <= whole.measured.cases.keys() == read_plan_file(bench.file, "")["sm_90"].cases.keys()
+    assert len(bench.timed) - rounds < rounds or calls_done == 0
+    bench.timed.clear()
+    assert fl.tune(layer, *LAYER).before == whole.calls
+    assert bench.timed == []
+    assert fl.tune(layer, *LAYER, again=True).before == 0
+    assert len(bench.timed) >= whole.calls
+
+
+class Clock:
+    """`perf_counter` for tuning, on which each round of a `Bench` takes `round_s`."""
+
+    def __init__(self, bench, monkeypatch, round_s):
+        self.now = 0.0
+
+        def timed(programs, real=bench.time_on_device, **how):
+            self.now += round_s
+            return real(programs, **how)
+
+        for module in (tuning, tuning_verb):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(tuning, "time_on_device", timed)
+        monkeypatch.setattr(tuning, "_try_algorithms", lambda *_: None)
+
+
+def many(x, weights, small):
+    def one(x, w):
+        return jax.nn.relu(x @ w), None
+
+    y, _ = jax.lax.scan(one, x, weights)
+    return jax.nn.relu(y @ small)
+
+
+MANY = (S((64, 128), jnp.bfloat16), S((50, 128, 128), jnp.bfloat16), S((128, 256), jnp.bfloat16))
+
+
+def test_a_budget_measures_the_most_time_first_and_says_what_is_left(bench, monkeypatch):
+    clock = Clock(bench, monkeypatch, 10.0)
+    asked = {"grad": False, "passes": "gemm_epilogue"}
+    listed = fl.tune(many, *MANY, **asked, budget_s=0)
+    assert (bench.timed, listed.path, len(listed.left)) == ([], None, 2)
+    assert listed.left[0].at_stake_s > 10 * listed.left[1].at_stake_s  # it occurs in each of 50 trips
+    assert "128x128" in str(listed.left[0])
+    first = fl.tune(many, *MANY, **asked, budget_s=15)
+    assert clock.now == 10  # another 10 s would not end in time
+    assert list(first.measured.cases) == [listed.left[0].call]
+    assert [one.call for one in first.left] == [listed.left[1].call]
+    assert first.left_s == 10
+    said = repr(first)
+    assert "the budget ended: 1 call left, at most" in said
+    assert "about 10 s of measuring; tune again to go on" in said
+    second = fl.tune(many, *MANY, **asked, budget_s=15)
+    assert (second.before, second.left, len(second.measured.cases)) == (1, (), 2)
+    assert second.to_dict()["left"] == []
+    with pytest.raises(ArgumentError, match="budget_s: got -1"):
+        fl.tune(many, *MANY, budget_s=-1)
+
+
+def test_measured_in_one_process_it_is_used_in_another_and_measured_again_with_another_driver(bench, monkeypatch):
+    """ "Another process" reads the file anew, on the card itself: no simulated one, which has no versions."""
+    card = Device("cuda", "sm_90", "NVIDIA H100 80GB HBM3", memory=80 << 30, driver="570.1", cudnn="9.1")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: card))
+    fl.tune(layer, *LAYER, grad=False)
+    ((found,),) = read_sets(bench.file, "").values()
+    assert (found.device, found.memory, found.versions["driver"]) == (card.name, 80 << 30, "570.1")
+    bench.timed.clear()
+    chooser.CHOICES.forget()
+    assert fl.find(layer, *LAYER).candidates[0].backend.name == "cublaslt"
+    newer = dataclasses.replace(card, driver="580.2")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: newer))
+    with pytest.warns(CacheWarning, match=r"driver 570\.1, here 580\.2.*used, and fusionlab\.tune measures") as warned:
+        (site,), _ = (fl.find(layer, *LAYER).candidates for _ in range(2))
+    assert len(warned) == 1
+    assert site.backend.name == "cublaslt"
+    assert "stale: driver 570.1, here 580.2" in site.backend.reason
+    assert bench.timed == []
+    again = fl.tune(layer, *LAYER, grad=False)
+    assert (again.before, len(read_sets(bench.file, "")["sm_90"])) == (0, 2)
+    assert "stale" not in fl.find(layer, *LAYER).candidates[0].backend.reason
+
+
+def test_a_plan_of_another_card_is_refused_with_a_warning_and_left_as_it_is(bench, monkeypatch):
+    card = Device("cuda", "sm_90", "NVIDIA H100 80GB HBM3", driver="570.1")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: card))
+    fl.tune(layer, *LAYER, grad=False)
+    before = bench.file.read_bytes()
+    other = Device("cuda", "sm_80", "NVIDIA A100-SXM4-80GB", driver="570.1")
+    monkeypatch.setattr(Device, "current", classmethod(lambda cls: other))
+    told = r"NVIDIA H100 80GB HBM3 \(sm_90\) and none of this card, NVIDIA A100-SXM4-80GB \(sm_80\): none is used"
+    with pytest.warns(CacheWarning, match=told) as warned:
+        (site,), _ = (fl.find(layer, *LAYER).candidates for _ in range(2))
+    assert (len(warned), site.backend.name, site.waits) == (1, "xla", True)
+    assert bench.file.read_bytes() == before
+    fl.tune(layer, *LAYER, grad=False)
+    assert read_sets(bench.file, "").keys() == {"sm_80", "sm_90"}
+    asked = {c: fl.find(layer, *LAYER, device=c).candidates[0].backend.name for c in ("a100", "h100", "h200", "sm_90")}
+    assert asked == {"a100": "cublaslt", "h100": "cublaslt", "h200": "xla", "sm_90": "cublaslt"}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -208,7 +314,7 @@ def test_a_plan_file_of_its_own_that_is_damaged_is_built_again(bench):
     bench.file.write_text("{}")
     with pytest.warns(CacheWarning, match="was not a plan file"):
         tuned = fl.tune(layer, *LAYER)
-    assert json.loads(bench.file.read_text())["archs"]["sm_90"]["cases"].keys() == tuned.measured.cases.keys()
+    assert read_plan_file(bench.file, "")["sm_90"].cases.keys() == tuned.measured.cases.keys()
     assert bench.file.with_name("plans.json.damaged").read_text() == "{}"
 
 
@@ -219,3 +325,30 @@ def test_without_a_gpu_nothing_is_measured_or_written(bench, monkeypatch):
     assert "nothing measured, nothing written" in repr(tuned)
     assert bench.timed == []
     assert not bench.file.parent.exists()
+
+
+@pytest.mark.dear
+def test_after_tuning_a_train_step_nothing_waits_and_every_op_was_measured(bench, monkeypatch):
+    """Already differentiated: a search asks of the forward calls alone, which are in no such step."""
+
+    def loss(p, x):
+        wide = x.astype(jnp.float32)
+        y = (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype) * p["scale"]
+        y = jax.nn.gelu(y @ p["up"] + p["bias"])
+        y = x + p["w"] * (y @ p["down"] - x)
+        logits = (y @ p["head"]).astype(jnp.float32)
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    def step(p, x):
+        return jax.value_and_grad(loss)(p, x)
+
+    sizes = {"scale": (64,), "up": (64, 256), "bias": (256,), "down": (256, 64), "head": (64, 128), "w": (1,)}
+    args = {n: S(shape, jnp.bfloat16) for n, shape in sizes.items()}, S((512, 64), jnp.bfloat16)
+    monkeypatch.setenv(choices.NO_TABLES, "none")
+    before = fl.find(step, *args).waiting
+    assert len(before.sites) >= 3
+    tuned = fl.tune(step, *args)
+    assert {"gemm_epilogue", "layer_norm", "lerp", "matmul"} <= {json.loads(t)["op"] for t in tuned.measured.cases}
+    assert fl.find(step, *args).waiting is None
+    bench.timed.clear()
+    assert (fl.tune(step, *args).before, bench.timed) == (tuned.calls, [])

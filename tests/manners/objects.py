@@ -265,8 +265,10 @@ def by_hand() -> Iterator[Any]:
     from fusionlab.evidence import bisection, over_devices
     from fusionlab.evidence.errors import rounding
     from fusionlab.evidence.instruments import clocks, contention, device_clock, peak_buffers
+    from fusionlab.fusers.report.waiting import Waiting
     from fusionlab.graph.xla.collectives import Traffic
-    from fusionlab.kernels.choose.choices import Choice, Measured
+    from fusionlab.kernels.choose.choices import Choice, Measured, case_text
+    from fusionlab.kernels.choose.tuned import Untried
     from fusionlab.kernels.op.implementation import ChoiceKind, ImplementationChoice
     from fusionlab.kernels.ops.matmul.support import Reason
 
@@ -283,6 +285,8 @@ def by_hand() -> Iterator[Any]:
     yield bisection.Bisection("step", "error", ("lerp@#1",), (cause,), (trial,))
     yield ImplementationChoice("xla", ChoiceKind.SLOWER, "measured: xla 10 µs, cuda 12 µs")
     yield Reason("dtype", "operands are f64")
+    yield Untried(case_text("lerp", "call", dtype="float32", axes=["xyw"]), 1e-4)
+    yield Waiting(("lerp@#1",), 2e-4, 1e-3)
     yield Measured({"{}": Choice("cuda", {"cuda": 10.0, "xla": 12.0})}, {}, "NVIDIA H100", {})
     yield fusionlab.CudaKernel('extern "C" __global__ void twice(...) {}', "twice")
     square = fusionlab.pattern_pass("square_of_sum", lambda x, y: (x + y) ** 2, axes={"x": "ij", "y": "ij"})

@@ -43,6 +43,7 @@ class Candidate(Shown):
       residuals: the values that the fused forward pass saves for the backward pass when differentiated.
       backends: every implementation with its verdict.
       left_to_xla: why it is left as written unless it or its pass is requested; None if it is fused.
+      waits: whether it is XLA's code because what else can run it was not measured on the device: `fusionlab.tune` measures it.
       notes: sentences worth reading (fallbacks taken, ...).
       concepts: the concepts recognised here ("linear", "gelu_tanh", "attention_causal", "layer_norm", ...).
       program: the replacement, as a function of the leaves' values in the order in which the site reads them.
@@ -73,6 +74,7 @@ class Candidate(Shown):
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
     left_to_xla: ImplementationChoice | None = None
+    waits: bool = False
     notes: tuple[str, ...] = ()
     concepts: tuple[str, ...] = ()
     program: Block | None = dataclasses.field(default=None, repr=False)
@@ -170,6 +172,7 @@ class Rejection(Shown):
       origin: the line of FusionLab that declined it ("fusers/engine/site.py:203 in near_miss"); if the search failed here, the line of
         FusionLab or of the user's code that raised the error.
       failed: for `uncertified`: an error was raised here, and the search went on.
+      waits: as in Candidate.
     """
 
     id: str
@@ -188,6 +191,7 @@ class Rejection(Shown):
     backward: Pair | None = None
     origin: str = ""
     failed: bool = False
+    waits: bool = False
 
     def __post_init__(self) -> None:
         if not self.origin:

@@ -23,13 +23,15 @@ from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
 from ...kernels import OPS
-from ...kernels.op.implementation import ImplementationChoice
+from ...kernels.op.implementation import ChoiceKind, ImplementationChoice
 from .base import AUTO_AXES, LEFT, WIDER_EDIT, Search, Substitution
 from .declining import attempted, faulty, reject
 from .other_numbers import notes_of
 from .outcomes import Backend, Candidate, Rejection, Residual
 from .unfit import check_fit
 from .wording import anchor_text
+
+_TUNE = "fusionlab.tune measures it on this device; "
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class _Facts:
     residuals: tuple[Residual, ...] = ()
     backends: tuple[Backend, ...] = ()
     left: ImplementationChoice | None = None
+    waits: bool = False
     refused: str = ""
 
 
@@ -86,14 +89,15 @@ def propose(
         would = f"{where} could become {plan.formula}"
         noted = notes_of(search.view, region, plan.op.name, facts.verdict, notes, would)
         if left is not None and plan.op.declines:
-            edit = f"to fuse it anyway, pass {_named(facts.backends)}"
+            edit = f"{_TUNE if facts.waits else ''}to fuse it anyway, pass {_named(facts.backends)}"
             raise Declined(f"{would}, but {left.reason}", left.kind.value, edit=edit)
         left = left if search.by_default else None
         return _candidate(name, region, plan, anchor, facts, left, noted, concepts)
 
     def declined(reason: Declined) -> Rejection:
         code, sentence, guilty = reason.code, reason.sentence, reason.nodes or nodes
-        return reject(name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
+        found = reject(name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
+        return replace(found, waits=True) if code == ChoiceKind.UNMEASURED else found
 
     return attempted(proposed, declined)
 
@@ -139,6 +143,7 @@ def _candidate(
         residuals=facts.residuals,
         backends=facts.backends,
         left_to_xla=left,
+        waits=facts.waits,
         notes=(*notes, LEFT + left.reason) if left else notes,
         concepts=tuple(concepts),
         program=facts.program,
@@ -209,7 +214,8 @@ def _facts(search: Search, region: Region, plan: Substitution, proof: ProofOutco
     saved = plan.op.residuals(*operands, implementation=asked, **attrs) if search.gradient else ()
     named = plan.op.declines and asked is not None  # who names an implementation has it
     left = None if named else plan.op.left_to_xla(*operands, device=search.device, **attrs)
-    return _Facts(verdict, program, saved, backends(operands), left)
+    waits = asked is None and plan.op.waits(*operands, device=search.device, **attrs)
+    return _Facts(verdict, program, saved, backends(operands), left, waits)
 
 
 def _refusal(backends: Sequence[Backend], name: str) -> str | None:

@@ -32,6 +32,7 @@ from .explaining import explained
 from .sections import backend_lines, lint_lines, pair_lines, reason_lines, structure_lines
 from .site_kernels import SiteKernels, fused_view, kernel_lines, site_kernels
 from .structures import Structure, structures_of
+from .waiting import Waiting, waiting_in
 
 RUNS_UNDER_GRAD = "runs under jax.grad"
 _LINES = 20  # of reasons that a printed report holds before it is cut short
@@ -126,6 +127,14 @@ class Findings(Shown):
         """Advice that no fusion gives, by the roofline of the device: `fusionlab.advise` tries each edit and measures it."""
         where = self.where
         return Records(guarded(lambda: lints_of(self.graph, where), lambda fault: ()) if where is not None else ())
+
+    @functools.cached_property
+    def waiting(self) -> Waiting | None:
+        """The sites that are XLA's code only because nothing was measured on the device, and what they may gain; None without any."""
+        where = self.where
+        if where is None or where.platform != "cuda" or not any(site.waits for site in self._sites):
+            return None
+        return guarded(lambda: waiting_in(self._sites, self._costs, where), lambda fault: None)
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:
@@ -231,6 +240,9 @@ class Findings(Shown):
         ]
         return [f"{pass_name}_grad: {self._subgraphs(with_backward)}"] if has_fused else []
 
+    def _waiting_line(self) -> list[str]:
+        return [str(self.waiting)] if self.waiting is not None else []
+
     def _under_grad(self) -> list[str]:
         """The words for the gradients of a program that is not differentiated."""
         names = [g for g in self.gradients if any(f"{c.pass_name}_grad" == g for c in self.select())]
@@ -239,7 +251,8 @@ class Findings(Shown):
     def __str__(self) -> str:
         """The lines of the passes, the reasons for declining, similar ones grouped, and the lints; long lists are truncated."""
         advice = lint_lines(self.lints)
-        return "\n".join([*self.lines(), *self.reasons(_LINES), *advice, *(f"note: {n}" for n in self.notes)])
+        parts = (self.lines(), self._waiting_line(), self.reasons(_LINES), advice, (f"note: {n}" for n in self.notes))
+        return "\n".join(line for part in parts for line in part)
 
     def report(self, xla: bool = False) -> Text:
         """The full report: `str()` with every reason, and the backend of each site, with its reason.
@@ -249,7 +262,7 @@ class Findings(Shown):
         kernels = kernel_lines(self.candidates, self.kernels(), self.xla(), self.xla(fused=True)) if xla else []
         chosen, structured = backend_lines(self.candidates, self.device), structure_lines(*self._structures_or_why)
         sections = (chosen, kernels, pair_lines(self.pairs), self._under_grad(), structured, lint_lines(self.lints))
-        parts = (self.lines(), self.reasons(), *sections, (f"note: {n}" for n in self.notes))
+        parts = (self.lines(), self._waiting_line(), self.reasons(), *sections, (f"note: {n}" for n in self.notes))
         return Text("\n".join(line for part in parts for line in part))
 
     def reasons(self, most: int | None = None) -> list[str]:
@@ -329,6 +342,7 @@ class Findings(Shown):
             "pairs": [p.to_dict() for p in self.pairs],
             "structures": [s.to_dict() for s in self.structures],
             "lints": [lint.to_dict() for lint in self.lints],
+            "waiting": self.waiting.to_dict() if self.waiting is not None else None,
             "notes": list(self.notes),
             "seconds": {k: round(v, 4) for k, v in self.seconds.items()},
         }

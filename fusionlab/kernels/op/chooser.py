@@ -8,12 +8,16 @@ tables (`case`), and the rule.
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
 from ...device import Device
 from ...errors import BackendError
-from ..choose.choices import CHOICES, Choice
+from ..choose.choices import CHOICES, Choice, case_text
 from .implementation import WHAT_XLA_RUNS, BackendVerdict, Call, ChoiceKind, Implementation, ImplementationChoice
 
 
@@ -43,6 +47,10 @@ class Chooser(abc.ABC):
         """Settings among the attributes that are chosen together with an implementation: each a change of the attributes."""
         return ({},)
 
+    def to_time(self, operands: dict[str, Any], **attrs: Any) -> dict[str, Any]:
+        """Operands of random numbers, as a measurement of a call is to have them."""
+        return operands
+
     def is_what_xla_runs(self, name: str, /, **attrs: Any) -> bool:
         """Whether an implementation compiles to the same code as the unfused program, so that there is nothing to time."""
         return name == "xla"
@@ -61,12 +69,13 @@ class Chooser(abc.ABC):
     # What follows.
 
     def measured(self, call: Call) -> Choice | None:
-        """The measurement for a call on that architecture, or for one near it, if there is one."""
-        arch = call.device.arch if call.device.platform == "cuda" else ""
-        text = self.case(call.role, call.shapes, **call.attrs) if arch else None
+        """The measurement for a call on that device, or for one near it, if there is one."""
+        if call.device.platform != "cuda" or not call.device.arch:
+            return None
+        text = self.case(call.role, call.shapes, **call.attrs)
         if text is None:
             return None
-        return CHOICES.lookup(arch, text) or CHOICES.nearest(arch, text, self.sizes, gain=self.least_gain)
+        return CHOICES.lookup(call.device, text) or CHOICES.nearest(call.device, text, self.sizes, gain=self.least_gain)
 
     def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
         """The implementation that runs in a role ("call", "tangent", "cotangent") when none is named.
@@ -74,16 +83,42 @@ class Chooser(abc.ABC):
         `shapes` are those of the primitive's operands, by name; `attrs` its parameters.
         """
         call, unable = Call(role, shapes, device, attrs), ""
+        if _TO_MEASURE.get():
+            return self._to_measure(call)
         found = self.measured(call)
         if found is not None:
             refusal = (
                 self.refusal(found.implementation, call) if found.implementation in self.implementations else _UNKNOWN
             )
             if refusal is None:
-                kind = ChoiceKind.SLOWER if found.implementation == "xla" else ChoiceKind.CHOSEN
-                return ImplementationChoice(found.implementation, kind, found.reason)
+                return self.by_measurement(found)
             unable = f"{found.implementation!r} was fastest but cannot run this call: {refusal}"
         return self.rule(call, unable)
+
+    def _to_measure(self, call: Call) -> ImplementationChoice:
+        """Another implementation than XLA's, if one can run the call and the rule leaves the call to XLA only by measurements or for want
+        of them."""
+        found = self.rule(call, "")
+        if found.waits or found.kind is ChoiceKind.SLOWER:
+            able = (n for n in self.implementations if n != "xla" and self.refusal(n, call) is None)
+            found = next((ImplementationChoice(n, ChoiceKind.CHOSEN, "to be measured") for n in able), found)
+        return found
+
+    def by_measurement(self, found: Choice) -> ImplementationChoice:
+        """The choice where the call was measured."""
+        kind = ChoiceKind.SLOWER if found.implementation == "xla" else ChoiceKind.CHOSEN
+        return ImplementationChoice(found.implementation, kind, found.reason)
+
+    def waits(self, *operands: Any, device: Device | str | None = None, **attrs: Any) -> bool:
+        """Whether a site is XLA's on a device because what else can run it was not measured there: `fusionlab.tune` measures it."""
+        device = Device.of(device)
+        if device.platform != "cuda":
+            return False
+        if self.at_site:
+            left = self.left_to_xla(*operands, device=device, **attrs)
+            return left is not None and left.waits
+        shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
+        return self.decide("call", shapes, device, **full).waits
 
     def refusal(self, name: str, call: Call) -> str | None:
         """Why an implementation cannot run a call, or None."""
@@ -145,6 +180,42 @@ class Chooser(abc.ABC):
         shapes, full = self._prepared(operands, {**attrs, "implementation": None}, device)
         decisions = [self.decide(role, shapes, device, **full, **more) for role, more in self.at_site]
         return self.left(Call("call", shapes, device, full), decisions)
+
+
+_TO_MEASURE: ContextVar[bool] = ContextVar("fusionlab_to_measure", default=False)
+
+
+@contextlib.contextmanager
+def all_to_measure() -> Iterator[None]:
+    """Context in which whatever can run is chosen, measured or not, so that a program has all the calls that may be measured."""
+    token = _TO_MEASURE.set(True)
+    try:
+        yield
+    finally:
+        _TO_MEASURE.reset(token)
+
+
+def is_to_measure() -> bool:
+    """Whether `all_to_measure` is on."""
+    return _TO_MEASURE.get()
+
+
+def exact_case(
+    op: Chooser, defaults: Collection[str], role: str, shapes: Mapping[str, Any], attrs: Mapping[str, Any]
+) -> str:
+    """A case of all operands and of the attributes named in `defaults`, for ops whose measurements say nothing of other sizes."""
+    operands = {name: [str(a.dtype), *a.shape] for name, a in shapes.items()}
+    settings = {name: attrs[name] for name in defaults if name in attrs}
+    content = {"operands": operands, "settings": settings, "residuals": bool(attrs.get("residuals"))}
+    if role == "cotangent":
+        content["wanted"] = wanted_or_all(attrs)
+    return case_text(op.name, role, **json.loads(json.dumps(content, default=str)))
+
+
+def wanted_or_all(attrs: Mapping[str, Any]) -> tuple[str, ...]:
+    """The slots whose gradients a backward call is asked for; of a site, whose backward call is not there yet, all."""
+    present = attrs["present"]
+    return tuple(itertools.compress(present, attrs.get("live", [True] * len(present))))
 
 
 _UNKNOWN = "this version of FusionLab has no such implementation"

@@ -72,6 +72,7 @@ class ImplementationChoice(Shown):
       implementation: its name.
       kind: what it is against XLA's code of the site as it is written.
       reason: why, in a sentence.
+      untried: whether it is XLA's code only because what else can run the call was not measured on the device.
     """
 
     _says = "{0.implementation} ({0.kind}): {0.reason}"
@@ -79,6 +80,12 @@ class ImplementationChoice(Shown):
     implementation: str
     kind: ChoiceKind
     reason: str
+    untried: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether a measurement on the device may change it."""
+        return self.untried or self.kind is ChoiceKind.UNMEASURED
 
 
 @dataclass(frozen=True, repr=False)

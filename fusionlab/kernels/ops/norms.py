@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from ..choose.choices import case_text
 from ..op.arrays import Named
+from ..op.chooser import wanted_or_all
 from ..op.implementation import Call, ChoiceKind, ImplementationChoice
 from ..op.op import Op
 
@@ -24,12 +27,33 @@ class NormOp(Op):
       faster: why the kernels are taken where they are.
     """
 
+    sizes = ("rows", "columns")
     on_a_cpu: ClassVar[tuple[ChoiceKind, str]]
     faster: ClassVar[str]
 
     @abc.abstractmethod
     def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
         """Why XLA's code is taken on a GPU although the kernels can run a "call" or a "cotangent"; None where they are taken."""
+
+    @abc.abstractmethod
+    def rows_of(self, shape: tuple[int, ...], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """The entries of x that share their statistics, and the settings on which the time depends, of x of this shape."""
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By sizes, dtype, operands and what is written: alike for a site and for the calls that become of it."""
+        if role == "tangent":
+            return None
+        whole = next(shapes[name] for name in ("x", "sum", "ct", "ct_sum") if name in shapes)
+        columns, content = self.rows_of(whole.shape, attrs)
+        content |= {"dtype": attrs["dtypes"][0], "operands": sorted(attrs["present"]), "columns": columns}
+        content |= {"rows": math.prod(whole.shape) // max(1, columns)}
+        if role == "call":
+            content["sum"] = "sum" in self.results(**attrs) + self.residual_names(**attrs) * bool(
+                attrs.get("residuals")
+            )
+        else:
+            content["whole"] = bool({"x", "residual", "shift"} & set(wanted_or_all(attrs)))
+        return case_text(self.name, role, **content)
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         if call.device.platform != "cuda" or call.role == "tangent":

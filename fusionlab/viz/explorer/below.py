@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 from fusionlab.device import Device
@@ -30,6 +31,11 @@ _RATES = (
     '<p><button type="button" data-fl="rates" data-msg="{&quot;type&quot;:&quot;rates&quot;}">Measure this device\'s rates</button> '
     "takes a few seconds; the roof is drawn from them.</p>"
 )
+_TUNE = (
+    '<p>{}. <button type="button" data-fl="tune" data-msg="{{&quot;type&quot;:&quot;tune&quot;}}">Tune</button> '
+    "measures them on this device, writes the plan file and searches again.</p>"
+)
+_TUNE_THERE = "<p>{}, on that device.</p>"
 
 
 class Below(Decided):
@@ -105,6 +111,9 @@ class Below(Decided):
         """The head of a tab: the sites to blame, and a button that measures missing rates, if that is possible."""
         if name == "Roofline" and rated:
             return _RATES
+        waiting, where = self.findings.waiting, self.findings.where
+        if name == "Sites" and waiting is not None and where is not None:
+            return (_TUNE_THERE if where.simulated else _TUNE).format(escape(str(waiting)))
         return "".join(sentence_html(b) for of, b in self.blamed.get(self.setting, {}).items() if TAB[of] == name)
 
     def _beside(self, other: Evidence) -> str:

@@ -123,6 +123,20 @@ class Decided:
         enabled = frozenset(c.id for c in found.candidates if c.id in on)
         return self.decide(f"{name}: {option}={value!r}", Setting(enabled, strategy))
 
+    def search_again(self, progress: Progress = False) -> Findings:
+        """The findings with the options of now, searched anew as the choices on this device have changed; nothing is changed."""
+        assert self._find is not None
+        return self._find(self.setting.strategy, progress)
+
+    def adopt(self, found: Findings) -> None:
+        """Takes over new findings, with the sites that are fused by default on; those before are of other implementations."""
+        strategy = self.setting.strategy
+        self._found = {strategy: found}
+        setting = Setting(frozenset(c.id for c in found.select()), strategy)
+        if not self.decide("tuned", setting):
+            self._become(setting)
+            self._changed()
+
     def look_ahead(self, name: str, option: str, value: Any, progress: Progress) -> None:
         """Searches with an option set, and keeps what it finds for `option`, which it raises as; nothing is changed."""
         self._findings(self._with(name, option, value), progress)

@@ -55,6 +55,7 @@ class Measuring(Selecting):
     _scopes_with: Scopes | None
     _rates_with: Callable[[Watch], Device] | None
     _which_with: Which | None
+    _tune_with: Measure | None
     _rates_at_once: bool
     _background: Background
     _clock: Clock
@@ -122,6 +123,18 @@ class Measuring(Selecting):
     def start_scopes(self) -> threading.Thread:
         """`measure_scopes` in a thread of its own."""
         return self._later(self._scoped, "time by scope", self._scopes_with)
+
+    def tune(self) -> None:
+        """Measures the calls of the program on this device, as `fusionlab.tune`, and searches again.
+
+        Raises:
+          ArgumentError: the explorer was made without a function.
+        """
+        self._now(self._tuned, "tuning", self._tune_with)
+
+    def start_tune(self) -> threading.Thread:
+        """`tune` in a thread of its own; cancelled, what was measured until then is kept in the plan file."""
+        return self._later(self._tuned, "tuning", self._tune_with)
 
     def start_option(self, name: str, option: str, value: Any) -> threading.Thread:
         """`option` in a thread of its own: what was measured stays in sight until the search has ended, and a cancel changes nothing."""
@@ -217,6 +230,15 @@ class Measuring(Selecting):
     def _compiled(self, _: Setting, told: Watch, token: Cancel) -> None:
         told("compiling, to list XLA's kernels")
         self.session.kernels()
+
+    def _tuned(self, setting: Setting, told: Watch, token: Cancel) -> None:
+        assert self._tune_with is not None
+        self._tune_with(setting, told, token)
+        told("searching again")
+        found = self.session.search_again(told)
+        if self._background.end(token):  # what the change does to a measurement is no matter of the search
+            self.session.measured.clear()
+            self.session.adopt(found)
 
     def _looked_ahead(self, name: str, option: str, value: Any, _: Setting, told: Watch, token: Cancel) -> None:
         told("searching again")

@@ -120,6 +120,7 @@ _ACTIONS: dict[str, Callable[[Explorer, Message], Any]] = {
     "which": lambda lab, m: lab.start_which(m.get("of")),
     "rates": lambda lab, _: lab.start_rates(),
     "scopes": lambda lab, _: lab.start_scopes(),
+    "tune": lambda lab, _: lab.start_tune(),
     "cancel": lambda lab, _: lab.cancel(),
     "export": _download,
     "dismiss": _dismiss,

@@ -60,6 +60,7 @@ class Explorer(Measuring):
       rates: `rates(progress) -> Device`, this process's device with measured rates (`measure_peaks`), for the roofline.
       rates_at_once: call it after the first measurement, not only by `measure_rates`.
       which: `which(setting, fault, progress, cancel) -> Bisection`, which sites are to blame for a measurement that is slower or worse.
+      tune: `tune(setting, progress, cancel)`, which measures the program's calls and writes the plan file (`fusionlab.tune`).
       after: `after(setting, findings) -> Graph`, the program with those sites fused.
       find: `find(strategy, progress) -> Findings` over the same graph, for when an option is changed.
       script: `script(setting, findings) -> str`, a program that does the same.
@@ -90,6 +91,7 @@ class Explorer(Measuring):
         rates: Callable[[Watch], Device] | None = None,
         rates_at_once: bool = False,
         which: Which | None = None,
+        tune: Measure | None = None,
         after: Callable[[Setting, Findings], Graph] | None = None,
         find: Find | None = None,
         script: Callable[[Setting, Findings], str] | None = None,
@@ -99,6 +101,7 @@ class Explorer(Measuring):
     ):
         self._measure_with, self._shares_with, self._rates_with = measure, shares, rates
         self._script_with, self._times_with, self._which_with = script, times, which
+        self._tune_with = tune
         self._scopes_with = scopes if times is not None else None
         self._rates_at_once = rates is not None and rates_at_once
         self._formulas = dict(formulas or {})

@@ -58,6 +58,7 @@ def header(graph: Graph, counts: Mapping[str, int], findings: Findings | None, m
     if findings is not None:
         device = getattr(findings, "device", "")
         parts += [device] if device else []
+        parts += [str(findings.waiting)] if findings.waiting is not None else []
         parts += [states(counts), headline(measured, brief=True)]
     return " · ".join(parts)
 

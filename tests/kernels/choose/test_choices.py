@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -83,19 +84,55 @@ def test_what_is_written_is_read(file):
 
 
 def test_more_is_added_and_what_is_new_wins(file):
-    write(
-        file,
-        "sm_90",
-        Measured({CASE: FAST, OTHER: FAST}, {"p": ("00", 1), "q": ("01", 1)}, "first", {"a": "1", "b": "1"}),
-    )
+    first = Measured({CASE: FAST, OTHER: FAST}, {"p": ("00", 1), "q": ("01", 1)}, "first", {"jax": "0.9"})
+    write(file, "sm_90", first)
     write(file, "sm_80", Measured({CASE: SLOW}))
-    write(file, "sm_90", Measured({CASE: SLOW}, {"p": ("02", 2)}, "", {"a": "2"}))
+    write(file, "sm_90", Measured({CASE: SLOW}, {"p": ("02", 2)}, "first", {"jax": "0.9"}))
     found = read_plan_file(file, "")
     assert sorted(found) == ["sm_80", "sm_90"]
     assert found["sm_90"].cases[CASE].implementation == "xla"
     assert found["sm_90"].cases[OTHER].implementation == "cublaslt"
     assert found["sm_90"].algorithms == {"p": ("02", 2), "q": ("01", 1)}
-    assert (found["sm_90"].device, found["sm_90"].versions) == ("first", {"a": "2", "b": "1"})
+    write(file, "sm_90", Measured({OTHER: SLOW}, {}, "first", {"jax": "0.10"}))
+    write(file, "sm_90", Measured({OTHER: FAST}, {}, "first", {"jax": "0.9"}))
+    assert [one.versions["jax"] for one in choices.read_sets(file, "")["sm_90"]] == ["0.9", "0.10"]
+    assert read_plan_file(file, "")["sm_90"].cases[OTHER].implementation == "xla"  # the newest versions win
+
+
+def test_plans_merge_in_any_order_the_shorter_time_of_each_counting(file, tmp_path):
+    a = Measured({CASE: Choice("cuda", {"xla": 9.0, "cuda": 5.0})}, {"p": ("00", 1)}, "a card", {"jax": "0.9"})
+    b = Measured(
+        {CASE: Choice("xla", {"xla": 4.0, "cuda": 7.0}), OTHER: FAST}, {"p": ("01", 2)}, "a card", {"jax": "0.9"}
+    )
+    paths = [tmp_path / f"{i}.json" for i in range(3)]
+    for path, one in zip(paths, (a, b, replace(b, device="another card")), strict=True):
+        write(path, "sm_90", one)
+    fusionlab.merge_plans(paths, into=file)
+    merged = file.read_bytes()
+    mine, other = sorted(choices.read_sets(file, "")["sm_90"], key=lambda one: one.device)
+    assert mine.cases[CASE].times_us == {"xla": 4.0, "cuda": 5.0}
+    assert mine.cases[CASE].implementation == "xla"
+    assert (mine.cases.keys(), mine.algorithms) == ({CASE, OTHER}, {"p": ("01", 2)})
+    assert (other.device, other.cases.keys()) == ("another card", {CASE, OTHER})
+    fusionlab.merge_plans([*reversed(paths), file], into=file)
+    assert file.read_bytes() == merged
+    paths[0].write_text("{")
+    for asked, told in (
+        ([*paths], "is not a plan file"),
+        ([tmp_path / "absent.json"], "does not exist"),
+        ("x", "several"),
+    ):
+        with pytest.raises(ArgumentError, match=told):
+            fusionlab.merge_plans(asked, into=file)
+    assert file.read_bytes() == merged
+
+
+def test_a_file_of_the_first_format_is_read_and_kept_when_it_is_added_to(file):
+    file.parent.mkdir()
+    file.write_text(json.dumps(WHOLE))
+    write(file, "sm_90", Measured({OTHER: SLOW}, {}, "a card", {"jax": "0.9"}))
+    assert json.loads(file.read_text())["format"] == choices.FORMAT == 2
+    assert read_plan_file(file, "")["sm_90"].cases.keys() == {CASE, OTHER}
 
 
 def test_the_same_content_gives_the_same_bytes(file):
@@ -156,7 +193,7 @@ def test_counters(file):
 def test_a_plan_file_is_read_again_when_it_changes_and_not_otherwise(file, monkeypatch):
     reads = []
     monkeypatch.setattr(
-        choices, "read_plan_file", lambda path, source, real=read_plan_file: reads.append(path) or real(path, source)
+        choices, "read_sets", lambda path, source, real=choices.read_sets: reads.append(path) or real(path, source)
     )
     known = Choices(file)
     assert known.lookup("sm_90", CASE) is None
@@ -234,7 +271,7 @@ DAMAGED = {
     "cut": json.dumps(WHOLE)[:-9],
     "no object": "[]",
     "null": "null",
-    "another format": changed(("format",), 2),
+    "another format": changed(("format",), 3),
     "no architectures": '{"format":1}',
     "architectures of another kind": changed(("archs",), [1]),
     "cases of another kind": changed((*ARCH, "cases"), [CASE]),

@@ -241,7 +241,7 @@ def test_plotting_imports_no_pyplot():
 
 
 @pytest.mark.parametrize(
-    ("low", "shown"), [(0.15, ["0.2", "0.5", "1", "2", "5"]), (1e-4, ["0.001", "0.01", "0.1", "1"])]
+    ("low", "shown"), [(0.15, ["0.2", "0.5", "1", "2", "5"]), (2e-4, ["0.001", "0.01", "0.1", "1"])]
 )
 def test_an_axis_has_one_kind_of_label(low, shown):
     from fusionlab.viz.plots import _log_axis, new_axes

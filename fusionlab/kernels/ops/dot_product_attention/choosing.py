@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ....device import Device
-from ...choose.choices import case_text
+from ...choose.choices import CHOICES, case_text
 from ...op.arrays import refuses_shardings
 from ...op.implementation import ChoiceKind, ImplementationChoice
 from ...op.primitive import wanted_of
@@ -120,7 +120,7 @@ def _of_cuda(shapes: Mapping[str, Any], device: Device, attrs: Mapping[str, Any]
     wide = dtype.itemsize > 2
     if not (wide or read):
         return _TAKEN
-    slower = device.arch in MEASURED and (wide or "mask" in read)
+    slower = CHOICES.measured_on(device, MEASURED) and (wide or "mask" in read)
     subject = dtype.name if wide else f"a {'mask' if slower else read[0].replace('_', ' ')}"
     takes = "(implementation='cuda' takes it)"
     if slower:

@@ -87,7 +87,7 @@ class GatedMatmul(Op):
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why, call.role == "call" and not unable)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By sizes, dtype, activation, and how the weights lie."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...choose.choices import CHOICES, case_text
-from ...op.implementation import Call, ChoiceKind, ImplementationChoice
+from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from . import cublaslt
 
 PACKABLE = ("relu", "relu_where")  # activations whose residual is a plain mask
@@ -58,8 +58,16 @@ def _inner(shapes: Mapping[str, Any], attrs: Mapping[str, Any]) -> int:
     return shapes["x"].shape[attrs["x_contract"]] if "x" in shapes else 0
 
 
-def rule(call: Call, unable: str) -> ImplementationChoice:
+def _can_run(call: Call, implementations: Mapping[str, Implementation]) -> bool:
+    """Whether anything but XLA's code can run it, on an architecture that is known."""
+    others = [impl for name, impl in implementations.items() if name != "xla"]
+    refusals = [impl.refuses(call.shapes, call.device, role=call.role, **call.attrs) for impl in others]
+    return bool(call.device.arch) and None in refusals
+
+
+def rule(call: Call, unable: str, implementations: Mapping[str, Implementation]) -> ImplementationChoice:
     """The choice if no implementation that can run was measured: XLA's code."""
+    untried = False
     if call.device.platform == "cpu":
         why = ON_CPU
     elif call.role == "tangent":
@@ -68,5 +76,6 @@ def rule(call: Call, unable: str) -> ImplementationChoice:
         why = "the only implementation there is here"
     else:
         hint = CHOICES.unshared or "fusionlab.tune measures"
+        untried = not unable and _can_run(call, implementations)
         why = unable or f"no such call was measured for {call.device.arch or 'this architecture'}; {hint}"
-    return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why)
+    return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why, untried)

@@ -241,7 +241,7 @@ def run(
     plan: lt.MatmulPlan, device: Device, operands: Sequence[Array], results: Sequence[jax.ShapeDtypeStruct]
 ) -> list[Array]:
     """The results of a plan but its workspace, by the algorithm that was measured fastest for it, if one was."""
-    if found := CHOICES.algorithm(device.arch, plan_name(plan)):
+    if found := CHOICES.algorithm(device, plan_name(plan)):
         plan = plan.with_algorithm(*found)
     scratch = jax.ShapeDtypeStruct((plan.workspace,), np.uint8)
     return launch(plan, operands, [*results, scratch])[:-1]

@@ -89,7 +89,7 @@ class GemmEpilogue(Op):
         return frozenset(operands.union(self.residual_names(**attrs)) if wanted else ())
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        return choosing.rule(call, unable)
+        return choosing.rule(call, unable, self.implementations)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         return None if role == "tangent" else choosing.case(role, shapes, attrs)

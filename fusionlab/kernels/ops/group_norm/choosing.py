@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from ...choose.choices import CHOICES
 from ...op.arrays import first_given
 from ...op.implementation import Call, ChoiceKind
 
@@ -20,9 +21,9 @@ FASTER = "XLA's code was measured to take longer at sizes like this (benchmarks 
 
 def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
     """Why XLA's code is taken although the kernels can run: they were not measured. None where they were."""
-    if call.device.arch not in MEASURED:
+    if not CHOICES.measured_on(call.device, MEASURED):
         where = call.device.arch or "this architecture"
-        why = f"measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes the kernels)"
+        why = f"measured on {', '.join(MEASURED)} only, not on {where} (fusionlab.tune measures; implementation='cuda' takes the kernels)"
         return ChoiceKind.UNMEASURED, why
     if (elements := math.prod(first_given(call.shapes, "x", "ct").shape)) < LEAST:
         return ChoiceKind.UNMEASURED, f"x has {elements} elements; below {LEAST} nothing was measured"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -67,6 +68,10 @@ class GroupNorm(NormOp):
         needed |= {"scale"} if active or "x" in wanted else set()
         needed |= {"bias"} if active else set()
         return frozenset(needed - (set(_VECTORS) - set(present)))
+
+    def rows_of(self, shape: tuple[int, ...], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        entries = math.prod(shape[attrs["batch_axes"] :]) // attrs["groups"]
+        return entries, {"activation": attrs["activation"], "channels": shape[-1] // attrs["groups"]}
 
     def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
         return choosing.why_xla(call)

@@ -9,7 +9,9 @@ import numpy as np
 
 from ....errors import ArgumentError
 from ....tracebacks import own_lines_hidden
+from ...choose.choices import CHOICES
 from ...op.arrays import canonical_precision, check_dtypes, check_given, check_name
+from ...op.chooser import exact_case
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
 from . import mosaic, reference
@@ -65,10 +67,23 @@ class GroupedMatmul(Op):
         other = {"x": "w", "w": "x"}
         return frozenset({"group_sizes", *(other[slot] for slot in wanted)} if wanted else ())
 
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By everything."""
+        return None if role == "tangent" else exact_case(self, self.defaults, role, shapes, attrs)
+
+    def to_time(self, operands: dict[str, Any], **attrs: Any) -> dict[str, Any]:
+        """Groups of equal size."""
+        sizes, rows = operands["group_sizes"], mosaic.rows_of(operands)
+        return {**operands, "group_sizes": (sizes * 0) + rows // max(1, sizes.shape[0])}
+
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         refusal = self.refusal("mosaic", call)
         if call.role == "tangent" or refusal is not None:
             return ImplementationChoice("xla", ChoiceKind.SAME_CODE, f"not mosaic: {refusal}" if refusal else "")
+        if not CHOICES.measured_on(call.device, (mosaic.ARCH,)):
+            return ImplementationChoice(
+                "xla", ChoiceKind.SAME_CODE, "not mosaic: not measured here; fusionlab.tune measures", True
+            )
         rows, groups = mosaic.rows_of(call.shapes), call.shapes["group_sizes"].shape[0]
         if rows < LEAST_ROWS or groups < LEAST_GROUPS:
             why = f"not mosaic: with fewer than {LEAST_ROWS} rows or {LEAST_GROUPS} groups it was measured slower"

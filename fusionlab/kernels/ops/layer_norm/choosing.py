@@ -7,12 +7,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...choose.choices import CHOICES
 from ...op.arrays import first_given
 from ...op.implementation import Call, ChoiceKind
 from ..geometry import ITEM_BYTES, vector
 from . import cuda
 
 MEASURED = ("sm_90",)
+TUNE = "fusionlab.tune measures; implementation='cuda' takes them"
 LEAST = 1 << 20  # elements of x below which both take the same time, as launches are most of it
 # Columns beyond which XLA's code is faster, or nothing was measured.
 WIDEST = {"call": 1 << 14, "cotangent": 1 << 13}
@@ -22,9 +24,9 @@ FASTER = "one pass over memory: measured faster than XLA's code at sizes like th
 
 def why_xla(call: Call) -> tuple[ChoiceKind, str] | None:
     """Why XLA's code is taken although the kernels can run; None where they were measured faster."""
-    if call.device.arch not in MEASURED:
+    if not CHOICES.measured_on(call.device, MEASURED):
         where = call.device.arch or "this architecture"
-        why = f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes them)"
+        why = f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} ({TUNE})"
         return ChoiceKind.UNMEASURED, why
     why = _why_slower(call.role, first_given(call.shapes, *cuda.WHOLE), call.attrs.get("residuals", False))
     return (ChoiceKind.SLOWER, why) if why else None

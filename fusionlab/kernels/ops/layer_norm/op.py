@@ -12,6 +12,7 @@ from ....errors import ArgumentError
 from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
 from ....tracebacks import own_lines_hidden
+from ...choose.choices import CHOICES
 from ...op.arrays import FLOATS, axis_number, check_given, check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
@@ -102,6 +103,9 @@ class LayerNorm(NormOp):
         why = "" if call.role != "call" or self.refusal("pallas", call) else pallas.why_taken(call, found)
         return ImplementationChoice("pallas", ChoiceKind.CHOSEN, why) if why else found
 
+    def rows_of(self, shape: tuple[int, ...], attrs: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        return shape[attrs["axis"]], {"kind": attrs["kind"], "last": attrs["axis"] in (-1, len(shape) - 1)}
+
     def why_xla(self, call: Call) -> tuple[ChoiceKind, str] | None:
         return choosing.why_xla(call)
 
@@ -111,7 +115,7 @@ class LayerNorm(NormOp):
         if found is None or call.device.platform != "cuda":
             return found
         as_xla = "XLA's code as a separate op was measured to take longer (benchmarks attention, encoder)"
-        if call.device.arch not in choosing.MEASURED:
+        if not CHOICES.measured_on(call.device, choosing.MEASURED):
             as_xla = "XLA's code as a separate op was not measured there either"
         return replace(found, reason=f"{found.reason}; and {as_xla}")
 

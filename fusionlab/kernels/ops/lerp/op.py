@@ -105,8 +105,11 @@ class Lerp(Op):
         return case_text(self.name, role, **content)
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
-        """A site is left where it gains in no role."""
-        kinds = {decision.kind for decision in decisions}
+        """A site is left where it gains in no role. A program has one of the backward calls: one that was measured is enough."""
+        by_role: dict[str, set[ChoiceKind]] = {}
+        for (role, _), decision in zip(self.at_site, decisions, strict=True):
+            by_role.setdefault(role, set()).add(decision.kind)
+        kinds = set().union(*(found - {ChoiceKind.UNMEASURED} or found for found in by_role.values()))
         if call.device.platform != "cuda" or ChoiceKind.CHOSEN in kinds:
             return None
         if refusal := self.implementations["cuda"].refuses(call.shapes, call.device, **call.attrs):

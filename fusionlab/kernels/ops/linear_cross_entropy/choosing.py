@@ -9,6 +9,7 @@ from .settings import Settings
 AGAIN = (
     "the backward pass computes the logits again, a product more than XLA's code, for the memory that they would take"
 )
+TIMED = ("softcap", "logits_dtype", "transposed", "masked", "also", "chunk", "precision")  # attributes
 ONE = "its rows make one chunk"
 AS_FAST_ON_A_CPU = "as many products as in XLA's code, and the logits of one chunk exist at a time"
 
@@ -25,7 +26,7 @@ def rule(call: Call) -> ImplementationChoice:
         return _xla(ONE)
     if call.device.platform != "cpu":
         where = call.device.arch or call.device.platform
-        why = f"chunks of rows were not measured on {where} (fl.ops.linear_cross_entropy takes them)"
+        why = f"chunks of rows were not measured on {where} (fusionlab.tune measures; fl.ops.linear_cross_entropy takes them)"
         return ImplementationChoice("xla_chunked", ChoiceKind.UNMEASURED, why)
     if not form.is_scalar and call.attrs.get("residuals"):
         return ImplementationChoice("xla_chunked", ChoiceKind.SLOWER, AGAIN)

@@ -9,7 +9,10 @@ from typing import Any, ClassVar
 
 import jax
 
+from ....device import Device
 from ....tracebacks import own_lines_hidden
+from ...choose.choices import Choice
+from ...op.chooser import exact_case
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
 from ...op.primitive import FusedPrimitive
@@ -91,6 +94,19 @@ class LinearCrossEntropy(Op):
 
         outs = jax.vmap(summed, in_axes=tuple(d if isinstance(d, int) else None for d in dims))(*operands)
         return outs, [0] * len(outs)
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By everything but the numbers that no time depends on."""
+        return None if role == "tangent" else exact_case(self, choosing.TIMED, role, shapes, attrs)
+
+    def decide(self, role: str, shapes: Mapping[str, Any], device: Device, **attrs: Any) -> ImplementationChoice:
+        """By measurement where the rule has none."""
+        found = self.rule(Call(role, shapes, device, attrs), "")
+        return super().decide(role, shapes, device, **attrs) if found.waits else found
+
+    def by_measurement(self, found: Choice) -> ImplementationChoice:
+        """Chunks in any case: who names the pass wants the memory that they save."""
+        return replace(super().by_measurement(found), implementation="xla_chunked")
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         return choosing.rule(call)

@@ -130,7 +130,8 @@ class Matmul(Op):
         *refusals, taken = self.routes(shapes, device, **attrs)
         refused = "; ".join(f"not {answer.route.name}: {answer.sentence}" for answer in refusals)
         if taken.route.name == "xla":
-            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, refused)
+            untried = any(answer.code == ChoiceKind.UNMEASURED.value for answer in refusals)
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, refused, untried)
         why = "; ".join(filter(None, (taken.sentence, refused)))
         return ImplementationChoice(taken.route.implementation, ChoiceKind.CHOSEN, why)
 

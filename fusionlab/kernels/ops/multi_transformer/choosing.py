@@ -8,10 +8,12 @@ from typing import Any
 import jax
 
 from ....device import Device
+from ...choose.choices import CHOICES
 from .decode import backend as cuda
 from .decode.persistent.plan import BLOCKS
 
 MEASURED = ("sm_90",)
+TUNE = "fusionlab.tune measures; implementation='cuda' takes them"
 # Tokens' features between which the kernels were measured faster than jax.jit, for 1, 4 and 16 texts: for one text by any of the kernels,
 # for several by the one that needs a multiprocessor for each of its blocks. Other widths were not measured.
 WIDTHS = 1024, 4096
@@ -20,9 +22,9 @@ FASTER = "a few texts of one token each: measured faster than XLA's code for suc
 
 def why_not_cuda(shapes: Mapping[str, Any], device: Device, *, residuals: bool = False, **attrs: Any) -> str | None:
     """Why the pieces are preferred for a call; None where the kernels are."""
-    if device.arch not in MEASURED:
+    if not CHOICES.measured_on(device, MEASURED):
         where = device.arch or "this architecture"
-        return f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} (implementation='cuda' takes them)"
+        return f"the kernels were measured on {', '.join(MEASURED)} only, not on {where} ({TUNE})"
     if residuals:
         return "they run only forward"
     rows, tokens, width = shapes["x"].shape

@@ -10,7 +10,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from ....device import Device
+from ...choose.choices import Choice
 from ...op.arrays import batch_size, canonical_precision
+from ...op.chooser import exact_case
 from ...op.composite import CompositeOp, composite_implementation
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from . import choosing, composed, reference
@@ -99,6 +101,22 @@ class MultiTransformer(CompositeOp):
             _folded(n, v, d, size, own) if _has_rows(n) else v for n, v, d in zip(names, values, dims, strict=True)
         ]
         return folded, params
+
+    def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
+        """By everything."""
+        return exact_case(self, self.defaults, role, shapes, attrs)
+
+    def to_time(self, operands: dict[str, Any], **attrs: Any) -> dict[str, Any]:
+        """A cache that is half full."""
+        caches = [a for name, a in operands.items() if name.startswith("cache_k")]
+        if "step" not in operands or not caches:
+            return operands
+        return {**operands, "step": operands["step"] * 0 + max(caches[0].shape[1:3]) // 2}
+
+    def by_measurement(self, found: Choice) -> ImplementationChoice:
+        if found.implementation == "cuda":
+            return super().by_measurement(found)
+        return ImplementationChoice("composed", ChoiceKind.IN_PIECES, found.reason)
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
         if call.role == "call" and not choosing.why_not_cuda(call.shapes, call.device, **call.attrs):
