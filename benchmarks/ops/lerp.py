@@ -299,8 +299,9 @@ def table_of(path: Path, record: Mapping[str, Any]) -> None:
     """Adds what a record holds for best to a table; XLA's time is FusionLab's where that took XLA's code, else jax.jit's."""
     import jax
 
-    from fusionlab.evidence.tuning import MIN_GAIN, calls_in
+    from fusionlab.evidence.tuning import calls_in
     from fusionlab.kernels.choose.choices import Choice, Measured, write
+    from fusionlab.kernels.choose.plan_files import MIN_GAIN
     from fusionlab.ops import lerp
 
     parts, choices = {"call": "forward", "cotangent": "backward"}, {}

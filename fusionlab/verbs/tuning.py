@@ -180,13 +180,11 @@ def _calls(
     """The fused calls of a program and, unless it is differentiated already, of its gradient with respect to every float: first as all
     passes make them, and each pass alone that yielded sites to others; then those of the passes that have to be named, for whole layers.
     """
-    chosen = select(lab._registry(), passes)
-    whole = [(p, {}) for p in lab._registry().values() if p.named_only]
+    plain, chosen = fn, select(lab._registry(), passes)
     if isinstance(fn, lab.Fused):
         static = {k: (*fn.asked[k], *as_tuple(v)) for k, v in static.items()}
-        chosen = fn._options["passes"] if passes is None else chosen
+        plain, chosen = fn.original, fn._options["passes"] if passes is None else chosen
     stages("tracing")
-    plain = fn.original if isinstance(fn, lab.Fused) else fn
     graph = lab.trace(plain, *args, **static, **kwargs)
     stages("searching")
     found = _found(graph, chosen)
@@ -194,6 +192,7 @@ def _calls(
     yield _calls_in([found, *(_found(graph, [one]) for one in chosen if one[0].name in lost)], grad)
     if passes is None and plain is fn:
         stages("searching whole layers")
+        whole = [(p, {}) for p in lab._registry().values() if p.named_only]
         yield _calls_in([_found(graph, whole)], grad)
 
 

@@ -105,7 +105,7 @@ def test_the_largest_batch_of_a_tiny_model_runs():
     assert 1 <= found["by hand"]["batch"] <= found["fused grad, chunked loss"]["batch"]
 
 
-@pytest.mark.dear
+@pytest.mark.gpu  # where torch is
 def test_torch_has_the_same_loss(monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")

@@ -276,9 +276,9 @@ def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     if [n.primitive for n in rest[-2:]] in (["tanh", "mul"], ["tanh", "div"]):
         cap = _factor(view, rest.pop())
         rest.pop()
-        head = replace(head, softcap=cap if cap is not None and cap > 0 else None, scale=cap or 0.0)
-        if head.softcap is None:
+        if cap is None or cap <= 0:
             raise Declined("the logits are capped by another function than cap * tanh(logits / cap)", "scalar", steps)
+        head = replace(head, softcap=cap, scale=cap)
     return _scaled(view, head, rest)
 
 
