@@ -45,6 +45,7 @@ DATA_SHEETS = {
     "h200": (4.8e12, 989e12),
     "b200": (8e12, 2250e12),
     "rtx4090": (1.008e12, 165e12),
+    "rtx5090": (1.792e12, 209e12),
     "t4": (320e9, 65e12),
 }
 NEEDED = ("cupy", "nvmath")  # modules that launching on a CUDA device needs, beside JAX

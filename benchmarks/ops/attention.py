@@ -84,8 +84,9 @@ SHAPES = (
     Shape(8, 16, 1024, 64, "lengths"),
     Shape(8, 16, 1024, 64, "random"),
     Shape(8, 16, 1024, 64, "no", "BTNH", "float32"),
-    *(Shape(8, 16, 1024, features) for features in (80, 96, 160, 256)),
 )
+# Of these there is no record yet.
+OTHER_HEADS = tuple(Shape(8, 16, 1024, features) for features in (80, 96, 160, 256))
 TINY = (Shape(1, 2, 64, 8), Shape(1, 2, 64, 8, "causal", "BNTH"), Shape(1, 2, 64, 8, "random", dtype="float32"))
 
 
@@ -343,7 +344,7 @@ def main(argv: list[str]) -> int:
         if not options.json:
             print(line(name, found), flush=True)
 
-    shapes = {shape.name: shape for shape in (SHAPES if on_cuda else TINY)}
+    shapes = {shape.name: shape for shape in ((*SHAPES, *OTHER_HEADS) if on_cuda else TINY)}
     steps = {f"encoder step, {name}": name for name in STEPS} if importlib.util.find_spec("flax") else {}
     size = Encoder() if on_cuda else Encoder(1, 16, 32, 2, 64)
     asked = chosen((*shapes, *steps, "memory"), options.only)

@@ -228,7 +228,8 @@ def test_tuning_is_told_what_to_measure_and_where_to_write(run, model, tmp_path,
     monkeypatch.setattr(fl, "tune", tune)
     assert run("tune", f"{model}:mlp", "--no-grad", "--passes", "gemm_epilogue", "-o", "plans.json")[0] == 0
     assert callable(given.pop("progress"))
-    assert given == {"grad": False, "passes": ["gemm_epilogue"], "path": "plans.json"}
+    told = {"grad": False, "passes": ["gemm_epilogue"], "path": "plans.json", "budget_s": None, "again": False}
+    assert given == told
 
 
 def test_find_dumps_the_graph_before_and_after_each_pass(run, model, tmp_path):

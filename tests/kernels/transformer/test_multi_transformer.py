@@ -518,10 +518,10 @@ def test_its_operations_are_those_of_its_pieces():
     assert flops - causal >= 2 * hidden
 
 
-def test_what_is_tuned_is_its_pieces():
+def test_what_is_tuned_is_the_layer_and_its_pieces():
     given, attrs = case("rms_gated", 2)
     found = {c.primitive.name for c in calls_in(jax.make_jaxpr(bound(given, **attrs))(*given.values()).jaxpr)}
-    assert found == {"gemm_epilogue", "dot_product_attention", "gated_matmul"}
+    assert found == {"multi_transformer", "gemm_epilogue", "dot_product_attention", "gated_matmul", "layer_norm"}
 
 
 @pytest.mark.parametrize("module", [public, weights])

@@ -80,7 +80,7 @@ class GroupedMatmul(Op):
         refusal = self.refusal("mosaic", call)
         if call.role == "tangent" or refusal is not None:
             return ImplementationChoice("xla", ChoiceKind.SAME_CODE, f"not mosaic: {refusal}" if refusal else "")
-        if not CHOICES.measured_on(call.device, (mosaic.ARCH,)):
+        if not CHOICES.measured_on(call.device, ("sm_90",)):
             return ImplementationChoice(
                 "xla", ChoiceKind.SAME_CODE, "not mosaic: not measured here; fusionlab.tune measures", True
             )
