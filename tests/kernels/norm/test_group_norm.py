@@ -249,7 +249,8 @@ def test_backends_say_same_code_and_formulas_read_as_the_code_does():
 def test_the_kernels_are_taken_where_xlas_code_was_measured_slow():
     def chosen(shape, device, dtype="bfloat16"):
         x = jax.ShapeDtypeStruct(shape, dtype)
-        found = OP.decide("call", {"x": x}, Device.of(device), batch_axes=1, groups=8, activation="none")
+        attrs = {"batch_axes": 1, "groups": 8, "activation": "none", "present": ("x",), "dtypes": (dtype,)}
+        found = OP.decide("call", {"x": x}, Device.of(device), **attrs)
         return found.implementation, found.reason
 
     assert chosen((2, 64, 64, 320), "sm_90") == ("cuda", choosing.FASTER)
