@@ -44,6 +44,9 @@ class GateOp:
     def left_to_xla(self, *_, **__):
         return None
 
+    def waits(self, *_, **__):
+        return False
+
 
 @dataclass
 class GatePass(Pass):

@@ -14,7 +14,7 @@ from fusionlab.commands.demo import _choices
 from fusionlab.fusers.engine.overlaps import settle
 from fusionlab.viz.html.report import report_html
 from fusionlab.viz.model.summaries import summary
-from tests.asked import by_default, by_name
+from tests.asked import by_name
 
 
 def layer(x, w, v, scale, bias):
@@ -117,13 +117,6 @@ def test_a_blend_is_fused_on_a_gpu_where_something_near_it_was_measured_faster(s
     assert not named.idle
     (here,) = fl.find(blend, *args).candidates
     assert not here.idle
-
-
-def test_tune_measures_what_is_left_as_it_is():
-    from fusionlab.verbs import tuning
-
-    assert set(tuning._named(None)) == {p.name for p in by_default()}
-    assert tuning._named("lerp") == "lerp"
 
 
 def test_it_is_drawn_as_a_candidate_and_not_as_applied():
