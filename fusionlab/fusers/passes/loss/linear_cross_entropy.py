@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.backward.find import SumTerms, find_backward
+from ....graph.canonical.nodes import nonunit
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.primitives import having
@@ -130,6 +131,8 @@ class _LossSite(Site):
         if find_backward(self.view, loss.region.of(loss.region.root), derivatives, SumTerms(self.view)) is not None:
             return None
         values = [v for v in loss.region.roots if is_float(v.dtype)]
+        if any(nonunit(v.shape) != nonunit(loss.head.rows) for v in values):
+            return None  # summed already
         found = GradientsOfLoss(self.pass_, self.search, self.anchor).examined(*known, *values)
         return next((outcome for outcome in found if isinstance(outcome, Candidate)), None)
 
