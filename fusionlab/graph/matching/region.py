@@ -464,7 +464,9 @@ def _constant_key(
     """A key, equal for constants that are computed in the same way."""
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((i, ("const", id(c))) for i, c in consts.items())
-    number.update((i, ("given", a.shape, str(a.dtype), distinct(a).shape, distinct(a).tobytes())) for i, (_, a) in given.items())
+    number.update(
+        (i, ("given", a.shape, str(a.dtype), distinct(a).shape, distinct(a).tobytes())) for i, (_, a) in given.items()
+    )
     return "constant", tuple(node_signature(n, number) for n in nodes), number[value.id]
 
 

@@ -250,7 +250,7 @@ def test_no_gradient_is_made_that_nobody_asked_for():
         ("cpu", 4096, False, "xla_chunked", "slower"),
         ("cpu", 64, True, "xla", "same code"),
         ("sm_90", 16384, True, "xla_chunked", "unmeasured"),
-        ("sm_90", 64, True, "xla", "same code"),
+        ("sm_90", 64, True, "xla_chunked", "unmeasured"),
     ],
 )
 def test_where_chunks_are_taken(device, rows, weighted, name, left):
@@ -270,6 +270,10 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
     assert chunked.chunks((4097, 16), 32768, form) == (9, 456)
     assert chunked.chunks((512, 16), 32768, form) == (1, 512)
     assert chunked.chunks((3, 16), 1 << 30, form)[0] == 3
+    form = chunked.Settings.of({**full, "device": Device.of("h100"), "logits_dtype": "bfloat16"})
+    assert chunked.chunks((8192, 16), 32768, form) == (4, 2048)
+    assert chunked.chunks((8192, 16), 128256, form) == (8, 1024)
+    assert chunked.chunks((8192, 16), 32768, form, in_place=True) == (1, 8192)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def rule(call: Call) -> ImplementationChoice:
     if call.role == "cotangent" and not form.has_rows:
         return _xla("the gradients were made in the forward pass: they are only multiplied")
     size = call.shapes["w"].shape[0 if form.transposed else 1]
-    if chunked.chunks(call.shapes["x"].shape, size, form)[0] == 1:
+    if call.device.platform == "cpu" and chunked.chunks(call.shapes["x"].shape, size, form)[0] == 1:
         return _xla(ONE)
     if call.device.platform != "cpu":
         where = call.device.arch or call.device.platform

@@ -66,21 +66,43 @@ def gradients(
     form: Settings,
 ) -> dict[str, Array]:
     """Of a chunk's logits, in A, by slot; that of w is to be multiplied by `factor`. `part` has x, top and mass by row."""
+    dh, sizes = multiplied(known, of, part, cotangents, form)
+    found = products(known, dh, sizes, part["x"], w, wanted, form)
+    return found | (of_bias(of, part, cotangents, form) if "bias" in wanted else {})
+
+
+def multiplied(
+    known: Halves | None, of: rows.Logits, part: Named, cotangents: Named, form: Settings
+) -> tuple[Array, Array | None]:
+    """(the cotangent of the logits in the dtype in which it is multiplied, the sizes of its rows by which it was divided)."""
     statistics = of, part["top"], part["mass"]
     if known is None:
-        dh = rows.through(*statistics, cotangents.get("loss"), cotangents.get("lse"), form)
-        return rows.gradients(dh, part["x"], w, wanted, form)
-    size = _by_row(cotangents)
-    size = jnp.where(jnp.isfinite(size) & (size > 0), size, 1)
-    given = {name: a / size for name, a in cotangents.items()}
-    dh = rows.through(*statistics, given.get("loss"), given.get("lse"), form)
-    x = (part["x"] * (size / known.of_rows / known.of_x)[..., None]).astype(jnp.float16)
-    found = rows.products(dh.astype(jnp.float16), x, known.w, wanted, form)
-    if "x" in found:
-        found["x"] = found["x"] * (size * known.of_w)[..., None]
-    if "bias" in wanted:
-        found["bias"] = jnp.sum(dh * size[..., None], axis=0)
-    return found
+        return rows.through(*statistics, *_of_both(cotangents), form).astype(form.logits_dtype), None
+    sizes = _by_row(cotangents)
+    sizes = jnp.where(jnp.isfinite(sizes) & (sizes > 0), sizes, 1)
+    given = {name: a / sizes for name, a in cotangents.items()}
+    return rows.through(*statistics, *_of_both(given), form).astype(jnp.float16), sizes
+
+
+def products(
+    known: Halves | None, dh: Array, sizes: Array | None, x: Array, w: Array, wanted: tuple[str, ...], form: Settings
+) -> dict[str, Array]:
+    """The gradients of x and w among those wanted, of what `multiplied` gives, in A; that of w is to be multiplied by `factor`."""
+    if known is None or sizes is None:
+        return rows.products(dh, x, w, wanted, form)
+    x = (x * (sizes / known.of_rows / known.of_x)[..., None]).astype(jnp.float16)
+    found = rows.products(dh, x, known.w, wanted, form)
+    return found | ({"x": found["x"] * (sizes * known.of_w)[..., None]} if "x" in found else {})
+
+
+def of_bias(of: rows.Logits, part: Named, cotangents: Named, form: Settings) -> dict[str, Array]:
+    """The gradient of the bias of a chunk's logits, in A."""
+    dh = rows.through(of, part["top"], part["mass"], *_of_both(cotangents), form)
+    return {"bias": jnp.sum(dh, axis=tuple(range(dh.ndim - 1)))}
+
+
+def _of_both(cotangents: Named) -> tuple[Array | None, Array | None]:
+    return cotangents.get("loss"), cotangents.get("lse")
 
 
 def factor(known: Halves | None) -> Any:

@@ -154,10 +154,7 @@ def results(
     found = {"top": top, "mass": mass, **losses(of, top, mass, form)}
     if "argmax" in form.also:
         found["argmax"] = best(of, form)
-    found |= {} if pulled is None else pulled(of, top, mass)
-    if "x" in found and (axes := form.mesh_axes("v")):
-        found["x"] = lax.psum(found["x"], axes)
-    return found
+    return found if pulled is None else found | pulled(of, top, mass)
 
 
 def best(of: Logits, form: Settings) -> Array:
