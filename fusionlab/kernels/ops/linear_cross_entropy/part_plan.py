@@ -19,7 +19,7 @@ RESULTS = ("cotangent", "top", "mass", "loss", "lse")
 MULTIPROCESSORS = 132  # where a device's own number is not known
 STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
 RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each
-HELD = 4  # vectors of a thread in registers, at most
+HELD = 2  # vectors of a thread in registers, at most
 MOST_AGAIN = 4  # of a row's vectors, one in so many is read a second time before blocks get larger
 
 

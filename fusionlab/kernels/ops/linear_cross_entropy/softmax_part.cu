@@ -35,9 +35,12 @@ using Vector = Pack<T>;
 constexpr bool kWants = FL_OUT >= 0, kTwice = kWants || FL_SMOOTH; // twice over the row
 constexpr bool kAligned = FL_N % FL_VEC == 0;                       // every row starts at a vector
 constexpr int kLeast = kAligned ? FL_N / FL_VEC : FL_N < FL_VEC ? 0 : (FL_N - FL_VEC + 1) / FL_VEC; // vectors of a row, at least
+constexpr int kFull = kLeast / FL_THREADS;                          // so many of them all threads have
 constexpr int kWarps = FL_THREADS / 32;
 constexpr int kBatch = 16 / FL_VEC; // vectors at a time: 16 entries, which share the exponential that the sum is rescaled by
 constexpr int kKept = FL_HELD + FL_STAGED, kGroups = (FL_STAGED + kBatch - 1) / kBatch;
+// Behind those that are kept: where whole batches of vectors that all threads have end.
+constexpr int kWhole = kFull > kKept ? kKept + (kFull - kKept) / kBatch * kBatch : kKept;
 constexpr float kLog2e = 1.44269504f;
 
 __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
@@ -81,7 +84,7 @@ struct Row {
     head = before < FL_N ? before : FL_N;
     body = kAligned ? FL_N / FL_VEC : (FL_N - head) / FL_VEC;
   }
-  __device__ __forceinline__ bool has(int i) const { return (i + 1) * FL_THREADS <= kLeast || unit_of(i) < body; }
+  __device__ __forceinline__ bool has(int i) const { return i < kFull || unit_of(i) < body; }
   __device__ __forceinline__ const T* at(int i) const { return start + column_of(i); }
   __device__ __forceinline__ int column_of(int i) const { return head + unit_of(i) * FL_VEC; }
   // Of the entry that is a thread's alone, -1 for none.
@@ -91,6 +94,10 @@ struct Row {
     return column < FL_N && thread < 2 * FL_VEC ? column : -1;
   }
 };
+
+// Whether a thread has vector number i of those before `end`, or kSure.
+constexpr int kSure = -1;
+__device__ __forceinline__ bool has(const Row& row, int i, int end) { return end == kSure || (i < end && row.has(i)); }
 
 // The entries of a batch of vectors: -inf for those that a thread does not have.
 struct Values {
@@ -102,11 +109,11 @@ struct Values {
     Vector vectors[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (i + j < end && row.has(i + j)) vectors[j] = from(i + j);
+      if (has(row, i + j, end)) vectors[j] = from(i + j);
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      const bool there = i + j < end && row.has(i + j);
+      const bool there = has(row, i + j, end);
       if (there) unpack(vectors[j], at[j]);
 #pragma unroll
       for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? (FL_SCALED ? scale * at[j][k] : at[j][k]) : -infinity();
@@ -145,13 +152,19 @@ struct Kept {
       values.take(row, i, kKept, scale, [&](int k) { return in_shared(k); });
       use(values);
     }
+    const auto from_memory = [&](int k) {
+      Vector vector;
+      vector.load(row.at(k));
+      return vector;
+    };
 #pragma unroll 1
-    for (int i = kKept; i < FL_UNITS; i += kBatch) {
-      values.take(row, i, FL_UNITS, scale, [&](int k) {
-        Vector vector;
-        vector.load(row.at(k));
-        return vector;
-      });
+    for (int i = kKept; i < kWhole; i += kBatch) {
+      values.take(row, i, kSure, scale, from_memory);
+      use(values);
+    }
+#pragma unroll
+    for (int i = kWhole; i < FL_UNITS; i += kBatch) {
+      values.take(row, i, FL_UNITS, scale, from_memory);
       use(values);
     }
   }
@@ -269,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const int i = first + j;
-          if (i >= end || !row.has(i)) continue;
+          if (!has(row, i, end)) continue;
           const int column = row.column_of(i);
           if constexpr (FL_SMOOTH) {
 #pragma unroll
@@ -294,13 +307,19 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
       };
       Values values;
       // First what is likely to be in the cache still.
+      const auto from_memory = [&](int k) {
+        Vector vector;
+        vector.load_last(row.at(k));
+        return vector;
+      };
 #pragma unroll 1
-      for (int i = kKept; i < FL_UNITS; i += kBatch) {
-        values.take(row, i, FL_UNITS, scale, [&](int k) {
-          Vector vector;
-          vector.load_last(row.at(k));
-          return vector;
-        });
+      for (int i = kKept; i < kWhole; i += kBatch) {
+        values.take(row, i, kSure, scale, from_memory);
+        give(values, i, kSure);
+      }
+#pragma unroll
+      for (int i = kWhole; i < FL_UNITS; i += kBatch) {
+        values.take(row, i, FL_UNITS, scale, from_memory);
         give(values, i, FL_UNITS);
       }
 #pragma unroll
