@@ -64,7 +64,7 @@ def exact(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, np.nd
 
 def by_kernel(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, Any]:
     def run(h: Any, labels: Any, of_loss: Any) -> dict[str, Any]:
-        return softmax_part(h, labels, None if case.out is None else of_loss, form, case.out, case.tile)
+        return softmax_part(h, labels, None if case.out is None else of_loss, form, case.out, tile=case.tile)
 
     return jax.jit(run)(*given)
 

@@ -195,7 +195,11 @@ def test_what_is_left_to_xla_is_named(change, dtype, words):
 
 def test_where_it_runs():
     form = Settings(also=("lse",), across=(("m0", ("data",)),))
-    named = [name for name in ("a100", "l4", "h100", "b200", "rtx5090", "t4", "cpu") if softmax_part.takes(form, "float16", 9, Device.of(name))]
+    named = [
+        name
+        for name in ("a100", "l4", "h100", "b200", "rtx5090", "t4", "cpu")
+        if softmax_part.takes(form, "float16", 9, Device.of(name))
+    ]
     assert named == ["a100", "l4", "h100", "b200", "rtx5090"]
     assert not softmax_part.takes(form, "float16", 9, None)
     assert "older than sm_80" in softmax_part.refuses(form, "float16", 9, Device.of("t4"))

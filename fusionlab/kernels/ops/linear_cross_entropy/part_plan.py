@@ -19,7 +19,7 @@ RESULTS = ("cotangent", "top", "mass", "loss", "lse")
 MULTIPROCESSORS = 132  # where a device's own number is not known
 STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
 RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each
-HELD = 2  # vectors of a thread in registers, at most
+HELD = 2  # vectors of a thread in registers, at most: more of them spill others
 MOST_AGAIN = 4  # of a row's vectors, one in so many is read a second time before blocks get larger
 
 
@@ -76,13 +76,14 @@ def part_tile(columns: int, dtype: str, twice: bool, limits: Architecture) -> Pa
     return tile
 
 
-def tile_of(columns: int, dtype: str, threads: int, resident: int, limits: Architecture) -> PartTile:
-    """Of blocks of so many threads, about so many to a multiprocessor, that keep as much of a row as there is room for."""
+def tile_of(columns: int, dtype: str, threads: int, resident: int, limits: Architecture, held: int = HELD) -> PartTile:
+    """Of blocks of so many threads, at most so many to a multiprocessor, that keep as much of a row as there is room for, in registers
+    no more than `held` vectors of each thread."""
     resident = min(resident, limits.blocks, limits.warps * WARP // threads)
     room = min(limits.shared, limits.shared_of_all // resident - RESERVED) - STATIC
     units = ceil_div(columns * ITEM_BYTES[dtype] // VECTOR_BYTES, threads)
     staged = min(units, room // (threads * VECTOR_BYTES))
-    return PartTile(threads, resident, units, min(units - staged, HELD), staged)
+    return PartTile(threads, resident, units, min(units - staged, held), staged)
 
 
 def part_plan(

@@ -46,7 +46,14 @@ def takes(form: Settings, dtype: Any, size: int, device: Device | None) -> bool:
 
 
 def softmax_part(
-    h: Array, labels: Array, of_loss: Array | None, form: Settings, wanted: Any = None, tile: PartTile | None = None
+    h: Array,
+    labels: Array,
+    of_loss: Array | None,
+    form: Settings,
+    wanted: Any = None,
+    *,
+    in_place: bool = True,
+    tile: PartTile | None = None,
 ) -> dict[str, Array]:
     """All that is needed of the logits of some rows between the products; call it while a program is lowered for a CUDA device.
 
@@ -55,8 +62,8 @@ def softmax_part(
       labels: *R, integers.
       of_loss: *R, the cotangent of the loss of each row; None where the logits' is not wanted.
       form: of the call.
-      wanted: the dtype of the logits' cotangent, float32, bfloat16 or float16: of the size of h's dtype, it takes the memory of h, which
-        XLA copies first if it is needed later.
+      wanted: the dtype of the logits' cotangent: float32, bfloat16 or float16.
+      in_place: whether a cotangent of as many bytes takes the memory of h, which XLA copies first if it is needed later.
       tile: how the kernel is laid over rows; None chooses.
 
     Returns:
@@ -73,7 +80,7 @@ def softmax_part(
     if out is not None:
         operands.append(of_loss.astype(jnp.float32))
         results = [jax.ShapeDtypeStruct(h.shape, out), *results]
-        if ITEM_BYTES[out] == ITEM_BYTES[dtype]:
+        if in_place and ITEM_BYTES[out] == ITEM_BYTES[dtype]:
             operands[0] = h if out == dtype else lax.bitcast_convert_type(h, out)  # the kernel reads it as it was
             aliases = {0: 0}
     found = dict(zip(RESULTS[out is None :], launch(plan, operands, results, aliases), strict=True))
