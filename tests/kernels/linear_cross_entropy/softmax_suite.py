@@ -95,6 +95,6 @@ def check(case: Case, given: tuple[Any, ...], device: Any) -> dict[str, Any]:
         errors[name] = tuple(ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
     print(case, errors)
     for name, (mine, theirs) in errors.items():
-        assert got[name].dtype == plain[name].dtype and got[name].shape == plain[name].shape
+        assert (got[name].dtype, got[name].shape) == (plain[name].dtype, plain[name].shape)
         assert mine <= (2 * theirs + 1 if got[name].dtype == jnp.float32 else theirs + 0.05), (name, mine, theirs)
     return got

@@ -195,11 +195,8 @@ def test_what_is_left_to_xla_is_named(change, dtype, words):
 
 def test_where_it_runs():
     form = Settings(also=("lse",), across=(("m0", ("data",)),))
-    named = [
-        name
-        for name in ("a100", "l4", "h100", "b200", "rtx5090", "t4", "cpu")
-        if softmax_part.takes(form, "float16", 9, Device.of(name))
-    ]
+    cards = ("a100", "l4", "h100", "b200", "rtx5090", "t4", "cpu")
+    named = [name for name in cards if softmax_part.takes(form, "float16", 9, Device.of(name))]
     assert named == ["a100", "l4", "h100", "b200", "rtx5090"]
     assert not softmax_part.takes(form, "float16", 9, None)
     assert "older than sm_80" in softmax_part.refuses(form, "float16", 9, Device.of("t4"))
@@ -215,7 +212,8 @@ def test_every_entry_has_a_thread_and_a_block_its_room(arch):
                 assert tile.units * tile.threads * vec >= size - size % vec
                 assert tile.held + tile.staged <= tile.units
                 assert tile.threads * tile.resident <= REGISTERS // 64
-                assert tile.threads * tile.resident <= 32 * limits.warps and tile.resident <= limits.blocks
+                assert tile.threads * tile.resident <= 32 * limits.warps
+                assert tile.resident <= limits.blocks
                 assert tile.shared + part_plan.STATIC <= limits.shared
                 assert tile.resident * (tile.shared + part_plan.STATIC + RESERVED) <= limits.shared_of_all
                 assert twice or not tile.held + tile.staged  # nothing would fill it again

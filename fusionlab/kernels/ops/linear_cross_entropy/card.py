@@ -10,7 +10,7 @@ from .settings import Settings
 
 
 def variants(arch: str) -> Variants:
-    """The softmax of the logits: rows that are kept, rows of which a part is read again, rows that start anywhere; all there is to compute."""
+    """Of the softmax: rows that are kept, rows of which a part is read again, rows that start anywhere; and all there is to compute."""
     if arch not in SOURCE.archs:
         return
     device = Device.of(arch)
