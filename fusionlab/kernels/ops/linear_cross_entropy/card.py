@@ -2,8 +2,26 @@
 
 from __future__ import annotations
 
-from ...op.card import XLA, Card, Requirement
+from ....device import Device
+from ...op.card import XLA, Card, Requirement, Variants
 from .op import LINEAR_CROSS_ENTROPY
+from .part_plan import DTYPES, SOURCE, part_plan
+from .settings import Settings
+
+
+def variants(arch: str) -> Variants:
+    """Of the softmax: rows that are kept, rows of which a part is read again, rows that start anywhere; and all there is to compute."""
+    if arch not in SOURCE.archs:
+        return
+    device = Device.of(arch)
+    everything = Settings(label_smoothing=0.1, z_loss=1e-4, scale=0.5, out_of_range="drop", device=device)
+    for dtype in DTYPES if arch == "sm_90" else DTYPES[:2]:
+        for columns in (100, 32768, 50257, 128256) if arch == "sm_90" else (32768, 50257):
+            for out in (None, dtype) if dtype != "float32" else (None, "float32", "bfloat16", "float16"):
+                plan = part_plan(4096, columns, dtype, out, Settings(device=device))
+                yield f"softmax {dtype} {columns}: {out or 'no cotangent'}", plan
+        yield f"softmax {dtype} 50257: everything", part_plan(4096, 50257, dtype, "bfloat16", everything)
+
 
 CARD = Card(
     100,
@@ -13,5 +31,8 @@ CARD = Card(
         XLA,
         Requirement(90, "xla_chunked", "plain jax.numpy in a loop over chunks of rows; runs wherever JAX runs"),
     ),
+    sources=(SOURCE,),
+    variant="softmax {dtype}",
+    variants=variants,
     measured=(),
 )

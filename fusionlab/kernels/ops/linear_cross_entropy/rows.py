@@ -57,7 +57,11 @@ def _sides(form: Settings) -> tuple[int, int]:
 
 def logits(x: Array, w: Array, labels: Array, bias: Array | None, form: Settings) -> Logits:
     """The product in the dtype of the logits, and all else in A."""
-    h = _product(x, w, ((x.ndim - 1,), _sides(form)[:1]), form, form.logits_dtype)
+    return of_product(_product(x, w, ((x.ndim - 1,), _sides(form)[:1]), form, form.logits_dtype), labels, bias, form)
+
+
+def of_product(h: Array, labels: Array, bias: Array | None, form: Settings) -> Logits:
+    """The logits of the product, *R V."""
     h = h.astype(arithmetic_dtype(h.dtype))
     if bias is not None:
         h = h + bias.astype(h.dtype)

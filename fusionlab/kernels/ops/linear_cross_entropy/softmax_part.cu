@@ -1,0 +1,357 @@
+// The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * logits, and the cotangent of the
+// logits, from one read of them. The arithmetic is that of rows.py. A block has one row at a time and goes over it twice: first for the
+// largest entry and the sum of the exponentials, online, as the entries arrive; then for the cotangent. A thread has the same entries both
+// times, so that it keeps them where no other thread looks: some vectors in registers, more in shared memory, which asynchronous copies fill
+// with the next row as soon as an entry is used for the last time; what has no room is read again, from the cache mostly. The kernel is bound
+// by memory. Sums have a fixed order. The cotangent may take the place of the logits. part_plan.py chooses the geometry.
+//
+//   FL_T        storage of the logits: 0 float, 1 bfloat16, 2 half. All else is computed in float.
+//   FL_OUT      storage of the cotangent: the same codes; -1: it is not wanted
+//   FL_N        entries of a row
+//   FL_VEC      neighbours that a thread takes at once: 16 bytes. What a row has before its first aligned vector and behind its last
+//               whole one, threads take one by one.
+//   FL_THREADS  of a block: whole warps, a power of 2
+//   FL_UNITS    vectors of a thread in a row
+//   FL_HELD, FL_STAGED  how many of them are kept in registers, and behind those in shared memory
+//   FL_BLOCKS   blocks that a multiprocessor is to have room for
+//   FL_SCALED   1: scale is not 1
+//   FL_SMOOTH   1: label smoothing is not 0
+//   FL_OUTSIDE  what a label outside of [0, FL_N) does: 0 "nan", 1 "clip", 2 "promise_in_bounds", 3 "zero", 4 "drop"
+#include "../packs.cuh"
+#include "../early.cuh"
+#include "../warp.cuh"
+#ifdef __CUDACC__
+__device__ __forceinline__ void copies_closed() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft> __device__ __forceinline__ void copies_left() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+#else
+#include <cluster_emulated.h>
+#endif
+
+using T = Storage<FL_T>::Type;
+using Out = Storage<FL_OUT>::Type;
+using Vector = Pack<T>;
+constexpr bool kWants = FL_OUT >= 0, kTwice = kWants || FL_SMOOTH; // twice over the row
+constexpr bool kAligned = FL_N % FL_VEC == 0;                       // every row starts at a vector
+constexpr int kLeast = kAligned ? FL_N / FL_VEC : FL_N < FL_VEC ? 0 : (FL_N - FL_VEC + 1) / FL_VEC; // vectors of a row, at least
+constexpr int kFull = kLeast / FL_THREADS;                          // so many of them all threads have
+constexpr int kWarps = FL_THREADS / 32;
+constexpr int kBatch = 16 / FL_VEC; // vectors at a time: 16 entries, which share the exponential that the sum is rescaled by
+constexpr int kKept = FL_HELD + FL_STAGED, kGroups = (FL_STAGED + kBatch - 1) / kBatch;
+// Behind those that are kept: where whole batches of vectors that all threads have end.
+constexpr int kWhole = kFull > kKept ? kKept + (kFull - kKept) / kBatch * kBatch : kKept;
+constexpr float kLog2e = 1.44269504f;
+
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < infinity(); }
+// What entries are subtracted from where the largest of them is `top`: no difference of two infinities where none is among the entries.
+__device__ __forceinline__ float base_of(float top) { return top == -infinity() ? 0.f : top; }
+__device__ __forceinline__ int unit_of(int i) { return i * FL_THREADS + static_cast<int>(threadIdx.x); }
+
+// So many groups of copies may still be on their way; at most 7 are told apart.
+__device__ __forceinline__ void wait_until_left(int groups) {
+  switch (groups) {
+  case 0: copies_left<0>(); break;
+  case 1: copies_left<1>(); break;
+  case 2: copies_left<2>(); break;
+  case 3: copies_left<3>(); break;
+  case 4: copies_left<4>(); break;
+  case 5: copies_left<5>(); break;
+  case 6: copies_left<6>(); break;
+  default: copies_left<7>();
+  }
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, other));
+  return x;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) x += __shfl_xor_sync(~0u, x, other);
+  return x;
+}
+
+// Where the whole vectors of a row are, and whose its other entries are.
+struct Row {
+  const T* start;
+  int head, body; // entries before the first vector, vectors
+
+  __device__ __forceinline__ Row(const T* logits, Index row) : start(logits + row * FL_N) {
+    const int before = kAligned ? 0 : static_cast<int>((FL_VEC - row * FL_N % FL_VEC) % FL_VEC);
+    head = before < FL_N ? before : FL_N;
+    body = kAligned ? FL_N / FL_VEC : (FL_N - head) / FL_VEC;
+  }
+  __device__ __forceinline__ bool has(int i) const { return i < kFull || unit_of(i) < body; }
+  __device__ __forceinline__ const T* at(int i) const { return start + column_of(i); }
+  __device__ __forceinline__ int column_of(int i) const { return head + unit_of(i) * FL_VEC; }
+  // Of the entry that is a thread's alone, -1 for none.
+  __device__ __forceinline__ int lone_column() const {
+    if (kAligned) return -1;
+    const int thread = threadIdx.x, column = thread < head ? thread : thread + body * FL_VEC;
+    return column < FL_N && thread < 2 * FL_VEC ? column : -1;
+  }
+};
+
+// Whether a thread has vector number i of those before `end`, or kSure.
+constexpr int kSure = -1;
+__device__ __forceinline__ bool has(const Row& row, int i, int end) { return end == kSure || (i < end && row.has(i)); }
+
+// The entries of a batch of vectors: -inf for those that a thread does not have.
+struct Values {
+  float at[kBatch][FL_VEC];
+
+  __device__ __forceinline__ float operator[](int j) const { return at[j / FL_VEC][j % FL_VEC]; }
+  // Of a thread's vectors from number i on, before number `end`: from(i) loads one.
+  template <typename From> __device__ __forceinline__ void take(const Row& row, int i, int end, float scale, const From& from) {
+    Vector vectors[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (has(row, i + j, end)) vectors[j] = from(i + j);
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const bool there = has(row, i + j, end);
+      if (there) unpack(vectors[j], at[j]);
+#pragma unroll
+      for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? (FL_SCALED ? scale * at[j][k] : at[j][k]) : -infinity();
+    }
+  }
+};
+
+// The vectors that a thread keeps of a row.
+struct Kept {
+  Vector held[FL_HELD > 0 ? FL_HELD : 1];
+  Vector* staged; // the first one; the next is behind those of all other threads
+
+  __device__ __forceinline__ Vector& in_shared(int i) const { return staged[(i - FL_HELD) * FL_THREADS]; }
+  __device__ __forceinline__ void hold(const Row& row, int i) {
+    if (row.has(i)) held[i].load_last(row.at(i));
+  }
+  // As one group of copies.
+  __device__ __forceinline__ void stage(const Row& row, int first) {
+#pragma unroll
+    for (int i = first; i < first + kBatch && i < kKept; ++i) {
+      if (row.has(i)) copy_16(&in_shared(i), row.at(i), true);
+    }
+    copies_closed();
+  }
+  // Calls use(values) for every batch of a row, as the copies arrive.
+  template <typename Use> __device__ __forceinline__ void each_batch(const Row& row, float scale, const Use& use) const {
+    Values values;
+#pragma unroll
+    for (int i = 0; i < FL_HELD; i += kBatch) {
+      values.take(row, i, FL_HELD, scale, [&](int k) { return held[k]; });
+      use(values);
+    }
+#pragma unroll
+    for (int i = FL_HELD; i < kKept; i += kBatch) {
+      wait_until_left(kGroups - 1 - (i - FL_HELD) / kBatch);
+      values.take(row, i, kKept, scale, [&](int k) { return in_shared(k); });
+      use(values);
+    }
+    const auto from_memory = [&](int k) {
+      Vector vector;
+      vector.load(row.at(k));
+      return vector;
+    };
+#pragma unroll 1
+    for (int i = kKept; i < kWhole; i += kBatch) {
+      values.take(row, i, kSure, scale, from_memory);
+      use(values);
+    }
+#pragma unroll
+    for (int i = kWhole; i < FL_UNITS; i += kBatch) {
+      values.take(row, i, FL_UNITS, scale, from_memory);
+      use(values);
+    }
+  }
+};
+
+// The largest entry of some, and the sum of exp(entry - largest). A NaN or an infinity among them makes the sum NaN.
+struct Online {
+  float top, mass;
+
+  __device__ __forceinline__ void add(const Values& values) {
+    float most = top;
+#pragma unroll
+    for (int j = 0; j < kBatch * FL_VEC; ++j) most = fmaxf(most, values[j]);
+    const float base = base_of(most);
+    float sum = 0;
+#pragma unroll
+    for (int j = 0; j < kBatch * FL_VEC; ++j) sum += expf(values[j] - base);
+    mass = mass * expf(top - base) + sum;
+    top = most;
+  }
+  __device__ __forceinline__ void over_warp() {
+    const float most = warp_max(top);
+    mass = warp_sum(mass * expf(top - base_of(most)));
+    top = most;
+  }
+};
+
+// Over the threads of a block, in each of them. Calls take turns with two places in shared memory, so that one barrier is enough.
+struct OverBlock {
+  int turn = 0;
+
+  __device__ __forceinline__ Online shown(Online mine) { // the part of one warp in each lane
+    __shared__ float parts[2][kWarps][2];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    if (lane == 0) parts[turn][warp][0] = mine.top, parts[turn][warp][1] = mine.mass;
+    __syncthreads();
+    mine.top = lane < kWarps ? parts[turn][lane % kWarps][0] : -infinity();
+    mine.mass = lane < kWarps ? parts[turn][lane % kWarps][1] : 0.f;
+    turn ^= 1;
+    return mine;
+  }
+  __device__ __forceinline__ void all(Online& found) {
+    found.over_warp();
+    found = shown(found);
+    found.over_warp();
+  }
+  __device__ __forceinline__ float sum(float x) { return warp_sum(shown({0.f, warp_sum(x)}).mass); }
+};
+
+// What the cotangent of an entry is made of: exp(entry - top) * of_p - of_all, and less of_label for that of the label.
+struct Cotangent {
+  float top, of_p, of_all, of_label;
+
+  __device__ __forceinline__ float exponential(float below) const {
+    // Where the result has 16 bits, the few last ones of a float's are lost in any case.
+    return sizeof(Out) == 2 ? exp2_of(below * kLog2e) : expf(below);
+  }
+  __device__ __forceinline__ float of(float value) const {
+    const float p = exponential(value - top) * of_p;
+    return FL_SMOOTH ? p - of_all : p;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part(
+    const T* logits, const int* labels, const float* of_loss, Out* cotangents, float* tops, float* masses, float* losses, float* lses,
+    Index rows, float scale, float smoothing, float kept, float share, float z_loss) { // kept = 1 - smoothing, share = smoothing / FL_N
+  fl_wait();
+  Kept own;
+  own.staged = reinterpret_cast<Vector*>(shared_memory) + threadIdx.x;
+  OverBlock over_block;
+  if (blockIdx.x < rows) {
+    const Row first(logits, blockIdx.x);
+#pragma unroll
+    for (int i = 0; i < FL_HELD; ++i) own.hold(first, i);
+#pragma unroll
+    for (int i = FL_HELD; i < kKept; i += kBatch) own.stage(first, i);
+  }
+  const auto scaled = [&](float value) { return FL_SCALED ? scale * value : value; };
+
+  for (Index number = blockIdx.x; number < rows; number += gridDim.x) {
+    const Row row(logits, number);
+    const bool is_last = number + gridDim.x >= rows;
+    const Row next(logits, is_last ? number : number + gridDim.x);
+    const int label = labels[number], lone = row.lone_column();
+    const bool inside = label >= 0 && label < FL_N;
+    const int nearest = label < 0 ? 0 : label < FL_N ? label : FL_N - 1;
+    const float of_picked = scaled(static_cast<float>(row.start[nearest])); // before another takes its place
+    const float alone = lone < 0 ? -infinity() : scaled(static_cast<float>(row.start[lone]));
+
+    Online found = {alone, lone < 0 ? 0.f : expf(alone - base_of(alone))};
+    own.each_batch(row, scale, [&](const Values& values) { found.add(values); });
+    over_block.all(found);
+    float top = found.top, mass = found.mass;
+    if (!is_finite(top) || !is_finite(mass)) { // no entry is finite, or the sum has a NaN or an infinity: as of entries below 0
+      top = 0;
+      float sum = lone < 0 ? 0.f : expf(alone);
+      own.each_batch(row, scale, [&](const Values& values) {
+#pragma unroll
+        for (int j = 0; j < kBatch * FL_VEC; ++j) sum += expf(values[j]);
+      });
+      mass = over_block.sum(sum);
+    }
+    const float log_mass = logf(mass), lse = top + log_mass;
+
+    float total = lone < 0 ? 0.f : alone - top; // of entries less top
+    if constexpr (kTwice) {
+      const float of_row = kWants ? of_loss[number] : 0.f;
+      float count = z_loss != 0 ? 1 + 2 * z_loss * lse : 1; // the derivative of the loss by lse
+      if (FL_OUTSIDE == 4 && !inside) count -= kept;
+      const Cotangent cotangent{top, scale * of_row * count / mass, scale * of_row * share, scale * of_row * kept};
+      // The label's column: of no entry where it has no gradient.
+      const int marked = FL_OUTSIDE == 1 || inside ? nearest : -1;
+      Out* const to = cotangents + (kWants ? number * FL_N : 0);
+      const auto give = [&](const Values& values, int first, int end) {
+#pragma unroll
+        for (int j = 0; j < kBatch; ++j) {
+          const int i = first + j;
+          if (!has(row, i, end)) continue;
+          const int column = row.column_of(i);
+          if constexpr (FL_SMOOTH) {
+#pragma unroll
+            for (int k = 0; k < FL_VEC; ++k) total += values.at[j][k] - top;
+          }
+          if constexpr (kWants) {
+            float made[FL_VEC];
+#pragma unroll
+            for (int k = 0; k < FL_VEC; ++k) made[k] = cotangent.of(values.at[j][k]);
+            if (static_cast<unsigned>(marked - column) < FL_VEC) {
+#pragma unroll
+              for (int k = 0; k < FL_VEC; ++k) made[k] -= marked - column == k ? cotangent.of_label : 0.f;
+            }
+            Pack<Out> pack;
+            pack_into(pack, made);
+            if constexpr (kKept < FL_UNITS)
+              pack.store_past(to + column);
+            else
+              pack.store(to + column);
+          }
+        }
+      };
+      Values values;
+      // First what is likely to be in the cache still.
+      const auto from_memory = [&](int k) {
+        Vector vector;
+        vector.load_last(row.at(k));
+        return vector;
+      };
+#pragma unroll 1
+      for (int i = kKept; i < kWhole; i += kBatch) {
+        values.take(row, i, kSure, scale, from_memory);
+        give(values, i, kSure);
+      }
+#pragma unroll
+      for (int i = kWhole; i < FL_UNITS; i += kBatch) {
+        values.take(row, i, FL_UNITS, scale, from_memory);
+        give(values, i, FL_UNITS);
+      }
+#pragma unroll
+      for (int i = FL_HELD; i < kKept; i += kBatch) {
+        values.take(row, i, kKept, scale, [&](int k) { return own.in_shared(k); });
+        give(values, i, kKept);
+        if (!is_last) own.stage(next, i);
+      }
+#pragma unroll
+      for (int i = 0; i < FL_HELD; i += kBatch) {
+        values.take(row, i, FL_HELD, scale, [&](int k) { return own.held[k]; });
+        give(values, i, FL_HELD);
+#pragma unroll
+        for (int k = i; k < i + kBatch && k < FL_HELD; ++k) {
+          if (!is_last) own.hold(next, k);
+        }
+      }
+      if (kWants && lone >= 0) to[lone] = static_cast<Out>(cotangent.of(alone) - (marked == lone ? cotangent.of_label : 0.f));
+      if (FL_SMOOTH) total = over_block.sum(total);
+    }
+    if (threadIdx.x == 0) {
+      float picked = of_picked - top;
+      if (FL_OUTSIDE == 0 && !inside) picked = __uint_as_float(0x7fffffffu);
+      if (FL_OUTSIDE == 3 && !inside) picked = -top;
+      float loss = log_mass - kept * picked;
+      if (FL_OUTSIDE == 4 && !inside) loss = smoothing * log_mass;
+      if (FL_SMOOTH) loss -= share * total;
+      if (z_loss != 0) loss += z_loss * lse * lse;
+      tops[number] = top;
+      masses[number] = mass;
+      losses[number] = loss;
+      lses[number] = lse;
+    }
+  }
+}

@@ -1,0 +1,94 @@
+"""The softmax of `linear_cross_entropy` by FusionLab's own kernel: statistics, losses and the cotangent from one read of the logits.
+
+What it computes is what rows.py does of logits that exist: `statistics`, `losses` and `through` with a cotangent of the losses alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ....device import Device
+from ...launch.ffi_call import launch
+from ..geometry import ITEM_BYTES
+from .part_plan import DTYPES, MAX_COLUMNS, RESULTS, SOURCE, PartTile, part_plan
+from .settings import Settings
+
+Array = Any
+
+
+def refuses(form: Settings, dtype: Any, size: int, device: Device) -> str | None:
+    """Why the kernel cannot take logits of this dtype over a vocabulary of `size`, or None."""
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        return f"logits are {name}, the kernel takes {', '.join(DTYPES)}"
+    if not 0 < size <= MAX_COLUMNS:
+        return f"the vocabulary has {size} entries, the kernel takes 1 to {MAX_COLUMNS}"
+    others = {
+        "a softcap": form.softcap is not None,
+        "a padded vocabulary": form.classes is not None,
+        "a bias": "bias" in form.present,
+        "the argmax of the logits": "argmax" in form.also,
+        "a vocabulary that devices share": bool(form.mesh_axes("v")),
+    }
+    if there := next((what for what, given in others.items() if given), None):
+        return f"there is {there}, which the kernel does not compute"
+    return SOURCE.refuses(device)
+
+
+def takes(form: Settings, dtype: Any, size: int, device: Device | None) -> bool:
+    """Whether the kernel takes them: see `refuses`."""
+    return device is not None and refuses(form, dtype, size, device) is None
+
+
+def softmax_part(
+    h: Array,
+    labels: Array,
+    of_loss: Array | None,
+    form: Settings,
+    wanted: Any = None,
+    *,
+    in_place: bool = True,
+    tile: PartTile | None = None,
+) -> dict[str, Array]:
+    """All that is needed of the logits of some rows between the products; call it while a program is lowered for a CUDA device.
+
+    Args:
+      h: *R V, the result of the product, before `form.scale`: a dtype and a V that the kernel takes.
+      labels: *R, integers.
+      of_loss: *R, the cotangent of the loss of each row; None where the logits' is not wanted.
+      form: of the call.
+      wanted: the dtype of the logits' cotangent: float32, bfloat16 or float16.
+      in_place: whether a cotangent of as many bytes takes the memory of h, which XLA copies first if it is needed later.
+      tile: how the kernel is laid over rows; None chooses.
+
+    Returns:
+      "top", "mass", "loss" and "lse" as rows.py has them, float32 *R; and, with of_loss, "dh", *R V: the cotangent of the product.
+    """
+    out = None if of_loss is None else jnp.dtype(wanted).name
+    if not h.size:
+        found = dict.fromkeys(RESULTS[1:], jnp.zeros(h.shape[:-1], jnp.float32))
+        return found if out is None else found | {"dh": jnp.zeros(h.shape, out)}
+    columns, dtype, aliases = h.shape[-1], h.dtype.name, {}
+    plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile)
+    operands = [h, _in_32_bits(labels, columns)]
+    results = [jax.ShapeDtypeStruct(h.shape[:-1], jnp.float32)] * (len(RESULTS) - 1)
+    if out is not None:
+        operands.append(of_loss.astype(jnp.float32))
+        results = [jax.ShapeDtypeStruct(h.shape, out), *results]
+        if in_place and ITEM_BYTES[out] == ITEM_BYTES[dtype]:
+            operands[0] = h if out == dtype else lax.bitcast_convert_type(h, out)  # the kernel reads it as it was
+            aliases = {0: 0}
+    found = dict(zip(RESULTS[out is None :], launch(plan, operands, results, aliases), strict=True))
+    return found if out is None else found | {"dh": found.pop("cotangent")}
+
+
+def _in_32_bits(labels: Array, columns: int) -> Array:
+    """Of 64 bits a label may be far out of range; no narrower one is, unless it has no sign, and then it wraps to a number below zero."""
+    if labels.dtype.itemsize == 8:
+        labels = jnp.clip(labels, -1, columns)
+    return labels.astype(jnp.int32)

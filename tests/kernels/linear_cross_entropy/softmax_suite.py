@@ -1,0 +1,100 @@
+"""What the kernel for the softmax of `linear_cross_entropy` is held to: rows.py, on the same logits, in float64. Not a test module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fusionlab.kernels.ops.linear_cross_entropy import rows
+from fusionlab.kernels.ops.linear_cross_entropy.part_plan import PartTile
+from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
+from fusionlab.kernels.ops.linear_cross_entropy.softmax_part import softmax_part
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "scale": -0.7}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of `softmax_part`: sizes, dtypes, settings and, where it is not chosen, the tile."""
+
+    count: int
+    size: int
+    dtype: str = "float32"
+    out: str | None = "float32"
+    options: dict[str, Any] = field(default_factory=dict)
+    tile: PartTile | None = None
+
+    def form(self, device: Any) -> Settings:
+        return Settings(**self.options, logits_dtype=self.dtype, device=device)
+
+
+def operands(case: Case, seed: int = 0, spread: float = 3.0) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits, labels and cotangents of the losses; two labels are out of range and one row's cotangent is 0, if there are so many."""
+    rng = np.random.default_rng(seed)
+    h = rng.normal(2.0, spread, size=(case.count, case.size))
+    labels, of_loss = rng.integers(0, case.size, size=case.count), rng.normal(size=case.count)
+    if case.count > 3:
+        labels[1], labels[2], of_loss[3] = -100, case.size + 2, 0
+    return jnp.asarray(h, case.dtype), jnp.asarray(labels, jnp.int32), jnp.asarray(of_loss, jnp.float32)
+
+
+def by_rows(h: Any, labels: Any, of_loss: Any, form: Settings, out: str | None) -> dict[str, Any]:
+    """What rows.py makes of logits in float32 or float64."""
+    of = rows.of_product(h, labels, None, form)
+    top, mass = rows.statistics(of, form)
+    found = {"top": top, "mass": mass, **rows.losses(of, top, mass, form)}
+    if out is not None:
+        dh = rows.through(of, top, mass, of_loss.astype(top.dtype), None, form)
+        found["dh"] = dh if dh.dtype == jnp.float64 else dh.astype(out)
+    return found
+
+
+def exact(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, np.ndarray]:
+    """In float64."""
+    with jax.enable_x64(True):
+        h, labels, of_loss = (np.asarray(a) for a in given)
+        wide = jnp.asarray(h.astype(np.float64)), jnp.asarray(labels), jnp.asarray(of_loss.astype(np.float64))
+        return jax.device_get(jax.jit(partial(by_rows, form=form, out=case.out))(*wide))
+
+
+def by_kernel(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, Any]:
+    def run(h: Any, labels: Any, of_loss: Any) -> dict[str, Any]:
+        return softmax_part(h, labels, None if case.out is None else of_loss, form, case.out, tile=case.tile)
+
+    return jax.jit(run)(*given)
+
+
+def ulps(got: Any, want: np.ndarray, dtype: Any, least: float = 0.0) -> float:
+    """The largest error in units of the last place of the result's dtype, or of `least` where the result is smaller, or of the least
+    normal number."""
+    found = np.asarray(got).astype(np.float64)
+    assert (np.isnan(found) == np.isnan(want)).all()
+    there = np.isfinite(want)
+    assert (found[~there & ~np.isnan(want)] == want[~there & ~np.isnan(want)]).all()
+    info = jnp.finfo(dtype)
+    unit = 2.0 ** np.floor(np.log2(np.maximum(np.abs(want[there]), max(least, float(info.tiny))))) * float(info.eps)
+    return float(np.max(np.abs(found[there] - want[there]) / unit, initial=0.0))
+
+
+def check(case: Case, given: tuple[Any, ...], device: Any) -> dict[str, Any]:
+    """Errors of at most twice those of rows.py in float32, and an ulp; of a cotangent in 16 bits, at most what rounding makes of that."""
+    form = case.form(device)
+    want, got = exact(case, given, form), by_kernel(case, given, form)
+    plain = jax.jit(partial(by_rows, form=form, out=case.out))(*given)
+    assert got.keys() == want.keys()
+    for found in (want, got, plain):  # XLA's maximum on a CPU may pass over a NaN, which is in all other results
+        found["top"] = np.where(np.isnan(found["mass"]), 0, found["top"])
+    errors = {}
+    for name, a in want.items():
+        least = 1.0 if name in ("loss", "lse") else 0.0  # of the logarithm of a sum near 1
+        errors[name] = tuple(ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
+    print(case, errors)
+    for name, (mine, theirs) in errors.items():
+        assert (got[name].dtype, got[name].shape) == (plain[name].dtype, plain[name].shape)
+        assert mine <= (2 * theirs + 1 if got[name].dtype == jnp.float32 else theirs + 0.05), (name, mine, theirs)
+    return got
