@@ -1,8 +1,8 @@
-""" "xla_chunked": a loop over chunks of rows, each of which makes all that its logits are needed for.
+""" "xla_chunked" and "cuda": a loop over chunks of rows, each of which makes all that its logits are needed for.
 
-The arithmetic is that of rows.py. On a GPU the cotangents of all logits are kept, in 16 bits, as long as they take no more than `WHOLE`,
-and multiplied once after the loop; otherwise, and on a CPU, each chunk multiplies its own, and what is summed over rows, the gradients of w
-and bias, is added up in A, which XLA does in place.
+The arithmetic is that of rows.py; "cuda" has a kernel for what lies between the products, softmax_part.py. On a GPU the cotangents of all
+logits are kept, in 16 bits, as long as they take no more than `WHOLE`, and multiplied once after the loop; otherwise, and on a CPU, each
+chunk multiplies its own, and what is summed over rows, the gradients of w and bias, is added up in A, which XLA does in place.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from jax import lax
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named
 from . import reference, rows
-from .halves import Halves, factor, gradients, halves, multiplied, of_bias, products
+from .halves import Halves, divided, dtype_of, factor, halves, multiplied, of_bias, products
 from .settings import Settings
+from .softmax_part import softmax_part
 
 Array = Any
 
@@ -61,9 +62,10 @@ def forward(
     weights: Array | None = None,
     *,
     residuals: bool,
+    by_kernel: bool = False,
     **attrs: Any,
 ) -> list[Array]:
-    """As the reference gives it."""
+    """As the reference gives it; what lies between the products `by_kernel` or as jnp code."""
     form = Settings.of(attrs)
     lift, scaled = reference.lifted(weights, form) if residuals and weights is not None else (1, None)
     known = halves(x, w, {} if scaled is None else {"loss": scaled}, form)
@@ -71,6 +73,9 @@ def forward(
     pull = _Pull(known, w, tuple(form.gradients), x.shape, form)
 
     def step(part: dict[str, Array]) -> dict[str, Array]:
+        if by_kernel:
+            return pull.by_kernel(part, part.get("weights"))
+
         def pulled(of: rows.Logits, top: Array, mass: Array) -> dict[str, Array]:
             return pull(of, {"x": part["x"], "top": top, "mass": mass}, {"loss": part["weights"]})
 
@@ -81,7 +86,9 @@ def forward(
     return reference.finished(found, weights, {"x": lift, "bias": lift, "w": lift * factor(known)}, residuals, form)
 
 
-def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
+def cotangent(
+    saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, by_kernel: bool = False, **attrs: Any
+) -> list[Array]:
     """As the reference gives it; gradients that were made forward are only multiplied."""
     form = Settings.of(attrs)
 
@@ -91,6 +98,9 @@ def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, 
         pull = _Pull(known, saved["w"], slots, saved["x"].shape, form)
 
         def step(part: dict[str, Array]) -> dict[str, Array]:
+            if by_kernel and set(cotangents) == {"loss"}:
+                found = pull.by_kernel(part, part["loss"])
+                return {name: a for name, a in found.items() if name not in rows.BY_ROW}
             of = rows.logits(part["x"], saved["w"], part["labels"], saved.get("bias"), form)
             return pull(of, part, {name: part[name] for name in cotangents})
 
@@ -111,18 +121,29 @@ class _Pull:
 
     def __init__(self, known: Halves | None, w: Array, wanted: tuple[str, ...], shape: tuple[int, ...], form: Settings):
         self.known, self.w, self.wanted, self.form = known, w, wanted, form
-        logits = jnp.dtype(form.logits_dtype)
-        cotangent = logits if known is None else jnp.dtype(jnp.float16)
+        logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
         size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
         self.at_once = bool(wanted) and _on_a_gpu(form) and size <= WHOLE
         self.in_place = self.at_once and cotangent == logits
 
     def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:
-        if not self.at_once:
-            return gradients(self.known, of, part, self.w, cotangents, self.wanted, self.form)
-        dh, sizes = multiplied(self.known, of, part, cotangents, self.form)
         found = of_bias(of, part, cotangents, self.form) if "bias" in self.wanted else {}
-        return found | {_DH: dh} | ({} if sizes is None else {_SIZES: sizes})
+        return found | self.made(*multiplied(self.known, of, part, cotangents, self.form), part["x"])
+
+    def made(self, dh: Array, sizes: Array | None, x: Array) -> dict[str, Array]:
+        """Of the cotangent of a chunk's logits, as `multiplied` gives it: the gradients of x and w, or what they are made of."""
+        if not self.at_once:
+            return products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
+        return {_DH: dh} | ({} if sizes is None else {_SIZES: sizes})
+
+    def by_kernel(self, part: dict[str, Array], of_loss: Array | None) -> dict[str, Array]:
+        """All that is known of a chunk's rows, and with the cotangent of the loss of each row what `__call__` gives."""
+        h = rows.product(part["x"], self.w, self.form)
+        if of_loss is None:
+            return softmax_part(h, part["labels"], None, self.form)
+        given, sizes = divided(self.known, {"loss": of_loss})
+        found = softmax_part(h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form))
+        return found | self.made(found.pop("dh"), sizes, part["x"])
 
     def products(self, found: dict[str, Array], x: Array) -> dict[str, Array]:
         """With the gradients in place of what they are made of; all by row, as x is."""

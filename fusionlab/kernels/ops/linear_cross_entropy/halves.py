@@ -56,32 +56,27 @@ def _by_row(cotangents: Named) -> Array:
     return functools.reduce(jnp.add, map(jnp.abs, cotangents.values()))
 
 
-def gradients(
-    known: Halves | None,
-    of: rows.Logits,
-    part: Named,
-    w: Array,
-    cotangents: Named,
-    wanted: tuple[str, ...],
-    form: Settings,
-) -> dict[str, Array]:
-    """Of a chunk's logits, in A, by slot; that of w is to be multiplied by `factor`. `part` has x, top and mass by row."""
-    dh, sizes = multiplied(known, of, part, cotangents, form)
-    found = products(known, dh, sizes, part["x"], w, wanted, form)
-    return found | (of_bias(of, part, cotangents, form) if "bias" in wanted else {})
-
-
 def multiplied(
     known: Halves | None, of: rows.Logits, part: Named, cotangents: Named, form: Settings
 ) -> tuple[Array, Array | None]:
     """(the cotangent of the logits in the dtype in which it is multiplied, the sizes of its rows by which it was divided)."""
-    statistics = of, part["top"], part["mass"]
+    given, sizes = divided(known, cotangents)
+    dh = rows.through(of, part["top"], part["mass"], *_of_both(given), form)
+    return dh.astype(dtype_of(known, form)), sizes
+
+
+def dtype_of(known: Halves | None, form: Settings) -> Any:
+    """The dtype in which the cotangent of the logits is multiplied."""
+    return form.logits_dtype if known is None else jnp.float16
+
+
+def divided(known: Halves | None, cotangents: Named) -> tuple[Named, Array | None]:
+    """(the cotangents of loss and lse by row, as that of the logits is made of them, the sizes by which they were divided)."""
     if known is None:
-        return rows.through(*statistics, *_of_both(cotangents), form).astype(form.logits_dtype), None
+        return cotangents, None
     sizes = _by_row(cotangents)
     sizes = jnp.where(jnp.isfinite(sizes) & (sizes > 0), sizes, 1)
-    given = {name: a / sizes for name, a in cotangents.items()}
-    return rows.through(*statistics, *_of_both(given), form).astype(jnp.float16), sizes
+    return {name: a / sizes for name, a in cotangents.items()}, sizes
 
 
 def products(
