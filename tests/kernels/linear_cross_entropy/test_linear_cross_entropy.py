@@ -264,7 +264,7 @@ def test_no_gradient_is_made_that_nobody_asked_for():
         ("cpu", 64, True, "xla", "same code"),
         ("sm_90", 16384, True, "cuda", None),
         ("sm_90", 16384, False, "cuda", "slower"),
-        ("sm_90", 64, True, "cuda", "unmeasured"),
+        ("sm_90", 64, True, "xla", "slower"),
         ("sm_80", 16384, True, "cuda", "unmeasured"),
     ],
 )

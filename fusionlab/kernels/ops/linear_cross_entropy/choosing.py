@@ -18,7 +18,8 @@ TIMED = ("softcap", "logits_dtype", "transposed", "masked", "also", "chunk", "pr
 ONE = "its rows make one chunk"
 AS_FAST_ON_A_CPU = "as many products as in XLA's code, and the logits of one chunk exist at a time"
 MEASURED = ("sm_90",)
-LEAST = 1 << 24  # logits below which nothing was measured to gain
+LEAST = 1 << 24  # logits below which XLA's code is faster (one row: 1.7 times), or nothing was measured
+FEW = f"with fewer than {LEAST} logits XLA's code was measured faster"
 FASTER = "the gradient is made of logits that are read once, and never in float32: measured faster than XLA's code"
 
 
@@ -34,7 +35,7 @@ def rule(call: Call, by_kernel: bool) -> ImplementationChoice:
         return _xla(ONE)
     kind, why = _kind(call, form, math.prod(shape[:-1]) * size)
     name = "cuda" if by_kernel and call.device.platform == "cuda" else "xla_chunked"
-    return ImplementationChoice(name, kind, why)
+    return ImplementationChoice("xla" if why == FEW else name, kind, why)
 
 
 def _kind(call: Call, form: Settings, logits: int) -> tuple[ChoiceKind, str]:
@@ -45,10 +46,10 @@ def _kind(call: Call, form: Settings, logits: int) -> tuple[ChoiceKind, str]:
         where = call.device.arch or call.device.platform
         why = f"it was not measured on {where} (fusionlab.tune measures; fl.ops.linear_cross_entropy takes it)"
         return ChoiceKind.UNMEASURED, why
+    if logits < LEAST:
+        return ChoiceKind.SLOWER, FEW
     if again:
         return ChoiceKind.SLOWER, AGAIN
-    if logits < LEAST:
-        return ChoiceKind.UNMEASURED, f"there are {logits} logits; of fewer than {LEAST} nothing was measured"
     return ChoiceKind.CHOSEN, FASTER
 
 
