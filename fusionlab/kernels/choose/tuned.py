@@ -42,7 +42,7 @@ class Tuned(Shown):
       before: how many calls were measured before, on this card with these versions.
       left: the calls for which the budget was too short, the most time at stake first.
       seconds: that the whole took.
-      left_s: seconds that the rest may take; None where nothing was measured, or nothing is left.
+      left_s: seconds that the rest may take; None where nothing is left.
     """
 
     measured: Measured
