@@ -3,9 +3,9 @@
     python -m benchmarks tuned [--json] [-o FILE] [--quick] [--only NAME] [--budgets 60,300]
 
 For the train steps of a model of Llama's kind, of GPT-2 124M and of a ViT-B/16, and for a decoding step of eight layers: one process with
-the tables hidden (`FUSIONLAB_TABLES=none`) tunes the step for the first budget, and goes on until the next. Then another process compiles the
-step plainly, fused with the shipped table, fused with neither table nor plan, and fused with each plan alone; all take turns. A plan's
-share is what it saves of jax.jit's time over what the table saves. Bars: 97 % with 300 s, 80 % with 60 s.
+the tables hidden (`FUSIONLAB_TABLES=none`) tunes the step for the first budget, and goes on until the next. Then another process compiles
+the step plainly, fused with the shipped table, fused with neither table nor plan, and fused with each plan alone; all take turns. A
+plan's share is what it saves of jax.jit's time over what the table saves. Bars: 97 % with 300 s, 80 % with 60 s.
 
 The record is written after each step. A run with the record's file adds the programs that it lacks: `--only` runs one at a time. Without
 a CUDA device `--quick` runs tiny sizes by the host's clock, where nothing is tuned.

@@ -10,21 +10,30 @@ from benchmarks.method import tuned as bench
 
 
 @pytest.mark.dear
-def test_a_record_is_added_to_by_the_next_run(tmp_path, capsys):
+def test_a_record_is_added_to_by_the_next_run(tmp_path, capsys, monkeypatch):
     path = tmp_path / "tuned.json"
-    assert bench.main(["--quick", "--only", "decode", "-o", str(path)]) == 0
+    assert bench.main(["--quick", "--only", "decode", "-o", str(path), "--budgets", "1,2"]) == 0
     first = json.loads(path.read_text())
     assert list(first["cases"]) == ["decode step"]
-    assert bench.main(["--quick", "--only", "decode|vit", "-o", str(path), "--budgets", "1,2"]) == 0
-    record = json.loads(path.read_text())
-    assert "decode step: in the record already" in capsys.readouterr().out
-    assert record["cases"]["decode step"] == first["cases"]["decode step"]
-    case = record["cases"]["vit train"]
+    case = first["cases"]["decode step"]
     assert case["tuning"].keys() == {"1", "2"}
     for way in ("jax.jit", "table", "untuned", "tuned 1 s", "tuned 2 s"):
         low, high = case[way]["interval"]
         assert low <= case[way]["ratio"] <= high
     assert case["share"]["table"] == pytest.approx(1.0)
+    capsys.readouterr()
+
+    def stopped(name, budgets, quick, keep):
+        keep({"tuning": {"1": name}})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "one", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["--quick", "--only", "decode|vit", "-o", str(path)])
+    assert capsys.readouterr().out == "decode step: in the record already\n"
+    record = json.loads(path.read_text())
+    assert record["cases"] == first["cases"] | {"vit train": {"tuning": {"1": "vit train"}}}
+    assert record["command"].startswith(f"{first['command']}; python -m benchmarks tuned")
 
 
 def test_a_budget_is_that_of_all_before_it_too(tmp_path, monkeypatch):
