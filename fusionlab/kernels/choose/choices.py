@@ -130,6 +130,12 @@ class Choices:
         """Whether a rule made of measurements on these architectures holds on a device: not on another one, nor without tables."""
         return Device.of(device).arch in archs and not _hidden()
 
+    def ops_measured(self, device: Device) -> frozenset[str]:
+        """The ops of which a call was measured on a device: by the shipped table, and on this process's own by the plan file."""
+        with self._lock:
+            known = self._table(device) if device.simulated else self._known(device)
+        return frozenset(json.loads(text)["op"] for text in known.cases)
+
     def counters(self) -> dict[str, int]:
         with self._lock:
             return {"hits": self.hits, "misses": self.misses}

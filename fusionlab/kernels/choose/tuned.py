@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...device import Device
-from ...showing import Shown, Table, plural, table_of
+from ...showing import Shown, Table, plural, seconds_text, table_of
 from .plan_files import Choice, Measured
 
 _MOST = 5  # of the calls that are left, which a printed result names
@@ -27,7 +27,7 @@ class Untried(Shown):
     at_stake_s: float
 
     def __str__(self) -> str:
-        return f"{case_for_readers(self.call)}: at most {self.at_stake_s * 1e3:.3g} ms of a step"
+        return f"{case_for_readers(self.call)}: at most {seconds_text(self.at_stake_s)} of a step"
 
 
 @dataclass(frozen=True, repr=False)
@@ -84,7 +84,7 @@ class Tuned(Shown):
             return []
         n, stake = len(self.left), sum(one.at_stake_s for one in self.left)
         about = f", about {self.left_s:.0f} s of measuring" if self.left_s is not None else ""
-        head = f"the budget ended: {n} {plural('call', n)} left, at most {stake * 1e3:.3g} ms of a step{about}; tune again to go on"
+        head = f"the budget ended: {n} {plural('call', n)} left, at most {seconds_text(stake)} of a step{about}; tune again to go on"
         more = [f"  ... and {n - _MOST} more: .left"] if n > _MOST else []
         return [head, *(f"  {one}" for one in self.left[:_MOST]), *more]
 
