@@ -239,7 +239,6 @@ class Measuring(Selecting):
         told("searching again")
         found = self.session.search_again(told)
         if self._background.end(token):  # what the change does to a measurement is no matter of the search
-            self.session.measured.clear()
             self.session.adopt(found)
 
     def _looked_ahead(self, name: str, option: str, value: Any, _: Setting, told: Watch, token: Cancel) -> None:
