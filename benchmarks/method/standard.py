@@ -43,6 +43,14 @@ def together(given: list[Program]) -> tuple[Callable[..., list[Any]], list[tuple
     return every, [shapes for *_, shapes in given]
 
 
+def by_precision(given: list[Program]) -> dict[bool, list[Program]]:
+    """The programs without float64, and those with it, for which JAX needs `enable_x64`; neither where there are none."""
+    parts: dict[bool, list[Program]] = {}
+    for one in given:
+        parts.setdefault(any(shape.dtype == "float64" for shape in one[2]), []).append(one)
+    return parts
+
+
 def _shapes(dtype: str, *shapes: tuple[int, ...]) -> tuple[Any, ...]:
     import jax
 

@@ -11,11 +11,14 @@ records into the tables that are shipped, and keeps each under `benchmarks/resul
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import os
 import re
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,34 +63,50 @@ def _measured(options: argparse.Namespace) -> int:
     path = options.output or Path(f"table_{_slug(device.name)}.json")
     # The pieces of a composite are chosen by this very record, and by nothing that is shipped.
     os.environ |= {"FUSIONLAB_PLAN_FILE": str(path), "FUSIONLAB_TABLES": "none"}
-    import jax
-
-    with jax.enable_x64(True):  # one blend is of float64
-        try:
-            _tune(path, options)
-        except KeyboardInterrupt:
-            print("interrupted; the same command goes on where it stopped", file=sys.stderr)
-            return INTERRUPTED
-        finally:
-            if path.exists():
-                _complete(path, options)
+    try:
+        _tune(path, options)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        if path.exists():
+            _complete(path, options)
     return 0
 
 
 def _tune(path: Path, options: argparse.Namespace) -> None:
     """Measures into the file, after an estimate."""
+    import jax
+
     import fusionlab as fl
+
+    until = math.inf if options.budget is None else time.perf_counter() + 60 * options.budget
+    parts = standard.by_precision(standard.programs(options.quick))
+
+    def tuned(ahead: bool) -> Iterator[Any]:
+        for wide, programs in parts.items():
+            every, shapes = standard.together(programs)
+            rest = max(0.0, until - time.perf_counter())
+            budget_s = 0.0 if ahead else None if rest == math.inf else rest
+            with jax.enable_x64(wide):
+                yield fl.tune(every, shapes, path=path, budget_s=budget_s, progress=not ahead)
+
+    ahead = list(tuned(ahead=True))
+    counts = f"{sum(one.before for one in ahead)} calls measured before, {_left(ahead)}"
+    print(f"{ahead[0].device}: {counts}", flush=True)
+    found = list(tuned(ahead=False)) if any(one.left for one in ahead) else ahead
+    for large in (large for one in found for large in one.too_large):
+        print(f"too little memory for {large}", flush=True)
+    if any(one.left for one in found):
+        print(f"{_left(found)}; the same command goes on", flush=True)
+
+
+def _left(found: list[Any]) -> str:
+    """What there is to measure, and how long it may take."""
     from fusionlab.progress import clock_text
 
-    budget_s = None if options.budget is None else 60 * options.budget
-    every, shapes = standard.together(standard.programs(options.quick))
-    ahead = fl.tune(every, shapes, path=path, budget_s=0)
-    counts = f"{ahead.before} calls measured before, {len(ahead.left)} to measure"
-    print(f"{ahead.device}: {counts}, about {clock_text(ahead.left_s or 0.0)}", flush=True)
-    found = fl.tune(every, shapes, path=path, budget_s=budget_s, progress=True) if ahead.left else ahead
-    if found.left:
-        rest = clock_text(found.left_s or 0.0)
-        print(f"{len(found.left)} calls left, about {rest}; the same command goes on", flush=True)
+    seconds = sum(one.left_s or 0.0 for one in found)
+    return f"{sum(len(one.left) for one in found)} to measure, about {clock_text(seconds)}"
 
 
 def _complete(path: Path, options: argparse.Namespace) -> None:
@@ -141,9 +160,16 @@ def _added(paths: list[Path]) -> int:
             print(f"{one.device} ({arch}): {len(bare)} calls added to {table}")
         head = json.loads(content)["environment"]
         folder = RESULTS / (card_in(sets[0][1].device) or _slug(sets[0][1].device))
-        kept = folder / f"table_{head['time'][:10]}_jax{head['versions']['jax']}.json"
+        kept = _free(folder, f"table_{head['time'][:10]}_jax{head['versions']['jax']}", content)
         print(f"{_said(json.loads(content))}; the record is kept as {write_file(kept, content, folders=True)}")
     return 0
+
+
+def _free(folder: Path, stem: str, content: str) -> Path:
+    """A file for a record, which takes no other record's place."""
+    names = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+    paths = (folder / f"{name}.json" for name in names)
+    return next(path for path in paths if not path.exists() or path.read_text(encoding="utf-8") == content)
 
 
 def _problem(record: Mapping[str, Any], sets: list[tuple[str, Any]]) -> str:

@@ -22,6 +22,7 @@ from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from fusionlab.device import Device
+from fusionlab.errors import OutOfMemoryError
 from fusionlab.kernels.choose.choices import CHOICES, Choice, Measured
 from fusionlab.kernels.choose.plan_files import quickest
 from fusionlab.kernels.launch import cublaslt, plans
@@ -184,6 +185,7 @@ class Tuning:
       keep: called with all measurements after each call.
       rivals: of the calls that were measured, now or before.
       left: the calls that were not measured as there was no time, the most time at stake first.
+      too_large: the calls for which the device has too little memory, with the errors.
       before: how many of `rivals` were measured before.
       programs, spent_s: how many were compiled and timed, and the seconds that took.
     """
@@ -195,6 +197,7 @@ class Tuning:
     keep: Callable[[Measured], Any] = lambda measured: None
     rivals: list[Rivals] = field(default_factory=list)
     left: list[TunedCall] = field(default_factory=list)
+    too_large: list[tuple[TunedCall, OutOfMemoryError]] = field(default_factory=list)
     before: int = 0
     programs: int = 0
     spent_s: float = 0.0
@@ -225,9 +228,10 @@ class Tuning:
                 todo = [call for call in _ordered(calls, device) if not self._is_known(call, device)]
                 tuning = Stages(told)("tuning", len(todo), budget_s, self._estimate_s(todo, device))
                 for call in todo:
-                    with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
-                        self._measure(call, device)
+                    self._measure_if_it_fits(call, device)
                     tuning.step()
+            if self.too_large and not self.rivals:
+                raise self.too_large[0][1]
         finally:
             self._algorithms |= CHOICES.trial
             CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on
@@ -238,6 +242,14 @@ class Tuning:
             self.rivals.append(known)
             self.before += 1
         return known is not None or not _programs(call, device)
+
+    def _measure_if_it_fits(self, call: TunedCall, device: Device) -> None:
+        """Measures a call; one for which the device has too little memory does not end the tuning of the others."""
+        try:
+            with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
+                self._measure(call, device)
+        except OutOfMemoryError as error:
+            self.too_large.append((call, error))
 
     def _measure(self, call: TunedCall, device: Device) -> None:
         began = time.perf_counter()

@@ -86,6 +86,11 @@ def test_taken_in_it_is_the_table_of_that_card_and_of_no_other_chip(card, monkey
     assert table.main(["--add", str(card.out)]) == 0
     (kept,) = (table.RESULTS / "l4").iterdir()
     assert kept.read_bytes() == before
+    card.out.write_text(card.out.read_text().replace("570.1", "580.2"))  # of another machine, on the same day
+    for _ in range(2):
+        assert table.main(["--add", str(card.out)]) == 0
+    assert sorted(path.stem.partition("jax")[2].count("_") for path in kept.parent.iterdir()) == [0, 1]
+    assert kept.read_bytes() == before
     monkeypatch.setenv("FUSIONLAB_TABLES", "")
     monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(card.file))
     added = read_plan_file(choices.TABLES / "sm_89.json", "")["sm_89"].cases
@@ -132,10 +137,12 @@ def test_without_a_gpu_one_error_says_what_is_needed(card, capsys):
 @pytest.mark.dear
 def test_the_standard_programs_have_every_call_of_the_shipped_table(card):
     card.device = Device.of("h200")
-    every, shapes = standard.together(standard.programs())
-    with jax.enable_x64(True):
-        calls = next(tuning_verb._calls(every, (shapes,), {}, None, True, {}, Stages()))
-        cases = {call.case(**change) for call in calls for change, *_ in tuning._variants(call, card.device)}
+    cases = set()
+    for wide, programs in standard.by_precision(standard.programs()).items():
+        every, shapes = standard.together(programs)
+        with jax.enable_x64(wide):
+            calls = next(tuning_verb._calls(every, (shapes,), {}, None, True, {}, Stages()))
+            cases |= {call.case(**change) for call in calls for change, *_ in tuning._variants(call, card.device)}
     assert read_plan_file(SHIPPED, "")["sm_90"].cases.keys() <= cases
     ops = {json.loads(text)["op"] for text in cases}
     assert ops >= {"layer_norm", "group_norm", "dot_product_attention", "linear_cross_entropy", "gated_matmul"}

@@ -260,6 +260,24 @@ def test_a_budget_measures_the_most_time_first_and_says_what_is_left(bench, monk
         fl.tune(many, *MANY, budget_s=-1)
 
 
+def test_a_call_that_is_too_large_leaves_the_others_measured(bench, monkeypatch):
+    def timed(programs, real=bench.time_on_device, **how):
+        if not bench.timed:
+            bench.timed.append(())
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB")
+        return real(programs, **how)
+
+    monkeypatch.setattr(tuning, "time_on_device", timed)
+    monkeypatch.setattr(tuning, "_try_algorithms", lambda *_: None)
+    found = fl.tune(many, *MANY, grad=False, passes="gemm_epilogue")
+    (large,) = found.too_large
+    assert "128x128" in str(large)
+    assert "ran out of memory" in large.why
+    assert (len(found.measured.cases), found.left) == (1, ())
+    assert "too little memory for gemm_epilogue relu 64x128x128 bfloat16 forward" in repr(found)
+    assert json.loads(json.dumps(found.to_dict()))["too_large"][0]["call"] == large.call
+
+
 def test_measured_in_one_process_it_is_used_in_another_and_measured_again_with_another_driver(bench, monkeypatch):
     """ "Another process" reads the file anew, on the card itself: no simulated one, which has no versions."""
     card = Device("cuda", "sm_90", "NVIDIA H100 80GB HBM3", memory=80 << 30, driver="570.1", cudnn="9.1")
