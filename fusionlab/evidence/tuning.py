@@ -166,13 +166,6 @@ def _inner(value: Any, trips: int) -> Iterator[tuple[Any, int]]:
 # Measuring them ------------------------------------------------------------------------------------------------------
 
 
-def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: int = SAMPLES) -> Measured:
-    """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
-    tuning = Tuning(calls, samples)
-    tuning.run(calls, progress)
-    return tuning.measured
-
-
 @dataclass
 class Tuning:
     """The measurements of the calls of a program, as far as they got.

@@ -51,6 +51,9 @@ def test_a_record_is_a_plan_file_with_samples_flags_and_commit(card, capsys):
     lines = card.out.read_text().splitlines()
     assert max(map(len, lines)) < 400
     assert len(lines) < 25 * n + 60
+    _, fn, shapes = standard.programs(quick=True)[0]
+    (site,) = fl.find(fn, *shapes).candidates  # `measure` has named it as the plan file
+    assert site.backend.reason.endswith(f"(plan file {card.out})")
 
 
 def test_interrupted_it_keeps_what_was_measured_and_the_same_command_goes_on(card, monkeypatch, capsys):

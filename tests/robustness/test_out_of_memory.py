@@ -198,7 +198,7 @@ def test_tuning_tells_which_call(monkeypatch):
     monkeypatch.setattr(tuning, "_programs", lambda call, device: 2)
     tuning.CHOICES.trial["left over"] = ("00", 1)
     with pytest.raises(OutOfMemoryError, match="tuning gemm_epilogue call ran out of memory"):
-        tuning.tune_calls([call])
+        tuning.Tuning().run([call])
     assert tuning.CHOICES.trial == {}
 
 
