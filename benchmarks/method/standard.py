@@ -23,14 +23,32 @@ EXPERTS = (8, 1024, 4096)  # their number, features in and out
 Program = tuple[str, Callable[..., Any], tuple[Any, ...]]  # name, function, shapes of the arguments
 
 
-def programs(quick: bool = False) -> list[Program]:
-    """All of them; `quick`: a small layer and a small blend."""
-    if quick:
-        layer = functools.partial(_layer, "relu")
-        return [
-            ("layer", layer, _shapes("bfloat16", (64, 32), (32, 128), (128,))),
-            ("blend", _blend, _shapes("float32", (8, 16), (8, 16), (1,))),
-        ]
+def programs(quick: bool = False, half: str = "bfloat16") -> list[Program]:
+    """All of them; `quick`: a small layer and a small blend. `half`: the dtype of 16 bits of most, float16 for cards without the other."""
+    found = _quick() if quick else _all()
+    return found if half == "bfloat16" else [(name, fn, _in_half(shapes, half)) for name, fn, shapes in found]
+
+
+def half_of(device: Any) -> str:
+    """The dtype of 16 bits in which programs for a CUDA device are written: products of bfloat16 came with sm_80."""
+    return "bfloat16" if device.capability >= 80 else "float16"
+
+
+def _in_half(shapes: tuple[Any, ...], half: str) -> tuple[Any, ...]:
+    import jax
+
+    return tuple(jax.ShapeDtypeStruct(s.shape, half) if s.dtype == "bfloat16" else s for s in shapes)
+
+
+def _quick() -> list[Program]:
+    layer = functools.partial(_layer, "relu")
+    return [
+        ("layer", layer, _shapes("bfloat16", (64, 32), (32, 128), (128,))),
+        ("blend", _blend, _shapes("float32", (8, 16), (8, 16), (1,))),
+    ]
+
+
+def _all() -> list[Program]:
     return [*_layers(), *_products(), *_blends(), *_norms(), *_attention(), *_others()]
 
 

@@ -79,9 +79,11 @@ def _tune(path: Path, options: argparse.Namespace) -> None:
     import jax
 
     import fusionlab as fl
+    from fusionlab.device import Device
 
     until = math.inf if options.budget is None else time.perf_counter() + 60 * options.budget
-    parts = standard.by_precision(standard.programs(options.quick))
+    half = standard.half_of(Device.current())
+    parts = standard.by_precision(standard.programs(options.quick, half))
 
     def tuned(ahead: bool) -> Iterator[Any]:
         for wide, programs in parts.items():

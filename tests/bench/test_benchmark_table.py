@@ -130,6 +130,14 @@ def test_what_is_no_record_is_refused_and_nothing_is_added(card, capsys, changed
     assert not table.RESULTS.exists()
 
 
+def test_an_older_card_is_measured_in_float16(card):
+    card.device = Device("cuda", "sm_75", "Tesla T4", driver="570.1")
+    assert measure(card) == 0
+    (measured,) = json.loads(card.out.read_text())["archs"]["sm_75"]
+    dtypes = {json.loads(text)["dtype"] for text in measured["cases"]}
+    assert dtypes == {"float16", "float32"}
+
+
 def test_without_a_gpu_one_error_says_what_is_needed(card, capsys):
     card.device = Device.of("cpu")
     assert measure(card) == 2
