@@ -1,4 +1,5 @@
-"""The command line: `fusionlab doctor | demo | trace | find | explain | diff | export | compare | bench | tune`, each with `--json`.
+"""The command line: `fusionlab doctor | demo | trace | find | explain | diff | export | compare | bench | tune | plans`, each
+with `--json`.
 
 Results go to standard output, progress to standard error. Exit status: 0 done, 1 an error (one line on standard error),
 2 wrong usage, 3 a newer record that is worse than the older one (`diff`), 130 interrupted with Ctrl-C.
@@ -168,6 +169,11 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--budget", type=float, metavar="S", help="seconds for all of it (default: no limit)")
     tune.add_argument("--again", action="store_true", help="also measure what the plan file has for this machine")
     tune.set_defaults(run=_tune)
+
+    plans = commands.add_parser("plans", help="list the measurements in plan files; with -o, join the files")
+    plans.add_argument("files", nargs="+", metavar="FILE", help="plan files, as tune writes them")
+    plans.add_argument("-o", "--output", metavar="FILE", help="the plan file that all of them are added to")
+    plans.set_defaults(run=_plans)
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -380,6 +386,13 @@ def _tune(options: argparse.Namespace) -> None:
     asked |= {"budget_s": options.budget, "again": options.again}
     result = fl.tune(function, *args, **asked, progress=options.progress, **static, **kwargs)
     _print(options, result, result.to_dict())
+
+
+def _plans(options: argparse.Namespace) -> None:
+    from .commands.plans import plans
+
+    found = plans(options.files, options.output)
+    _print(options, found, found.to_dict())
 
 
 if __name__ == "__main__":

@@ -34,12 +34,15 @@ class Stopped(Exception):  # noqa: N818 - the way out of work that was cancelled
 class Watch:
     """Called like any progress function, with the budget of a stage as well."""
 
-    def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
+    def __call__(
+        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, expected_s: float = math.inf
+    ) -> None:
         """
         Args:
           task: what is being done.
           done, total: its steps; 0 of 0 where it has none.
           budget_s: seconds after which it ends, whatever is done.
+          expected_s: seconds that all of it may take, as estimated before it began; infinite where that is not known.
         """
         raise NotImplementedError
 
@@ -49,7 +52,7 @@ class Clock:
     """The stage that runs, since when, and how long it may yet take.
 
     Attributes:
-      task, done, total, budget_s: as a `Watch` receives them.
+      task, done, total, budget_s, expected_s: as a `Watch` receives them.
       began: when, by `time.perf_counter`.
       seen: task -> seconds that it took when last done, in whatever part: "trial 1: compiling" predicts "trial 2: compiling".
     """
@@ -58,16 +61,19 @@ class Clock:
     done: int = 0
     total: int = 0
     budget_s: float = math.inf
+    expected_s: float = math.inf
     began: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)
 
-    def tell(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> bool:
+    def tell(
+        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, expected_s: float = math.inf
+    ) -> bool:
         """Takes a step down; whether it begins another stage."""
         new = task != self.task or done < self.done
         if new:
             self.end()
             self.began = time.perf_counter()
-        self.task, self.done, self.total, self.budget_s = task, done, total, budget_s
+        self.task, self.done, self.total, self.budget_s, self.expected_s = task, done, total, budget_s, expected_s
         return new
 
     def end(self) -> None:
@@ -78,7 +84,7 @@ class Clock:
 
     def drop(self) -> None:
         """The stage is over before its end."""
-        self.task, self.done, self.total, self.budget_s = "", 0, 0, math.inf
+        self.task, self.done, self.total, self.budget_s, self.expected_s = "", 0, 0, math.inf, math.inf
 
     @property
     def seconds(self) -> float:
@@ -87,10 +93,13 @@ class Clock:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that it may yet take: by its steps so far and its budget, else by what it took before; None where nothing is known."""
+        """Seconds that it may yet take: by its steps so far and its budget, else as estimated before, else by what it took before; None
+        where nothing is known."""
         spent, known = self.seconds, []
         if 0 < self.done < self.total:
             known.append(spent / self.done * (self.total - self.done))
+        elif math.isfinite(self.expected_s):
+            known.append(self.expected_s - spent)
         elif (before := self.seen.get(_own(self.task))) is not None:
             known.append(before - spent)
         if math.isfinite(self.budget_s):
@@ -137,10 +146,11 @@ class Reporter:
         total: int = 0,
         budget_s: float = math.inf,
         cancel: Cancel | None = None,
+        expected_s: float = math.inf,
     ) -> None:
         if cancel is not None and cancel():
             raise Stopped(task)
-        self.task, self.total, self.budget_s, self.done = task, total, budget_s, 0
+        self.task, self.total, self.budget_s, self.expected_s, self.done = task, total, budget_s, expected_s, 0
         self._own = Line() if progress is True and speaks() else None
         self._told = self._own or (progress if callable(progress) else None)
         self._tell()
@@ -150,7 +160,7 @@ class Reporter:
         self._tell()
 
     def _tell(self) -> None:
-        pass_on(self._told, self.task, self.done, self.total, self.budget_s)
+        pass_on(self._told, self.task, self.done, self.total, self.budget_s, self.expected_s)
 
     def __enter__(self) -> Self:
         return self
@@ -160,10 +170,12 @@ class Reporter:
             self._own.close()
 
 
-def pass_on(told: Any, task: str, done: int, total: int, budget_s: float) -> None:
+def pass_on(
+    told: Any, task: str, done: int, total: int, budget_s: float = math.inf, expected_s: float = math.inf
+) -> None:
     """Reports to a watch, to a function, or to nobody."""
     if isinstance(told, Watch):
-        told(task, done, total, budget_s)
+        told(task, done, total, budget_s, expected_s)
     elif told is not None:
         told(task, done, total)
 
@@ -180,13 +192,13 @@ class Stages:
     progress: Progress = False
     cancel: Cancel | None = None
 
-    def __call__(self, task: str, total: int = 0, budget_s: float = math.inf) -> Reporter:
+    def __call__(self, task: str, total: int = 0, budget_s: float = math.inf, expected_s: float = math.inf) -> Reporter:
         """Begins a stage.
 
         Raises:
           Stopped: it was cancelled.
         """
-        return Reporter(self.progress, task, total, budget_s, self.cancel)
+        return Reporter(self.progress, task, total, budget_s, self.cancel, expected_s)
 
     def check(self, task: str) -> None:
         """Raises Stopped where it was cancelled."""
@@ -205,8 +217,10 @@ class _Named(Watch):
     def __init__(self, progress: Any, words: str) -> None:
         self.progress, self.words = progress, words
 
-    def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
-        pass_on(self.progress, f"{self.words}: {task}", done, total, budget_s)
+    def __call__(
+        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, expected_s: float = math.inf
+    ) -> None:
+        pass_on(self.progress, f"{self.words}: {task}", done, total, budget_s, expected_s)
 
 
 @contextlib.contextmanager
@@ -312,9 +326,11 @@ class Line(Watch):
         self._thread = threading.Thread(target=self._tick, name="fusionlab-progress", daemon=True)
         self._thread.start()
 
-    def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
+    def __call__(
+        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, expected_s: float = math.inf
+    ) -> None:
         with self._lock:
-            self.clock.tell(task, done, total, budget_s)
+            self.clock.tell(task, done, total, budget_s, expected_s)
             self._draw()
 
     def _tick(self) -> None:

@@ -76,6 +76,14 @@ def plural(noun: str, number: int) -> str:
     return noun if number == 1 else f"{noun}s"
 
 
+def seconds_text(value: float) -> str:
+    """Three digits with a unit that reads well: "1.23 ms"."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(value) >= 0.9995 * size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
 def _one_of(makers: Makers) -> str:
     return " or ".join(sorted(makers))
 

@@ -1,34 +1,46 @@
 """How much of the shipped table's gain `fl.tune` reaches without the table, within a budget.
 
-    python -m benchmarks tuned [--json] [-o FILE] [--quick] [--only NAME] [--budgets 300,60]
+    python -m benchmarks tuned [--json] [-o FILE] [--quick] [--only NAME] [--budgets 60,300]
 
-For the train steps of a model of Llama's kind, of GPT-2 124M and of a ViT-B/16, and for a decoding step of eight layers: with the tables
-hidden (`FUSIONLAB_TABLES=none`), `fl.tune(step, budget_s=...)` writes a plan file of its own in a process of its own, for each budget. Then
-one process compiles the step plainly, fused with the shipped table, fused with neither table nor plan, and fused with each plan alone; all
-take turns. A plan's share is what it saves of jax.jit's time over what the table saves. Bars: 97 % with 300 s, 80 % with 60 s.
+For the train steps of a model of Llama's kind, of GPT-2 124M and of a ViT-B/16, and for a decoding step of eight layers: one process with
+the tables hidden (`FUSIONLAB_TABLES=none`) tunes the step for the first budget, and goes on until the next. Then another process compiles
+the step plainly, fused with the shipped table, fused with neither table nor plan, and fused with each plan alone; all take turns. A
+plan's share is what it saves of jax.jit's time over what the table saves. Bars: 97 % with 300 s, 80 % with 60 s.
 
-Without a CUDA device `--quick` runs tiny sizes by the host's clock, where nothing is tuned.
+The record is written after each step. A run with the record's file adds the programs that it lacks: `--only` runs one at a time. Without
+a CUDA device `--quick` runs tiny sizes by the host's clock, where nothing is tuned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..measuring import compiled_side_by_side, finish, line, measured, new_record, normal, parser_of
-from . import decoding, language_steps
+from ..measuring import (
+    chosen,
+    compiled_side_by_side,
+    continued,
+    finish,
+    line,
+    measured,
+    new_record,
+    normal,
+    parser_of,
+    save,
+)
+from ..programs import decoding, language_steps
 
-BARS = {300: 0.97, 60: 0.80}
+BARS = {"300": 0.97, "60": 0.80}
 SAMPLES = 20
 RATE = 1e-4
 
@@ -143,36 +155,23 @@ def _choices(plan: Path, tables: bool) -> Iterator[None]:
         os.environ.update(before)
 
 
-def tune(name: str, budget_s: float, plan: Path, quick: bool) -> dict[str, Any]:
-    """Tunes a step within a budget, here; what is told of it."""
+def tune(name: str, plans: dict[float, Path], quick: bool) -> dict[str, Any]:
+    """Tunes a step, here, and keeps the plan at the end of each budget; what is told of it then."""
     import fusionlab as fl
 
     step, args = programs(quick)[name]()
-    began = time.perf_counter()
-    with _choices(plan, tables=False):
-        found = fl.tune(step, *args, budget_s=budget_s)
-    took = time.perf_counter() - began
-    left = sum(one.at_stake_s for one in found.left)
-    cases = {text: choice.to_dict() for text, choice in found.measured.cases.items()}
-    return {"seconds": took, "calls": found.calls, "left": len(found.left), "left_at_stake_s": left, "cases": cases}
-
-
-def _tuned_elsewhere(name: str, budget_s: float, plan: Path, quick: bool) -> dict[str, Any]:
-    """`tune` in a process of its own, before this one takes the device's memory."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "tuned",
-        "--tune",
-        name,
-        "--budgets",
-        str(budget_s),
-        "--plan",
-        str(plan),
-    ]
-    told = subprocess.run([*command, *["--quick"] * quick], check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(told.splitlines()[-1])
+    began, told, last = time.perf_counter(), {}, None
+    for budget_s, plan in sorted(plans.items()):
+        if last is not None and last.exists():
+            shutil.copyfile(last, plan)
+        with _choices(plan, tables=False):
+            found = fl.tune(step, *args, budget_s=max(0.0, began + budget_s - time.perf_counter()))
+        last, took = plan, time.perf_counter() - began
+        left = sum(one.at_stake_s for one in found.left)
+        cases = {text: choice.to_dict() for text, choice in found.measured.cases.items()}
+        counts = {"calls": found.calls, "left": len(found.left), "left_s": found.left_s, "left_at_stake_s": left}
+        told[f"{budget_s:g}"] = {"seconds": took, **counts, "cases": cases}
+    return told
 
 
 def measure(name: str, plans: dict[str, Path], nothing: Path, quick: bool) -> dict[str, Any]:
@@ -181,6 +180,7 @@ def measure(name: str, plans: dict[str, Path], nothing: Path, quick: bool) -> di
 
     import fusionlab as fl
 
+    began = time.perf_counter()
     step, args = programs(quick)[name]()
     ways = {"table": (nothing, True), "untuned": (nothing, False)} | {n: (plan, False) for n, plan in plans.items()}
     lowered = {"jax.jit": jax.jit(step).lower(*args)}
@@ -194,38 +194,61 @@ def measure(name: str, plans: dict[str, Path], nothing: Path, quick: bool) -> di
     times = measured(running, "jax.jit", 4 if quick else SAMPLES, 4)
     gains = {way: times["jax.jit"]["median_s"] - times[way]["median_s"] for way in ways}
     shares = {way: gains[way] / gains["table"] if gains["table"] else float("nan") for way in ways}
-    return {**times, "gain_s": gains, "share": shares, "found": fused}
+    seconds = time.perf_counter() - began
+    return {**times, "gain_s": gains, "share": shares, "found": fused, "measuring": {"seconds": seconds}}
+
+
+def _elsewhere(fn: Callable[..., Any], *args: Any) -> Any:
+    """What a function of this module returns in a process of its own, which gives the device's memory back."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(fn, *args).result()
+
+
+def one(name: str, budgets: list[float], quick: bool, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """A program tuned and measured; `keep` is called with what there is after each of both."""
+    with tempfile.TemporaryDirectory() as folder:
+        plans = {b: Path(folder) / f"{b:g}.json" for b in budgets}
+        print(f"{name}: tuning for {max(budgets):g} s at most", flush=True)
+        found: dict[str, Any] = {"tuning": _elsewhere(tune, name, plans, quick)}
+        keep(found)
+        ways = {f"tuned {b:g} s": plan for b, plan in plans.items()}
+        found |= _elsewhere(measure, name, ways, Path(folder) / "none.json", quick)
+        keep(found)
+    return found
+
+
+def _lines(name: str, found: dict[str, Any]) -> Iterator[str]:
+    yield line(name, {n: one for n, one in found.items() if "median_s" in one})
+    for budget, how in found["tuning"].items():
+        rest = f"{how['left']} of {how['calls']} calls left"
+        share = found["share"][f"tuned {budget} s"]
+        yield f"  {share:.1%} of the table's gain, in {how['seconds']:.0f} of {budget} s, {rest}"
+
+
+def _misses(found: dict[str, Any]) -> bool:
+    """Whether a share is below its bar."""
+    return any(not found["share"][f"tuned {b} s"] >= BARS.get(b, 0.0) for b in found["tuning"])
 
 
 def main(argv: list[str]) -> int:
     """Tunes, measures and records. Returns the exit status: 1 where a bar is missed on a GPU."""
     parser = parser_of("tuned", __doc__)
     parser.add_argument("--only", default="", metavar="NAME", help="the programs whose name has this in it")
-    parser.add_argument("--budgets", default="300,60", help="seconds, separated by commas")
-    parser.add_argument("--tune", metavar="NAME", help="only tune this program, with the first budget, into --plan")
-    parser.add_argument("--plan", type=Path, help="the plan file of --tune")
+    parser.add_argument("--budgets", default="60,300", help="seconds, separated by commas")
     options = parser.parse_args(argv)
     budgets = [float(text) for text in options.budgets.split(",")]
-    if options.tune:
-        print(json.dumps(tune(options.tune, budgets[0], options.plan, options.quick)))
-        return 0
-    names = [name for name in programs(options.quick) if options.only in name]
-    with tempfile.TemporaryDirectory() as folder:
-        nothing = Path(folder) / "none.json"
-        made = {(n, b): Path(folder) / f"{n.replace(' ', '_')}_{b:g}.json" for n in names for b in budgets}
-        tuned = {key: _tuned_elsewhere(*key, plan, options.quick) for key, plan in made.items()}
-        from fusionlab.device import Device
+    record = continued(_elsewhere(new_record, "tuned", options) | {"cases": {}}, options)
+    on_cuda = record["environment"]["platform"] != "cpu"
 
-        on_cuda, missed = Device.current().platform == "cuda", False
-        record = new_record("tuned", options) | {"cases": {}}
-        for name in names:
-            found = measure(name, {f"tuned {b:g} s": made[name, b] for b in budgets}, nothing, options.quick)
-            record["cases"][name] = found | {"tuning": {f"{b:g}": tuned[name, b] for b in budgets}}
-            print(line(name, {n: one for n, one in found.items() if "median_s" in one}), flush=True)
-            for b in budgets:
-                share, how = found["share"][f"tuned {b:g} s"], tuned[name, b]
-                missed |= not share >= BARS.get(int(b), 0.0)
-                rest = f"{how['left']} of {how['calls']} calls left"
-                print(f"  {share:.1%} of the table's gain, in {how['seconds']:.0f} of {b:g} s, {rest}", flush=True)
-        finish(record, options, on_cuda)
-    return int(missed and on_cuda)
+    def keep(name: str, found: dict[str, Any]) -> None:
+        record["cases"][name] = found
+        save(record, options, on_cuda)
+
+    for name in chosen(programs(options.quick), options.only):
+        if "share" in record["cases"].get(name, {}):
+            print(f"{name}: in the record already", flush=True)
+            continue
+        found = one(name, budgets, options.quick, functools.partial(keep, name))
+        print(*_lines(name, found), sep="\n", flush=True)
+    finish(record, options, on_cuda)
+    return int(on_cuda and any(map(_misses, record["cases"].values())))

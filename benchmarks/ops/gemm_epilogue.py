@@ -1,10 +1,10 @@
 """GEMM epilogues on a CUDA device: FusionLab, jax.jit, torch and the bare products, in device time, in one run.
 
-    python -m benchmarks gemm_epilogue [--json] [-o FILE] [--quick] [--table FILE]
+    python -m benchmarks gemm_epilogue [--json] [-o FILE] [--quick]
 
 Device time is that of CUDA events on XLA's own stream (torch: on torch's) around calls queued behind one another; programs take turns.
 Every sample is kept. The record holds device, driver, versions, flags and commit. FusionLab runs as shipped: its routes come from the table
-of the architecture, and are printed. `--table` measures the shapes that table is made of and writes it instead.
+of the architecture, and are printed.
 
 What is measured:
   launches  what a launch of ours costs beside XLA's own kernels, inside and outside of CUDA graphs, in a scan
@@ -15,11 +15,9 @@ What is measured:
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from ..measuring import (
@@ -37,7 +35,7 @@ from ..measuring import (
 
 MLPS = ((8192, 768, 3072), (8192, 4096, 16384))  # rows, features in and out, hidden
 ACTIVATIONS = ("relu", "gelu_tanh", "gelu_erf")
-TABLE = (  # rows, features in, features out
+TABLE = (  # of layers in a card's table (benchmarks/method/standard.py): rows, features in, features out
     (2048, 768, 3072),
     (8192, 768, 3072),
     (8192, 4096, 16384),
@@ -285,46 +283,9 @@ def routes(fn: Callable, *args: Any) -> list[dict[str, str]]:
     return found
 
 
-# The table.
-
-
-def table(path: Path, samples: int, quick: bool) -> None:
-    """Measures layers of usual sizes and writes what is best for each."""
-    import jax
-    import jax.numpy as jnp
-
-    from fusionlab.device import Device
-    from fusionlab.evidence.tuning import calls_in, tune_calls
-    from fusionlab.kernels.choose.choices import write
-    from fusionlab.ops import gemm_epilogue
-
-    arch = Device.current().arch
-    for m, k, n in TABLE[:1] if quick else TABLE:
-        for name in (*ACTIVATIONS, "silu"):
-            layer = functools.partial(gemm_epilogue, activation=name)
-            shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (k, n), (n,))]
-            ct = jax.ShapeDtypeStruct((m, n), jnp.bfloat16)
-            calls = calls_in(jax.make_jaxpr(layer)(*shapes).jaxpr)
-            calls += calls_in(jax.make_jaxpr(_stepped(layer))(ct, *shapes).jaxpr)
-            found = tune_calls(calls, samples=samples)
-            write(path, arch, found)
-            for text, choice in found.cases.items():
-                print(_case_line(text, choice), flush=True)
-
-
-def _case_line(text: str, choice: Any) -> str:
-    c = json.loads(text)
-    what = "fwd+res" if c.get("residuals") else "fwd" if c["role"] == "call" else "bwd"
-    times = " ".join(f"{n} {t:.1f}" for n, t in choice.times_us.items())
-    settings = f" {choice.settings}" if choice.settings else ""
-    shape = f"{c['rows']}x{c['inner']}x{c['columns']}"
-    return f"{shape} {c['activation']} {what} packed={c['packed']}: {choice.implementation} [{times}]{settings}"
-
-
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("gemm_epilogue", __doc__)
-    parser.add_argument("--table", type=Path, help="measure and write the table of this architecture instead")
     options = parser.parse_args(argv)
 
     from fusionlab.device import Device
@@ -334,9 +295,6 @@ def main(argv: list[str]) -> int:
         print("this benchmark needs a CUDA device; JAX sees none here", file=sys.stderr)
         return 2
     samples = 6 if options.quick else 40
-    if options.table:
-        table(options.table, 4 if options.quick else 8, options.quick)
-        return 0
     record, peaks = new_record("gemm_epilogue", options), measure_peaks()
     record["peaks"] = {"copy_bytes_per_s": peaks.copy_bytes_per_s, "bf16_flop_per_s": peaks.gemm_flop_per_s}
     for name, measure in (("launches", launches), ("products", products)):

@@ -1,10 +1,10 @@
 """Matrix products and their routes on a CUDA device: FusionLab, its switch on and off, and jax.jit, in one run.
 
-    python -m benchmarks matmul_schedule [--json] [-o FILE] [--quick] [--only TEXT] [--table FILE]
+    python -m benchmarks matmul_schedule [--json] [-o FILE] [--quick] [--only TEXT]
 
 Times are device times of programs that take turns; every sample is kept (see gemm_epilogue.py). FusionLab runs as shipped, beside it with
-every product that a library takes given to the library, and with none. `--table` measures each product's rivals and adds what is best to a
-table instead. Without a CUDA device `--quick` runs tiny sizes by the host's clock, to show that it works.
+every product that a library takes given to the library, and with none. Without a CUDA device `--quick` runs tiny sizes by the host's clock,
+to show that it works.
 
 What is measured, at sizes of 1024 and more:
   products   every pair of shapes of the original's tests, a linear layer of each, and one term to a sum
@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..measuring import compiled_at_once, differences, finish, line, measured, new_record, parser_of, save
@@ -148,31 +147,10 @@ def told(name: str, found: dict[str, Any]) -> None:
     print(f"{line(name, found)} | {tags}", flush=True)
 
 
-def table(path: Path, all_cases: list[Case], samples: int) -> None:
-    """Measures every product's rivals and adds what is best for each to a table."""
-    import jax
-
-    import fusionlab as fl
-    from fusionlab.device import Device
-    from fusionlab.evidence.tuning import calls_in, tune_calls
-    from fusionlab.kernels.choose.choices import write
-
-    settings = [(case, {"matmul_schedule": {"library": True}}) for case in all_cases]
-    settings += [(case, {"gated_matmul": {"prefer": "concatenated"}}) for case in all_cases if case.gated]
-    for case, passes in settings:
-        fused = fl.fuse(case.fn, passes=fl.Strategy(**passes))
-        calls = calls_in(jax.make_jaxpr(fused)(*case.arguments()).jaxpr)
-        found = tune_calls(calls, samples=samples)
-        write(path, Device.current().arch, found)
-        for choice in found.cases.values():
-            print(f"{case.name}: {choice.implementation}, {choice.reason}", flush=True)
-
-
 def main(argv: list[str]) -> int:
     """Prints a line for each measurement and writes the record. Returns the exit status."""
     parser = parser_of("matmul_schedule", __doc__)
     parser.add_argument("--only", default="", help="only the cases whose name has this text")
-    parser.add_argument("--table", type=Path, help="measure the cases and add them to the table of this architecture")
     options = parser.parse_args(argv)
 
     from fusionlab.device import Device
@@ -183,9 +161,6 @@ def main(argv: list[str]) -> int:
         return 2
     chosen = [case for case in (cases(1024, 16) if on_cuda else cases(4, 2)) if options.only in case.name]
     samples = 40 if not options.quick else 6 if on_cuda else 2
-    if options.table:
-        table(options.table, chosen, samples // 4)
-        return 0
     record: dict[str, Any] = new_record("matmul_schedule", options) | {"cases": {}}
     for case in chosen:
         start = time.perf_counter()

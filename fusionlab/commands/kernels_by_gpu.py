@@ -21,17 +21,16 @@ def gpus() -> dict[str, tuple[str, ...]]:
 
 
 def kernels_by_gpu(here: Device | None = None) -> dict[str, tuple[Coverage, ...]]:
-    """Pass -> what each of the `gpus` has of it, and last `here`, if it is a CUDA device of another architecture.
+    """Pass -> what each of the `gpus` has of it; `here`, if it is a CUDA device, for its architecture, with its plan file.
 
     An op that several passes share, or that a pass has besides its own, goes by its own name.
     """
     named: dict[str, list[str]] = {}
     for one in passes():
         named.setdefault(one.op, []).append(one.name)
-    devices = [Device.of(arch) for arch in gpus()]
-    devices += [here] if here and here.arch and here.arch not in gpus() else []
+    devices = {arch: Device.of(arch) for arch in gpus()} | ({here.arch: here} if here and here.arch else {})
     label = {op: names[0] for op, names in named.items() if len(names) == 1}
-    return {label.get(c.op.name, c.op.name): tuple(coverage(c, device) for device in devices) for c in CARDS}
+    return {label.get(c.op.name, c.op.name): tuple(coverage(c, device) for device in devices.values()) for c in CARDS}
 
 
 def refusals(row: tuple[Coverage, ...]) -> dict[tuple[str, str], list[str]]:

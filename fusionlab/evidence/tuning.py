@@ -22,6 +22,7 @@ from jax.core import ShapedArray
 from jax.extend import core as jex_core
 
 from fusionlab.device import Device
+from fusionlab.errors import OutOfMemoryError
 from fusionlab.kernels.choose.choices import CHOICES, Choice, Measured
 from fusionlab.kernels.choose.plan_files import quickest
 from fusionlab.kernels.launch import cublaslt, plans
@@ -34,6 +35,7 @@ from .instruments.device_clock import time_on_device
 from .instruments.out_of_memory import out_of_memory
 
 SAMPLES = 10
+PROGRAM_S = 0.46  # to compile and time one, before any was; the median case of four in the record matmul_schedule of an H200 took 1.84 s
 _SHARED = ("activation", "columns", "compute", "dtype", "inner", "op", "rows", "w", "x")
 _A_GPU = (1e12, 1e14)  # bytes and operations per second of a card that is not known: they only order the calls
 
@@ -68,10 +70,12 @@ def _aval(shape: jax.ShapeDtypeStruct) -> Any:
 
 @dataclass(frozen=True)
 class Rivals:
-    """Device microseconds (medians) of each implementation of one call, for each variant of its settings."""
+    """Device microseconds (medians) of each implementation of one call, for each variant of its settings; `samples_us`: those that
+    the medians are of, for each variant likewise."""
 
     call: TunedCall
     times_us: tuple[tuple[dict[str, Any], dict[str, float]], ...]
+    samples_us: tuple[Mapping[str, tuple[float, ...]], ...]
 
 
 # The calls of a program ----------------------------------------------------------------------------------------------
@@ -162,13 +166,6 @@ def _inner(value: Any, trips: int) -> Iterator[tuple[Any, int]]:
 # Measuring them ------------------------------------------------------------------------------------------------------
 
 
-def tune_calls(calls: Sequence[TunedCall], progress: Progress = False, samples: int = SAMPLES) -> Measured:
-    """Measures the rivals of each call on the current CUDA device; calls with one implementation are left out."""
-    tuning = Tuning(calls, samples)
-    tuning.run(calls, progress)
-    return tuning.measured
-
-
 @dataclass
 class Tuning:
     """The measurements of the calls of a program, as far as they got.
@@ -181,6 +178,7 @@ class Tuning:
       keep: called with all measurements after each call.
       rivals: of the calls that were measured, now or before.
       left: the calls that were not measured as there was no time, the most time at stake first.
+      too_large: the calls for which the device has too little memory, with the errors.
       before: how many of `rivals` were measured before.
       programs, spent_s: how many were compiled and timed, and the seconds that took.
     """
@@ -192,6 +190,7 @@ class Tuning:
     keep: Callable[[Measured], Any] = lambda measured: None
     rivals: list[Rivals] = field(default_factory=list)
     left: list[TunedCall] = field(default_factory=list)
+    too_large: list[tuple[TunedCall, OutOfMemoryError]] = field(default_factory=list)
     before: int = 0
     programs: int = 0
     spent_s: float = 0.0
@@ -219,24 +218,36 @@ class Tuning:
         try:
             with watched(progress) as told:
                 budget_s = max(0.0, self.until - time.perf_counter())
-                tuning = Stages(told)("tuning", len(calls), budget_s)
-                for call in _ordered(calls, device):
-                    with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
-                        self._measure(call, device)
+                todo = [call for call in _ordered(calls, device) if not self._is_known(call, device)]
+                tuning = Stages(told)("tuning", len(todo), budget_s, self._estimate_s(todo, device))
+                for call in todo:
+                    self._measure_if_it_fits(call, device)
                     tuning.step()
+            if self.too_large and not self.rivals:
+                raise self.too_large[0][1]
         finally:
             self._algorithms |= CHOICES.trial
             CHOICES.trial.clear()  # cancelled or not, what was on trial decides nothing from here on
 
-    def _measure(self, call: TunedCall, device: Device) -> None:
+    def _is_known(self, call: TunedCall, device: Device) -> bool:
+        """Whether there is nothing to measure of a call: no choice, or it was measured before, which is taken over."""
         if (known := _known_rivals(call, device, self.known)) is not None:
             self.rivals.append(known)
             self.before += 1
-            return
+        return known is not None or not _programs(call, device)
+
+    def _measure_if_it_fits(self, call: TunedCall, device: Device) -> None:
+        """Measures a call; one for which the device has too little memory does not end the tuning of the others."""
+        try:
+            with out_of_memory(f"tuning {call.primitive.op.name} {call.primitive.role}"):
+                self._measure(call, device)
+        except OutOfMemoryError as error:
+            self.too_large.append((call, error))
+
+    def _measure(self, call: TunedCall, device: Device) -> None:
         began = time.perf_counter()
         if began >= self.until or began + self._expected_s(call, device) > self.until:
-            if _programs(call, device):
-                self.left.append(call)
+            self.left.append(call)
             return
         rivals = _rivals(call, device, self.samples)
         if rivals is not None:
@@ -249,11 +260,15 @@ class Tuning:
         """Seconds that a call may take, by those before; 0 where there was none."""
         return self.spent_s / self.programs * _programs(call, device) if self.programs else 0.0
 
+    def _estimate_s(self, calls: Sequence[TunedCall], device: Device) -> float:
+        """Seconds that calls may take: by those before, or before the first by `PROGRAM_S`."""
+        each_s = self.spent_s / self.programs if self.programs else PROGRAM_S
+        return each_s * sum(_programs(call, device) for call in calls)
+
     @property
-    def left_s(self) -> float | None:
-        """Seconds that the rest may take, by what the calls before took; None where nothing was measured."""
-        device = Device.current()
-        return sum(self._expected_s(call, device) for call in self.left) if self.programs else None
+    def left_s(self) -> float:
+        """Seconds that the rest may take."""
+        return self._estimate_s(self.left, Device.current())
 
 
 def _ordered(calls: Sequence[TunedCall], device: Device) -> Sequence[TunedCall]:
@@ -267,13 +282,14 @@ def _known_rivals(call: TunedCall, device: Device, known: Measured) -> Rivals | 
     """A call's rivals as they were measured before; None where one of them was not."""
     if not known.cases:
         return None
-    times = []
+    times, samples = [], []
     for change, _, _, names in _variants(call, device):
         choice = known.cases.get(call.case(**change) or "")
         if choice is None or not set(names) <= choice.times_us.keys():
             return None
         times.append((change, dict(choice.times_us)))
-    return Rivals(call, tuple(times))
+        samples.append(choice.samples_us)
+    return Rivals(call, tuple(times), tuple(samples))
 
 
 def _programs(call: TunedCall, device: Device) -> int:
@@ -292,7 +308,7 @@ def _rivals(call: TunedCall, device: Device, samples: int) -> Rivals | None:
     variants = list(_variants(call, device))
     if not any(_to_choose(call, names) for *_, names in variants):
         return None
-    times = []
+    times, taken = [], []
     for change, params, shapes, names in variants:
         given = dict(zip(shapes, _operands(shapes.values()), strict=True))
         operands = list(call.primitive.op.to_time(given, **params).values())
@@ -302,7 +318,8 @@ def _rivals(call: TunedCall, device: Device, samples: int) -> Rivals | None:
         programs = {n: _program(f(), operands) for n, f in functions.items()}
         timed = time_on_device(programs, samples=samples)
         times.append((change, {n: t.median_s * 1e6 for n, t in timed.items()}))
-    return Rivals(call, tuple(times))
+        taken.append({n: tuple(s * 1e6 for s in t.samples_s) for n, t in timed.items()})
+    return Rivals(call, tuple(times), tuple(taken))
 
 
 def _variants(
@@ -383,10 +400,10 @@ def _decided(measured: Sequence[Rivals]) -> Iterator[tuple[str, Choice]]:
     for group in groups.values():
         best = _best_variant(group)
         for rivals in group:
-            for change, times in rivals.times_us:
+            for (change, times), samples in zip(rivals.times_us, rivals.samples_us, strict=True):
                 text = rivals.call.case(**change)
                 if text is not None:
-                    yield text, Choice(quickest(times), times, best)
+                    yield text, Choice(quickest(times), times, best, samples_us=samples)
 
 
 def _best_variant(group: Sequence[Rivals]) -> dict[str, Any]:

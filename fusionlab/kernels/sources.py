@@ -13,6 +13,7 @@ from functools import cache
 from ..device import Device
 from ..showing import Shown
 from . import CARDS
+from .choose.choices import CHOICES
 from .launch.compile import CudaSource
 from .launch.kernel_plan import KernelPlan
 from .op.card import Card
@@ -37,7 +38,7 @@ class State(enum.StrEnum):
     """What a GPU has of the implementations of an op other than those that XLA compiles.
 
     Attributes:
-      MEASURED: timed against XLA's code on this architecture.
+      MEASURED: timed against XLA's code on this architecture, or on this very card: in the plan file or a shipped table.
       COMPILED: built for it, and not measured there.
       REFUSED: none of them runs there.
       XLA: the op has no such implementation; it is JAX code, which runs wherever JAX does.
@@ -75,7 +76,8 @@ def coverage(card: Card, device: Device) -> Coverage:
     names = [one.name for one in card.requirements if one.missing is not None]
     found = {name: card.op.implementations[name].unable_on(device) for name in names}
     refused = {name: why for name, why in found.items() if why}
-    state = State.MEASURED if device.arch in card.measured else State.COMPILED
+    is_measured = device.arch in card.measured or card.op.name in CHOICES.ops_measured(device)
+    state = State.MEASURED if is_measured else State.COMPILED
     if len(refused) == len(found):
         state = State.REFUSED if found else State.XLA
     return Coverage(card.op.name, device.arch, state, tuple(sorted(found.keys() - refused.keys())), refused)

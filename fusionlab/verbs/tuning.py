@@ -73,7 +73,7 @@ def tune(
     Raises:
       TraceError: `fn` does not trace. ArgumentError: `path` exists and is not a plan file (if it is None, such a file is moved
         aside with a warning), or `budget_s` is negative. OutputError: it cannot be written. OutOfMemoryError: the device has too little
-        memory for a call.
+        memory for each of the calls; those for which it has too little are else in `.too_large`.
     """
     if budget_s is not None and not budget_s >= 0:
         raise ArgumentError(f"budget_s: got {budget_s!r}, needed None or seconds, 0 or more")
@@ -136,9 +136,10 @@ def _result(tuning: Tuning, target: Path, took_s: float) -> Tuned:
 
     device, found = Device.current(), tuning.measured
     left = tuple(Untried(call.case() or "", call.at_stake_s(device)) for call in tuning.left)
+    large = tuple(Untried(call.case() or "", call.at_stake_s(device), str(why)) for call, why in tuning.too_large)
     left_s = tuning.left_s if left else None
     written = target if found.cases else None
-    return Tuned(found, written, len(tuning.calls), device, tuning.before, left, took_s, left_s)
+    return Tuned(found, written, len(tuning.calls), device, tuning.before, left, took_s, left_s, large)
 
 
 @own_lines_hidden

@@ -19,7 +19,9 @@ from fusionlab.evidence.bisection import Bisection, Cause, Trial
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.instruments import timing
 from fusionlab.evidence.instruments.record import environment
+from fusionlab.kernels.choose.plan_files import Choice, Measured, quickest, write
 from fusionlab.models import gpt
+from fusionlab.verbs import tuning
 from fusionlab.viz.explorer.widget import Explorer as Lab
 from tests.browser.explorer import Explorer
 from tests.browser.notebooks import open_in_lab, write_notebook
@@ -238,6 +240,79 @@ def test_the_rates_of_the_device_have_a_button(page, problems):
     expect(shown.hook("rates")).to_have_count(0)
     expect(shown.root.locator("[role=tabpanel]:visible svg").first).to_be_visible()
     assert problems == []
+
+
+@pytest.mark.dear
+def test_sites_that_wait_are_tuned_by_a_button_which_searches_again(page, problems, monkeypatch, tmp_path):
+    """On a card that is there, without a table. Cancelled, what was measured is kept, and the button is there again."""
+    monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(tmp_path / "plans.json"))
+    card = fl.Device("cuda", "sm_80", "NVIDIA A100-SXM4-80GB", driver="570.1")
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 512), (512, 512), (512,))]
+    found, go, cancelled = fl.find(linear, *shapes, device=card), threading.Event(), []
+    monkeypatch.setattr(fl.Device, "current", classmethod(lambda cls: card))
+    calls = next(tuning._calls(linear, tuple(shapes), {}, None, True, {}, progress.Stages()))
+
+    def tune(setting, told, cancel):
+        told("tuning", 0, len(calls), expected_s=80.0)
+        while not go.wait(0.01):
+            if cancel():
+                cancelled.append(setting)
+                told("tuning", 1, len(calls))
+        times = {"xla": 3.0, "cuda": 2.0}
+        measured = {call.case(): Choice(quickest(times), times) for call in calls}
+        write(tmp_path / "plans.json", card.arch, Measured.here(card, measured, {}))
+
+    def again(strategy, progress):
+        return fl.find(found.graph, passes=strategy, device=card)
+
+    lab = Lab(found.graph, found, tune=tune, find=again, after=lambda s, f: f.apply(sorted(s.enabled)))
+    stand(page, lab, live=True)
+    shown = Explorer(page)
+    row = shown.root.locator(".fl-site, .fl-group").first
+    expect(row).to_contain_text("not measured here")
+    tab = shown.open_tab("Sites")
+    expect(tab).to_contain_text("2 sites wait for fl.tune: at most ")
+    assert fits(page, '[data-fl="tune"]')
+    fused = lab.session.fused_graph()
+    for end in ("cancel", "done"):
+        shown.hook("tune").click()
+        expect(shown.hook("status")).to_have_text(f"tuning 0/{len(calls)}")
+        expect(shown.hook("clock")).to_have_text(re.compile(r"\d+ s, about 1 min \d+ s left"))
+        expect(shown.hook("tune")).to_be_disabled()
+        if end == "cancel":
+            shown.hook("cancel").click()
+            expect(shown.hook("status")).to_contain_text("cancelled")
+            expect(shown.hook("tune")).to_be_enabled()
+    assert len(cancelled) == 1
+    go.set()
+    expect(shown.hook("tune")).to_have_count(0)
+    expect(tab).not_to_contain_text("fl.tune")
+    expect(row).not_to_contain_text("not measured")
+    assert {c.backend.name for c in lab.findings.candidates} == {"cuda"}
+    assert lab.session.fused_graph() is not fused
+    assert [str(line).partition(":")[0] for line in lab.ledger][1:] == ["tuned"]
+    assert not lab.session.can_undo  # to implementations that are no longer chosen
+    assert problems == []
+
+
+def test_on_another_machine_what_waits_has_no_button(page, problems):
+    shapes = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 512), (512, 512), (512,))]
+    found = fl.find(linear, *shapes, device="a100")
+    stand(page, Lab(found.graph, found, tune=lambda *_: None, after=lambda s, f: f.apply(sorted(s.enabled))))
+    shown = Explorer(page)
+    expect(shown.open_tab("Sites")).to_contain_text("by the roofline, on that device.")
+    expect(shown.hook("tune")).to_have_count(0)
+    assert problems == []
+
+
+def fits(page, hook):
+    """Whether an element is inside the window, and nothing lies over its middle."""
+    return page.evaluate(
+        """hook => { const e = document.querySelector(hook), r = e.getBoundingClientRect();
+        return r.left >= 0 && r.right <= innerWidth && r.bottom <= innerHeight
+            && document.elementFromPoint((r.left + r.right) / 2, (r.top + r.bottom) / 2) === e; }""",
+        hook,
+    )
 
 
 @pytest.mark.dear

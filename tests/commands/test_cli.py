@@ -13,6 +13,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.cli import WORSE, main
 from fusionlab.evidence.instruments.record import hardware
+from fusionlab.kernels.choose.plan_files import Choice, Measured, case_text, quickest, write
 from fusionlab.models.layers import dense
 from fusionlab.verbs import comparison, lab, tuning
 from tests.asked import by_default
@@ -230,6 +231,26 @@ def test_tuning_is_told_what_to_measure_and_where_to_write(run, model, tmp_path,
     assert callable(given.pop("progress"))
     told = {"grad": False, "passes": ["gemm_epilogue"], "path": "plans.json", "budget_s": None, "again": False}
     assert given == told
+
+
+def test_plan_files_are_listed_and_joined(run, tmp_path):
+    a, b, both = (str(tmp_path / name) for name in ("a.json", "b.json", "both.json"))
+    for file, card, times in (
+        (a, "NVIDIA L4", {"xla": 2.0, "cuda": 1.0}),
+        (b, "NVIDIA A10", {"xla": 1.0, "cuda": 2.0}),
+    ):
+        text = case_text("lerp", "call", rows=8)
+        one = Measured({text: Choice(quickest(times), times)}, {}, card, {"driver": "570.1"})
+        write(Path(file), "sm_89", one)
+    status, out, _ = run("plans", a, b, "-o", both)
+    assert (status, Path(both).exists()) == (0, True)
+    said = "NVIDIA L4 (sm_89), 1 call, 1 of them with an implementation faster than XLA's; driver 570.1; another card"
+    assert out.splitlines()[0] == f"{a}: {said}"
+    assert out.splitlines()[-1] == f"written to {both}"
+    data = json.loads(run("plans", both, "--json")[1])
+    assert [(one["device"], one["calls"]) for one in data["sets"]] == [("NVIDIA A10", 1), ("NVIDIA L4", 1)]
+    assert "does not exist" in error_line(run("plans", a, tmp_path / "none.json", "-o", tmp_path / "c.json"))
+    assert not (tmp_path / "c.json").exists()
 
 
 def test_find_dumps_the_graph_before_and_after_each_pass(run, model, tmp_path):

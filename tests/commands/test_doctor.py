@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 
 from fusionlab.commands.doctor import doctor
+from fusionlab.commands.kernels_by_gpu import kernels_by_gpu
 from fusionlab.device import Device, driver_in
-from fusionlab.errors import ArgumentError
+from fusionlab.errors import ArgumentError, CacheWarning
 from fusionlab.evidence.instruments import peaks
-from fusionlab.kernels import CARDS, OPS
+from fusionlab.kernels import CARDS, OPS, sources
+from fusionlab.kernels.choose import choices
+from fusionlab.kernels.choose.plan_files import Choice, Measured, case_text, write
 
 
 @pytest.fixture
@@ -217,3 +220,30 @@ def test_cuda_and_the_driver_are_told_as_they_are_written(monkeypatch, runtime, 
     card = dataclasses.replace(Device.of("h200"), runtime=runtime, driver="580.159.03")
     monkeypatch.setattr(Device, "current", lambda: card)
     assert f"{told}, driver 580.159.03" in str(doctor())
+
+
+def test_a_plan_file_makes_an_op_measured_on_its_own_card_alone(monkeypatch, tmp_path):
+    file = tmp_path / "plans.json"
+    monkeypatch.setenv("FUSIONLAB_PLAN_FILE", str(file))
+    slow = {case_text("lerp", "call", rows=8): Choice("xla", {"xla": 1.0, "cuda": 2.0})}
+    here = Device("cuda", "sm_89", "NVIDIA L4", driver="570.1")
+
+    def states(device):
+        return {op: one.state.value for op, row in kernels_by_gpu(device).items() for one in row if one.arch == "sm_89"}
+
+    before = states(here)
+    assert before["lerp"] == before["layer_norm"] == "compiled"
+    write(file, "sm_89", Measured(slow, {}, here.name, {"driver": "570.1"}))
+    assert states(here) == before | {"lerp": "measured"}
+    with pytest.warns(CacheWarning, match="none of this card"):
+        assert states(dataclasses.replace(here, name="NVIDIA GeForce RTX 4090")) == before
+    assert states(None) == before
+
+
+def test_a_shipped_table_makes_an_op_measured_for_its_architecture(monkeypatch, tmp_path):
+    monkeypatch.setattr(choices, "TABLES", tmp_path)
+    monkeypatch.setattr(sources, "CHOICES", choices.Choices())
+    one = {case_text("lerp", "call", rows=8): Choice("cuda", {"xla": 2.0, "cuda": 1.0})}
+    write(tmp_path / "sm_89.json", "sm_89", Measured(one, {}, "NVIDIA L4", {}))
+    found = {one.arch: one.state.value for one in kernels_by_gpu()["lerp"]}
+    assert (found["sm_89"], found["sm_80"]) == ("measured", "compiled")

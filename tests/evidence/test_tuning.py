@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jax import numpy as jnp
 
 import fusionlab as fl
+from fusionlab import progress
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, CacheWarning, OutputError
 from fusionlab.evidence import tuning
@@ -21,6 +23,7 @@ from fusionlab.kernels.launch import cublaslt
 from fusionlab.kernels.launch import ffi_call as launch
 from fusionlab.kernels.op import chooser
 from fusionlab.kernels.ops.gemm_epilogue import cublaslt as by_cublaslt
+from fusionlab.progress import Watch
 from fusionlab.verbs import tuning as tuning_verb
 
 S = jax.ShapeDtypeStruct
@@ -154,6 +157,37 @@ def test_progress_is_told_for_each_call(bench):
     assert tuned.calls == 5
 
 
+class Estimates(Watch):
+    def __init__(self):
+        self.told = []
+
+    def __call__(self, task, done=0, total=0, budget_s=math.inf, expected_s=math.inf):
+        self.told.append((task, done, total, expected_s))
+
+
+def test_an_estimate_is_told_before_the_first_measurement(bench):
+    estimates = Estimates()
+    ahead = fl.tune(layer, *LAYER, budget_s=0)
+    assert ahead.left_s > 0
+    fl.tune(layer, *LAYER, progress=estimates)
+    first = next(told for told in estimates.told if told[0] == "tuning")
+    assert first == ("tuning", 0, 5, pytest.approx(ahead.left_s))
+    # Three implementations each of three calls, the two that keep a mask or read it in two ways; and the product by both routes.
+    assert ahead.left_s == pytest.approx(tuning.PROGRAM_S * sum(map(len, bench.timed[1:])), rel=0.5)
+    clock = progress.Clock()
+    clock.tell("tuning", 0, 5, math.inf, 60.0)
+    assert clock.left_s == pytest.approx(60, abs=1)
+    assert str(clock).endswith("about 59 s left")
+
+
+def test_what_was_measured_before_is_no_step_of_the_progress(bench):
+    fl.tune(layer, *LAYER, grad=False)
+    estimates = Estimates()
+    whole = fl.tune(layer, *LAYER, progress=estimates)
+    (total,) = {total for task, _, total, _ in estimates.told if task == "tuning"}
+    assert total == whole.calls - whole.before > 0
+
+
 @pytest.mark.parametrize("calls_done", [0, 1, 2])
 def test_cancelled_it_keeps_what_was_measured_and_a_second_call_measures_the_rest(bench, calls_done):
     def interrupted(what, done, total):
@@ -224,6 +258,24 @@ def test_a_budget_measures_the_most_time_first_and_says_what_is_left(bench, monk
     assert second.to_dict()["left"] == []
     with pytest.raises(ArgumentError, match="budget_s: got -1"):
         fl.tune(many, *MANY, budget_s=-1)
+
+
+def test_a_call_that_is_too_large_leaves_the_others_measured(bench, monkeypatch):
+    def timed(programs, real=bench.time_on_device, **how):
+        if not bench.timed:
+            bench.timed.append(())
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3 GiB")
+        return real(programs, **how)
+
+    monkeypatch.setattr(tuning, "time_on_device", timed)
+    monkeypatch.setattr(tuning, "_try_algorithms", lambda *_: None)
+    found = fl.tune(many, *MANY, grad=False, passes="gemm_epilogue")
+    (large,) = found.too_large
+    assert "128x128" in str(large)
+    assert "ran out of memory" in large.why
+    assert (len(found.measured.cases), found.left) == (1, ())
+    assert "too little memory for gemm_epilogue relu 64x128x128 bfloat16 forward" in repr(found)
+    assert json.loads(json.dumps(found.to_dict()))["too_large"][0]["call"] == large.call
 
 
 def test_measured_in_one_process_it_is_used_in_another_and_measured_again_with_another_driver(bench, monkeypatch):

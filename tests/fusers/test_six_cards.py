@@ -87,7 +87,8 @@ def test_slower_is_said_only_where_a_record_of_that_card_exists(no_plan, model, 
     codes = left_in(found)
     if card != "h100":
         assert "slower" not in codes
-    waits = {site.id for site in (*found.candidates, *found.rejections) if site.waits}
+    sites = (*found.candidates, *found.rejections)
+    waits = {site.id for site in sites if site.waits} | {row.value for row in found.routes() if row.waits}
     assert all(site.waits for site in codes.get("unmeasured", []))
     if not waits:
         assert found.waiting is None
@@ -95,10 +96,42 @@ def test_slower_is_said_only_where_a_record_of_that_card_exists(no_plan, model, 
     waiting = found.waiting
     assert set(waiting.sites) == waits
     assert 0 <= waiting.saved_s <= waiting.whole_s
-    sentence = f"{len(waits)} site{'s wait' if len(waits) > 1 else ' waits'} for fl.tune: at most "
+    sentence = f"{len(waits)} site{'s wait' if len(waits) > 1 else ' waits'} for fl.tune: "
     assert sentence in str(found)
     assert sentence in found.report()
     assert json.loads(found.to_json())["waiting"]["text"] == str(waiting)
+
+
+def gated(x, w, v, down):
+    return (jax.nn.silu(x @ w) * (x @ v)) @ down
+
+
+def test_gated_pairs_and_plain_products_wait_and_no_node_counts_twice(no_plan):
+    x, w, down = S((4096, WIDE), "bfloat16"), S((WIDE, 4 * WIDE), "bfloat16"), S((4 * WIDE, WIDE), "bfloat16")
+    found = fl.find(gated, x, w, w, down, device="a100")
+    *_, last = found.routes()
+    waiting = found.waiting
+    assert waiting.sites == ("gemm_epilogue@#1", "gated_matmul@#1", last.value)
+    assert waiting.products == 1
+    assert "3 sites wait for fl.tune: at most " in str(waiting)
+    assert str(waiting).endswith("; 1 of them is a matrix product, which a library may run faster")
+    # silu(x @ w) is a part of the pair: its own product is read by no other kernel, and is saved once.
+    traffic = 3 * 2 * 4096 * 4 * WIDE  # bytes between the kernels: one product written and read, the other one read
+    assert 0 < waiting.saved_s <= traffic / fl.Device.of("a100").at_most[0]
+    (pair,) = found.rejections
+    assert (pair.code, pair.waits, pair.pass_name) == ("unmeasured", True, "gated_matmul")
+    assert "prefer='concatenated'" in pair.edit
+    plain = fl.find(jnp.matmul, x, w, device="a100").waiting
+    assert (plain.sites, plain.products, plain.saved_s) == (("%2",), 1, 0.0)
+    assert str(plain).startswith("1 site waits for fl.tune: a matrix product, which a library may run faster; ")
+    assert fl.find(jnp.matmul, x, w, device="cpu").waiting is None
+
+
+def test_times_of_what_waits_have_units_that_suit(no_plan):
+    from fusionlab.fusers.report.waiting import Waiting
+
+    assert "at most 621 ns of 1.2 ms by the roofline" in str(Waiting(("a",), 6.21e-7, 1.2e-3))
+    assert "at most 0.621 ns of 12 µs by the roofline" in str(Waiting(("a",), 6.21e-10, 1.2e-5))
 
 
 def test_each_of_the_three_codes_has_what_to_do_and_they_differ():

@@ -39,7 +39,7 @@ class Heard(Watch):
     def __init__(self):
         self.steps = []
 
-    def __call__(self, task, done=0, total=0, budget_s=math.inf):
+    def __call__(self, task, done=0, total=0, budget_s=math.inf, expected_s=math.inf):
         self.steps.append((task, done, total, budget_s))
 
 

@@ -195,9 +195,10 @@ def test_tuning_tells_which_call(monkeypatch):
     op = SimpleNamespace(name="gemm_epilogue")
     call = SimpleNamespace(primitive=SimpleNamespace(op=op, role="call"))
     monkeypatch.setattr(tuning, "_rivals", exhausted)
+    monkeypatch.setattr(tuning, "_programs", lambda call, device: 2)
     tuning.CHOICES.trial["left over"] = ("00", 1)
     with pytest.raises(OutOfMemoryError, match="tuning gemm_epilogue call ran out of memory"):
-        tuning.tune_calls([call])
+        tuning.Tuning().run([call])
     assert tuning.CHOICES.trial == {}
 
 

@@ -25,6 +25,7 @@ from fusionlab.graph.program.trace import bind_users
 from fusionlab.processes import from_process_0, several
 from fusionlab.progress import Progress, Reporter, Stages, watched
 from fusionlab.showing import Shown
+from fusionlab.showing import seconds_text as seconds
 from fusionlab.tracebacks import own_lines_hidden
 
 from . import device_clock
@@ -159,14 +160,6 @@ def names_of(differentiated: bool) -> tuple[str, str]:
     """The names of a program and its gradient in measurements: a program that is already differentiated is a training "step"."""
     call = "step" if differentiated else "call"
     return call, f"gradient of the {call}"
-
-
-def seconds(value: float) -> str:
-    """Three digits with a unit that reads well: "1.23 ms"."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
 
 
 def timing_of(

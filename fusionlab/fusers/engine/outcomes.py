@@ -172,7 +172,6 @@ class Rejection(Shown):
       origin: the line of FusionLab that declined it ("fusers/engine/site.py:203 in near_miss"); if the search failed here, the line of
         FusionLab or of the user's code that raised the error.
       failed: for `uncertified`: an error was raised here, and the search went on.
-      waits: as in Candidate.
     """
 
     id: str
@@ -191,11 +190,15 @@ class Rejection(Shown):
     backward: Pair | None = None
     origin: str = ""
     failed: bool = False
-    waits: bool = False
 
     def __post_init__(self) -> None:
         if not self.origin:
             object.__setattr__(self, "origin", declined_at(self.sentence))
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is XLA's code because what else can run it was not measured on the device: `fusionlab.tune` measures it."""
+        return self.code == ChoiceKind.UNMEASURED
 
     @property
     def scope(self) -> str:

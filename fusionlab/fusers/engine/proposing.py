@@ -23,7 +23,7 @@ from ...graph.program.trace import block_of_jaxpr
 from ...graph.rewriting.rewrite import Replacement
 from ...graph.settings import unwrapped
 from ...kernels import OPS
-from ...kernels.op.implementation import ChoiceKind, ImplementationChoice
+from ...kernels.op.implementation import ImplementationChoice
 from .base import AUTO_AXES, LEFT, WIDER_EDIT, Search, Substitution
 from .declining import attempted, faulty, reject
 from .other_numbers import notes_of
@@ -31,7 +31,7 @@ from .outcomes import Backend, Candidate, Rejection, Residual
 from .unfit import check_fit
 from .wording import anchor_text
 
-_TUNE = "fusionlab.tune measures it on this device; "
+TUNE = "fusionlab.tune measures it on this device; "
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,14 @@ def propose(
         would = f"{where} could become {plan.formula}"
         noted = notes_of(search.view, region, plan.op.name, facts.verdict, notes, would)
         if left is not None and plan.op.declines:
-            edit = f"{_TUNE if facts.waits else ''}to fuse it anyway, pass {_named(facts.backends)}"
+            edit = f"{TUNE if facts.waits else ''}to fuse it anyway, pass {_named(facts.backends)}"
             raise Declined(f"{would}, but {left.reason}", left.kind.value, edit=edit)
         left = left if search.by_default else None
         return _candidate(name, region, plan, anchor, facts, left, noted, concepts)
 
     def declined(reason: Declined) -> Rejection:
         code, sentence, guilty = reason.code, reason.sentence, reason.nodes or nodes
-        found = reject(name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
-        return replace(found, waits=True) if code == ChoiceKind.UNMEASURED else found
+        return reject(name, code, sentence, anchor, guilty, nodes, None, reason.edit, concepts)
 
     return attempted(proposed, declined)
 

@@ -130,11 +130,12 @@ class Findings(Shown):
 
     @functools.cached_property
     def waiting(self) -> Waiting | None:
-        """The sites that are XLA's code only because nothing was measured on the device, and what they may gain; None without any."""
+        """The sites and matrix products that are XLA's code only because nothing was measured on the device, and what they may gain; None
+        without any."""
         where = self.where
-        if where is None or where.platform != "cuda" or not any(site.waits for site in self._sites):
+        if where is None or where.platform != "cuda":
             return None
-        return guarded(lambda: waiting_in(self._sites, self._costs, where), lambda fault: None)
+        return guarded(lambda: waiting_in(self._sites, self.routes(), self._costs, where), lambda fault: None)
 
     @functools.cached_property
     def pairs(self) -> tuple[Pair, ...]:

@@ -1,9 +1,9 @@
 """The choice of a call's implementation: by measurements of this very call, or a rule.
 
 `fuse` never measures. A call is looked up in the user's plan file (written by `fusionlab.tune`), then in the table shipped for the
-architecture (`tables/sm_90.json`, written by `python -m benchmarks gemm_epilogue --table`); then the nearest call of the same kind that was
+architecture (`tables/sm_90.json`, a plan file to which `python -m benchmarks table` adds); then the nearest call of the same kind that was
 measured decides, then the op's rule. Of a plan file only the sets of this very card are used: those of this process's driver and libraries
-before others, which are stale.
+before others, which are stale. Of a table also those of other cards with the same chip.
 
 Where several processes run one program they must compile the same code, so that plan files of their own cannot decide: until they all have
 called `Choices.share`, which gives them process 0's, only the tables do. A look-up is never a collective: one process may look alone.
@@ -31,7 +31,7 @@ from ..launch.disk import warn_once
 from .plan_files import FORMAT as FORMAT
 from .plan_files import Choice as Choice
 from .plan_files import Measured as Measured
-from .plan_files import PlanFileError, Sets, is_of, parse, read_sets, staleness, union
+from .plan_files import PlanFileError, Sets, has_its_chip, is_of, parse, read_sets, staleness, union
 from .plan_files import case_text as case_text
 from .plan_files import merge as merge
 from .plan_files import plan_file as plan_file
@@ -63,7 +63,7 @@ class Choices:
     misses: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _read: tuple[Any, Sets] = field(default=(None, {}), repr=False)
-    _tables: dict[str, Measured] = field(default_factory=dict, repr=False)
+    _tables: dict[tuple[str, str], Measured] = field(default_factory=dict, repr=False)
     _shared: Sets | None = field(default=None, repr=False)
     _applying: dict[Device, Measured] = field(default_factory=dict, repr=False)
 
@@ -130,6 +130,12 @@ class Choices:
         """Whether a rule made of measurements on these architectures holds on a device: not on another one, nor without tables."""
         return Device.of(device).arch in archs and not _hidden()
 
+    def ops_measured(self, device: Device) -> frozenset[str]:
+        """The ops of which a call was measured on a device: by the shipped table, and on this process's own by the plan file."""
+        with self._lock:
+            known = self._table(device) if device.simulated else self._known(device)
+        return frozenset(json.loads(text)["op"] for text in known.cases)
+
     def counters(self) -> dict[str, int]:
         with self._lock:
             return {"hits": self.hits, "misses": self.misses}
@@ -141,7 +147,7 @@ class Choices:
 
     def _known(self, device: Device) -> Measured:
         """The plan file's content before the table's."""
-        return self._table(device.arch).with_more(self._mine(device))
+        return self._table(device).with_more(self._mine(device))
 
     def _mine(self, device: Device) -> Measured:
         if jax.process_count() > 1:
@@ -156,12 +162,16 @@ class Choices:
             self._applying[device] = union(_applying(self._read[1], device))
         return self._applying[device]
 
-    def _table(self, arch: str) -> Measured:
+    def _table(self, device: Device) -> Measured:
+        """What is shipped for a device, measurements of its own card before those of another with its chip."""
         if _hidden():
             return Measured()
-        if arch not in self._tables:
-            self._tables[arch] = read_plan_file(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, Measured())
-        return self._tables[arch]
+        arch, key = device.arch, (device.arch, device.name)
+        if key not in self._tables:
+            sets = read_sets(TABLES / f"{arch}.json", f"the table for {arch}").get(arch, ())
+            fitting = [one for one in sets if is_of(one, device) or has_its_chip(one, device)]
+            self._tables[key] = union(sorted(fitting, key=lambda one: is_of(one, device)))
+        return self._tables[key]
 
     def _noted(self, found: Choice | None) -> Choice | None:
         """A choice as it is found, which is called stale once in a process where it is."""

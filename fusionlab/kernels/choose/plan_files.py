@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...device import Device, card_in
+from ...device import DATA_SHEETS, Device, card_in
 from ...errors import ArgumentError
 from ...output import write_file
 from ...showing import Shown
@@ -40,6 +40,7 @@ class Choice(Shown):
       settings: further choices (gemm_epilogue: `packed`).
       source: its origin, for a reader: "plan file ...", "the table for sm_90".
       stale: with which other versions it was measured ("driver 570.1, here 580.2"); "" where they are this process's.
+      samples_us: of each rival the device microseconds that its median is of, in the order taken; empty where they were not kept.
     """
 
     _says = "{0.implementation}: {0.reason}"
@@ -49,6 +50,7 @@ class Choice(Shown):
     settings: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     stale: str = ""
+    samples_us: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def gain(self) -> float:
@@ -64,18 +66,23 @@ class Choice(Shown):
         return f"measured: {rivals} ({self.source}{f'; stale: {self.stale}' if self.stale else ''})"
 
     def to_dict(self) -> dict[str, Any]:
+        samples = {n: [float(f"{t:.4g}") for t in taken] for n, taken in sorted(self.samples_us.items())}
         return {
             "implementation": self.implementation,
             "times_us": dict(sorted(self.times_us.items())),
             "settings": dict(sorted(self.settings.items())),
-        }
+        } | ({"samples_us": samples} if samples else {})
 
     def merged(self, other: Choice) -> Choice:
         """Of two measurements of one call: the shorter time of each implementation, and the choice by these."""
         times = {n: min(t, other.times_us.get(n, t)) for n, t in {**other.times_us, **self.times_us}.items()}
         first = min(self, other, key=lambda c: (min(c.times_us.values(), default=math.inf), json.dumps(c.to_dict())))
+        samples = {n: (self if self.times_us.get(n) == t else other).samples_us.get(n, ()) for n, t in times.items()}
         return replace(
-            first, times_us=times, implementation=quickest(times) if "xla" in times else first.implementation
+            first,
+            times_us=times,
+            implementation=quickest(times) if "xla" in times else first.implementation,
+            samples_us={n: taken for n, taken in samples.items() if taken},
         )
 
 
@@ -186,6 +193,12 @@ def is_of(measured: Measured, device: Device) -> bool:
     return not device.card or card_in(measured.device) == device.card
 
 
+def has_its_chip(measured: Measured, device: Device) -> bool:
+    """Whether a set may be of a card with the device's chip: the data sheets of both give one rate of products, or one is not known."""
+    rates = [DATA_SHEETS.get(card) for card in (card_in(measured.device), device.card)]
+    return None in rates or len({rate[1] for rate in rates if rate is not None}) == 1
+
+
 def staleness(measured: Measured, device: Device) -> str:
     """The versions that differ from this process's ("driver 570.1, here 580.2"); "" if none does, or the device is simulated."""
     if device.simulated:
@@ -263,7 +276,8 @@ def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
     if not isinstance(json.loads(text), dict) or not isinstance(name, str):
         raise TypeError(f"{text!r} with implementation {name!r} is not a case")
     times = {rival: float(t) for rival, t in content["times_us"].items()}
-    return Choice(name, times, dict(content["settings"]), source)
+    samples = {rival: tuple(map(float, taken)) for rival, taken in content.get("samples_us", {}).items()}
+    return Choice(name, times, dict(content["settings"]), source, samples_us=samples)
 
 
 def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
@@ -285,14 +299,22 @@ def write(path: Path, arch: str, more: Measured, rebuild: bool = False) -> Path:
 
 def merge(paths: Sequence[Path], into: Path) -> Path:
     """Adds the plan files `paths` to the plan file `into`, which may be new; raises as `write`, and if one of `paths` does not exist."""
-    given = []
-    for path in paths:
-        if not path.exists():
-            raise ArgumentError(f"{path} does not exist, needed a plan file from fusionlab.tune")
-        given.append(read_sets(path, ""))
+    given = [existing(path) for path in paths]
+    return join(into, ((arch, one) for sets in given for arch, ones in sets.items() for one in ones))
+
+
+def existing(path: Path) -> Sets:
+    """The sets of a plan file that has to exist; raises as `read_sets`, and if it does not."""
+    if not path.exists():
+        raise ArgumentError(f"{path} does not exist, needed a plan file from fusionlab.tune")
+    return read_sets(path, "")
+
+
+def join(into: Path, sets: Iterable[tuple[str, Measured]]) -> Path:
+    """Adds sets, each with its architecture, to the plan file `into`, which may be new; raises as `write`."""
     with _held(into):
         known = _known(into, rebuild=False)
-        for arch, one in ((arch, one) for sets in given for arch, ones in sets.items() for one in ones):
+        for arch, one in sets:
             known[arch] = _added(known.get(arch, ()), one, Measured.merged)
         return _written(into, known)
 
@@ -330,5 +352,12 @@ def _known(path: Path, rebuild: bool) -> Sets:
 def _written(path: Path, known: Sets) -> Path:
     archs = {arch: [one.to_dict() for one in sorted(sets, key=_age)] for arch, sets in sorted(known.items())}
     advice = "give a path you can write to, or set FUSIONLAB_PLAN_FILE"
-    text = json.dumps({"format": FORMAT, "archs": archs}, indent=1, ensure_ascii=False) + "\n"
+    text = json_text({"format": FORMAT, "archs": archs})
     return write_file(path, text, folders=True, advice=advice, every_process=True)
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """JSON with an entry in each line, and each list of plain values in one."""
+    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    plain = re.compile(r"\[\n[^\[\]{}]*\]")
+    return plain.sub(lambda found: re.sub(r"\n\s*", "", re.sub(r",\n\s*", ", ", found[0])), text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...device import Device
-from ...showing import Shown, Table, plural, table_of
+from ...showing import Shown, Table, plural, seconds_text, table_of
 from .plan_files import Choice, Measured
 
 _MOST = 5  # of the calls that are left, which a printed result names
@@ -16,18 +16,20 @@ _MOST = 5  # of the calls that are left, which a printed result names
 
 @dataclass(frozen=True, repr=False)
 class Untried(Shown):
-    """A call that was not measured, as the budget ended.
+    """A call that was not measured, as the budget ended or the device has too little memory for it.
 
     Attributes:
       call: its text, as in the plan file.
       at_stake_s: seconds in a step by the roofline, at most what an implementation can save.
+      why: of a call that is too large, the error; else "".
     """
 
     call: str
     at_stake_s: float
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"{case_for_readers(self.call)}: at most {self.at_stake_s * 1e3:.3g} ms of a step"
+        return f"{case_for_readers(self.call)}: at most {seconds_text(self.at_stake_s)} of a step"
 
 
 @dataclass(frozen=True, repr=False)
@@ -42,7 +44,8 @@ class Tuned(Shown):
       before: how many calls were measured before, on this card with these versions.
       left: the calls for which the budget was too short, the most time at stake first.
       seconds: that the whole took.
-      left_s: seconds that the rest may take; None where nothing was measured, or nothing is left.
+      left_s: seconds that the rest may take; None where nothing is left.
+      too_large: the calls for which the device has too little memory.
     """
 
     measured: Measured
@@ -53,12 +56,14 @@ class Tuned(Shown):
     left: tuple[Untried, ...] = ()
     seconds: float = 0.0
     left_s: float | None = None
+    too_large: tuple[Untried, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, JSON-able; the cases as in the plan file."""
         path = None if self.path is None else str(self.path)
         left = [{"call": one.call, "at_stake_s": one.at_stake_s} for one in self.left]
         more = {"before": self.before, "left": left, "left_s": self.left_s, "seconds": self.seconds}
+        more |= {"too_large": [{"call": one.call, "why": one.why} for one in self.too_large]}
         return self.measured.to_dict() | {"device": str(self.device), "path": path, "calls": self.calls} | more
 
     def _table(self) -> Table:
@@ -74,7 +79,8 @@ class Tuned(Shown):
         known = f", {self.before} calls measured before" if self.before else ""
         lines = [f"tune: {cases} {plural('case', cases)} on {self.device}{known}{where}"]
         lines += [f"  {case_for_readers(text)}: {_with_times(choice)}" for text, choice in self.measured.cases.items()]
-        return "\n".join([*lines, *self._rest()])
+        large = [f"too little memory for {case_for_readers(one.call)}" for one in self.too_large]
+        return "\n".join([*lines, *large, *self._rest()])
 
     __repr__ = __str__
 
@@ -84,7 +90,7 @@ class Tuned(Shown):
             return []
         n, stake = len(self.left), sum(one.at_stake_s for one in self.left)
         about = f", about {self.left_s:.0f} s of measuring" if self.left_s is not None else ""
-        head = f"the budget ended: {n} {plural('call', n)} left, at most {stake * 1e3:.3g} ms of a step{about}; tune again to go on"
+        head = f"the budget ended: {n} {plural('call', n)} left, at most {seconds_text(stake)} of a step{about}; tune again to go on"
         more = [f"  ... and {n - _MOST} more: .left"] if n > _MOST else []
         return [head, *(f"  {one}" for one in self.left[:_MOST]), *more]
 

@@ -35,7 +35,7 @@ function measuring(ui) {
   };
   const free = () => { // what would end what runs waits for its end
     const running = !!ui.store.get("busy")?.running;
-    for (const b of ui.root.querySelectorAll('[data-fl="rates"], [data-fl="scopes"], [data-fl="which"]')) {
+    for (const b of ui.root.querySelectorAll('[data-fl="rates"], [data-fl="scopes"], [data-fl="which"], [data-fl="tune"]')) {
       b.disabled = running || ui.fixed();
       b.title = ui.fixed() ? ui.why() : running ? "something is being measured" : b.dataset.why || "";
     }

@@ -12,7 +12,7 @@ from fusionlab.evidence.node_times import NodeTimes
 from fusionlab.evidence.record_diff import diff_records
 from fusionlab.evidence.roofline import Roofline
 from fusionlab.evidence.scopes.scope_times import ScopeTimes, scope_times
-from fusionlab.fusers import Strategy
+from fusionlab.fusers import Findings, Strategy
 from fusionlab.graph.program.graph import Graph
 
 from ..html.blame import TAB, sentence_html
@@ -66,6 +66,13 @@ class Below(Decided):
         self._roofs: dict[Strategy | None, Roofline] = {}
         self._drawn_tabs: dict[Any, list[Tab]] = {}
         self._last_tabs: dict[str, str] = {}  # of the last setting that was measured
+
+    def adopt(self, found: Findings) -> None:
+        with self.lock:
+            for kept in (self.shares, self.blamed, self.fused_times, self._fused, self._roofs, self._drawn_tabs):
+                kept.clear()
+            self._last_tabs = {}
+            super().adopt(found)
 
     def fused_graph(self) -> Graph:
         """The program with the enabled sites fused."""

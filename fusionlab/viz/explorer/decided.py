@@ -129,13 +129,16 @@ class Decided:
         return self._find(self.setting.strategy, progress)
 
     def adopt(self, found: Findings) -> None:
-        """Takes over new findings, with the sites that are fused by default on; those before are of other implementations."""
+        """Takes over new findings, with the sites that are fused by default on. Those before are of other implementations: they are
+        neither undone to nor what a reset restores, and what was measured with them is gone."""
         strategy = self.setting.strategy
-        self._found = {strategy: found}
         setting = Setting(frozenset(c.id for c in found.select()), strategy)
-        if not self.decide("tuned", setting):
+        with self.lock:
+            self._found, self._past, self._undone, self.opened = {strategy: found}, [], [], setting
+            self.measured.clear()
             self._become(setting)
-            self._changed()
+        self._decisions.append(Decision("tuned", setting))
+        self._changed()
 
     def look_ahead(self, name: str, option: str, value: Any, progress: Progress) -> None:
         """Searches with an option set, and keeps what it finds for `option`, which it raises as; nothing is changed."""

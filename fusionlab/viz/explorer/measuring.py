@@ -39,11 +39,13 @@ class _Told(Watch):
     def __init__(self, lab: Measuring, token: Cancel, line: Progress = False) -> None:
         self.lab, self.token, self.line = lab, token, line or None
 
-    def __call__(self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf) -> None:
+    def __call__(
+        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, expected_s: float = math.inf
+    ) -> None:
         if self.token.is_set():
             raise Stopped(task)
-        self.lab._stage(task, done, total, budget_s)
-        pass_on(self.line, task, done, total, budget_s)
+        self.lab._stage(task, done, total, budget_s, expected_s)
+        pass_on(self.line, task, done, total, budget_s, expected_s)
 
 
 class Measuring(Selecting):
@@ -237,7 +239,6 @@ class Measuring(Selecting):
         told("searching again")
         found = self.session.search_again(told)
         if self._background.end(token):  # what the change does to a measurement is no matter of the search
-            self.session.measured.clear()
             self.session.adopt(found)
 
     def _looked_ahead(self, name: str, option: str, value: Any, _: Setting, told: Watch, token: Cancel) -> None:
@@ -307,11 +308,17 @@ class Measuring(Selecting):
         self._say("cancelled" + (abandoned if self._background.abandoned else ""))
 
     def _stage(
-        self, task: str, done: int = 0, total: int = 0, budget_s: float = math.inf, can_cancel: bool = True
+        self,
+        task: str,
+        done: int = 0,
+        total: int = 0,
+        budget_s: float = math.inf,
+        expected_s: float = math.inf,
+        can_cancel: bool = True,
     ) -> None:
         """Sends the running stage to the browser, with its start and expected duration: the clock there ticks by itself."""
         clock = self._clock
-        if clock.tell(task, done, total, budget_s):
+        if clock.tell(task, done, total, budget_s, expected_s):
             self._began = time.time()
         times = {"began": self._began, "seconds": clock.seconds, "left": clock.left_s}
         stage = {"running": True, "what": task, "done": done, "total": total, "cancel": can_cancel}

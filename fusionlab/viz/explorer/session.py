@@ -75,6 +75,11 @@ class Session(Below):
         self.stage = Stage(graph, self.fused_graph if after is not None else None)
         self.walk = Walk(self)
 
+    def adopt(self, found: Findings) -> None:
+        with self.lock:
+            self._last_summary = (None, {})
+            super().adopt(found)
+
     # What is shown -------------------------------------------------------------------------------------------------
     @property
     def evidence(self) -> Any:

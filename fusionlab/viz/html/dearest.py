@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from fusionlab.fusers.engine.grouping import STATE_WORDS
+from fusionlab.showing import seconds_text
 
 from ..cards.card import BESIDE, Amount, Card, Overview
 from ..cards.layout.faces import Scale
-from ..cards.layout.measure import seconds_text, share_text
+from ..cards.layout.measure import share_text
 from ..markup import pick, quiet, text
 from ..palette import colour_of
 

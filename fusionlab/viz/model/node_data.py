@@ -57,6 +57,7 @@ def site_dict(record: Candidate | Rejection, enabled: Collection[str] | None) ->
             "root": record.root.name,
             "others": [v.name for v in record.others],
             "same_code": record.same_code,
+            "waits": record.waits,
             "notes": list(record.notes),
             "backends": [{"name": b.name, "verdict": b.verdict, "reason": b.reason} for b in record.backends],
             "residuals": [

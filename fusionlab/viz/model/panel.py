@@ -94,6 +94,8 @@ def _site(site: Mapping[str, Any], share: Any) -> dict[str, Any]:
         note = site["blamed"]
     elif share is not None:
         note = "saves " + as_on_screen(str(share).partition(": ")[2])
+    elif site["waits"]:
+        note = "not measured here"
     elif site["same_code"]:
         note = "what XLA runs anyway"
     elif site["idle"]:

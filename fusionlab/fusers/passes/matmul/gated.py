@@ -22,11 +22,13 @@ from ....graph.program.ir import Atom, Node, Value
 from ....kernels import OPS
 from ....kernels.op.arrays import FLOATS as DTYPES
 from ....kernels.op.arrays import is_explicitly_sharded
+from ....kernels.op.implementation import ChoiceKind
 from ....kernels.ops.gemm_epilogue.cublaslt import product_arithmetic
 from ....kernels.ops.matmul.axes import canonical
 from ...engine.base import AUTO_AXES, BY_DEFAULT, Option, Pass, Search, Substitution
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.passages import is_half, passage, rounding
+from ...engine.proposing import TUNE
 from ...engine.site import Site
 from ...engine.wording import anchor_text
 from ..linear.epilogues import Epilogue, concepts_of
@@ -106,7 +108,8 @@ class GatedSite(Site):
     def examine(self) -> Candidate | Rejection | None:
         sides = sides_of(self.view, self.anchor)
         found = None if sides is None else self.attempt(self.pair, sides.activated, sides.gate, sides.up)
-        return found if isinstance(found, Candidate) or self.named is not None else None
+        shown = isinstance(found, Candidate) or self.named is not None or (found is not None and found.waits)
+        return found if shown else None
 
     def refuse(self, code: str, sentence: str, *guilty: Node, edit: str | None = None) -> NoReturn:
         """Declines two products that are not a gated pair, or not one that the op takes."""
@@ -245,7 +248,7 @@ class GatedSite(Site):
                 x = x.astype(dtype)
             return x, given[where["w"]], given[where["v"]]
 
-        self.check_runs(gate, up, attrs)
+        self.check_runs(gate, up, attrs, region)
         dtype = np.dtype(gate.inputs[0].dtype).name
         arithmetic = product_arithmetic(dtype, attrs["precision"], self.search.device)
         plan = Substitution(OP, attrs, operands, lambda out: out, OP.formula(**attrs), arithmetic)
@@ -254,15 +257,19 @@ class GatedSite(Site):
         concepts = concepts_of(False, name)
         return self.offered(region, plan, "compute the outside use from x, w and v again", notes, concepts)
 
-    def check_runs(self, gate: Node, up: Node, attrs: Mapping[str, Any]) -> None:
+    def check_runs(self, gate: Node, up: Node, attrs: Mapping[str, Any], region: Region) -> None:
         """Declines if a requested implementation cannot run the call, or, without a request, none was measured faster than XLA's."""
         nodes = zip(("x", "w", "v"), (*gate.inputs, up.inputs[1]), strict=True)
         shapes = {slot: jax.ShapeDtypeStruct(a.shape, a.dtype) for slot, a in nodes}
         given, full = OP.prepare(shapes, attrs)
         if self.named is None:
             decision = OP.decide("call", given, self.search.device, **full)
+            if decision.waits:
+                sentence = f"{anchor_text(self.anchor)} could become {OP.formula(**attrs)}, but {decision.reason}"
+                edit = f"{TUNE}to fuse it anyway, pass gated_matmul=dict(prefer='concatenated') or 'kernel' in a fl.Strategy"
+                self.decline(ChoiceKind.UNMEASURED.value, sentence, edit=edit, site=region.nodes)
             if decision.implementation == "xla":
-                self.decline("slower", decision.reason)
+                self.decline(ChoiceKind.SLOWER.value, decision.reason)
         # One that is named for every op alike is `propose`'s to ask.
         elif self.named != self.search.implementation:
             why = OP.implementations[self.named].refuses(given, self.search.device, **full)

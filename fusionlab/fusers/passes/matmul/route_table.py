@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from ....errors import MissingDependencyError
+from ....kernels.op.implementation import ChoiceKind
 from ....kernels.ops.matmul.routes import ROUTES, Answer
 from ....showing import Shown
 from ...engine.grouping import nameless
@@ -55,6 +56,11 @@ class ProductRoute(Shown):
     answers: tuple[Answer, ...] = ()
     reason: str = ""
     split: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is XLA's, and no site's, because what else can run it was not measured on the device."""
+        return not self.site and any(answer.code == ChoiceKind.UNMEASURED for answer in self.answers)
 
     @property
     def shape(self) -> str:

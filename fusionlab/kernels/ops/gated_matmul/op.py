@@ -86,8 +86,12 @@ class GatedMatmul(Op):
         return ImplementationChoice(wanted, ChoiceKind.CHOSEN, "named by `prefer`, and it can run")
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        why = "nothing was measured faster" if call.role == "call" else "the products of a backward, and forward mode"
-        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why, call.role == "call" and not unable)
+        if call.role != "call":
+            return ImplementationChoice("xla", ChoiceKind.SAME_CODE, "the products of a backward, and forward mode")
+        on_gpu = call.device.platform == "cuda" and not unable
+        unmeasured = f"no such pair was measured for {call.device.arch or 'this architecture'}; fusionlab.tune measures"
+        why = unmeasured if on_gpu else unable or "nothing was measured faster"
+        return ImplementationChoice("xla", ChoiceKind.SAME_CODE, why, on_gpu)
 
     def case(self, role: str, shapes: Mapping[str, Any], **attrs: Any) -> str | None:
         """By sizes, dtype, activation, and how the weights lie."""

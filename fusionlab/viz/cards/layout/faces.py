@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fusionlab.fusers.engine.grouping import STATE_WORDS
+from fusionlab.showing import seconds_text
 
 from ..card import Amount, Card, Strip
-from .measure import bytes_text, cut, operations_text, seconds_text, share_text, text_width
+from .measure import bytes_text, cut, operations_text, share_text, text_width
 from .picture import Bar, Cell, Chip, Mark, Rect, Rule, Swatch, Text
 from .said import SAID, said_marks
 

@@ -75,14 +75,6 @@ def share_text(share: float) -> str:
     return f"{share:.0%}".replace("%", " %") if share >= 0.0995 else f"{share * 100:.1f} %"
 
 
-def seconds_text(s: float) -> str:
-    """ "1.24 ms"."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if s >= 0.9995 * unit:
-            return f"{s / unit:.3g} {name}"
-    return f"{s * 1e9:.0f} ns"
-
-
 def operations_text(n: float) -> str:
     """ "5.81 Top"."""
     return f"{_quantity(n)}op"
