@@ -17,7 +17,7 @@ from fusionlab.showing import Shown, Table, save_as
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Numerics
-from .instruments.kernel_counts import KernelCounts, kernels_of
+from .instruments.kernel_counts import KernelCounts
 from .instruments.memory import Memory
 from .instruments.peak_buffers import PeakBuffers
 from .instruments.record import Environment, environment, load_json, to_json
@@ -342,7 +342,7 @@ def measure(
                 f"time comes from (kernels that the original lacks: {measuring.differing})"
             )
         hlo = measuring.hlo()
-        compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+        compiled = {"kernels": measuring.kernels, "devices": measuring.devices(timed="timing" in parts)}
         compiled["workload"] = workload_of(measuring.original.forward.jaxpr) if hlo else None
         compiled["differentiated"] = bool(hlo) and measuring.original.differentiated
     return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)

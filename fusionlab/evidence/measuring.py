@@ -14,6 +14,7 @@ from fusionlab.progress import Stages
 from .errors.numerics import Numerics, filled_notes, rounding_notes, tolerance_notes
 from .errors.outputs import named_outputs
 from .instruments.instructions import Code, code_of
+from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import memory_of
 from .instruments.program import Program
 from .instruments.timing import time_programs
@@ -126,6 +127,11 @@ class Measuring:
         notes = [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
         why = self.original.why_no_gradient
         return notes + ([f"no gradient was measured: {why}"] if why else [])
+
+    @property
+    def kernels(self) -> KernelCounts | None:
+        """How many kernels each version's call was compiled to, if it was."""
+        return kernels_of(self._forward)
 
     def hlo(self) -> dict[str, str]:
         return {p.name: p.hlo for p in self._forward} if self._forward else {}

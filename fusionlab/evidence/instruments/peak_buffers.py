@@ -12,6 +12,7 @@ returns has the lines that it had when it was compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -211,7 +212,7 @@ def peak_buffers(program: Program, arguments: Sequence[str] = (), results: Seque
     if assigned is None:
         return None
     graph = graph_of_jaxpr(program.jaxpr, name=program.name, in_tree=None, out_tree=None, in_names=())
-    origins = Origins(program.compiled.as_text() or "", graph)
+    origins = Origins(program.module, graph)
     names = dict(zip(reversed(_argument_names(program.jaxpr)), reversed(arguments), strict=False))
     returned = _results(origins, results)
     return _Peak(origins, graph, names, returned).of(program.name, assigned)
@@ -274,7 +275,7 @@ class _Peak:
 
     def buffer(self, buffer: Buffer, size: int, kind: str) -> PeakBuffer:
         origin = self.origins.of(buffer.name, buffer.index)
-        nodes = [self.graph.node_by_id[i] for i in origin.nodes]
+        operations, scope = self.operations(origin.nodes)
         source = origin.sources[0] if origin.sources else None
         argument = self.names.get(origin.argument, origin.argument)
         name = self.results.get((buffer.name, buffer.index), "") if kind == "output" else argument
@@ -283,12 +284,18 @@ class _Peak:
             kind,
             origin.type,
             name,
-            tuple(f"n{n.id} {n.primitive}" for n in nodes),
+            operations,
             source.short if source else "",
             source.text if source else "",
-            nodes[0].scope if nodes else "",
+            scope,
             buffer.name,
         )
+
+    @functools.cache  # noqa: B019 - one is made for one reading, and many buffers come from the same nodes
+    def operations(self, ids: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+        """The nodes as "n57 exp", and the scope of the first."""
+        nodes = [self.graph.node_by_id[i] for i in ids]
+        return tuple(f"n{n.id} {n.primitive}" for n in nodes), nodes[0].scope if nodes else ""
 
 
 def _results(origins: Origins, names: Sequence[str]) -> dict[tuple[str, tuple[int, ...]], str]:

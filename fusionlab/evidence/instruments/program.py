@@ -21,6 +21,7 @@ from fusionlab.graph.program.scopes import source_of
 from fusionlab.graph.program.trace import error_text
 from fusionlab.graph.settings import jax_defaults
 from fusionlab.graph.xla.assignment_text import OPTIONS
+from fusionlab.graph.xla.hlo_text import Module, parse_hlo
 
 from .out_of_memory import out_of_memory
 
@@ -75,6 +76,11 @@ class Program:
     def hlo(self) -> str:
         """Its optimised HLO; "" from a backend that shows none."""
         return self.compiled.as_text() or ""
+
+    @functools.cached_property
+    def module(self) -> Module:
+        """Its optimised HLO, read."""
+        return parse_hlo(self.hlo)
 
     def run(self) -> Any:
         """One run, blocked on.

@@ -22,6 +22,7 @@ _INSTRUCTION = re.compile(r"^(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 _OPCODE = re.compile(r"\s*([a-zA-Z][\w\-]*)\(")
 _BRACKET = re.compile(rf"[()]|{_STRING}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"[\w.\-]+")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)="
     r"(\{[^{}]*\}|%?[\w.\-]+)"
@@ -138,19 +139,20 @@ def _instruction(line: str) -> Instruction | None:
     if opcode is None:
         return None
     end = _closing(rest, opcode.end() - 1)
-    attributes = rest[end + 1 :]
-    metadata = _matched(_METADATA.search(attributes))
-    attributes = _METADATA.sub("", attributes)
+    attributes, metadata = rest[end + 1 :], ""
+    if (found := _METADATA.search(attributes)) is not None:
+        attributes, metadata = attributes[: found.start()] + attributes[found.end() :], found.group(1)
     kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
-    target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
+    target = _TARGET.search(attributes) if "custom_call_target" in attributes else None
+    target = target or (_BACKEND_KIND.search(attributes) if kind else None)
     trips = _TRIPS.search(attributes) if opcode.group(1) == "while" else None
     index = _INDEX.search(attributes) if opcode.group(1) == "get-tuple-element" else None
-    numbers = dict(_NUMBER.findall(metadata))
+    numbers = dict(_NUMBER.findall(metadata)) if metadata else {}
     return Instruction(
         name=match.group(2),
         opcode=opcode.group(1),
         operands=_operands(rest[opcode.end() : end]),
-        called={key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
+        called={key: tuple(_NAME.findall(names)) for key, names in _CALLED.findall(attributes)} if attributes else {},
         fusion_kind=_matched(kind),
         target=_matched(target),
         op_name=_quoted(metadata, "op_name"),
@@ -201,6 +203,8 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def _quoted(metadata: str, key: str) -> str:
+    if key not in metadata:
+        return ""
     found = re.search(rf'\b{key}="((?:[^"\\]|\\.)*)"', metadata)
     return re.sub(r"\\(.)", r"\1", found.group(1)) if found else ""
 
