@@ -22,6 +22,7 @@ from ..calls.binding import bind
 from ..jax_compat import enable_x64, on_default_device, split_closed
 from ..program.trace import users_code
 from ..settings import jax_defaults
+from .by_operation import ByOperation
 from .pieces import Program, in_pieces
 from .stepwise import Room, Stepwise, Told
 from .widen import Interpreter, Val, is_inexact, plain, wide_dtype
@@ -63,6 +64,11 @@ class Promoted:
         self.told: Told = lambda: None
         self.program = cut(jaxpr, self._consts)
         self._runs = Stepwise(self._interpreter, lambda: self.told(), room)
+
+    def run_by_operation(self) -> None:
+        """From now on `values` compiles nothing and runs each operation by itself; there are no gradients then."""
+        self._interpreter = ByOperation(self._interpreter.inline)
+        self._runs = Stepwise(self._interpreter, lambda: self.told(), compiles=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
