@@ -127,7 +127,8 @@ def compare(
         options.setdefault("same_code", all(c.same_code for c in fusing))
         options["progress"] = told
         grad = False if grad is None and found.differentiated else grad
-        evidence = measure(fn, fused, *args, grad=grad, **options)
+        with fused.searched(found):
+            evidence = measure(fn, fused, *args, grad=grad, **options)
     notes = (*evidence.notes, *found.notes, *already_fused(fn))
     return Comparison(**fields_of(evidence, notes=notes, sites=site_states(found, fusing)))
 

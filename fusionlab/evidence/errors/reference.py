@@ -77,18 +77,25 @@ class Plan:
             )
 
 
-def planned(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[Promoted, Plan]:
+def planned(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    grad: bool,
+    traced: tuple[Any, Any] | None = None,
+) -> tuple[Promoted, Plan]:
     """A function in float64, ready to run in pieces that fit, and the plan for it.
 
     Args:
       args, kwargs: arrays.
       grad: whether its gradients are wanted as well.
+      traced: as of `promote`.
 
     Raises:
       TraceError: it has no float64 form. OutOfMemoryError: not even a piece of it fits.
     """
     free = free_bytes()
-    promoted = promote(fn, *args, inline=meaning_of, cut=_cut(free), room=_room(free), **kwargs)
+    promoted = promote(fn, *args, inline=meaning_of, cut=_cut(free), room=_room(free), traced=traced, **kwargs)
     program = promoted.program
     threads = min(_MOST_THREADS, (os.cpu_count() or 1) // 2)
     seconds = _COMPILING_S * (3 if grad else 1) * program.work / max(1, threads)
