@@ -19,13 +19,13 @@ from ..device import Device
 from ..errors import BackendError
 from ..fusers import Candidate, Pass, find_in
 from ..fusers import Findings as PlainFindings
-from ..graph.calls.binding import as_tuple, bind, lost_by
+from ..graph.calls.binding import Bound, as_tuple, bind, lost_by
 from ..graph.calls.parts import flattened, is_array
 from ..graph.calls.state import are_of_another_trace, is_object, may_be_there
 from ..graph.calls.wrappers import Jit, jit_of, unwrapped
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.signature import block_signature
-from ..graph.program.trace import graph_of, name_of, trace
+from ..graph.program.trace import bind_users, graph_of, name_of, users_code
 from ..graph.settings import as_function, is_jit_disabled
 from ..progress import SILENT, Stages
 from ..tracebacks import own_lines_hidden
@@ -299,15 +299,23 @@ class Fused:
         found, chosen = self.selected(*args, **kwargs)
         return dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
 
-    def _found(self, *args: Any, **kwargs: Any) -> Findings:
+    def bound(self, *args: Any, **kwargs: Any) -> Bound:
+        """The original at these arguments."""
+        return bind_users(self.original, args, kwargs, **self.asked)
+
+    def _found(self, bound: Bound) -> Findings:
         o = self._options
-        graph = trace(self.original, *args, **self.asked, **kwargs)
+        graph = graph_of(bound, name_of(self.original), lambda: users_code(self.original))
         return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
     @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """The findings for these arguments, and which sites are fused: all except those that `skip` and `only` leave out."""
-        found = self._found(*args, **kwargs)
+        return self.selected_in(self.bound(*args, **kwargs))
+
+    def selected_in(self, bound: Bound) -> tuple[Findings, tuple[Candidate, ...]]:
+        """`selected` for the original bound already."""
+        found = self._found(bound)
         return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:

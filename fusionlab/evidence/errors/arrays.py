@@ -124,13 +124,13 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
         ulp = difference / ulp_size(size, dtype)
     relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
     index = _worst_index(np.where(mismatch, np.inf, difference))
-    norm, total = np.linalg.norm(difference), np.linalg.norm(size)
+    norm, total = _norm(difference), _norm(size)
     product = float(np.sum(np.where(finite, got, 0) * np.where(finite, want, 0)))
     tolerated = atol + rtol * size
     return Error(
         max_abs=_top(difference),
         max_rel=_top(relative),
-        rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
+        rel_l2=norm / total if total else (float("inf") if norm else 0.0),
         ulp_max=_top(ulp),
         ulp_median=float(np.median(ulp[finite])) if finite.any() else 0.0,
         over_tolerance=int(((difference > tolerated) | mismatch).sum()),
@@ -246,6 +246,11 @@ def _scale(product: float, square: float) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def _norm(x: np.ndarray) -> float:
+    """Of all elements; `np.linalg.norm` starts threads of BLAS, for which small arrays wait."""
+    return math.sqrt(float(np.sum(np.square(x))))
+
+
 def _quotients(difference: np.ndarray, tolerated: np.ndarray) -> np.ndarray:
     """Elementwise; where nothing is tolerated, 0 of no difference and infinity of any."""
     beyond = np.where(difference > 0, np.inf, 0.0)
@@ -261,11 +266,11 @@ def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:
     differs = got != want
     difference = np.abs(got.astype(np.float64) - want.astype(np.float64)) * differs
     index = _worst_index(difference)
-    norm, total = np.linalg.norm(difference), np.linalg.norm(want.astype(np.float64))
+    norm, total = _norm(difference), _norm(want.astype(np.float64))
     return Error(
         max_abs=_top(difference),
         max_rel=_top(np.divide(difference, np.abs(want), out=np.zeros(got.shape), where=want != 0)),
-        rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
+        rel_l2=norm / total if total else (float("inf") if norm else 0.0),
         ulp_max=0.0,
         ulp_median=0.0,
         over_tolerance=int(differs.sum()),

@@ -265,14 +265,16 @@ def time_programs(
 ) -> Timing:
     """`time_pair` for compiled programs; each runs at least twice, whatever the budget.
 
-    Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, for `PATIENCE_S` and within the
-    budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than another.
+    Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, as far as they are done within
+    `PATIENCE_S` and the budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than another.
     """
-    patient_until = time.perf_counter() + min(budget_s, PATIENCE_S)
+    began = time.perf_counter()
 
     def narrow(taken: Mapping[str, Sequence[float]]) -> bool:
         low, high = ratio_interval(taken[before.name], taken[after.name])
-        return high <= (1 + WIDEST) * low or time.perf_counter() > patient_until
+        spent = time.perf_counter() - began
+        as_many_s = spent * samples / len(taken[before.name])
+        return high <= (1 + WIDEST) * low or spent + as_many_s > min(budget_s, PATIENCE_S)
 
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 from ..program.scopes import Source
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_METADATA = re.compile(rf'metadata=(\{{(?:[^{{}}"]|{_STRING})*\}})')
+# Possessive, since a module has megabytes of this.
+_STRING = r'"(?:[^"\\]++|\\.)*+"'
+_METADATA = re.compile(rf'metadata=(\{{(?:[^{{}}"]++|{_STRING})*+\}})')
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{$")
 _INSTRUCTION = re.compile(r"^(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 _OPCODE = re.compile(r"\s*([a-zA-Z][\w\-]*)\(")
@@ -35,6 +36,7 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'\\?"known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
 _TABLES = frozenset({"FileNames", "FunctionNames", "FileLocations", "StackFrames"})
 _ENTRY = re.compile(r"^(\d+)\s+(.*)$")
+_FRAME, _LINE = re.compile(r"\bstack_frame_id=(\d+)"), re.compile(r"\bsource_line=(\d+)")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 
 
@@ -147,7 +149,6 @@ def _instruction(line: str) -> Instruction | None:
     target = target or (_BACKEND_KIND.search(attributes) if kind else None)
     trips = _TRIPS.search(attributes) if opcode.group(1) == "while" else None
     index = _INDEX.search(attributes) if opcode.group(1) == "get-tuple-element" else None
-    numbers = dict(_NUMBER.findall(metadata)) if metadata else {}
     return Instruction(
         name=match.group(2),
         opcode=opcode.group(1),
@@ -156,9 +157,9 @@ def _instruction(line: str) -> Instruction | None:
         fusion_kind=_matched(kind),
         target=_matched(target),
         op_name=_quoted(metadata, "op_name"),
-        frame=int(numbers.get("stack_frame_id", 0)),
+        frame=int(_matched(_FRAME.search(metadata)) or 0),
         file=_quoted(metadata, "source_file"),
-        line=int(numbers.get("source_line", 0)),
+        line=int(_matched(_LINE.search(metadata)) or 0),
         type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
         trips=int(_matched(trips) or 0),
         index=int(_matched(index) or 0),
@@ -188,6 +189,9 @@ def _after_type(text: str) -> str:
 
 def _closing(text: str, start: int) -> int:
     """The position of the bracket that closes the one at `start`; the end of the text if none does."""
+    end = text.find(")", start)
+    if end > 0 and text.find("(", start + 1, end) < 0 and text.find('"', start, end) < 0:
+        return end
     depth = 0
     for match in _BRACKET.finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match.group(), 0)
@@ -205,8 +209,9 @@ def _operands(text: str) -> tuple[str, ...]:
 def _quoted(metadata: str, key: str) -> str:
     if key not in metadata:
         return ""
-    found = re.search(rf'\b{key}="((?:[^"\\]|\\.)*)"', metadata)
-    return re.sub(r"\\(.)", r"\1", found.group(1)) if found else ""
+    found = re.search(rf'\b{key}="((?:[^"\\]++|\\.)*+)"', metadata)
+    value = _matched(found)
+    return re.sub(r"\\(.)", r"\1", value) if "\\" in value else value
 
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Source, int]]:
