@@ -416,3 +416,35 @@ def test_resident_growth_of_a_fresh_process_sees_the_arrays_a_run_makes(tmp_path
         resident_growth("grower:broken")
     with pytest.raises(ArgumentError, match="module:function"):
         resident_growth("grower")
+
+
+def test_a_comparison_searches_its_original_once_and_another_function_for_itself(monkeypatch):
+    import fusionlab as fl
+    from fusionlab.verbs import fused as module
+
+    searched, find_in = [], module.find_in
+    monkeypatch.setattr(
+        module, "find_in", lambda graph, *a, **k: (searched.append(graph.name), find_in(graph, *a, **k))[1]
+    )
+    options = {"timing": False, "memory": False, "grad": False}
+    first = fl.compare(layer, fl.fuse(layer), *arguments(), **options)
+    assert searched == ["layer"]
+    assert (first.name, first.numerics.ok) == ("layer", True)
+
+    def doubled(params, x):
+        return jax.tree.map(lambda y: 2 * y, layer(params, x))
+
+    del searched[:]
+    other = fl.compare(layer, fl.fuse(doubled), *arguments(), **options)
+    assert searched == ["doubled"]
+    assert (other.name, other.numerics.ok) == ("layer", False)
+    # What is searched with other captured arrays is another program.
+    scale = jnp.ones(8)
+    fused = fl.fuse(lambda x: x * scale)
+    found = fused.selected(scale)[0]
+    with fused.searched(found):
+        np.testing.assert_array_equal(fused(scale), scale)
+        scale = scale + 1
+        fused.clear_cache()
+        np.testing.assert_array_equal(fused(jnp.ones(8)), 2 * jnp.ones(8))
+    assert len(searched) == 3

@@ -263,10 +263,11 @@ def time_programs(
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
 ) -> Timing:
-    """`time_pair` for compiled programs; each runs at least twice, whatever the budget.
+    """`time_pair` for compiled programs; at least two samples of each are taken, whatever the budget.
 
     Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, as far as they are done within
-    `PATIENCE_S` and the budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than another.
+    `PATIENCE_S` and the budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than
+    another.
     """
     began = time.perf_counter()
 

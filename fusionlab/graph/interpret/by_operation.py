@@ -86,7 +86,9 @@ class ByOperation(Interpreter):
         arrays = [np.asarray(x) for x in args]
         try:
             with np.errstate(all="ignore"):
-                found = [_product(eqn, *arrays)] if eqn.primitive.name == "dot_general" else self._numpy.eqn(eqn, arrays)
+                found = (
+                    [_product(eqn, *arrays)] if eqn.primitive.name == "dot_general" else self._numpy.eqn(eqn, arrays)
+                )
         except CannotEvaluate:
             return super().bind(eqn, args, params)
         return [np.asarray(x, wide_dtype(v.aval.dtype)) for x, v in zip(found, eqn.outvars, strict=True)]
@@ -106,7 +108,9 @@ def _is_plain(x: Any) -> bool:
 def _is_cut_off(eqn: Any) -> bool:
     """Whether integers come from a division or from floats, which may be none or beyond their range."""
     kinds = [jnp.issubdtype(v.aval.dtype, np.integer) for v in (*eqn.invars, *eqn.outvars)]
-    return kinds[-1] and (eqn.primitive.name == "div" or (eqn.primitive.name == "convert_element_type" and not kinds[0]))
+    return kinds[-1] and (
+        eqn.primitive.name == "div" or (eqn.primitive.name == "convert_element_type" and not kinds[0])
+    )
 
 
 def _product(eqn: Any, left: np.ndarray, right: np.ndarray) -> np.ndarray:
