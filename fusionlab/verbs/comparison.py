@@ -15,7 +15,7 @@ from ..evidence.instruments.workload import site_states
 from ..evidence.training.running import train
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
-from .fused import Fused, already_fused
+from .fused import Fused, already_fused, searched
 from .lab import check_names, not_swallowed
 from .shown import fields_of
 from .training import LossCurve
@@ -125,12 +125,10 @@ def compare(
     options = fused.__fusionlab_jit__.static | options
     with watched(options.get("progress", False)) as told:
         Stages(told)("searching")
-        bound = fused.bound(*args, **kwargs)
-        found, fusing = fused.selected_in(bound)
-        options.setdefault("same_code", all(c.same_code for c in fusing))
-        options["progress"] = told
-        grad = False if grad is None and found.differentiated else grad
-        with fused.searched(found):
+        with searched(fused, args, kwargs) as (bound, found, fusing):
+            options.setdefault("same_code", all(c.same_code for c in fusing))
+            options["progress"] = told
+            grad = False if grad is None and found.differentiated else grad
             evidence = measure(bound if is_shared else fn, fused, *args, grad=grad, **options)
     notes = (*evidence.notes, *found.notes, *already_fused(fn))
     called = getattr(fn, "__name__", type(fn).__name__)

@@ -172,15 +172,6 @@ class Fused:
             raise _Objects
         return out
 
-    @contextlib.contextmanager
-    def searched(self, found: PlainFindings) -> Iterator[None]:
-        """Within it, a call of the program that these findings are of is not searched again."""
-        before, self._known = self._known, found
-        try:
-            yield
-        finally:
-            self._known = before
-
     def _search(self, graph: PlainGraph, device: Device) -> PlainFindings:
         known = self._known
         if known is not None and known.where == device and _are_alike(known.graph, graph):
@@ -299,10 +290,6 @@ class Fused:
         found, chosen = self.selected(*args, **kwargs)
         return dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
 
-    def bound(self, *args: Any, **kwargs: Any) -> Bound:
-        """The original at these arguments."""
-        return bind_users(self.original, args, kwargs, **self.asked)
-
     def _found(self, bound: Bound) -> Findings:
         o = self._options
         graph = graph_of(bound, name_of(self.original), lambda: users_code(self.original))
@@ -311,10 +298,9 @@ class Fused:
     @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """The findings for these arguments, and which sites are fused: all except those that `skip` and `only` leave out."""
-        return self.selected_in(self.bound(*args, **kwargs))
+        return self._selected(bind_users(self.original, args, kwargs, **self.asked))
 
-    def selected_in(self, bound: Bound) -> tuple[Findings, tuple[Candidate, ...]]:
-        """`selected` for the original bound already."""
+    def _selected(self, bound: Bound) -> tuple[Findings, tuple[Candidate, ...]]:
         found = self._found(bound)
         return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 
@@ -342,6 +328,21 @@ class Fused:
         names = ", ".join(p.name for p, _ in self._options["passes"])
         off = f", off by {DISABLE}" if self._is_off else ""
         return f"<fused {name_of(self._inside)}: {names}{off}>"
+
+
+@contextlib.contextmanager
+def searched(fused: Fused, args: tuple, kwargs: dict) -> Iterator[tuple[Bound, Findings, tuple[Candidate, ...]]]:
+    """The original bound to arguments, its findings, and the sites that are fused.
+
+    Calls of the same program within are not searched again.
+    """
+    bound = bind_users(fused.original, args, kwargs, **fused.asked)
+    found, chosen = fused._selected(bound)
+    before, fused._known = fused._known, found
+    try:
+        yield bound, found, chosen
+    finally:
+        fused._known = before
 
 
 def _are_alike(first: PlainGraph, second: PlainGraph) -> bool:

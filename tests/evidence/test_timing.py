@@ -241,9 +241,8 @@ def test_the_budget_includes_the_runs_before_the_samples(clock, seconds):
 
 @pytest.mark.parametrize(("seconds", "samples"), [(0.001, 400), (0.02, 200), (0.1, 40)])
 def test_patience_ends_before_more_samples_than_fit_in_it(clock, monkeypatch, seconds, samples):
-    monkeypatch.setattr(
-        timing, "ratio_interval", lambda *_, **__: (0.5, 2.0)
-    )  # which more samples do not make narrower
+    # More samples do not make the interval narrower.
+    monkeypatch.setattr(timing, "ratio_interval", lambda *_, **__: (0.5, 2.0))
     taken = timing.time_programs("call", *(Program(name, seconds, clock) for name in ("before", "after")))
     assert len(taken.before.samples_s) == samples
     assert clock.now <= timing.PATIENCE_S + 2 * seconds

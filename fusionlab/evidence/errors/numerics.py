@@ -221,11 +221,7 @@ def leaf_numerics(
         b, a = _readable(b), _readable(a)
         row = _tolerance_of(b.dtype, sums)
         zero = kind == "gradient" and scale < _ZERO_IN_THEORY * top
-        atol = row.atol * (top if zero else scale)
-        own = compare_arrays(b, want, b.dtype, row.rtol, atol)
-        if kind == "output" and (noise := _rounding_alone(own, b.dtype)) > 0:
-            zero, atol = True, _ACCEPTED_GROWTH * noise
-            own = compare_arrays(b, want, b.dtype, row.rtol, atol)
+        own, atol, is_rounding = _judged(kind, b, want, row.rtol, row.atol * (top if zero else scale))
         between = compare_arrays(a, b, b.dtype, row.rtol, atol)
         is_same = between.max_abs == 0 and not between.nonfinite_mismatch
         filled = _filled(b, a, want) if between.nonfinite_mismatch else np.zeros(0, bool)
@@ -241,7 +237,7 @@ def leaf_numerics(
                 before=own,
                 after=own if is_same else compare_arrays(a, want, b.dtype, row.rtol, atol),
                 between=between,
-                zero_in_theory=zero,
+                zero_in_theory=zero or is_rounding,
                 filled=int(filled.sum()),
                 filled_rows=int(filled.all(-1).sum()) if filled.ndim and filled.size else 0,
                 scale_limit=_scale_limit(b.dtype, row, sums),
@@ -256,6 +252,15 @@ def _scale_limit(dtype: Any, row: Tolerance, sums: ReductionSizes) -> float:
         return 0.0
     unit = max(float(jnp.finfo(_judged_as(dtype, sums)).eps), 2.0**-10 if sums.tf32 else 0.0)
     return unit if unit > 2.0**-20 else row.rtol
+
+
+def _judged(kind: str, before: Any, want: Any, rtol: float, atol: float) -> tuple[Error, float, bool]:
+    """The original's error, the tolerance that it shows to apply, and whether it is an output that is rounding alone."""
+    own = compare_arrays(before, want, before.dtype, rtol, atol)
+    if kind == "gradient" or not (noise := _rounding_alone(own, before.dtype)):
+        return own, atol, False
+    atol = _ACCEPTED_GROWTH * noise
+    return compare_arrays(before, want, before.dtype, rtol, atol), atol, True
 
 
 def _rounding_alone(error: Error, dtype: Any) -> float:

@@ -27,7 +27,6 @@ _RULES = having("rule")
 _BY_JAX = frozenset(
     "rem shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type nextafter conv_general_dilated".split()
 )
-_ENTERED = _RULES | {"scan", "while", "cond"}
 _KNOWN = (frozenset(PLAIN) | frozenset(SHAPED) | frozenset(PLACED)) - _BY_JAX
 _EQUATION_S, _BYTE_S, _FLOP_S = 6e-5, 1e-9, 2e-10  # of NumPy, on one core
 _COMPILED_S = 0.05  # for an operation that JAX runs, once for each of its types
@@ -48,21 +47,25 @@ class ByOperation(Interpreter):
         return plain(widen(np.asarray(const)))
 
     def equation(self, eqn: Any, vals: list[Val]) -> list[Val]:
-        name, p = eqn.primitive.name, eqn.params
-        if (self.inline is not None and self.inline(eqn) is not None) or any(_is_traced(v.high) for v in vals):
+        rule = _REGIONS.get(eqn.primitive.name)
+        is_ours = self.inline is not None and self.inline(eqn) is not None
+        if rule is None or is_ours or any(_is_traced(v.high) for v in vals):
             return super().equation(eqn, vals)
-        if name in _RULES:
-            return self.run(p.get("call_jaxpr", p.get("jaxpr")), vals)
-        if name == "scan" and p["length"]:
-            return self._steps(p, vals)
-        if name == "while" and not split_closed(p["cond_jaxpr"])[0].outvars[0].aval.shape:
-            return self._turns(p, vals)
-        if name == "cond":
-            return self.run(p["branches"][int(np.clip(vals[0].wide, 0, len(p["branches"]) - 1))], vals[1:])
-        return super().equation(eqn, vals)
+        return rule(self, eqn, vals)
 
-    def _steps(self, p: dict[str, Any], vals: list[Val]) -> list[Val]:
+    def _body(self, eqn: Any, vals: list[Val]) -> list[Val]:
+        """Of a function with a rule for its derivative, which is not needed."""
+        return self.run(eqn.params.get("call_jaxpr", eqn.params.get("jaxpr")), vals)
+
+    def _branch(self, eqn: Any, vals: list[Val]) -> list[Val]:
+        branches = eqn.params["branches"]
+        return self.run(branches[int(np.clip(vals[0].wide, 0, len(branches) - 1))], vals[1:])
+
+    def _steps(self, eqn: Any, vals: list[Val]) -> list[Val]:
         """Of a scan."""
+        p = eqn.params
+        if not p["length"]:
+            return super().equation(eqn, vals)
         n_consts, n_carry = scan_counts(p)
         consts, carry, xs = vals[:n_consts], vals[n_consts : n_consts + n_carry], vals[n_consts + n_carry :]
         times = range(p["length"])
@@ -72,8 +75,11 @@ class ByOperation(Interpreter):
             carry, made[t] = outs[:n_carry], outs[n_carry:]
         return [*carry, *(plain(np.stack([v.wide for v in ys])) for ys in zip(*map(made.get, times), strict=True))]
 
-    def _turns(self, p: dict[str, Any], vals: list[Val]) -> list[Val]:
-        """Of a while loop."""
+    def _turns(self, eqn: Any, vals: list[Val]) -> list[Val]:
+        """Of a while loop; under vmap each element stops by itself."""
+        p = eqn.params
+        if split_closed(p["cond_jaxpr"])[0].outvars[0].aval.shape:
+            return super().equation(eqn, vals)
         n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         carry = vals[m:]
         while self.run(p["cond_jaxpr"], [*vals[:n], *carry])[0].wide:
@@ -92,6 +98,14 @@ class ByOperation(Interpreter):
         except CannotEvaluate:
             return super().bind(eqn, args, params)
         return [np.asarray(x, wide_dtype(v.aval.dtype)) for x, v in zip(found, eqn.outvars, strict=True)]
+
+
+_REGIONS: dict[str, Callable[[ByOperation, Any, list[Val]], list[Val]]] = {
+    **dict.fromkeys(_RULES, ByOperation._body),
+    "scan": ByOperation._steps,
+    "while": ByOperation._turns,
+    "cond": ByOperation._branch,
+}
 
 
 def _is_traced(x: Any) -> bool:
@@ -140,7 +154,7 @@ def _seconds(eqn: Any, forms: set[tuple[str, ...]]) -> float:
     """Of an equation and all that it holds, without its arrays; what JAX has to compile counts once for each form."""
     name = eqn.primitive.name
     inner = [e for _, _, child in child_jaxprs(eqn) for e in split_closed(child)[0].eqns]
-    if name in _ENTERED:
+    if name in _REGIONS:
         times = eqn.params["length"] if name == "scan" else _TURNS if name == "while" else 1
         return _EQUATION_S + times * sum(_seconds(e, forms) for e in inner)
     if name in _KNOWN or (form := (name, str(eqn.params), *(str(v.aval) for v in eqn.invars))) in forms:
