@@ -157,10 +157,14 @@ def _compiled(
     return Program(name, compiled, args, kwargs, donated, traced.jaxpr, traced.out_info, *times, assignment)
 
 
-def _can_dump() -> bool:
+def uses_cache() -> bool:
+    """Whether JAX's persistent cache is on, from which a program may come with the source lines that it had when it was compiled."""
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    cached = folder is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
-    return jax.default_backend() != "cpu" and not cached
+    return folder is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
+
+
+def _can_dump() -> bool:
+    return jax.default_backend() != "cpu" and not uses_cache()
 
 
 def _with_assignment(lowered: Any) -> tuple[Any, tuple[str, str] | None]:

@@ -22,7 +22,7 @@ from ...showing import Shown
 from ..primitives import having
 from ..program.graph import Graph
 from ..program.ir import Node
-from ..program.scopes import Source, clean_scope, in_backward, source_among, split_scope
+from ..program.scopes import Source, clean_scope, in_backward, kind_of_file, source_among, split_scope
 from ..program.symbolic import needs_numbers
 from ..program.trace import trace
 from ..settings import as_function
@@ -347,6 +347,14 @@ class Origins:
         for node in graph.nodes():
             if node.source is not None:
                 self._by_line.setdefault(node.source, []).append(node)
+
+    @property
+    def unknown_lines(self) -> float:
+        """The share of the user's lines in the module's metadata that no node has: of a module compiled before its source was edited."""
+        found = (source_among(self.module.origin(i)) for i in self.module.instructions.values())
+        places = {(s.file, s.line) for s in found if s is not None and kind_of_file(s.file) == "user"}
+        known = {(s.file, s.line) for s in self._by_line if s is not None}
+        return len(places - known) / len(places) if places else 0.0
 
     def of(self, name: str, index: tuple[int, ...] = ()) -> Origin:
         """The origin of an instruction's result, or of an element of its tuple."""

@@ -152,8 +152,8 @@ def record_of(
         data = {"format": CURVE} if Path(given).suffix.lower() == ".npz" else load_json(given)
         if isinstance(data, Mapping) and data.get("format") == CURVE:
             raise ArgumentError(
-                f"{what}: got {given}, a file of a loss curve or of arrays; needed the record of a comparison or an explorer: the .json file "
-                "that comparison.save or lab.save wrote. fl.load reads a loss curve"
+                f"{what}: got {given}, a file of a loss curve or of arrays; needed the record of a comparison or an explorer: the .json "
+                "file that comparison.save or lab.save wrote. fl.load reads a loss curve"
             )
         is_lab = isinstance(data, Mapping) and data.get("format") == FORMAT
         given = Saved.from_dict(data, evidence) if is_lab else evidence.load(given)
