@@ -8,6 +8,7 @@ from typing import Any
 
 from fusionlab.errors import OutOfMemoryError, TraceError
 from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.settings import no_full_collections
 from fusionlab.processes import several
 from fusionlab.progress import Stages
 
@@ -82,7 +83,8 @@ class Measuring:
         self.stages(f"memory, {self.original.names[which]}")
         names = self.original.call.leaf_names
         gradients = ["value", *(f"gradient of {names[i]}" for i in self.original.chosen)]
-        return memory_of(*pair, names, gradients if which else named_outputs(pair[0].outputs))
+        with no_full_collections():
+            return memory_of(*pair, names, gradients if which else named_outputs(pair[0].outputs))
 
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions (`code_of`), forward and (with `grad`) backward."""
