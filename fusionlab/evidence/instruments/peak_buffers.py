@@ -6,7 +6,7 @@ takes it from start to end. Its peak is the moment at which the temporaries that
 as large as it is. What is left of the block at that moment are `gaps`: places of buffers that live at other times.
 
 Lines and nodes come from the metadata of the compiled program. JAX's persistent cache leaves them out of its key: a program that it
-returns has the lines that it had when it was compiled, which is said where it shows.
+returns has the lines that it had when it was compiled (`PeakBuffers.stale`).
 """
 
 from __future__ import annotations
