@@ -76,7 +76,7 @@ class Measuring:
             share = {"budget_s": left / 2} if self.grad else {}
             yield "timing", lambda: time_programs(call, *self.forward, **(effort | share))
             if self.grad:
-                left = max(left / 2, left - (time.perf_counter() - began))
+                left = max(left / 4, left - (time.perf_counter() - began))
                 yield "timing_grad", lambda: time_programs(gradient, *self.backward, **(effort | {"budget_s": left}))
 
     def _memory_of(self, which: int, pair: tuple[Program, Program]) -> Any:
