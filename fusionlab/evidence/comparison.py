@@ -17,7 +17,7 @@ from fusionlab.showing import Shown, Table, save_as
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Numerics
-from .instruments.kernel_counts import KernelCounts, kernels_of
+from .instruments.kernel_counts import KernelCounts
 from .instruments.memory import Memory
 from .instruments.peak_buffers import PeakBuffers
 from .instruments.record import Environment, environment, load_json, to_json
@@ -279,7 +279,7 @@ def _arguments(nums: tuple[int, ...]) -> str:
 
 @own_lines_hidden
 def measure(
-    fn: Callable,
+    fn: Callable | Bound,
     fused: Callable,
     *args: Any,
     grad: bool | None = None,
@@ -301,7 +301,7 @@ def measure(
     """Measures a function against its fused version: time, compiled memory, errors of both against float64.
 
     Args:
-      fn: the original; "before" is `jax.jit(fn)`, so write it as a user would.
+      fn: the original; "before" is `jax.jit(fn)`, so write it as a user would. It may be bound to the arguments already.
       fused: the version to compare; same arguments, same outputs.
       *args, **kwargs: arrays, used as given (donated ones are copied).
       grad: also the gradient of a fixed random weighting of all float outputs; None: of a function that has one and is not
@@ -326,7 +326,9 @@ def measure(
       OutOfMemoryError: the device has too little memory for one of the two; where only the float64 reference does not fit, a note is made.
     """
     check_effort(samples, budget_s)
-    calls = [bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)]
+    calls = [
+        f if isinstance(f, Bound) else bind_users(f, args, kwargs, static_argnums, static_argnames) for f in (fn, fused)
+    ]
     name = getattr(fn, "__name__", type(fn).__name__)
     notes = _donation_notes(*calls) if not as_tuple(donate_argnums) else []
     with watched(progress) as told:
@@ -342,7 +344,7 @@ def measure(
                 f"time comes from (kernels that the original lacks: {measuring.differing})"
             )
         hlo = measuring.hlo()
-        compiled = {"kernels": kernels_of(hlo), "devices": measuring.devices(timed="timing" in parts)}
+        compiled = {"kernels": measuring.kernels, "devices": measuring.devices(timed="timing" in parts)}
         compiled["workload"] = workload_of(measuring.original.forward.jaxpr) if hlo else None
         compiled["differentiated"] = bool(hlo) and measuring.original.differentiated
     return Evidence(name, environment(), same_code=same, notes=tuple(notes), hlo=hlo, **compiled, **parts)

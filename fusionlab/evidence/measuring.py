@@ -8,12 +8,14 @@ from typing import Any
 
 from fusionlab.errors import OutOfMemoryError, TraceError
 from fusionlab.graph.calls.binding import Bound
+from fusionlab.graph.settings import no_full_collections
 from fusionlab.processes import several
 from fusionlab.progress import Stages
 
 from .errors.numerics import Numerics, filled_notes, rounding_notes, tolerance_notes
 from .errors.outputs import named_outputs
 from .instruments.instructions import Code, code_of
+from .instruments.kernel_counts import KernelCounts, kernels_of
 from .instruments.memory import memory_of
 from .instruments.program import Program
 from .instruments.timing import time_programs
@@ -74,14 +76,15 @@ class Measuring:
             share = {"budget_s": left / 2} if self.grad else {}
             yield "timing", lambda: time_programs(call, *self.forward, **(effort | share))
             if self.grad:
-                left = max(left / 2, left - (time.perf_counter() - began))
+                left = max(left / 4, left - (time.perf_counter() - began))
                 yield "timing_grad", lambda: time_programs(gradient, *self.backward, **(effort | {"budget_s": left}))
 
     def _memory_of(self, which: int, pair: tuple[Program, Program]) -> Any:
         self.stages(f"memory, {self.original.names[which]}")
         names = self.original.call.leaf_names
         gradients = ["value", *(f"gradient of {names[i]}" for i in self.original.chosen)]
-        return memory_of(*pair, names, gradients if which else named_outputs(pair[0].outputs))
+        with no_full_collections():
+            return memory_of(*pair, names, gradients if which else named_outputs(pair[0].outputs))
 
     def is_same_code(self) -> bool:
         """Whether both compile to the same instructions (`code_of`), forward and (with `grad`) backward."""
@@ -126,6 +129,11 @@ class Measuring:
         notes = [f"both compile to the same instructions ({', '.join(equal)})"] if equal else []
         why = self.original.why_no_gradient
         return notes + ([f"no gradient was measured: {why}"] if why else [])
+
+    @property
+    def kernels(self) -> KernelCounts | None:
+        """How many kernels each version's call was compiled to, if it was."""
+        return kernels_of(self._forward)
 
     def hlo(self) -> dict[str, str]:
         return {p.name: p.hlo for p in self._forward} if self._forward else {}

@@ -174,7 +174,7 @@ class Original:
     def _reference(self) -> Reference:
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
-        promoted, plan = planned(self.call.fn, args, kwargs, self.grad)
+        promoted, plan = planned(self.call.fn, args, kwargs, self.grad, (self.forward.jaxpr, self.forward.outputs))
         cotangents = self.backward.args[0] if self.grad else None
         if plan.threads > 1:
             self.stages("compiling the float64 reference")

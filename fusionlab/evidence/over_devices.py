@@ -119,7 +119,7 @@ def over_devices(pairs: Mapping[str, tuple[Program, Program]], timed: bool) -> O
     devices = frozenset().union(*(p.devices for pair in pairs.values() for p in pair))
     if len(devices) < 2:
         return None
-    sent = tuple(Collectives(call, *(traffic(p.hlo) for p in pair)) for call, pair in pairs.items())
+    sent = tuple(Collectives(call, *(traffic(p.module) for p in pair)) for call, pair in pairs.items())
     times = {p.name: device_seconds(p) for p in next(iter(pairs.values()))} if timed else {}
     mesh = next((m for pair in pairs.values() for p in pair if (m := mesh_sizes(p))), {})
     return OverDevices(mesh, len(devices), len({d.process_index for d in devices}), sent, times)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from ..graph.jax_compat import types_in
 from ..graph.program.boundary import Fault, guarded
 from ..graph.program.graph import Graph
 from ..graph.program.ir import Block, Node
-from ..graph.settings import jax_defaults, wide_types
+from ..graph.settings import jax_defaults, no_full_collections, wide_types
 from ..kernels import plain_meaning_of
 from ..progress import SILENT, Stages
 from .engine.base import GRADIENT, Pass, Search, found_at
@@ -30,8 +29,6 @@ from .engine.overlaps import settle, with_shares_left
 from .engine.pairing import failed_on, has_backward_pass, with_backward
 from .registry import BUILT_IN
 from .report.findings import Findings
-
-_YOUNG_ONLY = (50_000, 10, 1_000_000)  # thresholds of `gc`: the last is of full collections
 
 
 def find_in(
@@ -54,7 +51,7 @@ def find_in(
     """
     certifier, numbered = certifier or Certifier(plain_meaning_of), graph.numbered
     asked = list(passes), device, implementation, certifier, stages
-    with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), _no_full_collections(), asked_about(device):
+    with jax_defaults(), wide_types(types_in(graph.top.jaxpr)), no_full_collections(), asked_about(device):
         if numbered is None:
             return _find_in(graph, *asked)
         if numbered.graph is not None:
@@ -86,23 +83,6 @@ def _declined_for(graph: Graph, found: Findings) -> Findings:
     ledger = (*map(as_here, found.rejections), *map(symbolic, found.candidates))
     ordered = sorted(ledger, key=lambda r: min(r.site_ids, default=0))
     return replace(found, graph=graph, candidates=(), rejections=tuple(ordered), router=None)
-
-
-@contextlib.contextmanager
-def _no_full_collections() -> Iterator[None]:
-    """A search keeps many small tuples; each full collection would walk all of them, which is quadratic.
-
-    Young objects are still collected: the derivatives that JAX traces are cycles, and as large as the data that the search keeps.
-    """
-    before = gc.get_threshold()
-    if before == _YOUNG_ONLY:  # a search in another thread has set them, and sets them back
-        yield
-        return
-    gc.set_threshold(*_YOUNG_ONLY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def _find_in(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -123,3 +124,23 @@ def is_jit_disabled() -> bool:
 def matmul_precision() -> str | None:
     """The precision that the user has set for products without one."""
     return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+
+
+_YOUNG_ONLY = (50_000, 10, 1_000_000)  # thresholds of `gc`: the last is of full collections
+
+
+@contextlib.contextmanager
+def no_full_collections() -> Iterator[None]:
+    """For work that keeps many small objects: each full collection would walk all of them, which is quadratic.
+
+    Young objects are still collected: the derivatives that JAX traces are cycles, and as large as the data that the search keeps.
+    """
+    before = gc.get_threshold()
+    if before == _YOUNG_ONLY:  # a search in another thread has set them, and sets them back
+        yield
+        return
+    gc.set_threshold(*_YOUNG_ONLY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -15,7 +15,7 @@ from ..evidence.instruments.workload import site_states
 from ..evidence.training.running import train
 from ..progress import Stages, noticed, watched
 from ..tracebacks import errors_for_users, own_lines_hidden
-from .fused import Fused, already_fused
+from .fused import Fused, already_fused, searched
 from .lab import check_names, not_swallowed
 from .shown import fields_of
 from .training import LossCurve
@@ -120,16 +120,19 @@ def compare(
         return _trained(fn, fused, args, grad, data, options)
     if not isinstance(fused, Fused):
         return Comparison(**fields_of(measure(fn, fused, *args, grad=grad, **options)))
+    # An original with objects of nnx is traced to be bound: once for the search and for the measurement.
+    is_shared = fn is fused.original and not {"static_argnums", "static_argnames"} & {*options}
     options = fused.__fusionlab_jit__.static | options
     with watched(options.get("progress", False)) as told:
         Stages(told)("searching")
-        found, fusing = fused.selected(*args, **kwargs)
-        options.setdefault("same_code", all(c.same_code for c in fusing))
-        options["progress"] = told
-        grad = False if grad is None and found.differentiated else grad
-        evidence = measure(fn, fused, *args, grad=grad, **options)
+        with searched(fused, args, kwargs) as (bound, found, fusing):
+            options.setdefault("same_code", all(c.same_code for c in fusing))
+            options["progress"] = told
+            grad = False if grad is None and found.differentiated else grad
+            evidence = measure(bound if is_shared else fn, fused, *args, grad=grad, **options)
     notes = (*evidence.notes, *found.notes, *already_fused(fn))
-    return Comparison(**fields_of(evidence, notes=notes, sites=site_states(found, fusing)))
+    called = getattr(fn, "__name__", type(fn).__name__)
+    return Comparison(**fields_of(evidence, name=called, notes=notes, sites=site_states(found, fusing)))
 
 
 def _trained(

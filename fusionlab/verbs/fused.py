@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,13 @@ from ..device import Device
 from ..errors import BackendError
 from ..fusers import Candidate, Pass, find_in
 from ..fusers import Findings as PlainFindings
-from ..graph.calls.binding import as_tuple, bind, lost_by
+from ..graph.calls.binding import Bound, as_tuple, bind, lost_by
 from ..graph.calls.parts import flattened, is_array
 from ..graph.calls.state import are_of_another_trace, is_object, may_be_there
 from ..graph.calls.wrappers import Jit, jit_of, unwrapped
 from ..graph.program.graph import Graph as PlainGraph
-from ..graph.program.trace import graph_of, name_of, trace
+from ..graph.program.signature import block_signature
+from ..graph.program.trace import bind_users, graph_of, name_of, users_code
 from ..graph.settings import as_function, is_jit_disabled
 from ..progress import SILENT, Stages
 from ..tracebacks import own_lines_hidden
@@ -111,6 +113,7 @@ class Fused:
         # What calls have had so far, each of which takes another way: objects of nnx, leaves that are no arrays, fixed numbers.
         self._objects = self._leaves = self._numbers = False
         self._is_off: bool | None = None
+        self._known: PlainFindings | None = None
 
     @property
     def named_options(self) -> dict[str, Any]:
@@ -159,7 +162,7 @@ class Fused:
             return bound.finish(bound.fn(*bound.args, **bound.kwargs))
         graph = graph_of(bound, name_of(self._inside))
         device = Device.current()
-        found = find_in(graph, o["passes"], device, o["implementation"])
+        found = self._search(graph, device)
         self._check_implementation(found)
         self._dump(graph, device)
         closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
@@ -168,6 +171,12 @@ class Fused:
         if way == ASKS and _holds_objects(out):
             raise _Objects
         return out
+
+    def _search(self, graph: PlainGraph, device: Device) -> PlainFindings:
+        known = self._known
+        if known is not None and known.where == device and _are_alike(known.graph, graph):
+            return known
+        return find_in(graph, self._options["passes"], device, self._options["implementation"])
 
     def _dump(self, graph: PlainGraph, device: Device) -> None:
         """Writes what `dump=` asked for, if it did."""
@@ -281,15 +290,18 @@ class Fused:
         found, chosen = self.selected(*args, **kwargs)
         return dataclasses.replace(found, applied=frozenset(c.id for c in chosen))
 
-    def _found(self, *args: Any, **kwargs: Any) -> Findings:
+    def _found(self, bound: Bound) -> Findings:
         o = self._options
-        graph = trace(self.original, *args, **self.asked, **kwargs)
+        graph = graph_of(bound, name_of(self.original), lambda: users_code(self.original))
         return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
 
     @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:
         """The findings for these arguments, and which sites are fused: all except those that `skip` and `only` leave out."""
-        found = self._found(*args, **kwargs)
+        return self._selected(bind_users(self.original, args, kwargs, **self.asked))
+
+    def _selected(self, bound: Bound) -> tuple[Findings, tuple[Candidate, ...]]:
+        found = self._found(bound)
         return found, found.select(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -316,6 +328,28 @@ class Fused:
         names = ", ".join(p.name for p, _ in self._options["passes"])
         off = f", off by {DISABLE}" if self._is_off else ""
         return f"<fused {name_of(self._inside)}: {names}{off}>"
+
+
+@contextlib.contextmanager
+def searched(fused: Fused, args: tuple, kwargs: dict) -> Iterator[tuple[Bound, Findings, tuple[Candidate, ...]]]:
+    """The original bound to arguments, its findings, and the sites that are fused.
+
+    Calls of the same program within are not searched again.
+    """
+    bound = bind_users(fused.original, args, kwargs, **fused.asked)
+    found, chosen = fused._selected(bound)
+    before, fused._known = fused._known, found
+    try:
+        yield bound, found, chosen
+    finally:
+        fused._known = before
+
+
+def _are_alike(first: PlainGraph, second: PlainGraph) -> bool:
+    """Whether two traces are of one program, with the same captured arrays."""
+    if first.numbered is not None or second.numbered is not None or first.in_shardings != second.in_shardings:
+        return False
+    return block_signature(first.top) == block_signature(second.top)
 
 
 def already_fused(fn: Any) -> tuple[str, ...]:

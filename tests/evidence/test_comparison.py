@@ -416,3 +416,39 @@ def test_resident_growth_of_a_fresh_process_sees_the_arrays_a_run_makes(tmp_path
         resident_growth("grower:broken")
     with pytest.raises(ArgumentError, match="module:function"):
         resident_growth("grower")
+
+
+def test_a_comparison_searches_its_original_once_and_another_function_for_itself(monkeypatch):
+    import fusionlab as fl
+    from fusionlab.verbs import fused as module
+
+    searched, find_in = [], module.find_in
+    monkeypatch.setattr(
+        module, "find_in", lambda graph, *a, **k: (searched.append(graph.name), find_in(graph, *a, **k))[1]
+    )
+    options = {"timing": False, "memory": False, "grad": False}
+    first = fl.compare(layer, fl.fuse(layer), *arguments(), **options)
+    assert searched == ["layer"]
+    assert (first.name, first.numerics.ok) == ("layer", True)
+
+    def doubled(params, x):
+        return jax.tree.map(lambda y: 2 * y, layer(params, x))
+
+    del searched[:]
+    other = fl.compare(layer, fl.fuse(doubled), *arguments(), **options)
+    assert searched == ["doubled"]
+    assert (other.name, other.numerics.ok) == ("layer", False)
+
+
+def test_two_traces_are_of_one_program_only_with_the_same_captured_arrays_numbers_and_shapes():
+    import fusionlab as fl
+    from fusionlab.verbs.fused import _are_alike
+
+    def graph(array, number, x):
+        return fl.trace(lambda x: x * array + number, x)
+
+    x, first, second = jnp.ones(8), jnp.ones(8), jnp.ones(8)
+    assert _are_alike(graph(first, 2.0, x), graph(first, 2.0, x))
+    assert not _are_alike(graph(first, 2.0, x), graph(second, 2.0, x))
+    assert not _are_alike(graph(first, 2.0, x), graph(first, 3.0, x))
+    assert not _are_alike(graph(first, 2.0, x), graph(first, 2.0, jnp.ones((2, 8))))

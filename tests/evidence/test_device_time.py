@@ -109,6 +109,25 @@ def test_an_odd_number_of_samples_is_taken_and_told():
     assert steps == [2, 2, 1]
 
 
+@pytest.mark.parametrize("budget_s", [3.0, 10.0, 11.0, 12.5, 40.0])
+def test_a_budget_is_kept_to_within_a_sample_of_each(budget_s, monkeypatch):
+    now, takes = [0.0], {"a": 1.0, "b": 2.0}
+    monkeypatch.setattr("fusionlab.evidence.instruments.turns.time.perf_counter", lambda: now[0])
+
+    def sampler(name):
+        def sample():
+            now[0] += takes[name]
+            return takes[name]
+
+        return sample
+
+    taken, stopped = take_turns({name: sampler(name) for name in takes}, 100, budget_s=budget_s)
+    assert stopped == "time budget"
+    assert len(taken["a"]) == len(taken["b"]) >= 2
+    assert now[0] <= max(budget_s + 3.0, 6.0)
+    assert now[0] > budget_s - 6.0  # nor is it left while there is time for two rounds
+
+
 # Peaks.
 
 

@@ -7,6 +7,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import fusionlab as fl
@@ -14,6 +15,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.evidence.instruments.timing import Runs, timing_of
 from fusionlab.evidence.instruments.workload import SiteState, workload_of
 from fusionlab.evidence.record_diff import GROUPS, JUDGED, diff_records
+from fusionlab.evidence.training.curve import FORMAT as CURVE
 from fusionlab.viz.explorer.widget import Explorer
 
 
@@ -209,3 +211,17 @@ def test_what_is_no_record_is_one_error(tmp_path, text):
     (tmp_path / "a.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ArgumentError, match=r"a\.json is no"):
         fl.Comparison.load(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("name", ["curve.npz", "gone.npz", "curve.json"])
+def test_a_loss_curve_in_place_of_a_record_is_one_error_that_says_what_to_give(record, tmp_path, name):
+    path = tmp_path / name
+    if name == "curve.npz":
+        np.savez(path, losses=np.ones(3))
+    if name == "curve.json":
+        path.write_text(json.dumps({"format": CURVE}))
+    needed = (
+        r"needed the record of a comparison or an explorer: the \.json file that comparison\.save or lab\.save wrote"
+    )
+    with pytest.raises(ArgumentError, match=rf"^new: got .*{name}, a file of a loss curve or of arrays; {needed}"):
+        fl.diff(record, path)

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from jax import numpy as jnp
 
 from fusionlab.errors import ArgumentError, SideEffectError, TraceError
-from fusionlab.evidence.instruments import timing
+from fusionlab.evidence.instruments import timing, turns
 from fusionlab.evidence.instruments.contention import Contention
 from fusionlab.evidence.instruments.record import to_json
 from fusionlab.evidence.instruments.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
@@ -198,6 +199,53 @@ def test_the_time_budget_ends_a_measurement_with_what_was_taken():
     assert timing.stopped == "time budget"
     assert 2 <= len(timing.before.samples_s) < 10_000
     assert len(timing.before.samples_s) == len(timing.after.samples_s)
+
+
+class Program:
+    """What `runs_of` needs of a program; each call takes so many seconds of a clock of its own."""
+
+    trace_s = lower_s = compile_s = 0.0
+    args, kwargs, donated, devices = (), {}, (), frozenset(jax.devices()[:1])
+
+    def __init__(self, name, seconds, clock):
+        self.name, self.seconds, self.clock, self.calls = name, seconds, clock, 0
+
+    def fresh_args(self):
+        return ()
+
+    def compiled(self):
+        self.calls += 1
+        self.clock.now += self.seconds
+
+    run = compiled
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock in place of that of the timing, which only programs move."""
+    fake = SimpleNamespace(now=0.0, perf_counter=lambda: fake.now)
+    for module in (timing, turns):
+        monkeypatch.setattr(module, "time", fake)
+    return fake
+
+
+@pytest.mark.parametrize("seconds", [0.03, 1.0, 4.0])
+def test_the_budget_includes_the_runs_before_the_samples(clock, seconds):
+    programs = [Program(name, seconds, clock) for name in ("before", "after")]
+    (first, second), stopped = timing.runs_of(programs, 1000, budget_s=30.0)
+    assert 30 - 4 * seconds < clock.now <= 30 + 2 * seconds
+    assert stopped == "time budget"
+    # A long program runs twice before its samples: to be warm, and for what a dispatch takes.
+    assert [p.calls for p in programs] == [2 + len(first.samples_s), 2 + len(second.samples_s)]
+
+
+@pytest.mark.parametrize(("seconds", "samples"), [(0.001, 400), (0.02, 200), (0.1, 40)])
+def test_patience_ends_before_more_samples_than_fit_in_it(clock, monkeypatch, seconds, samples):
+    # More samples do not make the interval narrower.
+    monkeypatch.setattr(timing, "ratio_interval", lambda *_, **__: (0.5, 2.0))
+    taken = timing.time_programs("call", *(Program(name, seconds, clock) for name in ("before", "after")))
+    assert len(taken.before.samples_s) == samples
+    assert clock.now <= timing.PATIENCE_S + 2 * seconds
 
 
 def test_a_measurement_can_be_cancelled_and_tells_its_progress():

@@ -124,13 +124,13 @@ def _compare_floats(got: np.ndarray, want: np.ndarray, dtype: Any, rtol: float, 
         ulp = difference / ulp_size(size, dtype)
     relative = np.divide(difference, size, out=np.zeros(got.shape), where=size > 0)
     index = _worst_index(np.where(mismatch, np.inf, difference))
-    norm, total = np.linalg.norm(difference), np.linalg.norm(size)
+    norm, total = _norm(difference), _norm(size)
     product = float(np.sum(np.where(finite, got, 0) * np.where(finite, want, 0)))
     tolerated = atol + rtol * size
     return Error(
         max_abs=_top(difference),
         max_rel=_top(relative),
-        rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
+        rel_l2=norm / total if total else (float("inf") if norm else 0.0),
         ulp_max=_top(ulp),
         ulp_median=float(np.median(ulp[finite])) if finite.any() else 0.0,
         over_tolerance=int(((difference > tolerated) | mismatch).sum()),
@@ -148,7 +148,7 @@ def _compare_in_blocks(got: Any, want: Any, dtype: Any, rtol: float, atol: float
     """As `_compare_floats`, on the device and in blocks of few sizes, so that little is compiled; the median is that of a sample."""
     n, size = got.size, _block_size(got)
     info = jnp.finfo(dtype)
-    limits = np.asarray([info.minexp, info.nmant], np.int64), np.asarray([rtol, atol], np.float64)
+    limits = np.asarray([2.0**info.minexp, 2.0**info.nmant]), np.asarray([rtol, atol])
     firsts = _firsts(n, size)
     with jax_defaults(), enable_x64(True):
         blocks = [_block(_cut(got, i, size), _cut(want, i, size), size * k - i, *limits) for k, i in enumerate(firsts)]
@@ -185,15 +185,19 @@ class _Found(NamedTuple):
 
 
 @jax.jit
-def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tuple[Any, ...]:
-    """`_Found` of a block in float64, without its first `skipped` elements."""
+def _block(got: Any, want: Any, skipped: Any, units: Any, limits: Any) -> tuple[Any, ...]:
+    """`_Found` of a block in float64, without its first `skipped` elements.
+
+    `units` are the smallest normal number of the dtype whose ulp counts, and how many ulp there are in a power of two.
+    """
     counted = jnp.arange(got.size) >= skipped
     finite = counted & jnp.isfinite(got) & jnp.isfinite(want)
     mismatch = counted & ~finite & ~((got == want) | (jnp.isnan(got) & jnp.isnan(want)))
     difference = jnp.where(finite, jnp.abs(got - want), 0)
     size = jnp.where(finite, jnp.abs(want), 0)
-    exponent = jnp.where(size == 0, exponents[0], jnp.frexp(size)[1] - 1)
-    ulp = jnp.ldexp(difference, exponents[1] - jnp.maximum(exponent, exponents[0]))
+    # The exponent's bits alone are the power of two below `size`: much faster than frexp and ldexp.
+    power = (size.view(np.uint64) & np.uint64(0x7FF << 52)).view(np.float64)
+    ulp = difference / jnp.maximum(power, units[0]) * units[1]
     tolerated = limits[1] + limits[0] * size
     share = jnp.where(tolerated > 0, difference / tolerated, jnp.where(difference > 0, jnp.inf, 0))
     relative = jnp.where(size > 0, difference / size, 0)
@@ -213,7 +217,8 @@ def _block(got: Any, want: Any, skipped: Any, exponents: Any, limits: Any) -> tu
 
 
 def _block_size(x: Any) -> int:
-    return BLOCK if x.size < 16 * BLOCK else 16 * BLOCK
+    """Elements of a block: on a CPU no more than its caches hold."""
+    return BLOCK if x.size < 16 * BLOCK or jax.default_backend() == "cpu" else 16 * BLOCK
 
 
 def _firsts(n: int, size: int) -> list[int]:
@@ -241,6 +246,11 @@ def _scale(product: float, square: float) -> float | None:
     return found if math.isfinite(found) else None
 
 
+def _norm(x: np.ndarray) -> float:
+    """Of all elements; `np.linalg.norm` starts threads of BLAS, for which small arrays wait."""
+    return math.sqrt(float(np.sum(np.square(x))))
+
+
 def _quotients(difference: np.ndarray, tolerated: np.ndarray) -> np.ndarray:
     """Elementwise; where nothing is tolerated, 0 of no difference and infinity of any."""
     beyond = np.where(difference > 0, np.inf, 0.0)
@@ -256,11 +266,11 @@ def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:
     differs = got != want
     difference = np.abs(got.astype(np.float64) - want.astype(np.float64)) * differs
     index = _worst_index(difference)
-    norm, total = np.linalg.norm(difference), np.linalg.norm(want.astype(np.float64))
+    norm, total = _norm(difference), _norm(want.astype(np.float64))
     return Error(
         max_abs=_top(difference),
         max_rel=_top(np.divide(difference, np.abs(want), out=np.zeros(got.shape), where=want != 0)),
-        rel_l2=float(norm / total) if total else (float("inf") if norm else 0.0),
+        rel_l2=norm / total if total else (float("inf") if norm else 0.0),
         ulp_max=0.0,
         ulp_median=0.0,
         over_tolerance=int(differs.sum()),

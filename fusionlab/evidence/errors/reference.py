@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.errors import OutOfMemoryError
+from fusionlab.graph.interpret.by_operation import seconds_by_operation
 from fusionlab.graph.interpret.pieces import well_cut
 from fusionlab.graph.interpret.promote import Cut, Promoted, promote
 from fusionlab.graph.jax_compat import enable_x64
@@ -29,6 +31,7 @@ _PIECES_THAT_FIT = 6
 _LEFT_TO_PIECES = 0.6  # of what is free: the rest may hold values between them
 _SMALLEST_PIECE = 2**26  # bytes: what makes no more in float64 is not cut
 _COMPILING_S = 0.02  # for an equation, forward; backwards takes twice that (measured on a CPU and a GPU)
+_CLEARLY_LESS = 0.1  # of two estimates
 _MOST_THREADS = 8
 _TOLD_S = 5.0  # an estimate below is not worth a word
 _PROBE = 768  # rows of the matrices whose product is timed
@@ -74,23 +77,34 @@ class Plan:
             )
 
 
-def planned(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool) -> tuple[Promoted, Plan]:
+def planned(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    grad: bool,
+    traced: tuple[Any, Any] | None = None,
+) -> tuple[Promoted, Plan]:
     """A function in float64, ready to run in pieces that fit, and the plan for it.
 
     Args:
       args, kwargs: arrays.
       grad: whether its gradients are wanted as well.
+      traced: as of `promote`.
 
     Raises:
       TraceError: it has no float64 form. OutOfMemoryError: not even a piece of it fits.
     """
     free = free_bytes()
-    promoted = promote(fn, *args, inline=meaning_of, cut=_cut(free), room=_room(free), **kwargs)
+    promoted = promote(fn, *args, inline=meaning_of, cut=_cut(free), room=_room(free), traced=traced, **kwargs)
     program = promoted.program
     threads = min(_MOST_THREADS, (os.cpu_count() or 1) // 2)
     seconds = _COMPILING_S * (3 if grad else 1) * program.work / max(1, threads)
     # Backwards each piece runs again, and two products for each of its products.
     seconds += (4 if grad else 1) * program.flop / _flop_per_s()
+    by_operation = math.inf if grad else seconds_by_operation(program)
+    if by_operation < _CLEARLY_LESS * seconds:
+        promoted.run_by_operation()
+        seconds, threads = by_operation, 1
     runs = promoted.runs_of_gradients if grad else promoted.runs
     plan = Plan(runs, program.bytes, program.held(taped=grad), free, seconds, threads)
     plan.refuse_if_too_large()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionlab.graph.xla.hlo_text import kernel_counts
 from fusionlab.showing import Shown
+
+from .program import Program
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,8 +40,8 @@ class KernelCounts(Shown):
         return f"XLA kernels: {before} -> {after}{f' ({counts})' if counts else ''}, loop bodies counted once"
 
 
-def kernels_of(hlo: Mapping[str, str]) -> KernelCounts | None:
-    """The counts of a comparison's HLO texts; None without texts."""
-    if not all(hlo.get(name) for name in ("before", "after")):
+def kernels_of(programs: Sequence[Program] | None) -> KernelCounts | None:
+    """The counts of both programs of a comparison; None where nothing was compiled, or the backend shows no HLO."""
+    if programs is None or not all(p.hlo for p in programs):
         return None
-    return KernelCounts(kernel_counts(hlo["before"]), kernel_counts(hlo["after"]))
+    return KernelCounts(*(kernel_counts(p.module) for p in programs))

@@ -6,15 +6,16 @@ takes it from start to end. Its peak is the moment at which the temporaries that
 as large as it is. What is left of the block at that moment are `gaps`: places of buffers that live at other times.
 
 Lines and nodes come from the metadata of the compiled program. JAX's persistent cache leaves them out of its key: a program that it
-returns has the lines that it had when it was compiled.
+returns has the lines that it had when it was compiled (`PeakBuffers.stale`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from fusionlab.graph.jax_compat import split_closed
@@ -27,10 +28,11 @@ from fusionlab.graph.xla.modules import Origins
 from fusionlab.showing import Shown, Table, plural, table_of
 
 from ..units import binary_bytes
-from .program import Program
+from .program import Program, uses_cache
 
 _TOLD = 10  # buffers and lines of a text
 _NAMED = 3  # lines of a sentence
+_OLDER = 0.1  # of a module's lines which the program has not, from where on they are of an older source
 _NODES = 3  # of a buffer's, in a text
 _DTYPE = re.compile(r"^(bf|f|s|u|c)(\d)")
 _KINDS = {"bf": "bfloat", "f": "float", "s": "int", "u": "uint", "c": "complex"}
@@ -129,6 +131,7 @@ class PeakBuffers(Shown):
       name: the version, "before" or "after".
       buffers: the largest first.
       gaps: bytes of the blocks of temporaries in which nothing lives at that moment.
+      stale: whether the program came from JAX's persistent cache with the lines of an older source.
     """
 
     _listed = "buffers"
@@ -136,6 +139,7 @@ class PeakBuffers(Shown):
     name: str
     buffers: tuple[PeakBuffer, ...]
     gaps: int
+    stale: bool = False
 
     def bytes_of(self, kind: str) -> int:
         """The bytes of all buffers of a kind: "argument", "output", "temporary" or "constant"."""
@@ -165,13 +169,18 @@ class PeakBuffers(Shown):
     def sentence(self) -> str:
         """The lines that most bytes of the temporaries come from, on one line."""
         most = ", ".join(f"{binary_bytes(line.bytes)} of {line.line}" for line in self.lines[:_NAMED])
-        return f"{self.name}, most temporaries at the peak: {most}"
+        return f"{self.name}, most temporaries at the peak: {most}{self._older}"
+
+    @property
+    def _older(self) -> str:
+        advice = "for today's, compile with jax_enable_compilation_cache=False"
+        return f" (lines of an older source, from the compilation cache; {advice})" if self.stale else ""
 
     def __str__(self) -> str:
         more = len(self.buffers) - _TOLD
         rows = [f"  {b}" for b in self.buffers[:_TOLD]] + ([f"  ... and {more:,} smaller ones"] if more > 0 else [])
         lines = [f"  {line}" for line in self.lines[:_TOLD]]
-        return "\n".join([self.text, *rows, *(["temporaries by line:", *lines] if lines else [])])
+        return "\n".join([self.text, *rows, *([f"temporaries by line{self._older}:", *lines] if lines else [])])
 
     @property
     def text(self) -> str:
@@ -193,7 +202,7 @@ class PeakBuffers(Shown):
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Reads `to_dict` back."""
         buffers = (PeakBuffer(**b | {"operations": tuple(b["operations"])}) for b in data["buffers"])
-        return cls(data["name"], tuple(buffers), data["gaps"])
+        return cls(data["name"], tuple(buffers), data["gaps"], data.get("stale", False))
 
     def _table(self) -> Table:
         return table_of(self.buffers)
@@ -211,10 +220,11 @@ def peak_buffers(program: Program, arguments: Sequence[str] = (), results: Seque
     if assigned is None:
         return None
     graph = graph_of_jaxpr(program.jaxpr, name=program.name, in_tree=None, out_tree=None, in_names=())
-    origins = Origins(program.compiled.as_text() or "", graph)
+    origins = Origins(program.module, graph)
     names = dict(zip(reversed(_argument_names(program.jaxpr)), reversed(arguments), strict=False))
     returned = _results(origins, results)
-    return _Peak(origins, graph, names, returned).of(program.name, assigned)
+    stale = uses_cache() and origins.unknown_lines > _OLDER
+    return replace(_Peak(origins, graph, names, returned).of(program.name, assigned), stale=stale)
 
 
 def _argument_names(jaxpr: Any) -> tuple[str, ...]:
@@ -274,7 +284,7 @@ class _Peak:
 
     def buffer(self, buffer: Buffer, size: int, kind: str) -> PeakBuffer:
         origin = self.origins.of(buffer.name, buffer.index)
-        nodes = [self.graph.node_by_id[i] for i in origin.nodes]
+        operations, scope = self.operations(origin.nodes)
         source = origin.sources[0] if origin.sources else None
         argument = self.names.get(origin.argument, origin.argument)
         name = self.results.get((buffer.name, buffer.index), "") if kind == "output" else argument
@@ -283,12 +293,18 @@ class _Peak:
             kind,
             origin.type,
             name,
-            tuple(f"n{n.id} {n.primitive}" for n in nodes),
+            operations,
             source.short if source else "",
             source.text if source else "",
-            nodes[0].scope if nodes else "",
+            scope,
             buffer.name,
         )
+
+    @functools.cache  # noqa: B019 - one is made for one reading, and many buffers come from the same nodes
+    def operations(self, ids: tuple[int, ...]) -> tuple[tuple[str, ...], str]:
+        """The nodes as "n57 exp", and the scope of the first."""
+        nodes = [self.graph.node_by_id[i] for i in ids]
+        return tuple(f"n{n.id} {n.primitive}" for n in nodes), nodes[0].scope if nodes else ""
 
 
 def _results(origins: Origins, names: Sequence[str]) -> dict[tuple[str, tuple[int, ...]], str]:

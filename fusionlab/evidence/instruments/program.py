@@ -21,6 +21,7 @@ from fusionlab.graph.program.scopes import source_of
 from fusionlab.graph.program.trace import error_text
 from fusionlab.graph.settings import jax_defaults
 from fusionlab.graph.xla.assignment_text import OPTIONS
+from fusionlab.graph.xla.hlo_text import Module, parse_hlo
 
 from .out_of_memory import out_of_memory
 
@@ -75,6 +76,11 @@ class Program:
     def hlo(self) -> str:
         """Its optimised HLO; "" from a backend that shows none."""
         return self.compiled.as_text() or ""
+
+    @functools.cached_property
+    def module(self) -> Module:
+        """Its optimised HLO, read."""
+        return parse_hlo(self.hlo)
 
     def run(self) -> Any:
         """One run, blocked on.
@@ -151,10 +157,14 @@ def _compiled(
     return Program(name, compiled, args, kwargs, donated, traced.jaxpr, traced.out_info, *times, assignment)
 
 
-def _can_dump() -> bool:
+def uses_cache() -> bool:
+    """Whether JAX's persistent cache is on, from which a program may come with the source lines that it had when it was compiled."""
     folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    cached = folder is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
-    return jax.default_backend() != "cpu" and not cached
+    return folder is not None and getattr(jax.config, "jax_enable_compilation_cache", True)
+
+
+def _can_dump() -> bool:
+    return jax.default_backend() != "cpu" and not uses_cache()
 
 
 def _with_assignment(lowered: Any) -> tuple[Any, tuple[str, str] | None]:

@@ -14,7 +14,7 @@ import numbers
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ WALL = "wall time"
 PATIENCE_S = 10.0  # for more samples than were asked for
 SAMPLE_S = 1e-3  # what one sample should last, well above the clock's and the dispatch's own noise
 MAX_REPEATS = 10_000
-DISPATCHING_S = 0.02  # spent on seeing what a dispatch takes, in at most five calls
+PROBING_S = 0.02  # spent on seeing what a dispatch and a call take, in at most five calls
 
 
 @dataclass(frozen=True, repr=False)
@@ -202,7 +202,8 @@ def time_pair(
       *args, **kwargs: arrays, used as given; donated ones are copied for each run, outside the timed region.
       samples: of each; at least 40 for a verdict, and then up to ten times as many, for some seconds, where these
         leave the ratio open by more than 6 %.
-      budget_s: seconds for the timed runs (compiling and warm-up come on top); fewer samples are kept when it ends.
+      budget_s: seconds for all runs (compiling comes on top), kept to within a call of each function; fewer samples are kept when it
+        ends. Each runs four times at least: two runs before the samples, and two samples.
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found automatically.
       static_argnums, static_argnames: as in `jax.jit`.
       cold: flush caches before each call, outside the timed region; else calls follow each other as in a loop.
@@ -255,16 +256,19 @@ def time_programs(
     progress: Progress = False,
     cancel: Callable[[], bool] | None = None,
 ) -> Timing:
-    """`time_pair` for compiled programs; each runs at least twice, whatever the budget.
+    """`time_pair` for compiled programs; at least two samples of each are taken, whatever the budget.
 
-    Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, for `PATIENCE_S` and within the
-    budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than another.
+    Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, as far as they are done within
+    `PATIENCE_S` and the budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than
+    another.
     """
-    patient_until = time.perf_counter() + min(budget_s, PATIENCE_S)
+    began = time.perf_counter()
 
     def narrow(taken: Mapping[str, Sequence[float]]) -> bool:
         low, high = ratio_interval(taken[before.name], taken[after.name])
-        return high <= (1 + WIDEST) * low or time.perf_counter() > patient_until
+        spent = time.perf_counter() - began
+        as_many_s = spent * samples / len(taken[before.name])
+        return high <= (1 + WIDEST) * low or spent + as_many_s > min(budget_s, PATIENCE_S)
 
     enough = narrow if samples >= VERDICT_SAMPLES else None
     platform = next(iter(before.devices)).platform
@@ -284,14 +288,18 @@ def runs_of(
     cold: bool = False,
     enough: Callable[[Mapping[str, Sequence[float]]], bool] | None = None,
 ) -> tuple[list[Runs], str]:
-    """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`)."""
+    """Samples of programs (whose names differ) taken in turns by one clock, and why there are fewer than asked for (see `take_turns`).
+
+    The budget includes what runs before the first sample.
+    """
+    ends = time.perf_counter() + budget_s
     devices = frozenset().union(*(p.devices for p in programs))
     clock = device_clock.NAME if device_clock.can_time(devices) else WALL
     samplers = {p.name: _sampler(p, clock, cold) for p in programs}
     taken, stopped = take_turns(
-        {name: sample for name, (sample, _) in samplers.items()},
+        {name: sampler.sample for name, sampler in samplers.items()},
         samples,
-        budget_s=budget_s,
+        budget_s=ends - time.perf_counter(),
         step=step,
         cancel=cancel,
         enough=enough,
@@ -301,58 +309,70 @@ def runs_of(
         Runs(
             p.name,
             tuple(taken[p.name]),
-            samplers[p.name][1],
+            samplers[p.name].calls,
             p.trace_s,
             p.lower_s,
             p.compile_s,
             clock,
             cold,
-            _dispatch_s(p),
+            samplers[p.name].dispatch_s,
         )
         for p in programs
     ], stopped
 
 
-def _dispatch_s(program: Program) -> float:
-    """The minimum over some calls, which excludes other work of the host; one call is enough for a long program."""
-    least, spent = math.inf, 0.8 * DISPATCHING_S if several(program.devices) else 0.0  # as many calls in every process
-    while spent < DISPATCHING_S:
-        args = program.fresh_args()
-        start = time.perf_counter()
-        out = program.compiled(*args, **program.kwargs)
-        least = min(least, time.perf_counter() - start)
-        jax.block_until_ready(out)
-        spent += max(time.perf_counter() - start, DISPATCHING_S / 5)
-    return least
+class _Sampler(NamedTuple):
+    """Of a warmed-up program: a function that takes one sample, its number of calls, and what a dispatch takes."""
+
+    sample: Callable[[], float]
+    calls: int
+    dispatch_s: float
 
 
-def _sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
-    """A function that takes one sample of a warmed-up program, and its number of calls.
-
+def _sampler(program: Program, clock: str, cold: bool) -> _Sampler:
+    """
     Raises:
       OutOfMemoryError: the device has too little memory for a run, or for as many as are queued; so does a sample.
     """
     with out_of_memory(f"{program.name}: timing it"):
-        sample, repeats = _warm_sampler(program, clock, cold)
+        found = _warm_sampler(program, clock, cold)
 
     def guarded() -> float:
         with out_of_memory(f"{program.name}: timing it"):
-            return sample()
+            return found.sample()
 
-    return guarded, repeats
+    return found._replace(sample=guarded)
 
 
-def _warm_sampler(program: Program, clock: str, cold: bool) -> tuple[Callable[[], float], int]:
+def _warm_sampler(program: Program, clock: str, cold: bool) -> _Sampler:
     if clock == device_clock.NAME:
         # Each call queued holds a copy of what it consumes; and XLA queues only so many programs.
         most = device_clock.CALLS // 2 if cold else device_clock.CALLS
         calls = 1 if program.donated else device_clock.calls_of(program.ready, most)
-        return device_clock.sampler(program.ready, calls, flush=cold), calls
+        return _Sampler(device_clock.sampler(program.ready, calls, flush=cold), calls, _probed(program)[0])
+    program.run()
+    dispatch_s, call_s = _probed(program)
     if cold:
-        program.run()
-        return functools.partial(_cold_sample, program), 1
-    repeats = _warm_up(program)
-    return functools.partial(_sample, program, repeats), repeats
+        return _Sampler(functools.partial(_cold_sample, program), 1, dispatch_s)
+    repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / call_s)))
+    repeats = int(from_process_0(np.int32(repeats), "timing")) if several(program.devices) else repeats
+    return _Sampler(functools.partial(_sample, program, repeats), repeats, dispatch_s)
+
+
+def _probed(program: Program) -> tuple[float, float]:
+    """Seconds of a dispatch and of a whole call of a warm program: the minimum over some calls, which excludes other work of the host;
+    one call is enough for a long program."""
+    dispatch_s = call_s = math.inf
+    spent = 0.8 * PROBING_S if several(program.devices) else 0.0  # as many calls in every process
+    while spent < PROBING_S:
+        args = program.fresh_args()
+        start = time.perf_counter()
+        out = program.compiled(*args, **program.kwargs)
+        dispatch_s = min(dispatch_s, time.perf_counter() - start)
+        jax.block_until_ready(out)
+        taken = time.perf_counter() - start
+        call_s, spent = min(call_s, taken), spent + max(taken, PROBING_S / 5)
+    return dispatch_s, call_s
 
 
 def _cold_sample(program: Program) -> float:
@@ -367,14 +387,6 @@ def _cold_sample(program: Program) -> float:
 @functools.cache
 def _flushed() -> np.ndarray:
     return np.zeros(device_clock.FLUSH_BYTES, np.uint8)
-
-
-def _warm_up(program: Program) -> int:
-    """Runs it, discards the times, and returns how many calls make a sample."""
-    program.run()
-    quickest = min(_sample(program, 1) for _ in range(3))
-    repeats = min(MAX_REPEATS, max(1, math.ceil(SAMPLE_S / quickest)))
-    return int(from_process_0(np.int32(repeats), "timing")) if several(program.devices) else repeats
 
 
 def _sample(program: Program, repeats: int) -> float:

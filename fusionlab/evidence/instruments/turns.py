@@ -25,7 +25,8 @@ def take_turns(
     Args:
       samplers: name -> what takes one sample, in seconds.
       samples: of each.
-      budget_s: seconds; when they are over, what was taken is returned. At least two samples of each are taken (if so many are asked for).
+      budget_s: seconds; what was taken by then is returned. Two more rounds begin while there is time for one of them, so it ends within
+        one sample of each of the budget. At least two samples of each are taken (if so many are asked for).
       step: called after each two rounds with the number of samples that each gained.
       cancel: called after each two rounds; once it returns True, the samples so far are returned.
       enough: called with the samples once there are `samples` of each; while it returns False, as many are taken again, up to `MOST` times
@@ -36,7 +37,8 @@ def take_turns(
       The samples in the order taken, by name, and why fewer came than were asked for: "", "time budget" or "cancelled".
     """
     taken: dict[str, list[float]] = {name: [] for name in samplers}
-    deadline = time.perf_counter() + budget_s
+    since = time.perf_counter()
+    deadline = since + budget_s
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()  # a collection is no program's doing; while calls are queued it would let the device run dry
@@ -52,7 +54,9 @@ def take_turns(
                 step(i % 2 + 1)
             if cancel is not None and agreed(cancel()):
                 return taken, "cancelled"
-            if agreed(time.perf_counter() > deadline):
+            now = time.perf_counter()
+            since, rounds_s = now, now - since  # the next two rounds take as long
+            if agreed(now + rounds_s / 2 > deadline):
                 return taken, "time budget" if i + 1 < samples else ""
     finally:
         if collecting:

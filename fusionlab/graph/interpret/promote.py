@@ -22,6 +22,7 @@ from ..calls.binding import bind
 from ..jax_compat import enable_x64, on_default_device, split_closed
 from ..program.trace import users_code
 from ..settings import jax_defaults
+from .by_operation import ByOperation
 from .pieces import Program, in_pieces
 from .stepwise import Room, Stepwise, Told
 from .widen import Interpreter, Val, is_inexact, plain, wide_dtype
@@ -63,6 +64,11 @@ class Promoted:
         self.told: Told = lambda: None
         self.program = cut(jaxpr, self._consts)
         self._runs = Stepwise(self._interpreter, lambda: self.told(), room)
+
+    def run_by_operation(self) -> None:
+        """From now on `values` compiles nothing and runs each operation by itself; there are no gradients then."""
+        self._interpreter = ByOperation(self._interpreter.inline)
+        self._runs = Stepwise(self._interpreter, lambda: self.told(), compiles=False)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -195,6 +201,7 @@ def promote(
     inline: Callable[[Any], Callable | None] | None = None,
     cut: Cut = whole,
     room: Room = lambda size: False,
+    traced: tuple[Any, Any] | None = None,
     **kwargs: Any,
 ) -> Promoted:
     """The same program with every float in float64.
@@ -207,6 +214,7 @@ def promote(
         primitives with kernels instead of a meaning that JAX can read.
       cut: (a jaxpr, its constants) -> the program in pieces; all of it is one piece unless given.
       room: whether so many bytes more may stay on the device between pieces; all goes to the host unless given.
+      traced: the function's jaxpr for these arguments and the tree of its outputs, where it was traced already.
 
     Returns:
       Promoted, whose `values` and `gradients` return numpy float64. The user's `jax_enable_x64` is not changed.
@@ -217,6 +225,6 @@ def promote(
     binding = functools.partial(bind, fn, static_argnums=static_argnums, static_argnames=static_argnames)
     with users_code(fn):
         bound = binding(args, kwargs)
-        jaxpr, out_shape = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
+        jaxpr, out_shape = traced or jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))
     return Promoted(jaxpr, in_tree, jax.tree_util.tree_structure(out_shape), binding, inline, cut, room)

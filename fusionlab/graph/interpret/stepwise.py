@@ -41,11 +41,13 @@ class Stepwise:
       interpreter: what an equation means in float64.
       told: is called before each piece.
       room: decides which values stay on the device between pieces; none do unless given.
+      compiles: whether pieces are compiled; else the interpreter runs each equation by itself.
     """
 
     interpreter: Interpreter
     told: Told = lambda: None
     room: Room = lambda size: False
+    compiles: bool = True
     _compiled: dict[Any, Any] = field(default_factory=dict, repr=False)
     _known: dict[Any, Any] = field(default_factory=dict, repr=False)
     _pool: ThreadPoolExecutor | None = field(default=None, repr=False)
@@ -158,6 +160,9 @@ class Stepwise:
 
     def _call(self, of: tuple[Any, ...], fn: Callable[..., Any], *args: Any) -> Any:
         """What `fn` computes; `of` identifies it among all that this object runs."""
+        if not self.compiles:
+            self.told()
+            return jax.tree.map(self._settled, fn(*args))
         program = self._program(of, fn, args)
         if self._pool is not None:
             return jax.tree.map(_unknown, program)

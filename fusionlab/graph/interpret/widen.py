@@ -146,6 +146,10 @@ class Interpreter:
             return self._low(eqn, vals)
         return rule(self, eqn, vals)
 
+    def bind(self, eqn: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        """What an equation's primitive makes of these operands, with these parameters."""
+        return _bind(eqn, args, params)
+
     # One equation without a region of its own.
 
     def _first_order(self, eqn: Any, vals: list[Val]) -> list[Val]:
@@ -178,7 +182,7 @@ class Interpreter:
 
     def _own(self, eqn: Any, vals: list[Val], kind: str) -> list[Val]:
         args = [v.own(a.aval.dtype) for v, a in zip(vals, eqn.invars, strict=True)]
-        outs = _bind(eqn, args, eqn.params)
+        outs = self.bind(eqn, args, eqn.params)
         if kind == RANDOM:
             return [Val(None, o, RANDOM) for o in outs]
         return [Val(widen(o), o if kind == CONSTANT else None, kind) for o in outs]
@@ -205,7 +209,7 @@ class Interpreter:
                     "is known; supply it with promote(inline=...), or compare without a reference (numerics=False)."
                 )
             params[key] = self._retyped(child)
-        return [plain(o) for o in _bind(eqn, args, params)]
+        return [plain(o) for o in self.bind(eqn, args, params)]
 
     def _retyped(self, child: Any) -> Any:
         """The scalar computation of a reduce or a scatter, at float64."""
@@ -366,6 +370,12 @@ class Interpreter:
             return False
         random = [RANDOM] if any(v.kind == RANDOM for v in vals) else []
         return all(_only_draws(child, random) for _, _, child in child_jaxprs(eqn)) and bool(random)
+
+
+def draws(eqn: Any) -> bool:
+    """Whether an equation, or one that it holds, is an operation of a generator of random numbers."""
+    inner = (draws(e) for _, _, child in child_jaxprs(eqn) for e in split_closed(child)[0].eqns)
+    return eqn.primitive.name.startswith(_RANDOM_NAMES) or any(inner)
 
 
 def only_draws(eqn: Any) -> bool:

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 
 from ..program.scopes import Source
 
-_STRING = r'"(?:[^"\\]|\\.)*"'
-_METADATA = re.compile(rf'metadata=(\{{(?:[^{{}}"]|{_STRING})*\}})')
+# Possessive, since a module has megabytes of this.
+_STRING = r'"(?:[^"\\]++|\\.)*+"'
+_METADATA = re.compile(rf'metadata=(\{{(?:[^{{}}"]++|{_STRING})*+\}})')
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*(?:\(.*\)\s*->.*)?\{$")
 _INSTRUCTION = re.compile(r"^(ROOT\s+)?%?([\w.\-]+)\s+=\s+(.*)$")
 _OPCODE = re.compile(r"\s*([a-zA-Z][\w\-]*)\(")
 _BRACKET = re.compile(rf"[()]|{_STRING}")
 _OPERAND = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"[\w.\-]+")
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations|called_computations)="
     r"(\{[^{}]*\}|%?[\w.\-]+)"
@@ -34,6 +36,7 @@ _INDEX = re.compile(r"\bindex=(\d+)")
 _TRIPS = re.compile(r'\\?"known_trip_count\\?":\s*\{\\?"n\\?":\s*\\?"(\d+)')
 _TABLES = frozenset({"FileNames", "FunctionNames", "FileLocations", "StackFrames"})
 _ENTRY = re.compile(r"^(\d+)\s+(.*)$")
+_FRAME, _LINE = re.compile(r"\bstack_frame_id=(\d+)"), re.compile(r"\bsource_line=(\d+)")
 _NUMBER = re.compile(r"(\w+)=(\d+)")
 
 
@@ -138,25 +141,25 @@ def _instruction(line: str) -> Instruction | None:
     if opcode is None:
         return None
     end = _closing(rest, opcode.end() - 1)
-    attributes = rest[end + 1 :]
-    metadata = _matched(_METADATA.search(attributes))
-    attributes = _METADATA.sub("", attributes)
+    attributes, metadata = rest[end + 1 :], ""
+    if (found := _METADATA.search(attributes)) is not None:
+        attributes, metadata = attributes[: found.start()] + attributes[found.end() :], found.group(1)
     kind = _FUSION_KIND.search(attributes) if opcode.group(1).startswith("fusion") else None
-    target = _TARGET.search(attributes) or (_BACKEND_KIND.search(attributes) if kind else None)
+    target = _TARGET.search(attributes) if "custom_call_target" in attributes else None
+    target = target or (_BACKEND_KIND.search(attributes) if kind else None)
     trips = _TRIPS.search(attributes) if opcode.group(1) == "while" else None
     index = _INDEX.search(attributes) if opcode.group(1) == "get-tuple-element" else None
-    numbers = dict(_NUMBER.findall(metadata))
     return Instruction(
         name=match.group(2),
         opcode=opcode.group(1),
         operands=_operands(rest[opcode.end() : end]),
-        called={key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
+        called={key: tuple(_NAME.findall(names)) for key, names in _CALLED.findall(attributes)} if attributes else {},
         fusion_kind=_matched(kind),
         target=_matched(target),
         op_name=_quoted(metadata, "op_name"),
-        frame=int(numbers.get("stack_frame_id", 0)),
+        frame=int(_matched(_FRAME.search(metadata)) or 0),
         file=_quoted(metadata, "source_file"),
-        line=int(numbers.get("source_line", 0)),
+        line=int(_matched(_LINE.search(metadata)) or 0),
         type=match.group(3)[: len(match.group(3)) - len(rest)].strip(),
         trips=int(_matched(trips) or 0),
         index=int(_matched(index) or 0),
@@ -186,6 +189,9 @@ def _after_type(text: str) -> str:
 
 def _closing(text: str, start: int) -> int:
     """The position of the bracket that closes the one at `start`; the end of the text if none does."""
+    end = text.find(")", start)
+    if end > 0 and text.find("(", start + 1, end) < 0 and text.find('"', start, end) < 0:
+        return end
     depth = 0
     for match in _BRACKET.finditer(text, start):
         depth += {"(": 1, ")": -1}.get(match.group(), 0)
@@ -201,8 +207,11 @@ def _operands(text: str) -> tuple[str, ...]:
 
 
 def _quoted(metadata: str, key: str) -> str:
-    found = re.search(rf'\b{key}="((?:[^"\\]|\\.)*)"', metadata)
-    return re.sub(r"\\(.)", r"\1", found.group(1)) if found else ""
+    if key not in metadata:
+        return ""
+    found = re.search(rf'\b{key}="((?:[^"\\]++|\\.)*+)"', metadata)
+    value = _matched(found)
+    return re.sub(r"\\(.)", r"\1", value) if "\\" in value else value
 
 
 def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Source, int]]:

@@ -22,7 +22,7 @@ from ...showing import Shown
 from ..primitives import having
 from ..program.graph import Graph
 from ..program.ir import Node
-from ..program.scopes import Source, clean_scope, in_backward, source_among, split_scope
+from ..program.scopes import Source, clean_scope, in_backward, kind_of_file, source_among, split_scope
 from ..program.symbolic import needs_numbers
 from ..program.trace import trace
 from ..settings import as_function
@@ -248,19 +248,25 @@ class _Reader:
 
     def sources(self, instruction: Instruction, nodes: Iterable[int]) -> tuple[Source, ...]:
         """The lines of an instruction's nodes, each once; the lines in the metadata if the nodes have none."""
-        known = (self.graph.node_by_id[i].source for i in sorted(nodes))
-        found = dict.fromkeys(s for s in known if s is not None)
+        found = self.lines(frozenset(nodes))
         if not found:
             sources = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
-            found = dict.fromkeys(s for s in sources if s is not None)
-        return tuple(found)
+            found = tuple(dict.fromkeys(s for s in sources if s is not None))
+        return found
+
+    @functools.cache  # noqa: B019 - one is made for one reading
+    def lines(self, nodes: frozenset[int]) -> tuple[Source, ...]:
+        """The lines of nodes, each once."""
+        known = (self.graph.node_by_id[i].source for i in sorted(nodes))
+        return tuple(dict.fromkeys(s for s in known if s is not None))
 
     def nodes(self, instruction: Instruction) -> frozenset[int]:
         """The nodes of an instruction and of all it calls, except a loop's body, which has kernels of its own."""
         if instruction.name not in self.found:
             whole = instruction_kind(instruction) != CONTROL and instruction.called
             parts = inside(self.module, instruction) if whole else (instruction,)
-            self.found[instruction.name] = frozenset(n for i in parts if i.opcode != "parameter" for n in self.own(i))
+            own = {self.own(i) for i in parts if i.opcode != "parameter"}
+            self.found[instruction.name] = frozenset().union(*own)
         return self.found[instruction.name]
 
     def own(self, instruction: Instruction) -> frozenset[int]:
@@ -326,10 +332,14 @@ class Origin(Shown):
 
 
 class Origins:
-    """The origin of each buffer of a compiled module: HLO text with the graph of its program, with or without tags."""
+    """The origin of each buffer of a compiled module: HLO, as text or read, with the graph of its program, with or without tags.
 
-    def __init__(self, text: str, graph: Graph) -> None:
-        self.module = parse_hlo(text)
+    JAX keeps one and the same line for all that a function makes of a tree's leaves: hundreds of nodes are then near to each of
+    hundreds of buffers, so what is found for a set of nodes is kept.
+    """
+
+    def __init__(self, module: Module | str, graph: Graph) -> None:
+        self.module = parse_hlo(module) if isinstance(module, str) else module
         tagged = any(tag_in(i.op_name) is not None for i in self.module.instructions.values())
         self._graph, self._reader = graph, _Reader(self.module, graph, tagged)
         self._contents = Contents(self.module, lambda i: bool(self._plain(self._reader.own(i))))
@@ -337,6 +347,14 @@ class Origins:
         for node in graph.nodes():
             if node.source is not None:
                 self._by_line.setdefault(node.source, []).append(node)
+
+    @property
+    def unknown_lines(self) -> float:
+        """The share of the user's lines in the module's metadata that no node has: of a module compiled before its source was edited."""
+        found = (source_among(self.module.origin(i)) for i in self.module.instructions.values())
+        places = {(s.file, s.line) for s in found if s is not None and kind_of_file(s.file) == "user"}
+        known = {(s.file, s.line) for s in self._by_line if s is not None}
+        return len(places - known) / len(places) if places else 0.0
 
     def of(self, name: str, index: tuple[int, ...] = ()) -> Origin:
         """The origin of an instruction's result, or of an element of its tuple."""
@@ -362,18 +380,25 @@ class Origins:
 
     def _on_line(self, written: Instruction) -> frozenset[int]:
         """The nodes of an instruction's line: JAX lowers some primitives to others, as a logistic to a division."""
-        source, backward = source_among(self.module.origin(written)), "transpose(" in written.op_name
+        return self._on(source_among(self.module.origin(written)), "transpose(" in written.op_name)
+
+    @functools.cache  # noqa: B019 - one is made for one reading
+    def _on(self, source: Source | None, backward: bool) -> frozenset[int]:
         nodes = [n for n in self._by_line.get(source, ()) if in_backward(n) == backward]
-        return self._plain(n.id for n in [n for n in nodes if n.primitive not in _VIEWS_AND_CASTS] or nodes)
+        return self._plain(frozenset(n.id for n in [n for n in nodes if n.primitive not in _VIEWS_AND_CASTS] or nodes))
 
     def _fitting(self, nodes: frozenset[int], shape: str) -> frozenset[int]:
         """Those with a result of the buffer's size, or of one of its rows, which a loop writes one by one; all where none has."""
         numbers = [int(n) for n in re.findall(r"\d+", shape.partition("[")[2])]
-        sizes = {math.prod(numbers), math.prod(numbers[1:])}
-        results = ((n, v) for n in nodes for v in self._graph.node_by_id[n].outputs)
-        return frozenset(n for n, v in results if math.prod(v.shape) in sizes) or nodes
+        return self._of_size(nodes, frozenset({math.prod(numbers), math.prod(numbers[1:])})) or nodes
 
-    def _plain(self, nodes: Iterable[int]) -> frozenset[int]:
+    @functools.cache  # noqa: B019 - one is made for one reading
+    def _of_size(self, nodes: frozenset[int], sizes: frozenset[int]) -> frozenset[int]:
+        results = ((n, v) for n in nodes for v in self._graph.node_by_id[n].outputs)
+        return frozenset(n for n, v in results if math.prod(v.shape) in sizes)
+
+    @functools.cache  # noqa: B019 - one is made for one reading
+    def _plain(self, nodes: frozenset[int]) -> frozenset[int]:
         """Those that are no regions: a region has the line of its call, its nodes have theirs."""
         return frozenset(n for n in nodes if not self._graph.node_by_id[n].blocks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusionlab.errors import ArgumentError, UnknownNameError
@@ -12,6 +13,7 @@ from fusionlab.evidence.attribution import SiteShares
 from fusionlab.evidence.bisection import Bisection
 from fusionlab.evidence.comparison import Evidence
 from fusionlab.evidence.instruments.record import load_json, to_json
+from fusionlab.evidence.training.curve import FORMAT as CURVE
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.text import block_fingerprint
 from fusionlab.showing import Shown
@@ -147,7 +149,12 @@ def record_of(
       ArgumentError: it is nothing of the kind, or nothing was measured.
     """
     if isinstance(given, str | os.PathLike):
-        data = load_json(given)
+        data = {"format": CURVE} if Path(given).suffix.lower() == ".npz" else load_json(given)
+        if isinstance(data, Mapping) and data.get("format") == CURVE:
+            raise ArgumentError(
+                f"{what}: got {given}, a file of a loss curve or of arrays; needed the record of a comparison or an explorer: the .json "
+                "file that comparison.save or lab.save wrote. fl.load reads a loss curve"
+            )
         is_lab = isinstance(data, Mapping) and data.get("format") == FORMAT
         given = Saved.from_dict(data, evidence) if is_lab else evidence.load(given)
     if isinstance(given, Saved):

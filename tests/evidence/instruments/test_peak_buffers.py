@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import jax
@@ -11,6 +12,7 @@ from jax import numpy as jnp
 
 import fusionlab as fl
 from fusionlab.evidence import Evidence, measure
+from fusionlab.evidence.instruments import peak_buffers as peak_buffers_module
 from fusionlab.evidence.instruments.memory import compiled_memory
 from fusionlab.evidence.instruments.peak_buffers import PeakBuffer, PeakBuffers
 from fusionlab.evidence.instruments.program import compile_program
@@ -182,3 +184,22 @@ def test_a_backend_that_shows_no_buffers_gives_none(monkeypatch):
         plan = compiled_memory(program)
         assert plan.peak == 32
         assert plan.buffers is None or plan.buffers.buffers == ()
+
+
+def test_a_program_from_the_cache_with_the_lines_of_an_older_source_is_told(tmp_path, monkeypatch):
+    def compiled(first_line):
+        path = tmp_path / f"model_{first_line}.py"
+        source = "\n" * first_line + "def f(x, w):\n    y = jnp.tanh(x @ w)\n    return (y @ w).sum()\n"
+        path.write_text(source)
+        names = {"jnp": jnp}
+        exec(compile(source, str(tmp_path / "model.py"), "exec"), names)
+        return compile_program(names["f"], (jnp.ones((8, 8)), jnp.ones((8, 8))), {}, name="before")
+
+    old, new = compiled(0), compiled(4)
+    from_cache = dataclasses.replace(new, compiled=old.compiled)
+    for is_cached, program, stale in ((True, from_cache, True), (True, new, False), (False, from_cache, False)):
+        monkeypatch.setattr(peak_buffers_module, "uses_cache", lambda is_cached=is_cached: is_cached)
+        peak = compiled_memory(program).buffers
+        assert peak.stale == stale
+        assert ("lines of an older source, from the compilation cache" in peak.sentence) == stale
+        assert PeakBuffers.from_dict(peak.to_dict()) == peak
