@@ -15,6 +15,7 @@ import pytest
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunked
+from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
 from fusionlab.ops import linear_cross_entropy
 from tests.kernels.transformations import assert_agree, assert_same
 
@@ -46,7 +47,7 @@ OPTIONS = {
 def at_once(request, monkeypatch):
     """The gradients made of each chunk's cotangents, or of all of them at once, as on a GPU."""
     if request.param == "at once":
-        monkeypatch.setattr(chunked, "_on_a_gpu", lambda form: True)
+        monkeypatch.setattr(Settings, "on_a_gpu", True)
         jax.clear_caches()
     yield request.param == "at once"
     if request.param == "at once":
@@ -281,11 +282,11 @@ def test_where_chunks_are_taken(device, rows, weighted, name, left):
 def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
     x, w, labels, _, weights = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands((4097,), 16, 64))
     _, full = LINEAR_CROSS_ENTROPY._prepared((x, w, labels, None, weights), {})
-    form = chunked.Settings.of({**full, "device": Device.of("cpu")})
+    form = Settings.of({**full, "device": Device.of("cpu")})
     assert chunked.chunks((4097, 16), 32768, form) == (9, 456)
     assert chunked.chunks((512, 16), 32768, form) == (1, 512)
     assert chunked.chunks((3, 16), 1 << 30, form)[0] == 3
-    form = chunked.Settings.of({**full, "device": Device.of("h100"), "logits_dtype": "bfloat16"})
+    form = Settings.of({**full, "device": Device.of("h100"), "logits_dtype": "bfloat16"})
     assert chunked.chunks((8192, 16), 32768, form) == (4, 2048)
     assert chunked.chunks((8192, 16), 128256, form) == (8, 1024)
     assert chunked.chunks((8192, 16), 32768, form, in_place=True) == (1, 8192)

@@ -11,7 +11,7 @@ import pytest
 
 from fusionlab.device import Device
 from fusionlab.kernels.launch.architectures import REGISTERS, RESERVED
-from fusionlab.kernels.ops.linear_cross_entropy import chunked, cuda, part_plan, softmax_part
+from fusionlab.kernels.ops.linear_cross_entropy import cuda, part_plan, softmax_part
 from fusionlab.kernels.ops.linear_cross_entropy.part_plan import PartTile, limits_of, part_tile
 from fusionlab.kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE, Settings
 from fusionlab.ops import linear_cross_entropy
@@ -247,7 +247,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_op_by_the_kernel_is_the_original(name, weighted, at_once, monkeypatch):
     """Values and gradients, of a sum and by row, of chunks that multiply their own cotangents or leave them for one product."""
-    monkeypatch.setattr(chunked, "_on_a_gpu", lambda form: at_once)
+    monkeypatch.setattr(Settings, "on_a_gpu", at_once)
     options = OPTIONS[name] if weighted or name != "scale, also" else {**OPTIONS[name], "also": ("lse",)}
     x, w, labels, _, weights = op_operands((13,), 8, 37)
     given = (x, w.T if options.get("transposed") else w)
@@ -267,7 +267,7 @@ def test_the_op_by_the_kernel_is_the_original(name, weighted, at_once, monkeypat
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
 def test_the_op_by_the_kernel_in_16_bits_is_as_far_from_float64_as_the_original(monkeypatch):
-    monkeypatch.setattr(chunked, "_on_a_gpu", lambda form: True)
+    monkeypatch.setattr(Settings, "on_a_gpu", True)
     x, w, labels, _, _ = op_operands((96,), 32, 512, "bfloat16")
     labels, weights = labels % 512, jnp.full(96, 1 / 96)
 

@@ -45,13 +45,9 @@ def chunks(shape: tuple[int, ...], size: int, form: Settings, in_place: bool = F
 
 
 def _most_rows(size: int, form: Settings) -> int:
-    if _on_a_gpu(form):
+    if form.on_a_gpu:
         return max(MEMORY // (size * jnp.dtype(form.logits_dtype).itemsize), LEAST)
     return max(MEMORY_ON_A_CPU // (size * arithmetic_dtype(form.logits_dtype).itemsize), 1)
-
-
-def _on_a_gpu(form: Settings) -> bool:
-    return form.device is not None and form.device.platform != "cpu"
 
 
 def forward(
@@ -123,7 +119,7 @@ class _Pull:
         self.known, self.w, self.wanted, self.form = known, w, wanted, form
         logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
         size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
-        self.at_once = bool(wanted) and _on_a_gpu(form) and size <= WHOLE
+        self.at_once = bool(wanted) and form.on_a_gpu and size <= WHOLE
         self.in_place = self.at_once and cotangent == logits
 
     def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:

@@ -135,7 +135,9 @@ def pulled_back(
             found[slot] = _added(found.get(slot), gradient)
     if "weights" in wanted and "weights" not in found:
         found["weights"] = jnp.zeros_like(saved["loss"])
-    return [found[slot].astype(form.dtype_of(slot)) for slot in wanted]
+    gradients = [found[slot].astype(form.dtype_of(slot)) for slot in wanted]
+    # On a GPU the gradient of w, which nothing waits for, would be made last, and keep the cotangents of all logits until then.
+    return list(lax.optimization_barrier(gradients)) if form.on_a_gpu else gradients
 
 
 def _of_sum(saved: Named, ct: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:

@@ -60,6 +60,11 @@ class Settings(Attributes):
         return cls(**{f.name: attrs[f.name] for f in dataclasses.fields(cls) if f.name in attrs})
 
     @property
+    def on_a_gpu(self) -> bool:
+        """Whether the target of lowering is known, and no CPU."""
+        return self.device is not None and self.device.platform != "cpu"
+
+    @property
     def is_bounded(self) -> bool:
         """Whether the cotangent of a logit is of the size of its row's."""
         return self.z_loss <= 1 and abs(self.scale) <= 1
