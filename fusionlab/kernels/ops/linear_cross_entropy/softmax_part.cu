@@ -49,6 +49,10 @@ __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < infinity(
 __device__ __forceinline__ float base_of(float top) { return top == -infinity() ? 0.f : top; }
 __device__ __forceinline__ int unit_of(int i) { return i * FL_THREADS + static_cast<int>(threadIdx.x); }
 
+// With an error of some units in the last place, more of them the smaller it is: of a sum of which the largest is 1, less than what adding
+// makes; of a result in 16 bits, nothing.
+__device__ __forceinline__ float rough_exp(float x) { return exp2_of(x * kLog2e); }
+
 // So many groups of copies may still be on their way; at most 7 are told apart.
 __device__ __forceinline__ void wait_until_left(int groups) {
   switch (groups) {
@@ -74,24 +78,30 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Where the whole vectors of a row are, and whose its other entries are.
+// Where the vectors of a row are, and whose its other entries are.
 struct Row {
-  const T* start;
-  int head, body; // entries before the first vector, vectors
+  Index start;      // of its first entry, among all
+  int head, body;   // entries before the first vector, vectors
+  Index mine;       // of this thread's first vector
 
-  __device__ __forceinline__ Row(const T* logits, Index row) : start(logits + row * FL_N) {
-    const int before = kAligned ? 0 : static_cast<int>((FL_VEC - row * FL_N % FL_VEC) % FL_VEC);
+  __device__ __forceinline__ explicit Row(Index row) : start(row * FL_N) {
+    const int before = kAligned ? 0 : static_cast<int>((FL_VEC - start % FL_VEC) % FL_VEC);
     head = before < FL_N ? before : FL_N;
     body = kAligned ? FL_N / FL_VEC : (FL_N - head) / FL_VEC;
+    mine = start + head + static_cast<int>(threadIdx.x) * FL_VEC;
   }
   __device__ __forceinline__ bool has(int i) const { return i < kFull || unit_of(i) < body; }
-  __device__ __forceinline__ const T* at(int i) const { return start + column_of(i); }
-  __device__ __forceinline__ int column_of(int i) const { return head + unit_of(i) * FL_VEC; }
+  __device__ __forceinline__ Index at(int i) const { return mine + i * (FL_THREADS * FL_VEC); }
   // Of the entry that is a thread's alone, -1 for none.
   __device__ __forceinline__ int lone_column() const {
     if (kAligned) return -1;
     const int thread = threadIdx.x, column = thread < head ? thread : thread + body * FL_VEC;
     return column < FL_N && thread < 2 * FL_VEC ? column : -1;
+  }
+  // Whether an entry is in one of this thread's vectors.
+  __device__ __forceinline__ bool is_mine(int column) const {
+    const int unit = (column - head) / FL_VEC;
+    return column >= head && unit < body && unit % FL_THREADS == static_cast<int>(threadIdx.x);
   }
 };
 
@@ -123,18 +133,19 @@ struct Values {
 
 // The vectors that a thread keeps of a row.
 struct Kept {
+  const T* logits;
   Vector held[FL_HELD > 0 ? FL_HELD : 1];
   Vector* staged; // the first one; the next is behind those of all other threads
 
   __device__ __forceinline__ Vector& in_shared(int i) const { return staged[(i - FL_HELD) * FL_THREADS]; }
   __device__ __forceinline__ void hold(const Row& row, int i) {
-    if (row.has(i)) held[i].load_last(row.at(i));
+    if (row.has(i)) held[i].load_last(logits + row.at(i));
   }
   // As one group of copies.
   __device__ __forceinline__ void stage(const Row& row, int first) {
 #pragma unroll
     for (int i = first; i < first + kBatch && i < kKept; ++i) {
-      if (row.has(i)) copy_16(&in_shared(i), row.at(i), true);
+      if (row.has(i)) copy_16(&in_shared(i), logits + row.at(i), true);
     }
     copies_closed();
   }
@@ -154,7 +165,7 @@ struct Kept {
     }
     const auto from_memory = [&](int k) {
       Vector vector;
-      vector.load(row.at(k));
+      vector.load(logits + row.at(k));
       return vector;
     };
 #pragma unroll 1
@@ -181,8 +192,8 @@ struct Online {
     const float base = base_of(most);
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < kBatch * FL_VEC; ++j) sum += expf(values[j] - base);
-    mass = mass * expf(top - base) + sum;
+    for (int j = 0; j < kBatch * FL_VEC; ++j) sum += rough_exp(values[j] - base);
+    mass = mass * rough_exp(top - base) + sum;
     top = most;
   }
   __device__ __forceinline__ void over_warp() {
@@ -218,12 +229,8 @@ struct OverBlock {
 struct Cotangent {
   float top, of_p, of_all, of_label;
 
-  __device__ __forceinline__ float exponential(float below) const {
-    // Where the result has 16 bits, the few last ones of a float's are lost in any case.
-    return sizeof(Out) == 2 ? exp2_of(below * kLog2e) : expf(below);
-  }
   __device__ __forceinline__ float of(float value) const {
-    const float p = exponential(value - top) * of_p;
+    const float p = (sizeof(Out) == 2 ? rough_exp(value - top) : expf(value - top)) * of_p;
     return FL_SMOOTH ? p - of_all : p;
   }
 };
@@ -233,10 +240,11 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
     Index rows, float scale, float smoothing, float kept, float share, float z_loss) { // kept = 1 - smoothing, share = smoothing / FL_N
   fl_wait();
   Kept own;
+  own.logits = logits;
   own.staged = reinterpret_cast<Vector*>(shared_memory) + threadIdx.x;
   OverBlock over_block;
   if (blockIdx.x < rows) {
-    const Row first(logits, blockIdx.x);
+    const Row first(blockIdx.x);
 #pragma unroll
     for (int i = 0; i < FL_HELD; ++i) own.hold(first, i);
 #pragma unroll
@@ -245,14 +253,15 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
   const auto scaled = [&](float value) { return FL_SCALED ? scale * value : value; };
 
   for (Index number = blockIdx.x; number < rows; number += gridDim.x) {
-    const Row row(logits, number);
+    const Row row(number);
     const bool is_last = number + gridDim.x >= rows;
-    const Row next(logits, is_last ? number : number + gridDim.x);
+    const Row next(number + gridDim.x);
     const int label = labels[number], lone = row.lone_column();
+    const float of_row = kWants ? of_loss[number] : 0.f;
     const bool inside = label >= 0 && label < FL_N;
     const int nearest = label < 0 ? 0 : label < FL_N ? label : FL_N - 1;
-    const float of_picked = scaled(static_cast<float>(row.start[nearest])); // before another takes its place
-    const float alone = lone < 0 ? -infinity() : scaled(static_cast<float>(row.start[lone]));
+    const float of_picked = scaled(static_cast<float>(logits[row.start + nearest])); // before another takes its place
+    const float alone = lone < 0 ? -infinity() : scaled(static_cast<float>(logits[row.start + lone]));
 
     Online found = {alone, lone < 0 ? 0.f : expf(alone - base_of(alone))};
     own.each_batch(row, scale, [&](const Values& values) { found.add(values); });
@@ -271,19 +280,14 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
 
     float total = lone < 0 ? 0.f : alone - top; // of entries less top
     if constexpr (kTwice) {
-      const float of_row = kWants ? of_loss[number] : 0.f;
       float count = z_loss != 0 ? 1 + 2 * z_loss * lse : 1; // the derivative of the loss by lse
       if (FL_OUTSIDE == 4 && !inside) count -= kept;
       const Cotangent cotangent{top, scale * of_row * count / mass, scale * of_row * share, scale * of_row * kept};
-      // The label's column: of no entry where it has no gradient.
-      const int marked = FL_OUTSIDE == 1 || inside ? nearest : -1;
-      Out* const to = cotangents + (kWants ? number * FL_N : 0);
       const auto give = [&](const Values& values, int first, int end) {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const int i = first + j;
           if (!has(row, i, end)) continue;
-          const int column = row.column_of(i);
           if constexpr (FL_SMOOTH) {
 #pragma unroll
             for (int k = 0; k < FL_VEC; ++k) total += values.at[j][k] - top;
@@ -292,16 +296,12 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
             float made[FL_VEC];
 #pragma unroll
             for (int k = 0; k < FL_VEC; ++k) made[k] = cotangent.of(values.at[j][k]);
-            if (static_cast<unsigned>(marked - column) < FL_VEC) {
-#pragma unroll
-              for (int k = 0; k < FL_VEC; ++k) made[k] -= marked - column == k ? cotangent.of_label : 0.f;
-            }
             Pack<Out> pack;
             pack_into(pack, made);
             if constexpr (kKept < FL_UNITS)
-              pack.store_past(to + column);
+              pack.store_past(cotangents + row.at(i));
             else
-              pack.store(to + column);
+              pack.store(cotangents + row.at(i));
           }
         }
       };
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
       // First what is likely to be in the cache still.
       const auto from_memory = [&](int k) {
         Vector vector;
-        vector.load_last(row.at(k));
+        vector.load_last(logits + row.at(k));
         return vector;
       };
 #pragma unroll 1
@@ -337,7 +337,12 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
           if (!is_last) own.hold(next, k);
         }
       }
-      if (kWants && lone >= 0) to[lone] = static_cast<Out>(cotangent.of(alone) - (marked == lone ? cotangent.of_label : 0.f));
+      if constexpr (kWants) {
+        if (lone >= 0) cotangents[row.start + lone] = static_cast<Out>(cotangent.of(alone));
+        // Of the label, by the thread that wrote it: in order.
+        if ((FL_OUTSIDE == 1 || inside) && (lone == nearest || row.is_mine(nearest)))
+          cotangents[row.start + nearest] = static_cast<Out>(cotangent.of(of_picked) - cotangent.of_label);
+      }
       if (FL_SMOOTH) total = over_block.sum(total);
     }
     if (threadIdx.x == 0) {
