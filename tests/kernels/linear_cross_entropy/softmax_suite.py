@@ -81,20 +81,32 @@ def ulps(got: Any, want: np.ndarray, dtype: Any, least: float = 0.0) -> float:
     return float(np.max(np.abs(found[there] - want[there]) / unit, initial=0.0))
 
 
+def error(got: Any, want: np.ndarray) -> float:
+    """The norm of the difference over that of what is right, of rows that are finite."""
+    there = np.isfinite(want).all(-1)
+    found = np.asarray(got).astype(np.float64)[there] - want[there]
+    return float(np.linalg.norm(found) / max(np.linalg.norm(want[there]), np.finfo(np.float32).tiny))
+
+
 def check(case: Case, given: tuple[Any, ...], device: Any) -> dict[str, Any]:
-    """Errors of at most twice those of rows.py in float32, and an ulp; of a cotangent in 16 bits, at most what rounding makes of that."""
+    """Errors of at most twice those of rows.py in float32, and an ulp; of a cotangent in 16 bits, about what rounding makes of that."""
     form = case.form(device)
     want, got = exact(case, given, form), by_kernel(case, given, form)
     plain = jax.jit(partial(by_rows, form=form, out=case.out))(*given)
     assert got.keys() == want.keys()
     for found in (want, got, plain):  # XLA's maximum on a CPU may pass over a NaN, which is in all other results
         found["top"] = np.where(np.isnan(found["mass"]), 0, found["top"])
-    errors = {}
     for name, a in want.items():
-        least = 1.0 if name in ("loss", "lse") else 0.0  # of the logarithm of a sum near 1
-        errors[name] = tuple(ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
-    print(case, errors)
-    for name, (mine, theirs) in errors.items():
         assert (got[name].dtype, got[name].shape) == (plain[name].dtype, plain[name].shape)
-        assert mine <= (2 * theirs + 1 if got[name].dtype == jnp.float32 else theirs + 0.05), (name, mine, theirs)
+        least = 1.0 if name in ("loss", "lse") else 0.0  # of the logarithm of a sum near 1
+        mine, theirs = (ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
+        is_narrow = got[name].dtype != jnp.float32
+        print(f"{name}: {mine:.2f} ulp, {theirs:.2f} of rows.py", end="; ")
+        # What smoothing takes off an entry may leave next to nothing of it, with an error of any size.
+        if name != "dh" or not form.label_smoothing:
+            assert mine <= (theirs + 0.05 if is_narrow else 2 * theirs + 1), (name, mine, theirs)
+    if case.out is not None:
+        mine, theirs = (error(found["dh"], want["dh"]) for found in (got, plain))
+        print(f"dh: {mine:.3g}, {theirs:.3g} of rows.py")
+        assert mine <= (2 if case.out == "float32" else 1.01) * theirs + float(jnp.finfo("float32").eps) / 4
     return got
