@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..measuring import attempt, peak_bytes
-from .language_rows import BY_HAND, CHUNKED, FUSED_GRAD
+from .language_rows import BY_HAND, FUSED_GRAD
 from .language_steps import GPT2, Llama, tokens_of
 
 FIRST, MOST = 4, 4096  # texts tried
 RUNS = 3  # of batches that by their compiled memory fit, each smaller than the one before
-PROGRAMS = (BY_HAND, FUSED_GRAD + CHUNKED)
+PROGRAMS = (BY_HAND, FUSED_GRAD)
 
 
 def largest(bytes_of: Callable[[int], int], limit: float, first: int = FIRST, most: int = MOST) -> int:

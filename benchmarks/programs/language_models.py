@@ -8,9 +8,8 @@ of 128256. Parameters are not donated.
 
 `jax.jit` is the plain program; `by hand` has cuDNN's attention through `jax.nn` in it; the programs that begin with `expert` have a chunked
 loss as well, or a policy that keeps the results of products with weights, or both, or tokamax's attention where it is installed.
-`grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`; with `chunked loss` the pass
-`linear_cross_entropy` is named as well, which on a GPU does not run by itself. `torch.compile` is the same model with torch's own
-attention (`torch.utils.checkpoint` around each layer where JAX has checkpoints), timed apart from the others' turns.
+`grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`. `torch.compile` is the same model
+with torch's own attention (`torch.utils.checkpoint` around each layer where JAX has checkpoints), timed apart from the others' turns.
 
 For each: device time, tokens a second, the share of the card's peak (MFU: operations by the usual counting, which is `model_flop`, over
 the rate of dense bfloat16 products in the maker's data sheet), what the compiled program allocates (of torch: what was allocated at most),
@@ -55,7 +54,7 @@ from ..measuring import (
 )
 from . import language_compile, language_largest
 from .language_expert import BY_HAND, PLAIN, experts
-from .language_rows import CHUNKED, FUSED, FUSED_GRAD, GRAD_OF_FUSED, TORCH, complete, lines, peak_of
+from .language_rows import FUSED, FUSED_GRAD, GRAD_OF_FUSED, TORCH, complete, lines, peak_of
 from .language_steps import CASES, GPT2, TINY, Llama, tokens_of
 
 CALLS = 4
@@ -76,25 +75,14 @@ def programs(case: Llama | GPT2) -> dict[str, Callable[..., Any]]:
 
     import fusionlab as fl
 
-    plain, passes = case.loss(PLAIN), with_chunked_loss()
+    plain = case.loss(PLAIN)
     by_hand = {"by hand": BY_HAND} | experts(case.vocabulary)
     return {
         "jax.jit": jax.value_and_grad(plain),
         GRAD_OF_FUSED: jax.value_and_grad(fl.fuse(plain)),
         FUSED_GRAD: fl.fuse(jax.value_and_grad(plain)),
-        GRAD_OF_FUSED + CHUNKED: jax.value_and_grad(fl.fuse(plain, passes=passes)),
-        FUSED_GRAD + CHUNKED: fl.fuse(jax.value_and_grad(plain), passes=passes),
         **{name: jax.value_and_grad(case.loss(written)) for name, written in by_hand.items()},
     }
-
-
-def with_chunked_loss() -> dict[str, Any]:
-    """The default passes where they are on by default, and `linear_cross_entropy` everywhere."""
-    import fusionlab as fl
-    from fusionlab.fusers.engine.base import BY_DEFAULT
-
-    default: dict[str, Any] = {p.name: {BY_DEFAULT: True} for p in fl.passes() if not p.named_only}
-    return default | {"linear_cross_entropy": True}
 
 
 def measure(case: Llama | GPT2, found: dict[str, Any], samples: int) -> None:

@@ -10,8 +10,7 @@ from .language_expert import experts
 from .language_steps import GPT2, Llama
 
 GRAD_OF_FUSED, FUSED_GRAD = "grad of fused", "fused grad"
-CHUNKED = ", chunked loss"
-FUSED = (GRAD_OF_FUSED, FUSED_GRAD, GRAD_OF_FUSED + CHUNKED, FUSED_GRAD + CHUNKED)
+FUSED = (GRAD_OF_FUSED, FUSED_GRAD)
 TORCH, BY_HAND = "torch.compile", "by hand"
 MOST_TIME, MOST_MEMORY = 1.02, 1.02  # of the fused gradient, relative to the gradient of the fused loss
 
@@ -54,10 +53,8 @@ def complete(case: Llama | GPT2, found: dict[str, Any], rate: float, peak: Mappi
         for label, rival in ((TORCH, TORCH), (BY_HAND, BY_HAND), ("the expert", expert)):
             if rival in timed:
                 timed[name][f"over {label}"] = ratio_to(rival, timed[rival]["samples_s"], timed[name]["samples_s"])
-    for suffix in ("", CHUNKED):
-        inner, outer = (timed.get(name + suffix) for name in (GRAD_OF_FUSED, FUSED_GRAD))
-        if inner is not None and outer is not None:
-            outer["against grad of fused"] = _against(inner, outer)
+    if GRAD_OF_FUSED in timed and FUSED_GRAD in timed:
+        timed[FUSED_GRAD]["against grad of fused"] = _against(timed[GRAD_OF_FUSED], timed[FUSED_GRAD])
 
 
 def _against(inner: Mapping[str, Any], outer: Mapping[str, Any]) -> dict[str, Any]:

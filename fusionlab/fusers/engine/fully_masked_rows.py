@@ -14,7 +14,7 @@ import numpy as np
 from ...graph.canonical.nodes import ONE, CNode
 from ...graph.canonical.view import CanonicalView
 from ...graph.dtypes import is_float
-from ...graph.matching.region import VIEWS, constant_array
+from ...graph.matching.region import VIEWS, constant_array, distinct
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.signature import Memo
 
@@ -39,7 +39,7 @@ def _may_be_infinite(view: CanonicalView, bias: Value, several: bool, memo: Memo
     most = _most_finite(bias.dtype, several)
     array = constant_array(view, bias, memo, True)
     if array is not None:
-        return not bool((np.abs(array.astype(np.float64)) <= most).all())
+        return not bool((np.abs(distinct(array).astype(np.float64)) <= most).all())
     level, inside = [view.ref[bias.id].nid], [view.ref[bias.id].coef]
     for _ in range(_MAKERS):
         if any(_is_any_number(view, nid) for nid in level):

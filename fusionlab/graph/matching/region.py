@@ -33,7 +33,9 @@ VIEWS = having("layout", "variance")
 IDENTITIES = frozenset("and or add sub".split())
 SCALINGS = having("scaling")
 CASTS = having("cast")
-_CONSTANT_LIMIT = 1 << 26  # elements; a mask of 8192 x 8192 still fits
+_CONSTANT_LIMIT = 1 << 26  # elements that are computed; a mask of 8192 x 8192 still fits
+# Views of what they read, in numpy too: a mask is often broadcast to all the scores.
+_COMPUTES_NOTHING = frozenset("broadcast_in_dim transpose squeeze expand_dims slice".split())
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -424,11 +426,10 @@ def constant_array(view: CanonicalView, value: Value, memo: Memo, outside: bool 
     """The value of a raw value that depends only on literals, iotas and concrete captured arrays; else None.
 
     Computed in the program's own dtypes: positions in bfloat16 merge 256 and 257, and a mask made of them is not
-    the one its formula suggests. `memo` caches the result, because layers repeat their masks. With `outside`, operands of a
-    scan or a remat may be such constants of the enclosing block, for classification only: they cannot be computed inside.
+    the one its formula suggests. What is broadcast stays a view of what was computed (`distinct`). `memo` caches the
+    result, because layers repeat their masks. With `outside`, operands of a scan or a remat may be such constants of the
+    enclosing block, for classification only: they cannot be computed inside.
     """
-    if math.prod(value.shape) > _CONSTANT_LIMIT:
-        return None
     consts = {v.id: c for v, c in view.block.consts}
     makers = _constant_makers(view, value, memo, consts, outside)
     if makers is None:
@@ -436,10 +437,21 @@ def constant_array(view: CanonicalView, value: Value, memo: Memo, outside: bool 
     if not makers.nodes and value.id not in view.known_inputs:
         if makers.given:
             return makers.given[value.id][1]
-        return read(consts[value.id]) if value.id in consts else None
+        return read(consts[value.id]) if value.id in consts and math.prod(value.shape) <= _CONSTANT_LIMIT else None
     ordered = [makers.nodes[i] for i in sorted(makers.nodes)]
     key = _constant_key(view, ordered, value, consts, makers.given)
     return memo.once(key, lambda: _compute(view, ordered, value, tuple(makers.given.values())))
+
+
+def distinct(array: np.ndarray) -> np.ndarray:
+    """One entry along each axis along which a broadcast repeats an array: every value of it, and no more memory than it has."""
+    return array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+
+
+def _is_small(closed: Any) -> bool:
+    """Whether no equation of a closed jaxpr computes, or computes from, more elements than the limit."""
+    computing = [e for e in closed.jaxpr.eqns if e.primitive.name not in _COMPUTES_NOTHING]
+    return all(math.prod(a.aval.shape) <= _CONSTANT_LIMIT for e in computing for a in (*e.invars, *e.outvars))
 
 
 def _constant_key(
@@ -452,7 +464,9 @@ def _constant_key(
     """A key, equal for constants that are computed in the same way."""
     number: dict[int, Any] = {i: ("known", c) for i, c in view.known_inputs.items()}
     number.update((i, ("const", id(c))) for i, c in consts.items())
-    number.update((i, ("given", a.shape, str(a.dtype), a.tobytes())) for i, (_, a) in given.items())
+    number.update(
+        (i, ("given", a.shape, str(a.dtype), distinct(a).shape, distinct(a).tobytes())) for i, (_, a) in given.items()
+    )
     return "constant", tuple(node_signature(n, number) for n in nodes), number[value.id]
 
 
@@ -511,10 +525,10 @@ def _from_outside(view: CanonicalView, value: Value, memo: Memo) -> np.ndarray |
 
 def _compute(
     view: CanonicalView, nodes: list[Node], value: Value, given: tuple[tuple[Value, np.ndarray], ...]
-) -> np.ndarray:
+) -> np.ndarray | None:
     inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
     closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
-    return computed(closed, arrays)
+    return computed(closed, arrays) if _is_small(closed) else None
 
 
 def region_signature(region: Region, size: Size = as_it_is) -> Any:

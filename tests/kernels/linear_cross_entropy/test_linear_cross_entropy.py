@@ -42,6 +42,17 @@ OPTIONS = {
 }
 
 
+@pytest.fixture(params=["each chunk's", "at once"])
+def at_once(request, monkeypatch):
+    """The gradients made of each chunk's cotangents, or of all of them at once, as on a GPU."""
+    if request.param == "at once":
+        monkeypatch.setattr(chunked, "_on_a_gpu", lambda form: True)
+        jax.clear_caches()
+    yield request.param == "at once"
+    if request.param == "at once":
+        jax.clear_caches()
+
+
 def laid_out(w, options):
     return w.T if options.get("transposed") else w
 
@@ -62,7 +73,9 @@ def reduced(fn, labels, **options):
 @pytest.mark.dear
 @pytest.mark.parametrize("implementation", [{"implementation": "xla"}, CHUNKED], ids=["xla", "chunked"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_values_and_gradients_are_the_originals_in_float64(name, implementation):
+def test_values_and_gradients_are_the_originals_in_float64(name, implementation, at_once):
+    if at_once and implementation is not CHUNKED:
+        return
     with jax.enable_x64(True):
         x, w, labels, bias, weights = operands((3, 7), 16, 37, "float64")
         options, w = OPTIONS[name], laid_out(w, OPTIONS[name])
@@ -80,7 +93,7 @@ def test_values_and_gradients_are_the_originals_in_float64(name, implementation)
 
 
 @pytest.mark.dear
-def test_a_weighted_sum_in_chunks_is_the_originals():
+def test_a_weighted_sum_in_chunks_is_the_originals(at_once):
     x, w, labels, bias, weights = operands((13,), 8, 11)
     run = jax.jit(jax.value_and_grad(partial(linear_cross_entropy, **CHUNKED), (0, 1)))
     want = jax.jit(jax.value_and_grad(original, (0, 1)))
@@ -89,7 +102,7 @@ def test_a_weighted_sum_in_chunks_is_the_originals():
 
 @pytest.mark.dear
 @pytest.mark.parametrize("rows", [(), (0,), (1,), (17,), (2, 0), (5, 5)])
-def test_any_number_of_rows(rows):
+def test_any_number_of_rows(rows, at_once):
     x, w, labels, bias, weights = operands(rows, 8, 11)
     for weighted, ignored in itertools.product((True, False), repeat=2):
         given = jnp.full_like(labels, -100) if ignored else labels, bias
@@ -106,7 +119,7 @@ def test_any_number_of_rows(rows):
 
 @pytest.mark.dear
 @pytest.mark.parametrize("is_scalar", [True, False])
-def test_under_every_transformation(is_scalar):
+def test_under_every_transformation(is_scalar, at_once):
     x, w, labels, bias, weights = operands((7,), 4, 6)
     u = weights if is_scalar else None
     options = {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "out_of_range": "zero"}
@@ -139,7 +152,7 @@ def test_under_every_transformation(is_scalar):
 
 
 @pytest.mark.dear
-def test_two_uses_of_one_loss_and_of_its_rows():
+def test_two_uses_of_one_loss_and_of_its_rows(at_once):
     x, w, labels, bias, weights = operands((9,), 8, 11)
 
     def twice(f, **options):
@@ -153,7 +166,7 @@ def test_two_uses_of_one_loss_and_of_its_rows():
 
 
 @pytest.mark.dear
-def test_the_argmax_is_the_first_of_equal_ones_and_of_nan():
+def test_the_argmax_is_the_first_of_equal_ones_and_of_nan(at_once):
     x, w, labels, _, weights = operands((9,), 8, 11)
     w = w.at[:, 7].set(w[:, 3])
     x = x.at[4, 0].set(jnp.nan)
@@ -163,7 +176,7 @@ def test_the_argmax_is_the_first_of_equal_ones_and_of_nan():
 
 
 @pytest.mark.dear
-def test_a_row_of_weight_zero_is_left_out_or_multiplied():
+def test_a_row_of_weight_zero_is_left_out_or_multiplied(at_once):
     x, w, labels, _, weights = operands((9,), 8, 11)
     labels = labels.at[1].set(0)
     both = [linear_cross_entropy(x, w, labels, weights=weights, masked=masked, **CHUNKED) for masked in (True, False)]
@@ -182,7 +195,7 @@ def test_a_row_of_weight_zero_is_left_out_or_multiplied():
         ("float16", "float16", False),
     ],
 )
-def test_errors_are_no_larger_than_the_originals(dtype, logits_dtype, on_a_gpu, monkeypatch):
+def test_errors_are_no_larger_than_the_originals(dtype, logits_dtype, on_a_gpu, at_once, monkeypatch):
     """Against float64 of the same numbers: loss and gradients, mean over rows, of which some do not count, times a loss scale."""
     if on_a_gpu:  # products of a GPU, multiplied here
         made = chunked.halves
@@ -249,8 +262,10 @@ def test_no_gradient_is_made_that_nobody_asked_for():
         ("cpu", 4096, True, "xla_chunked", None),
         ("cpu", 4096, False, "xla_chunked", "slower"),
         ("cpu", 64, True, "xla", "same code"),
-        ("sm_90", 16384, True, "xla_chunked", "unmeasured"),
-        ("sm_90", 64, True, "xla", "same code"),
+        ("sm_90", 16384, True, "cuda", None),
+        ("sm_90", 16384, False, "cuda", "slower"),
+        ("sm_90", 64, True, "cuda", "unmeasured"),
+        ("sm_80", 16384, True, "cuda", "unmeasured"),
     ],
 )
 def test_where_chunks_are_taken(device, rows, weighted, name, left):
@@ -270,6 +285,10 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
     assert chunked.chunks((4097, 16), 32768, form) == (9, 456)
     assert chunked.chunks((512, 16), 32768, form) == (1, 512)
     assert chunked.chunks((3, 16), 1 << 30, form)[0] == 3
+    form = chunked.Settings.of({**full, "device": Device.of("h100"), "logits_dtype": "bfloat16"})
+    assert chunked.chunks((8192, 16), 32768, form) == (4, 2048)
+    assert chunked.chunks((8192, 16), 128256, form) == (8, 1024)
+    assert chunked.chunks((8192, 16), 32768, form, in_place=True) == (1, 8192)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +313,7 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
         ({}, {"also": ("top",)}, "argmax, loss, lse"),
         ({"weights": None}, {"also": ("loss",)}, "the result without weights"),
         ({}, {"out_of_range": "wrap"}, "out_of_range"),
-        ({}, {"implementation": "cuda"}, "implementation"),
+        ({}, {"implementation": "pallas"}, "implementation"),
     ],
 )
 def test_a_wrong_argument_is_named(change, attrs, words):

@@ -13,7 +13,7 @@ import numpy as np
 from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.matching.match import Match
-from ....graph.matching.region import Region, constant_array
+from ....graph.matching.region import Region, constant_array, distinct
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
 from ...engine.layout import BROADCAST, constant_with_axes
@@ -194,6 +194,7 @@ class MaskReader:
             array = constant_array(self.view, self.leaves[name], self.memo)
             if array is not None:
                 array, axes = constant_with_axes(self.found, self.view, name, self.leaves[name], array)
+                array = distinct(array)
                 keys = tuple(d for d, c in enumerate(axes) if c in self.found.letters["s"])
                 if bool(np.any(np.all(array <= _VANISHES, axis=keys))):
                     return True
@@ -206,7 +207,8 @@ class MaskReader:
         if array is None or step.kind != "added":
             return array
         with np.errstate(over="ignore"):  # infinite where the program's is
-            return array * np.asarray(bias_factor(self.view, self.found, step.leaf, value), array.dtype)
+            biased = distinct(array) * np.asarray(bias_factor(self.view, self.found, step.leaf, value), array.dtype)
+        return np.broadcast_to(biased, array.shape)
 
     def varying(self, step: Step) -> tuple[np.ndarray, list[int]] | None:
         """The constant of a step in the form of `_varying`; None if it is data."""
@@ -226,13 +228,13 @@ class MaskReader:
         array = self.array(step, outside)
         if array is None:
             return None
+        array, classes = self.with_classes(step, array)
         if step.kind == "added":
             if not np.all((array == 0) | (array <= MASK_FILL)):
                 return None
             fill, kept = float(array.max(where=array != 0, initial=-math.inf)), array == 0
         else:
             fill, kept = self.found.scalars[step.scalar or ""], array.astype(bool) ^ (step.kind == "hidden")
-        kept, classes = self.with_classes(step, kept)
         if not classes:
             return Constant() if kept.all() else None
         return _as_band(kept, classes, self.found, fill)
@@ -294,13 +296,14 @@ def _band(grid: np.ndarray) -> tuple[int | None, int] | None:
 def is_ones(view: CanonicalView, value: Value, memo: Memo) -> bool:
     """Whether a value is a constant whose every entry is one."""
     array = constant_array(view, value, memo)
-    return array is not None and bool(np.all(array == 1))
+    return array is not None and bool(np.all(distinct(array) == 1))
 
 
 def _varying(array: np.ndarray, axes: Sequence[int | None]) -> tuple[np.ndarray, list[int]]:
     """The array without the axes along which it is constant, and the classes of the remaining axes."""
     classes: list[int] = []
     index: list[slice | int] = []
+    array = distinct(array)
     for d, c in enumerate(axes):
         if c is None or c == BROADCAST or bool(np.all(array == array.take([0], axis=d))):
             index.append(0)

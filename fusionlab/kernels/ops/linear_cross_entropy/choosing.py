@@ -1,7 +1,12 @@
-"""The implementation of a call of `linear_cross_entropy`: chunks, wherever there would be more than one."""
+"""The implementation of a call of `linear_cross_entropy`: on a GPU a rule from measurements on an H200 (`python -m benchmarks
+linear_cross_entropy`), on a CPU chunks of rows wherever there would be more than one.
+"""
 
 from __future__ import annotations
 
+import math
+
+from ...choose.choices import CHOICES
 from ...op.implementation import Call, ChoiceKind, ImplementationChoice
 from . import chunked
 from .settings import Settings
@@ -12,25 +17,39 @@ AGAIN = (
 TIMED = ("softcap", "logits_dtype", "transposed", "masked", "also", "chunk", "precision")  # attributes
 ONE = "its rows make one chunk"
 AS_FAST_ON_A_CPU = "as many products as in XLA's code, and the logits of one chunk exist at a time"
+MEASURED = ("sm_90",)
+LEAST = 1 << 24  # logits below which nothing was measured to gain
+FASTER = "the gradient is made of logits that are read once, and never in float32: measured faster than XLA's code"
 
 
-def rule(call: Call) -> ImplementationChoice:
-    """Chunks of rows, if there are several; of a site on a GPU, where nothing was measured, XLA's code."""
+def rule(call: Call, by_kernel: bool) -> ImplementationChoice:
+    """Chunks of rows, if there are several or on a GPU; `by_kernel`: whether the kernel can run the call."""
     form = Settings.of({**call.attrs, "device": call.device})
     if call.role == "tangent":
         return _xla("forward mode has the logits of all rows")
     if call.role == "cotangent" and not form.has_rows:
         return _xla("the gradients were made in the forward pass: they are only multiplied")
-    size = call.shapes["w"].shape[0 if form.transposed else 1]
-    if chunked.chunks(call.shapes["x"].shape, size, form)[0] == 1:
+    shape, size = call.shapes["x"].shape, call.shapes["w"].shape[0 if form.transposed else 1]
+    if call.device.platform == "cpu" and chunked.chunks(shape, size, form)[0] == 1:
         return _xla(ONE)
-    if call.device.platform != "cpu":
+    kind, why = _kind(call, form, math.prod(shape[:-1]) * size)
+    name = "cuda" if by_kernel and call.device.platform == "cuda" else "xla_chunked"
+    return ImplementationChoice(name, kind, why)
+
+
+def _kind(call: Call, form: Settings, logits: int) -> tuple[ChoiceKind, str]:
+    again = not form.is_scalar and bool(call.attrs.get("residuals"))
+    if call.device.platform == "cpu":
+        return (ChoiceKind.SLOWER, AGAIN) if again else (ChoiceKind.CHOSEN, AS_FAST_ON_A_CPU)
+    if not CHOICES.measured_on(call.device, MEASURED):
         where = call.device.arch or call.device.platform
-        why = f"chunks of rows were not measured on {where} (fusionlab.tune measures; fl.ops.linear_cross_entropy takes them)"
-        return ImplementationChoice("xla_chunked", ChoiceKind.UNMEASURED, why)
-    if not form.is_scalar and call.attrs.get("residuals"):
-        return ImplementationChoice("xla_chunked", ChoiceKind.SLOWER, AGAIN)
-    return ImplementationChoice("xla_chunked", ChoiceKind.CHOSEN, AS_FAST_ON_A_CPU)
+        why = f"it was not measured on {where} (fusionlab.tune measures; fl.ops.linear_cross_entropy takes it)"
+        return ChoiceKind.UNMEASURED, why
+    if again:
+        return ChoiceKind.SLOWER, AGAIN
+    if logits < LEAST:
+        return ChoiceKind.UNMEASURED, f"there are {logits} logits; of fewer than {LEAST} nothing was measured"
+    return ChoiceKind.CHOSEN, FASTER
 
 
 def _xla(why: str) -> ImplementationChoice:

@@ -1,6 +1,8 @@
-""" "xla_chunked": a loop over chunks of rows, each of which makes all that its logits are needed for.
+""" "xla_chunked" and "cuda": a loop over chunks of rows, each of which makes all that its logits are needed for.
 
-The arithmetic is that of rows.py. What is summed over rows, the gradients of w and bias, is added up in A; XLA adds to it in place.
+The arithmetic is that of rows.py; "cuda" has a kernel for what lies between the products, softmax_part.py. On a GPU the cotangents of all
+logits are kept, in 16 bits, as long as they take no more than `WHOLE`, and multiplied once after the loop; otherwise, and on a CPU, each
+chunk multiplies its own, and what is summed over rows, the gradients of w and bias, is added up in A, which XLA does in place.
 """
 
 from __future__ import annotations
@@ -16,27 +18,40 @@ from jax import lax
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named
 from . import reference, rows
-from .halves import factor, gradients, halves
+from .halves import Halves, divided, dtype_of, factor, halves, multiplied, of_bias, products
 from .settings import Settings
+from .softmax_part import softmax_part
 
 Array = Any
 
-# Bytes of the logits of a chunk, in A, on a CPU and elsewhere. On a CPU longer chunks take more time as well as more memory.
-MEMORY_ON_A_CPU, MEMORY = 1 << 26, 1 << 28
+# Bytes of the logits of a chunk: on a CPU in A, where longer chunks take more time as well as more memory; elsewhere in their own dtype.
+MEMORY_ON_A_CPU, MEMORY = 1 << 26, 1 << 27
+LEAST = 1024  # rows of a chunk on a GPU: the product of fewer is slower
+WHOLE = 1 << 32  # bytes of the cotangents of all logits; adding up the gradient of w, chunk by chunk, takes longer
 _ALIGNED = 8  # rows of a chunk are a multiple of
 _SUMMED = ("w", "bias")
 
 
-def chunks(shape: tuple[int, ...], size: int, form: Settings) -> tuple[int, int]:
-    """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`."""
+def chunks(shape: tuple[int, ...], size: int, form: Settings, in_place: bool = False) -> tuple[int, int]:
+    """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`. `in_place`: the cotangents of all logits are kept
+    and take as much as the logits, whose memory they get, so that chunks of some rows would save none.
+    """
     count = math.prod(shape[:-1])
-    memory = MEMORY_ON_A_CPU if form.device is not None and form.device.platform == "cpu" else MEMORY
-    most = form.chunk or max(memory // (size * arithmetic_dtype(form.logits_dtype).itemsize), 1)
-    number = -(-count // most)
+    number = -(-count // (form.chunk or (count if in_place else _most_rows(size, form)) or 1))
     if number <= 1:
         return 1, count
     each = -(-count // number)
     return number, each if form.chunk else -(-each // _ALIGNED) * _ALIGNED
+
+
+def _most_rows(size: int, form: Settings) -> int:
+    if _on_a_gpu(form):
+        return max(MEMORY // (size * jnp.dtype(form.logits_dtype).itemsize), LEAST)
+    return max(MEMORY_ON_A_CPU // (size * arithmetic_dtype(form.logits_dtype).itemsize), 1)
+
+
+def _on_a_gpu(form: Settings) -> bool:
+    return form.device is not None and form.device.platform != "cpu"
 
 
 def forward(
@@ -47,43 +62,98 @@ def forward(
     weights: Array | None = None,
     *,
     residuals: bool,
+    by_kernel: bool = False,
     **attrs: Any,
 ) -> list[Array]:
-    """As the reference gives it."""
+    """As the reference gives it; what lies between the products `by_kernel` or as jnp code."""
     form = Settings.of(attrs)
     lift, scaled = reference.lifted(weights, form) if residuals and weights is not None else (1, None)
     known = halves(x, w, {} if scaled is None else {"loss": scaled}, form)
 
+    pull = _Pull(known, w, tuple(form.gradients), x.shape, form)
+
     def step(part: dict[str, Array]) -> dict[str, Array]:
+        if by_kernel:
+            return pull.by_kernel(part, part.get("weights"))
+
         def pulled(of: rows.Logits, top: Array, mass: Array) -> dict[str, Array]:
-            given = {"x": part["x"], "top": top, "mass": mass}
-            return gradients(known, of, given, w, {"loss": part["weights"]}, tuple(form.gradients), form)
+            return pull(of, {"x": part["x"], "top": top, "mass": mass}, {"loss": part["weights"]})
 
         return rows.results(part["x"], w, part["labels"], bias, form, pulled if "weights" in part else None)
 
     given = {"x": x, "labels": labels} | ({} if scaled is None else {"weights": scaled})
-    found = by_chunks(step, given, w, x.shape, form)
+    found = by_chunks(step, given, w, x.shape, form, None if scaled is None else pull)
     return reference.finished(found, weights, {"x": lift, "bias": lift, "w": lift * factor(known)}, residuals, form)
 
 
-def cotangent(saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, **attrs: Any) -> list[Array]:
+def cotangent(
+    saved: Named, ct: Any, wanted: tuple[str, ...], shardings: Named, by_kernel: bool = False, **attrs: Any
+) -> list[Array]:
     """As the reference gives it; gradients that were made forward are only multiplied."""
     form = Settings.of(attrs)
 
     def of_rows(of_loss: Array | None, of_lse: Array | None, slots: tuple[str, ...]) -> dict[str, Array]:
         cotangents = {name: a for name, a in (("loss", of_loss), ("lse", of_lse)) if a is not None}
         known = halves(saved["x"], saved["w"], cotangents, form)
+        pull = _Pull(known, saved["w"], slots, saved["x"].shape, form)
 
         def step(part: dict[str, Array]) -> dict[str, Array]:
+            if by_kernel and set(cotangents) == {"loss"}:
+                found = pull.by_kernel(part, part["loss"])
+                return {name: a for name, a in found.items() if name not in rows.BY_ROW}
             of = rows.logits(part["x"], saved["w"], part["labels"], saved.get("bias"), form)
-            own = {name: part[name] for name in cotangents}
-            return gradients(known, of, part, saved["w"], own, slots, form)
+            return pull(of, part, {name: part[name] for name in cotangents})
 
         given = {name: saved[name] for name in ("x", "labels", "top", "mass")} | cotangents
-        found = by_chunks(step, given, saved["w"], saved["x"].shape, form)
+        found = by_chunks(step, given, saved["w"], saved["x"].shape, form, pull)
         return found | ({"w": found["w"] * factor(known)} if "w" in found else {})
 
     return reference.pulled_back(saved, ct, wanted, form, of_rows)
+
+
+class _Pull:
+    """The gradients, by slot, of a chunk's logits; or what they are made of after the loop, under names of its own.
+
+    Attributes:
+      at_once: whether they are made after the loop.
+      in_place: whether, besides, the cotangents take as much memory as the logits.
+    """
+
+    def __init__(self, known: Halves | None, w: Array, wanted: tuple[str, ...], shape: tuple[int, ...], form: Settings):
+        self.known, self.w, self.wanted, self.form = known, w, wanted, form
+        logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
+        size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
+        self.at_once = bool(wanted) and _on_a_gpu(form) and size <= WHOLE
+        self.in_place = self.at_once and cotangent == logits
+
+    def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:
+        found = of_bias(of, part, cotangents, self.form) if "bias" in self.wanted else {}
+        return found | self.made(*multiplied(self.known, of, part, cotangents, self.form), part["x"])
+
+    def made(self, dh: Array, sizes: Array | None, x: Array) -> dict[str, Array]:
+        """Of the cotangent of a chunk's logits, as `multiplied` gives it: the gradients of x and w, or what they are made of."""
+        if not self.at_once:
+            return products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
+        return {_DH: dh} | ({} if sizes is None else {_SIZES: sizes})
+
+    def by_kernel(self, part: dict[str, Array], of_loss: Array | None) -> dict[str, Array]:
+        """All that is known of a chunk's rows, and with the cotangent of the loss of each row what `__call__` gives."""
+        h = rows.product(part["x"], self.w, self.form)
+        if of_loss is None:
+            return softmax_part(h, part["labels"], None, self.form)
+        given, sizes = divided(self.known, {"loss": of_loss})
+        found = softmax_part(h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form))
+        return found | self.made(found.pop("dh"), sizes, part["x"])
+
+    def products(self, found: dict[str, Array], x: Array) -> dict[str, Array]:
+        """With the gradients in place of what they are made of; all by row, as x is."""
+        if _DH not in found:
+            return found
+        dh, sizes = found.pop(_DH), found.pop(_SIZES, None)
+        return found | products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
+
+
+_DH, _SIZES = "cotangent", "sizes"
 
 
 def by_chunks(
@@ -92,11 +162,21 @@ def by_chunks(
     w: Array,
     shape: tuple[int, ...],
     form: Settings,
+    pull: _Pull | None,
 ) -> dict[str, Array]:
-    """`step` of all rows: the gradients of w and bias added up, all else by row. `given` has entries for each row in front."""
-    number, each = chunks(shape, w.shape[0 if form.transposed else 1], form)
+    """`step` of all rows: the gradients of w and bias added up, all else by row; those that `pull` makes after the loop of all rows, with
+    the ones that were missing in the last chunk. `given` has entries for each row in front.
+    """
+    number, each = chunks(shape, w.shape[0 if form.transposed else 1], form, pull is not None and pull.in_place)
     lead, count = shape[:-1], math.prod(shape[:-1])
     parts = {name: _cut(a, len(lead), number, each, 1 if name == "mass" else 0) for name, a in given.items()}
+    sums, found = _looped(step, parts, w) if number > 1 else _once(step, parts)
+    found = sums | {name: _flat(a) for name, a in found.items()}
+    found = found if pull is None else pull.products(found, _flat(parts["x"]))
+    return {name: a if name in _SUMMED else a[:count].reshape(*lead, *a.shape[1:]) for name, a in found.items()}
+
+
+def _looped(step: Callable[..., Any], parts: dict[str, Array], w: Array) -> tuple[dict[str, Array], dict[str, Array]]:
     kinds = jax.eval_shape(lambda given: step({name: a[0] for name, a in given.items()}), parts)
     zeros = {
         slot: jnp.zeros_like(w, shape=kinds[slot].shape, dtype=kinds[slot].dtype) for slot in _SUMMED if slot in kinds
@@ -107,8 +187,16 @@ def by_chunks(
         sums = {name: total + found.pop(name) for name, total in sums.items()}
         return sums, found
 
-    sums, found = lax.scan(body, zeros, parts)
-    return sums | {name: _joined(a, lead, count) for name, a in found.items()}
+    return lax.scan(body, zeros, parts)
+
+
+def _once(step: Callable[..., Any], parts: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    found = step({name: a[0] for name, a in parts.items()})
+    return {slot: found.pop(slot) for slot in _SUMMED if slot in found}, {name: a[None] for name, a in found.items()}
+
+
+def _flat(a: Array) -> Array:
+    return a.reshape(-1, *a.shape[2:])
 
 
 def _cut(a: Array, lead: int, number: int, each: int, filling: int) -> Array:
@@ -118,8 +206,3 @@ def _cut(a: Array, lead: int, number: int, each: int, filling: int) -> Array:
     if missing := number * each - flat.shape[0]:
         flat = jnp.pad(flat, [(0, missing), *((0, 0) for _ in rest)], constant_values=filling)
     return flat.reshape(number, each, *rest)
-
-
-def _joined(a: Array, lead: tuple[int, ...], count: int) -> Array:
-    """The chunks of an array with one entry for each row, with the axes of rows that the call has."""
-    return a.reshape(-1, *a.shape[2:])[:count].reshape(*lead, *a.shape[2:])

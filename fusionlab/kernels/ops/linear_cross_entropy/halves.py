@@ -56,31 +56,48 @@ def _by_row(cotangents: Named) -> Array:
     return functools.reduce(jnp.add, map(jnp.abs, cotangents.values()))
 
 
-def gradients(
-    known: Halves | None,
-    of: rows.Logits,
-    part: Named,
-    w: Array,
-    cotangents: Named,
-    wanted: tuple[str, ...],
-    form: Settings,
-) -> dict[str, Array]:
-    """Of a chunk's logits, in A, by slot; that of w is to be multiplied by `factor`. `part` has x, top and mass by row."""
-    statistics = of, part["top"], part["mass"]
+def multiplied(
+    known: Halves | None, of: rows.Logits, part: Named, cotangents: Named, form: Settings
+) -> tuple[Array, Array | None]:
+    """(the cotangent of the logits in the dtype in which it is multiplied, the sizes of its rows by which it was divided)."""
+    given, sizes = divided(known, cotangents)
+    dh = rows.through(of, part["top"], part["mass"], *_of_both(given), form)
+    return dh.astype(dtype_of(known, form)), sizes
+
+
+def dtype_of(known: Halves | None, form: Settings) -> Any:
+    """The dtype in which the cotangent of the logits is multiplied."""
+    return form.logits_dtype if known is None else jnp.float16
+
+
+def divided(known: Halves | None, cotangents: Named) -> tuple[Named, Array | None]:
+    """(the cotangents of loss and lse by row, as that of the logits is made of them, the sizes by which they were divided)."""
     if known is None:
-        dh = rows.through(*statistics, cotangents.get("loss"), cotangents.get("lse"), form)
-        return rows.gradients(dh, part["x"], w, wanted, form)
-    size = _by_row(cotangents)
-    size = jnp.where(jnp.isfinite(size) & (size > 0), size, 1)
-    given = {name: a / size for name, a in cotangents.items()}
-    dh = rows.through(*statistics, given.get("loss"), given.get("lse"), form)
-    x = (part["x"] * (size / known.of_rows / known.of_x)[..., None]).astype(jnp.float16)
-    found = rows.products(dh.astype(jnp.float16), x, known.w, wanted, form)
-    if "x" in found:
-        found["x"] = found["x"] * (size * known.of_w)[..., None]
-    if "bias" in wanted:
-        found["bias"] = jnp.sum(dh * size[..., None], axis=0)
-    return found
+        return cotangents, None
+    sizes = _by_row(cotangents)
+    sizes = jnp.where(jnp.isfinite(sizes) & (sizes > 0), sizes, 1)
+    return {name: a / sizes for name, a in cotangents.items()}, sizes
+
+
+def products(
+    known: Halves | None, dh: Array, sizes: Array | None, x: Array, w: Array, wanted: tuple[str, ...], form: Settings
+) -> dict[str, Array]:
+    """The gradients of x and w among those wanted, of what `multiplied` gives, in A; that of w is to be multiplied by `factor`."""
+    if known is None or sizes is None:
+        return rows.products(dh, x, w, wanted, form)
+    x = (x * (sizes / known.of_rows / known.of_x)[..., None]).astype(jnp.float16)
+    found = rows.products(dh, x, known.w, wanted, form)
+    return found | ({"x": found["x"] * (sizes * known.of_w)[..., None]} if "x" in found else {})
+
+
+def of_bias(of: rows.Logits, part: Named, cotangents: Named, form: Settings) -> dict[str, Array]:
+    """The gradient of the bias of a chunk's logits, in A."""
+    dh = rows.through(of, part["top"], part["mass"], *_of_both(cotangents), form)
+    return {"bias": jnp.sum(dh, axis=tuple(range(dh.ndim - 1)))}
+
+
+def _of_both(cotangents: Named) -> tuple[Array | None, Array | None]:
+    return cotangents.get("loss"), cotangents.get("lse")
 
 
 def factor(known: Halves | None) -> Any:

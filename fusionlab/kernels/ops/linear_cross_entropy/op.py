@@ -16,7 +16,7 @@ from ...op.chooser import exact_case
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.op import Op
 from ...op.primitive import FusedPrimitive
-from . import choosing, chunked, reference
+from . import choosing, chunked, cuda, reference
 from .checks import checked
 from .settings import DEFAULTS, Settings
 
@@ -46,6 +46,11 @@ class LinearCrossEntropy(Op):
             cotangent=chunked.cotangent,
             opaque=True,
             plain=False,
+        ),
+        "cuda": XLA.by_kernels(
+            "cuda",
+            "the same chunks, with FusionLab's own kernel between the products: one read of the logits",
+            cuda,
         ),
     }
 
@@ -106,10 +111,11 @@ class LinearCrossEntropy(Op):
 
     def by_measurement(self, found: Choice) -> ImplementationChoice:
         """Chunks in any case: who names the pass wants the memory that they save."""
-        return replace(super().by_measurement(found), implementation="xla_chunked")
+        chosen = super().by_measurement(found)
+        return replace(chosen, implementation="xla_chunked") if chosen.implementation == "xla" else chosen
 
     def rule(self, call: Call, unable: str) -> ImplementationChoice:
-        return choosing.rule(call)
+        return choosing.rule(call, self.refusal("cuda", call) is None)
 
     def left(self, call: Call, decisions: Sequence[ImplementationChoice]) -> ImplementationChoice | None:
         """Rows that make one chunk gain nothing either: they are left as they are written."""

@@ -48,15 +48,16 @@ def finished(
         axes = form.mesh_axes("m")
         found["out"] = weighted(weights, found["loss"], form)
         found |= {slot: found[slot] * factors[slot] for slot in form.gradients if slot in found}
-        found |= _over_devices(found, axes)
+        found |= _over_devices(found, axes, form.mesh_axes("v"))
         found |= {GRADIENTS[slot]: found[slot] for slot in form.gradients if slot in found}
     return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
 
 
-def _over_devices(found: Mapping[str, Array], axes: Any) -> dict[str, Array]:
-    """The results that are sums over rows, summed over the devices that have some of them."""
+def _over_devices(found: Mapping[str, Array], axes: Any, of_x: Any) -> dict[str, Array]:
+    """The sums over rows, over the devices that have some of them; and the gradient of x, over those with parts of the vocabulary."""
     parts = {name: found[name] for name in ("out", "w", "bias") if name in found}
-    return lax.psum(parts, axes) if axes else {}
+    summed = lax.psum(parts, axes) if axes else {}
+    return summed | ({"x": lax.psum(found["x"], of_x)} if of_x and "x" in found else {})
 
 
 def weighted(weights: Array, loss: Array, form: Settings) -> Array:

@@ -28,6 +28,7 @@ from ...op.arrays import Named, explicit_sharding
 from .settings import Settings
 
 Array = Any
+BY_ROW = ("top", "mass", "loss", "lse")  # what is known of a row whatever is asked
 
 
 class Logits(NamedTuple):
@@ -57,7 +58,12 @@ def _sides(form: Settings) -> tuple[int, int]:
 
 def logits(x: Array, w: Array, labels: Array, bias: Array | None, form: Settings) -> Logits:
     """The product in the dtype of the logits, and all else in A."""
-    return of_product(_product(x, w, ((x.ndim - 1,), _sides(form)[:1]), form, form.logits_dtype), labels, bias, form)
+    return of_product(product(x, w, form), labels, bias, form)
+
+
+def product(x: Array, w: Array, form: Settings) -> Array:
+    """x @ w in the dtype of the logits."""
+    return _product(x, w, ((x.ndim - 1,), _sides(form)[:1]), form, form.logits_dtype)
 
 
 def of_product(h: Array, labels: Array, bias: Array | None, form: Settings) -> Logits:
@@ -158,10 +164,7 @@ def results(
     found = {"top": top, "mass": mass, **losses(of, top, mass, form)}
     if "argmax" in form.also:
         found["argmax"] = best(of, form)
-    found |= {} if pulled is None else pulled(of, top, mass)
-    if "x" in found and (axes := form.mesh_axes("v")):
-        found["x"] = lax.psum(found["x"], axes)
-    return found
+    return found if pulled is None else found | pulled(of, top, mass)
 
 
 def best(of: Logits, form: Settings) -> Array:

@@ -21,7 +21,7 @@ from .settings import Settings
 Array = Any
 
 
-def refuses(form: Settings, dtype: Any, size: int, device: Device) -> str | None:
+def refuses(form: Settings, dtype: Any, size: int) -> str | None:
     """Why the kernel cannot take logits of this dtype over a vocabulary of `size`, or None."""
     name = jnp.dtype(dtype).name
     if name not in DTYPES:
@@ -37,12 +37,12 @@ def refuses(form: Settings, dtype: Any, size: int, device: Device) -> str | None
     }
     if there := next((what for what, given in others.items() if given), None):
         return f"there is {there}, which the kernel does not compute"
-    return SOURCE.refuses(device)
+    return None
 
 
 def takes(form: Settings, dtype: Any, size: int, device: Device | None) -> bool:
-    """Whether the kernel takes them: see `refuses`."""
-    return device is not None and refuses(form, dtype, size, device) is None
+    """Whether the kernel takes them, and the device the kernel."""
+    return device is not None and SOURCE.refuses(device) is None and refuses(form, dtype, size) is None
 
 
 def softmax_part(
