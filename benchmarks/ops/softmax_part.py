@@ -95,7 +95,7 @@ def by_xla(h: Any, labels: Any, of_loss: Any, *, form: Any, out: str) -> dict[st
 
 def by_kernel(h: Any, labels: Any, of_loss: Any, *, form: Any, out: str, tile: Any = None) -> dict[str, Any]:
     """The same by the kernel, which leaves the logits as they are: a program that is timed has them as an argument."""
-    from fusionlab.kernels.ops.linear_cross_entropy.softmax_part import softmax_part
+    from fusionlab.kernels.ops.linear_cross_entropy.own.softmax_part import softmax_part
 
     return softmax_part(h, labels, of_loss, form, out, in_place=False, tile=tile)
 
@@ -109,7 +109,7 @@ def form_of(case: Case) -> Any:
 
 def programs(case: Case, on_cuda: bool, tiles: bool) -> dict[str, Callable[..., Any]]:
     """By name; XLA's code first."""
-    from fusionlab.kernels.ops.linear_cross_entropy.part_plan import limits_of, tile_of
+    from fusionlab.kernels.ops.linear_cross_entropy.own.part_plan import limits_of, tile_of
 
     form = form_of(case)
     found = {BASE: functools.partial(by_xla, form=form, out=case.out)}

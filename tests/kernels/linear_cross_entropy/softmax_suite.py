@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fusionlab.kernels.ops.linear_cross_entropy import rows
-from fusionlab.kernels.ops.linear_cross_entropy.part_plan import PartTile
+from fusionlab.kernels.ops.linear_cross_entropy.own.part_plan import PartTile
+from fusionlab.kernels.ops.linear_cross_entropy.own.softmax_part import softmax_part
 from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
-from fusionlab.kernels.ops.linear_cross_entropy.softmax_part import softmax_part
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "scale": -0.7}
 

@@ -11,8 +11,9 @@ import pytest
 
 from fusionlab.device import Device
 from fusionlab.kernels.launch.architectures import REGISTERS, RESERVED
-from fusionlab.kernels.ops.linear_cross_entropy import chunked, cuda, part_plan, softmax_part
-from fusionlab.kernels.ops.linear_cross_entropy.part_plan import PartTile, limits_of, part_tile
+from fusionlab.kernels.ops.linear_cross_entropy import chunked, cuda
+from fusionlab.kernels.ops.linear_cross_entropy.own import part_plan, softmax_part
+from fusionlab.kernels.ops.linear_cross_entropy.own.part_plan import PartTile, limits_of, part_tile
 from fusionlab.kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE, Settings
 from fusionlab.ops import linear_cross_entropy
 from tests.kernels.emulated import kernels_on_the_cpu

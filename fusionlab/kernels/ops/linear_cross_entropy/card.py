@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....device import Device
 from ...op.card import XLA, Card, Requirement, Variants
 from .op import LINEAR_CROSS_ENTROPY
-from .part_plan import DTYPES, SOURCE, part_plan
+from .own.part_plan import DTYPES, SOURCE, part_plan
 from .settings import Settings
 
 
@@ -18,7 +18,7 @@ def variants(arch: str) -> Variants:
     for dtype in DTYPES if arch == "sm_90" else DTYPES[:2]:
         narrow = ("bfloat16", "float16") if dtype == "float32" else (dtype,)
         for columns in (100, 32768, 50257, 128256) if arch == "sm_90" else (32768, 50257):
-            for out in (None, *narrow):
+            for out in (*narrow, None):
                 plan = part_plan(4096, columns, dtype, out, Settings(device=device))
                 yield f"softmax {dtype} {columns}: {out or 'no cotangent'}", plan
         plan = part_plan(4096, 4099, dtype, "float32", everything)

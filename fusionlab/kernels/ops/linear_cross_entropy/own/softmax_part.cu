@@ -1,5 +1,5 @@
 // The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * logits, and the cotangent of the
-// logits, from one read of them. The arithmetic is that of rows.py. A block has one row at a time and goes over it twice: first for the
+// logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
 // largest entry and the sum of the exponentials, online, as the entries arrive; then for the cotangent. A thread has the same entries both
 // times, so that it keeps them where no other thread looks: some vectors in registers, more in shared memory, which asynchronous copies fill
 // with the next row as soon as an entry is used for the last time; what has no room is read again, from the cache mostly. The kernel is bound
@@ -17,9 +17,9 @@
 //   FL_SCALED   1: scale is not 1
 //   FL_SMOOTH   1: label smoothing is not 0
 //   FL_OUTSIDE  what a label outside of [0, FL_N) does: 0 "nan", 1 "clip", 2 "promise_in_bounds", 3 "zero", 4 "drop"
-#include "../packs.cuh"
-#include "../early.cuh"
-#include "../warp.cuh"
+#include "../../packs.cuh"
+#include "../../early.cuh"
+#include "../../warp.cuh"
 #ifdef __CUDACC__
 __device__ __forceinline__ void copies_closed() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft> __device__ __forceinline__ void copies_left() {
@@ -53,7 +53,7 @@ __device__ __forceinline__ int unit_of(int i) { return i * FL_THREADS + static_c
 // makes; of a result in 16 bits, nothing.
 __device__ __forceinline__ float rough_exp(float x) { return exp2_of(x * kLog2e); }
 
-// So many groups of copies may still be on their way; at most 7 are told apart.
+// So many groups of copies, or 7 if it is more, may still be on their way.
 __device__ __forceinline__ void wait_until_left(int groups) {
   switch (groups) {
   case 0: copies_left<0>(); break;

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....device import Device
-from ...launch.ffi_call import launch
-from ..geometry import ITEM_BYTES
+from .....device import Device
+from ....launch.ffi_call import launch
+from ...geometry import ITEM_BYTES
+from ..settings import Settings
 from .part_plan import DTYPES, MAX_COLUMNS, RESULTS, SOURCE, PartTile, part_plan
-from .settings import Settings
 
 Array = Any
 
