@@ -147,9 +147,10 @@ def measure(case: Case, found: dict[str, Any], options: Any, copy_bytes_per_s: f
     running = compiled_at_once({name: (fn, args) for name, fn in made.items()}, failures)
     found |= measured(running, BASE, 2 if options.quick else 15)
     for name, run in running.items():
-        found[name]["bytes_per_s"] = rate = case.bytes / found[name]["median_s"]
-        found[name]["of_a_copy"] = rate / copy_bytes_per_s if copy_bytes_per_s else None
-        found[name]["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), args, case))
+        one: dict[str, Any] = found[name]
+        one["bytes_per_s"] = rate = case.bytes / one["median_s"]
+        one["of_a_copy"] = rate / copy_bytes_per_s if copy_bytes_per_s else None
+        one["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), args, case))
 
 
 def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:

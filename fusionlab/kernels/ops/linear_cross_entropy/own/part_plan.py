@@ -15,7 +15,7 @@ from ..settings import OUT_OF_RANGE, Settings
 SOURCE = CudaSource("linear_cross_entropy/own/softmax_part.cu", ("softmax_part",), (TENSOR_CORES, COPIES))
 DTYPES = ("float32", "bfloat16", "float16")  # of the logits and of their cotangent
 MAX_COLUMNS = 1 << 30  # a column's number has 32 bits
-RESULTS = ("cotangent", "top", "mass", "loss", "lse")
+RESULTS: tuple[str, ...] = ("cotangent", "top", "mass", "loss", "lse")
 MULTIPROCESSORS = 132  # where a device's own number is not known
 STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
 RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each

@@ -25,6 +25,13 @@ __device__ __forceinline__ void copies_closed() { asm volatile("cp.async.commit_
 template <int kLeft> __device__ __forceinline__ void copies_left() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
+// copy_16 of what is read this once: the L2 cache gives it up first, and keeps what is read again.
+__device__ __forceinline__ void copy_16_once(void* to, const void* from, bool inside) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "r"(inside ? 16 : 0), "l"(policy));
+}
 #else
 #include <cluster_emulated.h>
 #endif
@@ -145,7 +152,11 @@ struct Kept {
   __device__ __forceinline__ void stage(const Row& row, int first) {
 #pragma unroll
     for (int i = first; i < first + kBatch && i < kKept; ++i) {
-      if (row.has(i)) copy_16(&in_shared(i), logits + row.at(i), true);
+      if (!row.has(i)) continue;
+      if constexpr (kKept < FL_UNITS)
+        copy_16_once(&in_shared(i), logits + row.at(i), true);
+      else
+        copy_16(&in_shared(i), logits + row.at(i), true);
     }
     copies_closed();
   }
@@ -306,21 +317,21 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
         }
       };
       Values values;
-      // First what is likely to be in the cache still.
+      // First what was read last, which the cache is likely to have.
       const auto from_memory = [&](int k) {
         Vector vector;
         vector.load_last(logits + row.at(k));
         return vector;
       };
-#pragma unroll 1
-      for (int i = kKept; i < kWhole; i += kBatch) {
-        values.take(row, i, kSure, scale, from_memory);
-        give(values, i, kSure);
-      }
 #pragma unroll
       for (int i = kWhole; i < FL_UNITS; i += kBatch) {
         values.take(row, i, FL_UNITS, scale, from_memory);
         give(values, i, FL_UNITS);
+      }
+#pragma unroll 1
+      for (int i = kWhole - kBatch; i >= kKept; i -= kBatch) {
+        values.take(row, i, kSure, scale, from_memory);
+        give(values, i, kSure);
       }
 #pragma unroll
       for (int i = FL_HELD; i < kKept; i += kBatch) {
