@@ -177,7 +177,8 @@ def main(argv: list[str]) -> int:
 
     on_cuda = Device.current().platform == "cuda"
     rate = measure_peaks().copy_bytes_per_s if on_cuda else None
-    record = continued(new_record("softmax_part", options) | {"cases": {}}, options) | {"copy_bytes_per_s": rate}
+    record: dict[str, Any] = continued(new_record("softmax_part", options) | {"cases": {}}, options)
+    record["copy_bytes_per_s"] = rate
     named = {case.name: case for case in (ON_A_GPU if on_cuda else TINY)}
     for name in chosen(named, options.only):
         record["cases"][name] = found = {"failures": {}}
