@@ -95,7 +95,7 @@ def by_xla(h: Any, labels: Any, of_loss: Any, *, form: Any, out: str) -> dict[st
 
 def by_kernel(h: Any, labels: Any, of_loss: Any, *, form: Any, out: str, tile: Any = None) -> dict[str, Any]:
     """The same by the kernel, which leaves the logits as they are: a program that is timed has them as an argument."""
-    from fusionlab.kernels.ops.linear_cross_entropy.softmax_part import softmax_part
+    from fusionlab.kernels.ops.linear_cross_entropy.own.softmax_part import softmax_part
 
     return softmax_part(h, labels, of_loss, form, out, in_place=False, tile=tile)
 
@@ -109,7 +109,7 @@ def form_of(case: Case) -> Any:
 
 def programs(case: Case, on_cuda: bool, tiles: bool) -> dict[str, Callable[..., Any]]:
     """By name; XLA's code first."""
-    from fusionlab.kernels.ops.linear_cross_entropy.part_plan import limits_of, tile_of
+    from fusionlab.kernels.ops.linear_cross_entropy.own.part_plan import limits_of, tile_of
 
     form = form_of(case)
     found = {BASE: functools.partial(by_xla, form=form, out=case.out)}
@@ -147,9 +147,10 @@ def measure(case: Case, found: dict[str, Any], options: Any, copy_bytes_per_s: f
     running = compiled_at_once({name: (fn, args) for name, fn in made.items()}, failures)
     found |= measured(running, BASE, 2 if options.quick else 15)
     for name, run in running.items():
-        found[name]["bytes_per_s"] = rate = case.bytes / found[name]["median_s"]
-        found[name]["of_a_copy"] = rate / copy_bytes_per_s if copy_bytes_per_s else None
-        found[name]["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), args, case))
+        one: dict[str, Any] = found[name]
+        one["bytes_per_s"] = rate = case.bytes / one["median_s"]
+        one["of_a_copy"] = rate / copy_bytes_per_s if copy_bytes_per_s else None
+        one["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), args, case))
 
 
 def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
@@ -176,7 +177,8 @@ def main(argv: list[str]) -> int:
 
     on_cuda = Device.current().platform == "cuda"
     rate = measure_peaks().copy_bytes_per_s if on_cuda else None
-    record = continued(new_record("softmax_part", options) | {"cases": {}}, options) | {"copy_bytes_per_s": rate}
+    record: dict[str, Any] = continued(new_record("softmax_part", options) | {"cases": {}}, options)
+    record["copy_bytes_per_s"] = rate
     named = {case.name: case for case in (ON_A_GPU if on_cuda else TINY)}
     for name in chosen(named, options.only):
         record["cases"][name] = found = {"failures": {}}

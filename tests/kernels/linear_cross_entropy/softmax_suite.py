@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fusionlab.kernels.ops.linear_cross_entropy import rows
-from fusionlab.kernels.ops.linear_cross_entropy.part_plan import PartTile
+from fusionlab.kernels.ops.linear_cross_entropy.own.part_plan import PartTile
+from fusionlab.kernels.ops.linear_cross_entropy.own.softmax_part import softmax_part
 from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
-from fusionlab.kernels.ops.linear_cross_entropy.softmax_part import softmax_part
 
 EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "scale": -0.7}
 
@@ -69,7 +69,7 @@ def by_kernel(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, A
     return jax.jit(run)(*given)
 
 
-def ulps(got: Any, want: np.ndarray, dtype: Any, least: Any = 0.0) -> float:
+def ulps(got: Any, want: np.ndarray, dtype: Any, least: float = 0.0) -> float:
     """The largest error in units of the last place of the result's dtype, or of `least` where the result is smaller, or of the least
     normal number."""
     found = np.asarray(got).astype(np.float64)
@@ -77,29 +77,36 @@ def ulps(got: Any, want: np.ndarray, dtype: Any, least: Any = 0.0) -> float:
     there = np.isfinite(want)
     assert (found[~there & ~np.isnan(want)] == want[~there & ~np.isnan(want)]).all()
     info = jnp.finfo(dtype)
-    size = np.maximum(np.maximum(np.abs(want), least), float(info.tiny))[there]
-    unit = 2.0 ** np.floor(np.log2(size)) * float(info.eps)
+    unit = 2.0 ** np.floor(np.log2(np.maximum(np.abs(want[there]), max(least, float(info.tiny))))) * float(info.eps)
     return float(np.max(np.abs(found[there] - want[there]) / unit, initial=0.0))
 
 
+def error(got: Any, want: np.ndarray) -> float:
+    """The norm of the difference over that of what is right, of rows that are finite."""
+    there = np.isfinite(want).all(-1)
+    found = np.asarray(got).astype(np.float64)[there] - want[there]
+    return float(np.linalg.norm(found) / max(np.linalg.norm(want[there]), np.finfo(np.float32).tiny))
+
+
 def check(case: Case, given: tuple[Any, ...], device: Any) -> dict[str, Any]:
-    """Errors of at most twice those of rows.py in float32, and an ulp; of a cotangent in 16 bits, what rounding makes of that, and where
-    terms cancel to less than they are rounded to, at most twice those of rows.py."""
+    """Errors of at most twice those of rows.py in float32, and an ulp; of a cotangent in 16 bits, about what rounding makes of that."""
     form = case.form(device)
     want, got = exact(case, given, form), by_kernel(case, given, form)
     plain = jax.jit(partial(by_rows, form=form, out=case.out))(*given)
     assert got.keys() == want.keys()
     for found in (want, got, plain):  # XLA's maximum on a CPU may pass over a NaN, which is in all other results
         found["top"] = np.where(np.isnan(found["mass"]), 0, found["top"])
-    errors = {}
     for name, a in want.items():
-        least: Any = 1.0 if name in ("loss", "lse") else 0.0  # of the logarithm of a sum near 1
-        if name == "dh" and form.label_smoothing:  # which is subtracted of about as much
-            least = np.abs(np.asarray(given[2], np.float64))[:, None] * form.label_smoothing / case.size
-        errors[name] = tuple(ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
-    print(case, errors)
-    for name, (mine, theirs) in errors.items():
         assert (got[name].dtype, got[name].shape) == (plain[name].dtype, plain[name].shape)
-        most = 2 * theirs + 1 if got[name].dtype == jnp.float32 else 2 * theirs if theirs > 1 else theirs + 0.05
-        assert mine <= most, (name, mine, theirs)
+        least = 1.0 if name in ("loss", "lse") else 0.0  # of the logarithm of a sum near 1
+        mine, theirs = (ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
+        is_narrow = got[name].dtype != jnp.float32
+        print(f"{name}: {mine:.2f} ulp, {theirs:.2f} of rows.py", end="; ")
+        # What smoothing takes off an entry may leave next to nothing of it, with an error of any size.
+        if name != "dh" or not form.label_smoothing:
+            assert mine <= (theirs + 0.05 if is_narrow else 2 * theirs + 1), (name, mine, theirs)
+    if case.out is not None:
+        mine, theirs = (error(found["dh"], want["dh"]) for found in (got, plain))
+        print(f"dh: {mine:.3g}, {theirs:.3g} of rows.py")
+        assert mine <= (2 if case.out == "float32" else 1.01) * theirs + float(jnp.finfo("float32").eps) / 4
     return got

@@ -11,8 +11,9 @@ import pytest
 
 from fusionlab.device import Device
 from fusionlab.kernels.launch.architectures import REGISTERS, RESERVED
-from fusionlab.kernels.ops.linear_cross_entropy import cuda, part_plan, softmax_part
-from fusionlab.kernels.ops.linear_cross_entropy.part_plan import PartTile, limits_of, part_tile
+from fusionlab.kernels.ops.linear_cross_entropy import cuda
+from fusionlab.kernels.ops.linear_cross_entropy.own import part_plan, softmax_part
+from fusionlab.kernels.ops.linear_cross_entropy.own.part_plan import PartTile, limits_of, part_tile
 from fusionlab.kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE, Settings
 from fusionlab.ops import linear_cross_entropy
 from tests.kernels.emulated import kernels_on_the_cpu
@@ -92,13 +93,13 @@ def test_labels_out_of_range(out_of_range, more):
 
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
-@pytest.mark.parametrize("dtype", ["int64", "int8", "uint32"])
+@pytest.mark.parametrize("dtype", ["int64", "int8", "uint32", "uint64"])
 def test_labels_of_other_dtypes(dtype):
     with jax.enable_x64(True):
         case = Case(4, 120, options={"out_of_range": "drop"})
         h, labels, of_loss = operands(case)
         far = jnp.asarray([-(2**33) + 5, 2**33 + 5, 7, 119], "int64")
-        labels = far if dtype == "int64" else jnp.asarray([5, 119, 7, 200 if dtype == "uint32" else -1]).astype(dtype)
+        labels = far if dtype == "int64" else jnp.asarray([5, 119, 7, 200 if dtype[0] == "u" else -1]).astype(dtype)
         check(case, (h, labels, of_loss), H200)
 
 

@@ -19,8 +19,8 @@ from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named
 from . import reference, rows
 from .halves import Halves, divided, dtype_of, factor, halves, multiplied, of_bias, products
+from .own.softmax_part import softmax_part
 from .settings import Settings
-from .softmax_part import softmax_part
 
 Array = Any
 

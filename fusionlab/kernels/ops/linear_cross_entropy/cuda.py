@@ -7,8 +7,9 @@ from typing import Any
 from ....device import Device
 from ...launch.compile import refuses_device as refuses_cuda
 from ...op.arrays import Named
-from . import chunked, softmax_part
-from .part_plan import SOURCE
+from . import chunked
+from .own import softmax_part
+from .own.part_plan import SOURCE
 from .settings import Settings
 
 Array = Any

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....device import Device
-from ...launch.ffi_call import launch
-from ..geometry import ITEM_BYTES
+from .....device import Device
+from ....launch.ffi_call import launch
+from ...geometry import ITEM_BYTES
+from ..settings import Settings
 from .part_plan import DTYPES, MAX_COLUMNS, RESULTS, SOURCE, PartTile, part_plan
-from .settings import Settings
 
 Array = Any
 
@@ -77,7 +77,7 @@ def softmax_part(
     plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile)
     operands = [h, _in_32_bits(labels, columns)]
     results = [jax.ShapeDtypeStruct(h.shape[:-1], jnp.float32)] * (len(RESULTS) - 1)
-    if out is not None:
+    if of_loss is not None and out is not None:
         operands.append(of_loss.astype(jnp.float32))
         results = [jax.ShapeDtypeStruct(h.shape, out), *results]
         if in_place and ITEM_BYTES[out] == ITEM_BYTES[dtype]:
@@ -90,5 +90,5 @@ def softmax_part(
 def _in_32_bits(labels: Array, columns: int) -> Array:
     """Of 64 bits a label may be far out of range; no narrower one is, unless it has no sign, and then it wraps to a number below zero."""
     if labels.dtype.itemsize == 8:
-        labels = jnp.clip(labels, -1, columns)
+        labels = jnp.clip(labels.astype(jnp.int64), -1, columns)
     return labels.astype(jnp.int32)

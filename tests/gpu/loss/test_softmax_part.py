@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fusionlab.device import Device
+from fusionlab.kernels.ops.linear_cross_entropy.own.softmax_part import softmax_part, takes
 from fusionlab.kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE
-from fusionlab.kernels.ops.linear_cross_entropy.softmax_part import softmax_part, takes
 from tests.kernels.linear_cross_entropy.softmax_suite import EVERYTHING, Case, by_kernel, check, operands
 
 ROWS = 700  # of which a block has several

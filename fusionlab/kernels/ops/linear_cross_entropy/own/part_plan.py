@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...launch.architectures import ARCHITECTURES, COPIES, RESERVED, TENSOR_CORES, Architecture, target_of
-from ...launch.compile import CudaSource
-from ...launch.kernel_plan import KernelPlan, Launch
-from ..geometry import ITEM_BYTES, VECTOR_BYTES, WARP, ceil_div, power_of_2
-from ..passes import CODES, float_param, options, places
-from .settings import OUT_OF_RANGE, Settings
+from ....launch.architectures import ARCHITECTURES, COPIES, RESERVED, TENSOR_CORES, Architecture, target_of
+from ....launch.compile import CudaSource
+from ....launch.kernel_plan import KernelPlan, Launch
+from ...geometry import ITEM_BYTES, VECTOR_BYTES, WARP, ceil_div, power_of_2
+from ...passes import CODES, float_param, options, places
+from ..settings import OUT_OF_RANGE, Settings
 
 # The instructions are those that warp.cuh has.
-SOURCE = CudaSource("linear_cross_entropy/softmax_part.cu", ("softmax_part",), (TENSOR_CORES, COPIES))
+SOURCE = CudaSource("linear_cross_entropy/own/softmax_part.cu", ("softmax_part",), (TENSOR_CORES, COPIES))
 DTYPES = ("float32", "bfloat16", "float16")  # of the logits and of their cotangent
 MAX_COLUMNS = 1 << 30  # a column's number has 32 bits
-RESULTS = ("cotangent", "top", "mass", "loss", "lse")
+RESULTS: tuple[str, ...] = ("cotangent", "top", "mass", "loss", "lse")
 MULTIPROCESSORS = 132  # where a device's own number is not known
 STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
 RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each
@@ -99,7 +99,7 @@ def part_plan(
     Args:
       rows, columns: of the logits, none of them 0, and `dtype` theirs.
       out: the dtype of the cotangent; None where it is not wanted.
-      form: of the call; its device says how much room there is.
+      form: of the call; the room is that of its device.
       tile: None chooses one.
     """
     device, smooth = form.device, bool(form.label_smoothing)

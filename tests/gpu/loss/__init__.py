@@ -1,0 +1,1 @@
+"""The head of a language model and its loss on a CUDA device."""
