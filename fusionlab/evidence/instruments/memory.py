@@ -100,7 +100,7 @@ def compiled_memory(
     program: Program, arguments: Sequence[str] = (), results: Sequence[str] = ()
 ) -> CompiledMemory | None:
     """The compiler's plan for it; None if the backend does not report it. The names are as for `peak_buffers`."""
-    stats = program.compiled.memory_analysis()
+    stats = program.memory
     if stats is None:
         return None
     parts = {k: int(getattr(stats, f"{k}_size_in_bytes", 0)) for k in ("argument", "output", "temp", "alias")}

@@ -239,7 +239,7 @@ def _assigned(program: Program) -> tuple[Allocation, ...] | None:
     if program.assignment is not None:
         with contextlib.suppress(ValueError):
             return read_text(*program.assignment)
-    message = getattr(compiled.memory_analysis(), "serialized_buffer_assignment_proto", b"")
+    message = getattr(program.memory, "serialized_buffer_assignment_proto", b"")
     modules = getattr(getattr(compiled, "runtime_executable", lambda: None)(), "hlo_modules", list)()
     if not message or len(modules) != 1:
         return None

@@ -78,6 +78,11 @@ class Program:
         return self.compiled.as_text() or ""
 
     @functools.cached_property
+    def memory(self) -> Any:
+        """XLA's `CompiledMemoryStats`; None from a backend that has none."""
+        return self.compiled.memory_analysis()
+
+    @functools.cached_property
     def module(self) -> Module:
         """Its optimised HLO, read."""
         return parse_hlo(self.hlo)
