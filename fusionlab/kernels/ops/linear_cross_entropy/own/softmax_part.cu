@@ -17,9 +17,9 @@
 //   FL_SCALED   1: scale is not 1
 //   FL_SMOOTH   1: label smoothing is not 0
 //   FL_OUTSIDE  what a label outside of [0, FL_N) does: 0 "nan", 1 "clip", 2 "promise_in_bounds", 3 "zero", 4 "drop"
-#include "../packs.cuh"
-#include "../early.cuh"
-#include "../warp.cuh"
+#include "../../packs.cuh"
+#include "../../early.cuh"
+#include "../../warp.cuh"
 #ifdef __CUDACC__
 __device__ __forceinline__ void copies_closed() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft> __device__ __forceinline__ void copies_left() {
