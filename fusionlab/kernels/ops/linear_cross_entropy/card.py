@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ....device import Device
-from ...op.card import XLA, Card, Requirement, Variants
+from ...op.card import CUDA, XLA, Card, Requirement, Variants
 from .op import LINEAR_CROSS_ENTROPY
 from .own.part_plan import DTYPES, SOURCE, part_plan
 from .settings import Settings
@@ -31,10 +31,10 @@ CARD = Card(
     concepts=("linear_cross_entropy",),
     requirements=(
         XLA,
+        CUDA,
         Requirement(90, "xla_chunked", "plain jax.numpy in a loop over chunks of rows; runs wherever JAX runs"),
     ),
     sources=(SOURCE,),
     variant="softmax {dtype}",
     variants=variants,
-    measured=(),
 )
