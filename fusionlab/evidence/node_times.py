@@ -130,12 +130,13 @@ def _timed(closed: Any, graph: Graph, leaves: Sequence[Any], runs: int, stages: 
         program = compile_program(as_function(closed), tuple(leaves), {}, name=graph.name, compiling=traceable())
     stages(f"time of each kernel{which}")
     module = read_hlo(program.hlo, graph)
-    return placed(traced(program, runs), module, cost_of(graph))
+    return placed(traced(program, runs), module, cost_of(graph), program.started)
 
 
-def placed(times: KernelTimes, module: CompiledModule, costs: Costs) -> NodeTimes:
-    """Times of the kernels of a module, divided among its nodes."""
+def placed(times: KernelTimes, module: CompiledModule, costs: Costs, started: Mapping[str, str]) -> NodeTimes:
+    """Times of the kernels of a module, divided among its nodes; `started` as `Program` has it."""
     weights = {kernel.name: _weights(kernel.nodes, costs) for kernel in module.kernels if kernel.nodes}
+    weights |= {name: weights[by] for name, by in started.items() if by in weights}
     runs = middle(times.timelines)
     seconds: dict[int, float] = {}
     unplaced = 0.0

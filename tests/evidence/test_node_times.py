@@ -1,11 +1,14 @@
 """Times of nodes: every kernel's time is some nodes', and in the picture it takes the place of bytes."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
 from fusionlab.errors import ArgumentError
+from fusionlab.evidence.instruments.program import Program, compile_program
 from fusionlab.evidence.instruments.timeline import Launch, Timeline
 from fusionlab.evidence.kernel_times import KernelTimes, kernels_in
 from fusionlab.evidence.node_times import node_times, placed
@@ -64,7 +67,8 @@ def test_a_kernels_time_is_shared_out_by_bytes_and_what_is_of_no_node_is_told():
         {},
     )
     costs = cost_of(graph)
-    times = placed(KernelTimes("two", kernels_in([run]), 1, "", "", (run,)), module, costs)
+    timed = KernelTimes("two", kernels_in([run]), 1, "", "", (run,))
+    times = placed(timed, module, costs, {"other": "gone"})
     dots, tanhs = (costs.nodes[n.id].bytes_moved + 1 for n in (dot, tanh))
     assert times.seconds[dot.id] == pytest.approx(3 * dots / (dots + tanhs) + 1)
     assert times.seconds[tanh.id] == pytest.approx(3 * tanhs / (dots + tanhs))
@@ -72,6 +76,9 @@ def test_a_kernels_time_is_shared_out_by_bytes_and_what_is_of_no_node_is_told():
     assert times.whole_s == pytest.approx(6.0)
     assert set(times.nodes_of("gemm", "dot.7")) == {dot.id}
     assert not times.nodes_of("copy", "")
+    aside = placed(timed, module, costs, {"copy": "dot.7"})  # what a copy engine does is named by what was started
+    assert aside.unplaced_s == 0
+    assert aside.seconds[dot.id] == pytest.approx(times.seconds[dot.id] + 0.5)
 
 
 def test_times_take_the_place_of_bytes_and_move_nothing():
@@ -101,3 +108,17 @@ def test_a_place_that_takes_what_it_must_is_at_its_floor():
     assert "at its floor" not in told[0.5]
     assert "at its floor: no kernel of this device takes less than" in told[0.9]
     assert "at its floor" not in dearest_html(album.overview(None))
+
+
+def test_what_is_started_aside_has_the_name_that_a_profiler_gives_it():
+    copied = SimpleNamespace(name="loop_dynamic_slice_fusion.25")
+    instructions = (
+        SimpleNamespace(name="fusion-start.3", async_wrapped_root=lambda: copied),
+        SimpleNamespace(name="dot.7", async_wrapped_root=lambda: None),
+        SimpleNamespace(name="copy-start"),  # of a jaxlib that has no such method
+    )
+    module = SimpleNamespace(computations=lambda: [SimpleNamespace(instructions=lambda: instructions)])
+    executable = SimpleNamespace(hlo_modules=lambda: [module])
+    program = SimpleNamespace(compiled=SimpleNamespace(runtime_executable=lambda: executable))
+    assert Program.started.func(program) == {"loop_dynamic_slice_fusion.25": "fusion-start.3"}
+    assert compile_program(two, ARGS, {}, name="two").started == {}

@@ -87,6 +87,16 @@ class Program:
         """Its optimised HLO, read."""
         return parse_hlo(self.hlo)
 
+    @functools.cached_property
+    def started(self) -> dict[str, str]:
+        """What an instruction starts aside, which a profiler names ("loop_dynamic_slice_fusion.25") -> that instruction, the one that XLA's
+        text has ("fusion-start.3"); empty from a backend that shows none.
+        """
+        executable = self.compiled.runtime_executable()
+        modules = executable.hlo_modules() if hasattr(executable, "hlo_modules") else []
+        instructions = (i for m in modules for c in m.computations() for i in c.instructions())
+        return {root.name: i.name for i in instructions if (root := _started(i)) is not None}
+
     def run(self) -> Any:
         """One run, blocked on.
 
@@ -226,3 +236,9 @@ def _first_with_effects(jaxpr: Any) -> Any:
 def compiling(call: Bound) -> Mapping[str, Any]:
     """The options that the jit around a function gives the compiler, for `compile_program`."""
     return call.jit.compiling if call.jit is not None else {}
+
+
+def _started(instruction: Any) -> Any:
+    """What an asynchronous instruction starts, an instruction; None of any other, and where jaxlib does not tell."""
+    asked = getattr(instruction, "async_wrapped_root", None)
+    return asked() if asked is not None and instruction.name.partition(".")[0].endswith("-start") else None
