@@ -186,10 +186,8 @@ def _program_on(device, needs):
         return ()
 
     plan = types.SimpleNamespace(argument_size_in_bytes=0, output_size_in_bytes=0, temp_size_in_bytes=needs)
-    run.memory_analysis = lambda: plan
-    return types.SimpleNamespace(
-        name="same name", devices=frozenset({device}), compiled=run, fresh_args=tuple, kwargs={}, assignment=None
-    )
+    about = {"name": "same name", "devices": frozenset({device}), "kwargs": {}, "assignment": None, "memory": plan}
+    return types.SimpleNamespace(compiled=run, fresh_args=tuple, **about)
 
 
 @pytest.mark.parametrize(("before", "after"), [(500, 200), (200, 500)])
