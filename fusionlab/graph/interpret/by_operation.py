@@ -27,10 +27,13 @@ _RULES = having("rule")
 _BY_JAX = frozenset(
     "rem shift_left shift_right_logical shift_right_arithmetic bitcast_convert_type nextafter conv_general_dilated".split()
 )
+# Of integers: NumPy multiplies and adds in the operands' dtype, has no bitwise "all", and takes no exponent that the dtype does not hold.
+_OF_FLOATS = frozenset("dot_general integer_pow reduce_and reduce_or".split())
 _KNOWN = (frozenset(PLAIN) | frozenset(SHAPED) | frozenset(PLACED)) - _BY_JAX
 _EQUATION_S, _BYTE_S, _FLOP_S = 6e-5, 1e-9, 2e-10  # of NumPy, on one core
 _COMPILED_S = 0.05  # for an operation that JAX runs, once for each of its types
 _TURNS = 10  # of a while loop, which nobody knows
+_MOST_TURNS = 100  # of one that is not compiled; JAX runs the others
 
 
 class ByOperation(Interpreter):
@@ -82,12 +85,14 @@ class ByOperation(Interpreter):
             return super().equation(eqn, vals)
         n, m = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
         carry = vals[m:]
-        while self.run(p["cond_jaxpr"], [*vals[:n], *carry])[0].wide:
+        for _ in range(_MOST_TURNS):
+            if not self.run(p["cond_jaxpr"], [*vals[:n], *carry])[0].wide:
+                return carry
             carry = self.run(p["body_jaxpr"], [*vals[n:m], *carry])
-        return carry
+        return super().equation(eqn, [*vals[:m], *carry])
 
     def bind(self, eqn: Any, args: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-        if eqn.primitive.name not in _KNOWN or not all(map(_is_plain, args)) or _is_cut_off(eqn):
+        if not _is_known(eqn) or not all(map(_is_plain, args)):
             return super().bind(eqn, args, params)
         arrays = [np.asarray(x) for x in args]
         try:
@@ -119,12 +124,16 @@ def _is_plain(x: Any) -> bool:
     return not is_inexact(x.dtype) or x.dtype == np.float64
 
 
-def _is_cut_off(eqn: Any) -> bool:
-    """Whether integers come from a division or from floats, which may be none or beyond their range."""
+def _is_known(eqn: Any) -> bool:
+    """Whether NumPy's rule for an equation has XLA's meaning: not always of integers, nor of arrays without entries."""
+    name = eqn.primitive.name
+    if name not in _KNOWN or any(0 in v.aval.shape for v in eqn.invars):
+        return False
     kinds = [jnp.issubdtype(v.aval.dtype, np.integer) for v in (*eqn.invars, *eqn.outvars)]
-    return kinds[-1] and (
-        eqn.primitive.name == "div" or (eqn.primitive.name == "convert_element_type" and not kinds[0])
-    )
+    if name in _OF_FLOATS:
+        return not any(kinds)
+    # Integers from floats may be none, or beyond their range.
+    return not (kinds[-1] and (name == "div" or (name == "convert_element_type" and not kinds[0])))
 
 
 def _product(eqn: Any, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -157,7 +166,7 @@ def _seconds(eqn: Any, forms: set[tuple[str, ...]]) -> float:
     if name in _REGIONS:
         times = eqn.params["length"] if name == "scan" else _TURNS if name == "while" else 1
         return _EQUATION_S + times * sum(_seconds(e, forms) for e in inner)
-    if name in _KNOWN or (form := (name, str(eqn.params), *(str(v.aval) for v in eqn.invars))) in forms:
+    if _is_known(eqn) or (form := (name, str(eqn.params), *(str(v.aval) for v in eqn.invars))) in forms:
         return _EQUATION_S
     forms.add(form)
     return _COMPILED_S * (1 + len(inner))

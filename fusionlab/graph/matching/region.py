@@ -528,7 +528,9 @@ def _compute(
 ) -> np.ndarray | None:
     inputs, arrays = tuple(v for v, _ in given), [a for _, a in given]
     closed = slice_jaxpr(view.block, nodes, inputs, value, view.known_inputs, constant=True)
-    return computed(closed, arrays) if _is_small(closed) else None
+    found = computed(closed, arrays) if _is_small(closed) else None
+    # What views show of a captured array may be as large as that is.
+    return found if found is not None and distinct(found).size <= _CONSTANT_LIMIT else None
 
 
 def region_signature(region: Region, size: Size = as_it_is) -> Any:

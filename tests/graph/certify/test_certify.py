@@ -16,6 +16,7 @@ from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.certify.programs import _added
 from fusionlab.graph.certify.verdict import relative_error
 from fusionlab.graph.declined import Declined
+from fusionlab.graph.matching import region
 from fusionlab.graph.matching.region import constant_array, cut, escapes, region_signature
 from fusionlab.graph.program.signature import Memo
 from fusionlab.graph.program.trace import trace
@@ -518,6 +519,23 @@ def test_a_constant_is_computed_and_an_argument_is_not():
     np.testing.assert_array_equal(mask, np.tril(np.ones((4, 4), bool)))
     np.testing.assert_array_equal(cut_off, np.arange(16).reshape(4, 4)[:3] > 3)
     assert data is None
+
+
+def test_a_constant_is_as_large_as_what_is_distinct_in_it(monkeypatch):
+    table, row = jnp.arange(16.0).reshape(4, 4), jnp.arange(4.0)
+    monkeypatch.setattr(region, "_CONSTANT_LIMIT", 8)
+
+    def fn(x):
+        # Views of a captured array with more than 8 entries, with no more, and of one that is broadcast.
+        return table[:3].T, table[1:2], jnp.broadcast_to(row, (9, 4)), jnp.broadcast_to(row, (9, 4)) + 1
+
+    view = CanonicalView(trace(fn, jnp.zeros(4)).top)
+    large, small, repeated, computed = (constant_array(view, o, Memo()) for o in view.block.outputs)
+    assert large is None
+    assert computed is None
+    np.testing.assert_array_equal(small, np.arange(4.0, 8.0)[None])
+    np.testing.assert_array_equal(repeated, np.broadcast_to(np.arange(4.0), (9, 4)))
+    assert repeated.strides[0] == 0
 
 
 def test_relative_error_is_infinite_where_specials_differ_and_nan_never_passes():

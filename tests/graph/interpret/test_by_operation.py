@@ -42,6 +42,20 @@ def check_equal(compiled, by_operation):
             np.testing.assert_array_equal(got, want)
 
 
+def compilations(promoted, *args):
+    """How many programs are compiled for the values."""
+    compiled = []
+
+    def heard(name, *_, **__):
+        compiled.append(name)
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    promoted.values(*args)
+    jax.monitoring.unregister_event_duration_listener(heard)
+    return sum("backend_compile" in name for name in compiled)
+
+
 @pytest.mark.dear
 def test_every_primitive_has_the_same_values_by_operation():
     compared = 0
@@ -72,17 +86,9 @@ def test_loops_branches_and_rules_run_without_being_compiled():
     assert found is not None
     check_equal(*found)
     np.testing.assert_array_equal(found[1][2], np.full((4, 6), 5.0))  # the user's own rule
-    promoted, compiled = promote(program, X, np.int32(2)), []
+    promoted = promote(program, X, np.int32(2))
     promoted.run_by_operation()
-    jax.clear_caches()
-
-    def heard(name, *_, **__):
-        compiled.append(name)
-
-    jax.monitoring.register_event_duration_secs_listener(heard)
-    promoted.values(X, np.int32(2))
-    jax.monitoring.unregister_event_duration_listener(heard)
-    assert not [name for name in compiled if "backend_compile" in name]
+    assert not compilations(promoted, X, np.int32(2))
 
 
 def test_integers_that_numpy_makes_otherwise_are_made_by_jax():
@@ -93,6 +99,34 @@ def test_integers_that_numpy_makes_otherwise_are_made_by_jax():
     )
     assert found is not None
     check_equal(*found)
+
+
+def test_products_and_reductions_of_integers_and_of_nothing_are_made_by_jax():
+    x = np.linspace(0.2, 0.8, 6, dtype=np.float32)
+    n = (np.arange(-64, 64, dtype=np.int8) * 3).reshape(2, 64)
+
+    def program(x, n):
+        wide = lax.dot_general(n, n, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        counts = lax.dot_general(n > 0, n > 0, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+        bits = jnp.bitwise_and.reduce(n | 12, axis=1), jnp.bitwise_or.reduce(n & 12, axis=1)
+        return wide, counts, bits, n.astype(jnp.uint8) ** 300, jnp.max(x[:0], initial=0.5)
+
+    found = both(program, x, n)
+    assert found is not None
+    check_equal(*found)
+
+
+def test_a_long_while_loop_goes_on_compiled():
+    def program(x, n):
+        return lax.while_loop(lambda c: c[1] < n, lambda c: (jnp.sin(c[0]) + 1, c[1] + 1), (x, 0))
+
+    found = both(program, X, np.int32(1000))
+    assert found is not None
+    check_equal(*found)
+    promoted = promote(program, X, np.int32(1000))
+    promoted.run_by_operation()
+    assert compilations(promoted, X, np.int32(1000))
+    assert not compilations(promoted, X, np.int32(50))
 
 
 def test_small_operations_are_not_compiled_and_others_are():

@@ -14,7 +14,7 @@ import pytest
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
-from fusionlab.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunked
+from fusionlab.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunked, halves, rows
 from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
 from fusionlab.ops import linear_cross_entropy
 from tests.kernels.transformations import assert_agree, assert_same
@@ -223,6 +223,22 @@ def test_errors_are_no_larger_than_the_originals(dtype, logits_dtype, on_a_gpu, 
     least = {"float32": 1e-7, "bfloat16": 1e-6, "float16": 1e-6}[dtype]  # of a loss that happens to be rounded well
     for ours, theirs in zip(*errors, strict=True):
         assert ours <= max(1.05 * theirs, least), errors
+
+
+def test_rows_without_weight_add_nothing_in_halves():
+    """Of a mean over 131072 rows, some of which do not count."""
+    x, w, labels, _, _ = operands((5,), 4, 8, "bfloat16")
+    weights = jnp.where(jnp.arange(5) < 2, 0, 2.0**-17)
+    form = Settings(logits_dtype="float32", device=Device.of("sm_90"))
+    made = {}
+    for known in (halves.halves(x, w, {"loss": weights}, form), None):
+        of = rows.logits(x, w, labels, None, form)
+        top, mass = rows.statistics(of, form)
+        dh, sizes = halves.multiplied(known, of, {"top": top, "mass": mass}, {"loss": weights}, form)
+        made[known is None] = halves.products(known, dh, sizes, x, w, ("x", "w"), form)
+        made[known is None]["w"] *= halves.factor(known)
+    for name, want in made[True].items():
+        np.testing.assert_allclose(made[False][name], want, rtol=0.01, atol=1e-3 * np.abs(want).max())
 
 
 def compiled_step(f, rows=2048, features=32, size=2048, **options):

@@ -75,7 +75,8 @@ def divided(known: Halves | None, cotangents: Named) -> tuple[Named, Array | Non
     if known is None:
         return cotangents, None
     sizes = _by_row(cotangents)
-    sizes = jnp.where(jnp.isfinite(sizes) & (sizes > 0), sizes, 1)
+    # Of a row without one that of the others, or x would be beyond float16 where theirs is small.
+    sizes = jnp.where(jnp.isfinite(sizes) & (sizes > 0), sizes, known.of_rows)
     return {name: a / sizes for name, a in cotangents.items()}, sizes
 
 
