@@ -129,9 +129,8 @@ def _is_known(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name not in _KNOWN or any(0 in v.aval.shape for v in eqn.invars):
         return False
-    if any(
-        jnp.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.outvars
-    ):  # a cast is to the program's own dtype
+    # A cast to complex numbers is to the program's own dtype.
+    if any(jnp.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.outvars):
         return False
     kinds = [jnp.issubdtype(v.aval.dtype, np.integer) for v in (*eqn.invars, *eqn.outvars)]
     if name in _OF_FLOATS:
