@@ -114,9 +114,10 @@ def _left(found: list[Any]) -> str:
 def _complete(path: Path, options: argparse.Namespace) -> None:
     """Adds to the plan file what a record of a measurement has."""
     from fusionlab.evidence.instruments.record import environment
-    from fusionlab.kernels.choose.plan_files import json_text
+    from fusionlab.kernels.choose.plan_files import existing, json_text
     from fusionlab.output import write_file
 
+    existing(path)  # another file stays as it is
     plan = json.loads(path.read_text(encoding="utf-8"))
     command = "python -m benchmarks table --device here" + " --quick" * options.quick
     here = environment().to_dict()

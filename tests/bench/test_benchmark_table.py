@@ -130,6 +130,14 @@ def test_what_is_no_record_is_refused_and_nothing_is_added(card, capsys, changed
     assert not table.RESULTS.exists()
 
 
+def test_another_file_in_the_records_place_stays_as_it_is(card, capsys):
+    card.out.parent.mkdir()
+    card.out.write_text(text := '{"mine": 1}')
+    assert measure(card) == 1
+    assert "is not a plan file" in capsys.readouterr().err
+    assert card.out.read_text() == text
+
+
 def test_an_older_card_is_measured_in_float16(card):
     card.device = Device("cuda", "sm_75", "Tesla T4", driver="570.1")
     assert measure(card) == 0

@@ -89,6 +89,14 @@ def test_nans_and_infinities_must_be_the_same_ones():
     assert np.isnan(e.worst_value)
 
 
+def test_integers_that_differ_beyond_what_float64_holds_are_not_the_same():
+    want = np.arange(4) + (1 << 60)
+    error = compare_arrays(want ^ 1, want, np.int64)
+    assert (error.max_abs, error.over_tolerance) == (1.0, 4)
+    (leaf,) = leaf_numerics("output", ["out"], [want], [want ^ 1], [want], ReductionSizes(1, coarsest="float32"))
+    assert not leaf.ok
+
+
 def test_integers_and_bools_are_compared_exactly():
     e = compare_arrays(np.array([1, 2, 300]), np.array([1, 5, 300]), np.int32, rtol=10, atol=10)
     assert (e.over_tolerance, e.max_abs, e.worst_index) == (1, 3.0, (1,))

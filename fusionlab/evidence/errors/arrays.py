@@ -264,7 +264,8 @@ def _histogram(ulp: np.ndarray) -> tuple[int, ...]:
 
 def _compare_exactly(got: np.ndarray, want: np.ndarray) -> Error:
     differs = got != want
-    difference = np.abs(got.astype(np.float64) - want.astype(np.float64)) * differs
+    # At least 1: float64 holds no integer beyond 2^53 exactly.
+    difference = np.maximum(np.abs(got.astype(np.float64) - want.astype(np.float64)), 1) * differs
     index = _worst_index(difference)
     norm, total = _norm(difference), _norm(want.astype(np.float64))
     return Error(

@@ -125,9 +125,12 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_known(eqn: Any) -> bool:
-    """Whether NumPy's rule for an equation has XLA's meaning: not always of integers, nor of arrays without entries."""
+    """Whether NumPy's rule for an equation has XLA's meaning: not always of integers, of complex numbers, or of arrays without entries."""
     name = eqn.primitive.name
     if name not in _KNOWN or any(0 in v.aval.shape for v in eqn.invars):
+        return False
+    # A cast to complex numbers is to the program's own dtype.
+    if any(jnp.issubdtype(v.aval.dtype, np.complexfloating) for v in eqn.outvars):
         return False
     kinds = [jnp.issubdtype(v.aval.dtype, np.integer) for v in (*eqn.invars, *eqn.outvars)]
     if name in _OF_FLOATS:

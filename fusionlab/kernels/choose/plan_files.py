@@ -272,8 +272,8 @@ def _parse_set(content: Mapping[str, Any], source: str) -> Measured:
 
 def _parse_case(text: str, content: Mapping[str, Any], source: str) -> Choice:
     """Errors in a case are raised when its file is read, not when a call is near the case."""
-    name = content["implementation"]
-    if not isinstance(json.loads(text), dict) or not isinstance(name, str):
+    name, call = content["implementation"], json.loads(text)
+    if not isinstance(call, dict) or "op" not in call or not isinstance(name, str):
         raise TypeError(f"{text!r} with implementation {name!r} is not a case")
     times = {rival: float(t) for rival, t in content["times_us"].items()}
     samples = {rival: tuple(map(float, taken)) for rival, taken in content.get("samples_us", {}).items()}

@@ -101,7 +101,7 @@ def test_integers_that_numpy_makes_otherwise_are_made_by_jax():
     check_equal(*found)
 
 
-def test_products_and_reductions_of_integers_and_of_nothing_are_made_by_jax():
+def test_what_numpy_makes_of_integers_of_nothing_and_of_complex_numbers_is_made_by_jax():
     x = np.linspace(0.2, 0.8, 6, dtype=np.float32)
     n = (np.arange(-64, 64, dtype=np.int8) * 3).reshape(2, 64)
 
@@ -109,7 +109,7 @@ def test_products_and_reductions_of_integers_and_of_nothing_are_made_by_jax():
         wide = lax.dot_general(n, n, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
         counts = lax.dot_general(n > 0, n > 0, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
         bits = jnp.bitwise_and.reduce(n | 12, axis=1), jnp.bitwise_or.reduce(n & 12, axis=1)
-        return wide, counts, bits, n.astype(jnp.uint8) ** 300, jnp.max(x[:0], initial=0.5)
+        return wide, counts, bits, n.astype(jnp.uint8) ** 300, jnp.max(x[:0], initial=0.5), jnp.sin(x) * 2j
 
     found = both(program, x, n)
     assert found is not None

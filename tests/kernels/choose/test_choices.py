@@ -277,6 +277,7 @@ DAMAGED = {
     "cases of another kind": changed((*ARCH, "cases"), [CASE]),
     "a case that is no JSON": changed((*ARCH, "cases"), {"gemm": FAST.to_dict()}),
     "a case that is no object": changed((*ARCH, "cases"), {"[1]": FAST.to_dict()}),
+    "a case of no op": changed((*ARCH, "cases"), {'{"role": "call"}': FAST.to_dict()}),
     "no implementation": changed((*ARCH, "cases", CASE), {"times_us": {}, "settings": {}}),
     "an implementation that is no name": changed((*ARCH, "cases", CASE, "implementation"), 3),
     "times of another kind": changed((*ARCH, "cases", CASE, "times_us"), [1.0]),
