@@ -239,7 +239,7 @@ def test_the_budget_includes_the_runs_before_the_samples(clock, seconds):
     assert [p.calls for p in programs] == [2 + len(first.samples_s), 2 + len(second.samples_s)]
 
 
-@pytest.mark.parametrize(("seconds", "samples"), [(0.001, 400), (0.02, 200), (0.1, 40)])
+@pytest.mark.parametrize(("seconds", "samples"), [(0.001, 400), (0.022, 200), (0.1, 40)])
 def test_patience_ends_before_more_samples_than_fit_in_it(clock, monkeypatch, seconds, samples):
     # More samples do not make the interval narrower.
     monkeypatch.setattr(timing, "ratio_interval", lambda *_, **__: (0.5, 2.0))
