@@ -228,9 +228,10 @@ struct Cotangent {
   }
 };
 
+// kept = 1 - smoothing, share = smoothing / FL_N
 extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part(
     const T* logits, const int* labels, const float* of_loss, Out* cotangents, float* tops, float* masses, float* losses, float* lses,
-    Index rows, float scale, float smoothing, float kept, float share, float z_loss) { // kept = 1 - smoothing, share = smoothing / FL_N
+    Index rows, float scale, float smoothing, float kept, float share, float z_loss) {
   fl_wait();
   Kept own;
   own.staged = reinterpret_cast<Vector*>(shared_memory) + threadIdx.x;
