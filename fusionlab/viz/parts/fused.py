@@ -56,9 +56,10 @@ def fused_amounts(
       fused: the program with the sites fused.
     """
     after = cost_of(fused)
-    ops = _by_key(fused.nodes(), {_primitive(s) for s in found})
+    placed = _sites_by_key(s for s in found if s.record.id in applied and _changes(s))
+    ops = _with_strays(_by_key(fused.nodes(), {_primitive(s) for s in found}), placed)
     amounts = dict(written)
-    for key, sites in _sites_by_key(s for s in found if s.record.id in applied and _changes(s)).items():
+    for key, sites in placed.items():
         for site, nodes in zip(sites, _dealt(ops.get(key, []), len(sites)), strict=True):
             moved = sum(after.nodes[n.id].bytes_moved for n in nodes) if nodes else _ideal(costs, site, written)
             amounts |= _at_one(site.nodes, moved, written)
@@ -88,6 +89,15 @@ def _sites_by_key(sites: Iterable[Found]) -> dict[Key, list[Found]]:
     for site in sorted(sites, key=lambda s: max(s.nodes, default=0)):
         found.setdefault((_primitive(site), site.record.scope), []).append(site)
     return found
+
+
+def _with_strays(ops: Mapping[Key, list[Node]], sites: Mapping[Key, list[Found]]) -> dict[Key, list[Node]]:
+    """With the ops in a scope without sites for the sites whose own scope has no ops, where they are the only ones of their primitive: the
+    backward pass of a site may be in another scope."""
+    lost = [key for key in sites if key not in ops]
+    strays = {p: [key for key in ops if key[0] == p and key not in sites] for p, _ in lost}
+    alone = [key for key in lost if sum(p == key[0] for p, _ in lost) == len(strays[key[0]]) == 1]
+    return {**ops, **{key: ops[strays[key[0]][0]] for key in alone}}
 
 
 def _dealt(nodes: Sequence[Node], count: int) -> list[Sequence[Node]]:
