@@ -18,8 +18,8 @@ TIMED = ("softcap", "logits_dtype", "transposed", "masked", "also", "chunk", "pr
 ONE = "its rows make one chunk"
 AS_FAST_ON_A_CPU = "as many products as in XLA's code, and the logits of one chunk exist at a time"
 MEASURED = ("sm_90",)
-LEAST = 1 << 24  # logits below which XLA's code is faster (one row: 1.7 times), or nothing was measured
-FEW = f"with fewer than {LEAST} logits XLA's code was measured faster"
+LEAST = 1 << 24  # logits: of one row XLA's code is faster, and of more of them nothing was measured up to here
+FEW = f"of one row XLA's code was measured 1.7 times as fast, and of more nothing up to {LEAST} logits"
 FASTER = "the gradient is made of logits that are read once, and never in float32: measured faster than XLA's code"
 
 
@@ -33,12 +33,13 @@ def rule(call: Call, by_kernel: bool) -> ImplementationChoice:
     shape, size = call.shapes["x"].shape, call.shapes["w"].shape[0 if form.transposed else 1]
     if call.device.platform == "cpu" and chunked.chunks(shape, size, form)[0] == 1:
         return _xla(ONE)
-    kind, why = _kind(call, form, math.prod(shape[:-1]) * size)
+    if CHOICES.measured_on(call.device, MEASURED) and math.prod(shape[:-1]) * size < LEAST:
+        return ImplementationChoice("xla", ChoiceKind.SLOWER, FEW)
     name = "cuda" if by_kernel and call.device.platform == "cuda" else "xla_chunked"
-    return ImplementationChoice("xla" if why == FEW else name, kind, why)
+    return ImplementationChoice(name, *_kind(call, form))
 
 
-def _kind(call: Call, form: Settings, logits: int) -> tuple[ChoiceKind, str]:
+def _kind(call: Call, form: Settings) -> tuple[ChoiceKind, str]:
     again = not form.is_scalar and bool(call.attrs.get("residuals"))
     if call.device.platform == "cpu":
         return (ChoiceKind.SLOWER, AGAIN) if again else (ChoiceKind.CHOSEN, AS_FAST_ON_A_CPU)
@@ -46,8 +47,6 @@ def _kind(call: Call, form: Settings, logits: int) -> tuple[ChoiceKind, str]:
         where = call.device.arch or call.device.platform
         why = f"it was not measured on {where} (fusionlab.tune measures; fl.ops.linear_cross_entropy takes it)"
         return ChoiceKind.UNMEASURED, why
-    if logits < LEAST:
-        return ChoiceKind.SLOWER, FEW
     if again:
         return ChoiceKind.SLOWER, AGAIN
     return ChoiceKind.CHOSEN, FASTER
