@@ -171,6 +171,8 @@ def _may_be_inside(found: Downstream, value: Value) -> bool:
 
 def _may_be_made(found: Downstream, value: Value, maker: Node, weighted: bool) -> bool:
     """Whether a region may compute a value that it reads."""
+    if has_side_effects(maker.eqn):
+        return False
     own = value.id in found.ids or is_constant(found.view, value) or _may_be_inside(found, value)
     return own or maker.primitive == "transpose" or (weighted and nonunit(value.shape) == nonunit(found.head.rows))
 
@@ -192,11 +194,7 @@ def _cut(
             support.update((n.id, n) for n in makers_of(view, value))
             continue
         maker = block.producer.get(value.id)
-        if (
-            maker is None
-            or has_side_effects(maker.eqn)
-            or not _may_be_made(found, value, maker, found.whole or weights is not None)
-        ):
+        if maker is None or not _may_be_made(found, value, maker, found.whole or weights is not None):
             return value
         (inner if value.id in found.ids else support)[maker.id] = maker
         stack += values_in(maker.inputs)

@@ -99,6 +99,13 @@ class GroupedMatmul(Op):
 
 def _check(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
     check_given("grouped_matmul", given, GroupedMatmul.slots)
+    _check_shapes(given, kind, w_contract)
+    check_dtypes("grouped_matmul", {slot: given[slot] for slot in ("x", "w")})
+    if np.dtype(given["group_sizes"].dtype).kind not in "iu":
+        raise ArgumentError(f"grouped_matmul: group_sizes has dtype {given['group_sizes'].dtype}, needed whole numbers")
+
+
+def _check_shapes(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
     x, w, sizes = (tuple(given[slot].shape) for slot in GroupedMatmul.slots)
     for slot, rank, axes in (
         ("x", 2, "rows x K"),
@@ -116,9 +123,6 @@ def _check(given: Mapping[str, Any], kind: str, w_contract: int) -> None:
         )
     if kind == "weights" and x[0] != w[0]:
         raise ArgumentError(f"grouped_matmul: x {x} and w {w} have different numbers of rows")
-    check_dtypes("grouped_matmul", {slot: given[slot] for slot in ("x", "w")})
-    if np.dtype(given["group_sizes"].dtype).kind not in "iu":
-        raise ArgumentError(f"grouped_matmul: group_sizes has dtype {given['group_sizes'].dtype}, needed whole numbers")
 
 
 GROUPED_MATMUL = GroupedMatmul()
