@@ -237,6 +237,25 @@ def test_what_is_nearly_a_bias_behind_a_residual_changes_nothing(name):
         assert found.counts()["multi_transformer_encoder"] <= most
 
 
+BEHIND = {
+    "another branch": lambda y, p: y + X[::-1],
+    "a branch from which it is subtracted": lambda y, p: X[::-1] - y,
+    "a vector subtracted": lambda y, p: y - p["s1"],
+    "a vector in float32": lambda y, p: y.astype(jnp.float32) + p["s1"].astype(jnp.float32),
+}
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("name", BEHIND)
+def test_what_is_added_behind_a_layer_and_is_no_bias_leaves_the_layer_fused(name):
+    dtype = jnp.bfloat16 if "float32" in name else jnp.float32
+    p, x = jax.tree.map(lambda a: jnp.asarray(a, dtype), (P, X))
+    layer = lambda p, x: BEHIND[name](before(p | {"db": 0.0}, x, lambda q: q), p)  # noqa: E731
+    # The gradient of the keys' bias is 0, and its rounding in bfloat16 is not.
+    layer = layer if dtype == jnp.float32 else lambda p, x, whole=layer: whole(p | {"kb": P["kb"].astype(dtype)}, x)
+    assert len(agree(layer, p, x, passes=ENCODERS[:1], factor=16).candidates) == 1
+
+
 @pytest.mark.parametrize("layer", [scaled, lambda p, x, turn: scaled(p, x, turn, quick, lambda p, y: y)])
 def test_weights_of_16_bits_are_not_rounded_once_more(layer):
     p, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (P, X))

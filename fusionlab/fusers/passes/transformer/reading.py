@@ -199,7 +199,7 @@ class LayerReader(NormWalk):
         self.steps += 1
         up, gate, down = self.feed_forward(self.towards(fed, PRODUCTS))
         self.steps += 1
-        down, root, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid})
+        down, root, rest = self.residual(down, "the feed-forward's result", {total.nid, fed.nid}, ends=pre)
         if not self.same_value(rest, total if pre else fed):
             raise Unread("the feed-forward's result is added to a value other than its own input", root.nid)
         self.steps += 1

@@ -10,7 +10,8 @@ from typing import Any
 
 from ....graph.canonical.nodes import ONE, CNode, FoldedNodes
 from ....graph.canonical.view import CanonicalView
-from ....graph.dtypes import is_float
+from ....graph.declined import Declined
+from ....graph.dtypes import is_float, narrows
 from ....graph.primitives import SUMS_OVER_DEVICES
 from ....graph.program.ir import Node, Value
 from ...engine.declining import attempted
@@ -122,9 +123,12 @@ class ResidualWalk(FactorWalk):
         self.met.append(node.id)
         return total, other
 
-    def residual(self, product: Projection, name: str, of: Collection[int]) -> tuple[Projection, Side, Side]:
+    def residual(
+        self, product: Projection, name: str, of: Collection[int], ends: bool = False
+    ) -> tuple[Projection, Side, Side]:
         """(the product, its residual sum, the other term). Its bias may be added before the residual or after it. A product whose rows
-        are sharded over devices is summed over them first.
+        are sharded over devices is summed over them first. `ends`: the layer may end there, so that what is added after it is a bias
+        or no part of it.
         """
         product = self.scaled(product)
         summed = self.over_devices(product)
@@ -135,22 +139,18 @@ class ResidualWalk(FactorWalk):
                 why = f"{name} is not summed over {over}, but the output projection's is"
                 raise Unread(why, summed.nid, "region")
             self.alone = product.nid
-            return self.bias_after(product, total, rest, name, of)
+            return self.bias_after(product, total, rest, name, of, ends)
         if product.factor is not None:
             why = f"{name} is multiplied by a vector before it is summed over devices"
             raise Unread(why, product.out.nid, "region")
-        bias = None
         if self.up(rest, parts=False).nid not in of and rest.atoms == {"e"}:
             bias = rest
             total, rest = self.added(total, name, of)
-        elif [n.op for n in self.users(total.nid)] == ["sum"]:
-            total, bias = self.added(total, name, ())
-            if bias.atoms != {"e"}:
-                raise Unread(f"{name} is added to more than one value", total.nid)
-        return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
+            return replace(product, bias=self.up(bias, parts=False)), total, rest
+        return self.bias_after(product, total, rest, name, of, ends)
 
     def bias_after(
-        self, product: Projection, total: Side, rest: Side, name: str, of: Collection[int]
+        self, product: Projection, total: Side, rest: Side, name: str, of: Collection[int], ends: bool
     ) -> tuple[Projection, Side, Side]:
         """As `residual` gives them, with a bias that is added to the sum with the residual. Of one row the residual has the form of a
         bias, too, and is read as such.
@@ -162,9 +162,22 @@ class ResidualWalk(FactorWalk):
             return replace(product, bias=self.up(rest, parts=False)), total, bias
         if bias is not None or [n.op for n in self.readers(total.nid)] != ["sum"]:
             return product, total, rest
+
+        def without(why: Declined) -> tuple[Projection, Side, Side]:
+            if not ends:
+                raise why
+            return product, total, rest
+
+        return attempted(lambda: self.with_bias(product, total, rest, name), without)
+
+    def with_bias(self, product: Projection, total: Side, rest: Side, name: str) -> tuple[Projection, Side, Side]:
+        """As `residual` gives them, with the other term of the sum that reads `total` as the bias. Raises Unread if it is none."""
         all_of_it, bias = self.added(total, name, ())
         if bias.atoms != {"e"}:
             raise Unread(f"{name} is added to more than one value", total.nid)
+        dtype, wider = (self.view.values_of[side.nid][0].dtype for side in (total, all_of_it))
+        if narrows(dtype, wider):
+            raise Unread(f"{name} and the residual, of {dtype}, are added to a vector of {wider}", total.nid, "dtype")
         return replace(product, bias=self.up(bias, parts=False)), all_of_it, rest
 
     def over_devices(self, product: Projection) -> Side:
