@@ -127,14 +127,39 @@ def exponentials(view: CanonicalView, total: Node) -> tuple[Value, Node] | None:
     """(logits, the node itself) of a sum of their exponentials along one axis; None for any other sum."""
     if len(total.params["axes"]) != 1:
         return None
-    exp = _maker(view, total, CASTS, "exp")
-    if exp is None:
+    kept = _of_rows_kept(view, total.inputs[0])
+    exp = (
+        _maker(view, total, CASTS, "exp") if kept is None else maker_of(view.block, source_of(view.block, kept, CASTS))
+    )
+    if exp is None or exp.primitive != "exp":
         return None
     value = source_of(view.block, exp.inputs[0], CASTS)
     below = maker_of(view.block, value)
     if below is not None and below.primitive == "sub" and _is_of_rows(below):
         value = below.inputs[0]
+    if kept is not None:
+        value = _of_rows_kept(view, value) or value
     return (value, total) if isinstance(value, Value) and len(value.shape) > int(total.params["axes"][0]) else None
+
+
+def _of_rows_kept(view: CanonicalView, atom: Atom) -> Atom | None:
+    """What a choice has in the rows that a mask keeps, and a number in the others, as `where=` of a softmax; None if it is no such
+    choice."""
+    node = maker_of(view.block, source_of(view.block, atom, CASTS))
+    if node is None or node.primitive != "select_n" or len(node.inputs) != 3:
+        return None
+    mask, *cases = maker_of(view.block, node.inputs[0]), *node.inputs[1:]
+    if mask is None or mask.primitive != "broadcast_in_dim" or not _spreads_along_last(mask):
+        return None
+    whole = [a for a in cases if not view.is_literal(view.read(a))]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _spreads_along_last(node: Node) -> bool:
+    """Whether a broadcast gives all entries along the last axis one value."""
+    last, (given,) = len(node.outputs[0].shape) - 1, node.inputs
+    named = list(map(int, node.params["broadcast_dimensions"]))
+    return last not in named or given.shape[named.index(last)] == 1
 
 
 def _maker(view: CanonicalView, node: Node, through: Set[str], primitive: str) -> Node | None:

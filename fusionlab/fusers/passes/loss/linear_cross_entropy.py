@@ -28,7 +28,7 @@ from .heads import check_head, exponentiated, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, Loss, planned, with_more
-from .rows import Downstream, cuts_with_weights, region_of
+from .rows import Cut, Downstream, cuts_with_weights, region_of
 from .rules import check_rules, logits_of_rule
 from .sums import WeightedSum, weighted_sum
 
@@ -203,15 +203,20 @@ class _LossSite(Site):
         """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
         for cut in cuts_with_weights(found, value, *others):
-            loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * len(others))
-            loss = with_more(loss, self.live, self.search.differentiated and bool(self.search.block.path))
-            odd = treatment(
-                loss.cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)), loss.labelled
-            )
-            if odd is not None:
-                return replace(loss, odd=odd)
-            problem = problem or Declined(f"{value!r} {ODD}", "value", edit=ODD_EDIT)
+            try:
+                return self.loss_of(found, cut, len(others))
+            except Declined as declined:
+                problem = problem or declined
         raise problem or Declined(f"{value!r} is no loss by labels")
+
+    def loss_of(self, found: Downstream, cut: Cut, others: int) -> Loss:
+        """The loss that a region computes, and an argmax beside it if there are `others`. Raises Declined if it is something else."""
+        loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * others)
+        loss = with_more(loss, self.live, self.search.differentiated and bool(self.search.block.path))
+        odd = treatment(loss.cut, found.head, lambda odd: planned(self.search, replace(loss, odd=odd)), loss.labelled)
+        if odd is None:
+            raise Declined(f"{cut.region.root!r} {ODD}", "value", edit=ODD_EDIT)
+        return replace(loss, odd=odd)
 
     # -- what it becomes ---------------------------------------------------------------------------------------------------
 
