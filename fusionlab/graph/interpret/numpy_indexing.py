@@ -181,8 +181,8 @@ def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
 
 
 def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
-    """A gather or a scatter-add, run by JAX. Indices along a reduced axis must be entries of it, and each entry of a scatter's updates must
-    represent as many as the entry that it is added to.
+    """A gather, a scatter or a scatter-add, run by JAX. Indices along a reduced axis must be entries of it, and each entry of a scatter's
+    updates must represent as many as the entry that it is added to.
     """
     dims, (x, indices), params = eqn.params["dimension_numbers"], ins[:2], dict(eqn.params)
     real = [int(s) for s in eqn.invars[0].aval.shape]
@@ -201,7 +201,7 @@ def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
     if not gathers and not math.isclose(
         times, math.prod(map(operator.truediv, eqn.invars[1].aval.shape, indices.shape))
     ):
-        raise CannotEvaluate("primitive scatter-add of entries that repeat at reduced sizes")
+        raise CannotEvaluate(f"primitive {eqn.primitive.name} of entries that repeat at reduced sizes")
     return bound(eqn, ins, params)
 
 
@@ -231,5 +231,6 @@ PLACED: dict[str, NumpyRule] = {
     "split": _split,
     "unstack": _unstack,
     "gather": _indexed,
+    "scatter": _indexed,
     "scatter-add": _indexed,
 }

@@ -24,12 +24,13 @@ from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.site import Site
 from .gradients import GradientsOfLoss, sums_of_exponentials
-from .heads import check_head, exponentiated, head_of, product_of
+from .heads import check_head, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
-from .planning import CONCEPTS, EDIT, Loss, planned, with_more
+from .planning import CONCEPTS, EDIT, Loss, notes_of, planned, with_more
 from .rows import Cut, Downstream, cuts_with_weights, region_of
 from .rules import check_rules, logits_of_rule
+from .softmaxes import exponentiated
 from .sums import WeightedSum, weighted_sum
 
 _TRIED = 8  # values by row that are evaluated
@@ -101,21 +102,28 @@ def _has_gradients(search: Search) -> bool:
 
 
 class _LossSite(Site):
-    """One logarithm of a sum of exponentials, from there to a candidate or a rejection."""
+    """One logarithm of a sum of exponentials, from there to a candidate or a rejection.
+
+    Attributes:
+      notes: those of the candidate, once the loss is known.
+    """
+
+    notes: tuple[str, ...] = ()
 
     def examine(self, *known: Any) -> Candidate | Rejection:
         logits, total = known
         head = head_of(self.view, logits)
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
-        check_head(head, total)
+        check_head(self.view, head, total)
         found = Downstream(self.view, head)
         loss = self.loss(found)
         check_rules(loss.region)
         if (gradients := self.gradients(loss, known)) is not None:
             return gradients
-        by_row = self.attempt(self.by_row, loss)
         summed = weighted_sum(self.view, found, loss.region.root)
+        self.notes = notes_of(self.view, loss, *(() if summed is None else (summed.value,)))
+        by_row = self.attempt(self.by_row, loss)
         if summed is None:
             return by_row
         whole = self.attempt(self.summed, loss, summed)
@@ -221,7 +229,7 @@ class _LossSite(Site):
     # -- what it becomes ---------------------------------------------------------------------------------------------------
 
     def by_row(self, loss: Loss) -> Candidate | Rejection:
-        return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
+        return self.offered(loss.region, planned(self.search, loss), EDIT, self.notes, CONCEPTS)
 
     def summed(self, loss: Loss, total: WeightedSum) -> Candidate | Rejection:
         """The site with the sum over its rows."""
@@ -230,12 +238,8 @@ class _LossSite(Site):
         inner = {n.id: n for n in (*region.nodes, *total.nodes)}
         support = {n.id: n for n in (*region.support, *total.numbers.values()) if n.id not in inner}
         whole = region_of(self.view, total.value, leaves, inner, support, region.others, loss.head.classes)
-        return self.offered(
-            whole,
-            planned(self.search, replace(loss, cut=replace(loss.cut, region=whole)), total),
-            EDIT,
-            concepts=CONCEPTS,
-        )
+        plan = planned(self.search, replace(loss, cut=replace(loss.cut, region=whole)), total)
+        return self.offered(whole, plan, EDIT, self.notes, CONCEPTS)
 
 
 def live_nodes(block: Any) -> frozenset[int]:

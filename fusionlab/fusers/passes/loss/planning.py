@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.canonical.nodes import nonunit
+from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.matching.region import VIEWS, Escape, Region, escapes
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Node, Value
 from ....kernels import OPS
 from ...engine.base import Search, Substitution
+from ...engine.fully_masked_rows import nan_test
 from ...engine.layout import input_positions
 from .heads import Head
 from .numbers import Beside, Numbers, beside, is_total
@@ -26,6 +29,11 @@ from .sums import WeightedSum
 OP = OPS["linear_cross_entropy"]
 CONCEPTS = ("linear_cross_entropy",)
 EDIT = "compute the outside use from x and w again, or return it from a function of its own"
+_LOST = (
+    "where the softmax of a label underflows, or an exponential overflows, the program's loss is infinite or NaN, and the fused op's is "
+    "the loss"
+)
+_LOST_EDIT = "write the loss by jax.nn.log_softmax, which is a number for all logits that are"
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +103,16 @@ def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False
     known = {v: how for v, how in made.items() if how is not None}
     cut = replace(loss.cut, region=replace(region, others=(*region.others, *known)))
     return replace(loss, cut=cut, more=(*loss.more, *known.values()))
+
+
+def notes_of(view: CanonicalView, loss: Loss, *ends: Value) -> tuple[str, ...]:
+    """What the fused op has another number for. Raises Declined if the program tests whether its loss is one, or an end, its sum."""
+    if not loss.numbers.lost:
+        return ()
+    asked = next((n for v in (*loss.region.roots, *ends) if (n := nan_test(view, v)) is not None), None)
+    if asked is not None:
+        raise Declined(f"{_LOST}, and {asked!r} tests for that", "value", [asked], _LOST_EDIT)
+    return (_LOST,)
 
 
 def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Substitution:
