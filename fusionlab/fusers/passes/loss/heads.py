@@ -23,7 +23,7 @@ from ....graph.dtypes import is_float, narrows
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.match import close
 from ....graph.matching.region import CASTS, VIEWS, is_constant
-from ....graph.matching.walks import maker_of, makers_of, source_of
+from ....graph.matching.walks import given, maker_of, makers_of, source_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Atom, Node, Value
@@ -190,15 +190,18 @@ def _may_be_head(node: Node) -> bool:
     """Whether a product may be of rows and a matrix, or several: the scores of an attention are not."""
     _, (batch, _) = node.params["dimension_numbers"]
     ranks = sorted(len(a.shape) for a in node.inputs)
-    several = len(batch) == 1 and ranks[0] == 3 < ranks[1]
-    return len(node.values) == 2 and ranks[0] > 1 and (several or not batch)
+    several = len(batch) == 1 and ranks[0] == 3 < ranks[1] if batch else ranks[0] > 2
+    return len(node.values) == 2 and (several or (not batch and 2 in ranks))
 
 
 def _continued(view: CanonicalView, node: Node) -> Atom | None:
-    """The operand of a node that logits come from: the only one, or the one that is neither a number nor a vector."""
+    """The operand of a node that logits come from: the only one, or the one that is neither a number nor a vector, nor
+    a parameter."""
     if node.primitive not in _SCALES | {"add", "select_n"}:  # a write has what it writes into first
         return node.inputs[0]
     whole = [a for a in node.values if is_float(a.dtype) and not _is_thin(view, a)]
+    if len(whole) > 1:
+        whole = [a for a in whole if not given(view.block, a)]
     return whole[0] if len(whole) == 1 else None
 
 
@@ -337,7 +340,7 @@ def _parted(head: Head) -> str:
 
 def _bias(view: CanonicalView, head: Head, node: Node) -> Value:
     """The vector that a node adds to each row."""
-    added = next(a for a in node.inputs if not isinstance(a, Value) or _is_thin(view, a))
+    added = next(a for a in node.inputs if a is not _continued(view, node))
     source = source_of(view.block, added, VIEWS | CASTS)
     last = isinstance(added, Value) and added.shape[-1:] == (head.classes,)
     if not isinstance(source, Value) or source.shape != (head.classes,) or not last or not is_float(source.dtype):

@@ -27,10 +27,10 @@ from .gradients import GradientsOfLoss, sums_of_exponentials
 from .heads import check_head, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
-from .planning import CONCEPTS, EDIT, Loss, notes_of, planned, with_more
+from .planning import CONCEPTS, EDIT, LOG_EDIT, Loss, notes_of, planned, with_more
 from .rows import Cut, Downstream, cuts_with_weights, region_of
 from .rules import check_rules, logits_of_rule
-from .softmaxes import exponentiated
+from .softmaxes import exponentiated, of_softmax
 from .sums import WeightedSum, weighted_sum
 
 _TRIED = 8  # values by row that are evaluated
@@ -164,7 +164,10 @@ class _LossSite(Site):
                 return self.loss_at(found, value, others)
             except Declined as declined:
                 problem = problem or declined
-        raise problem or Declined("no value by row is a loss by labels")
+        problem = problem or Declined("no value by row is a loss by labels")
+        if problem.code == "value" and self.anchor.primitive == "log" and of_softmax(self.view, self.anchor):
+            raise Declined(problem.sentence, problem.code, problem.nodes, LOG_EDIT)
+        raise problem
 
     def after_anchor(self, found: Downstream) -> Iterator[Value]:
         """The values that may be the loss, of those that the logarithm goes into."""

@@ -36,6 +36,7 @@ _LEFT = 1e-9  # of the largest loss: what the four terms may leave of it
 _NONE = 1e-7  # a term of less is rounding
 PLAIN = "write the loss as logsumexp(logits) - logits[label], and scale what is added to it apart"
 APART = "compute what else the logits are needed for from x and w again, in a function of its own"
+CLIP = "clip the loss of each row, and not what it is made of"
 _ONE = 1e-5  # so far from 1 is the sum of targets that are written as float32 numbers
 
 
@@ -115,9 +116,12 @@ def beside(cut: Cut, head: Head, value: Value, numbers: Numbers) -> Beside | Non
     """How a further value by row is made of a loss with these numbers and of lse; None if it is not."""
     own = replace(cut, region=replace(cut.region, others=(value,)).of(value), weights=None)
     try:
-        lse, picked, mean, squared = (x if abs(x) > _NONE else 0.0 for x in coefficients(own, head))
+        found = coefficients(own, head)
+        if _is_lost_far(own, head, None, found):
+            return None
     except Declined:
         return None
+    lse, picked, mean, squared = (x if abs(x) > _NONE else 0.0 for x in found)
     loss = -picked / (1 - numbers.label_smoothing)
     if abs(mean + loss * numbers.label_smoothing) > _ONE:
         return None

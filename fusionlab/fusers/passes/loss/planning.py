@@ -33,7 +33,7 @@ _LOST = (
     "where the softmax of a label underflows, or an exponential overflows, the program's loss is infinite or NaN, and the fused op's is "
     "the loss"
 )
-_LOST_EDIT = "write the loss by jax.nn.log_softmax, which is a number for all logits that are"
+LOG_EDIT = "write the loss by jax.nn.log_softmax, which is a number for all logits that are"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +111,7 @@ def notes_of(view: CanonicalView, loss: Loss, *ends: Value) -> tuple[str, ...]:
         return ()
     asked = next((n for v in (*loss.region.roots, *ends) if (n := nan_test(view, v)) is not None), None)
     if asked is not None:
-        raise Declined(f"{_LOST}, and {asked!r} tests for that", "value", [asked], _LOST_EDIT)
+        raise Declined(f"{_LOST}, and {asked!r} tests for that", "value", [asked], LOG_EDIT)
     return (_LOST,)
 
 

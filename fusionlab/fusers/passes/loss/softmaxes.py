@@ -23,6 +23,12 @@ def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     return next((found for n in sums if (found := exponentials(view, n)) is not None), None)
 
 
+def of_softmax(view: CanonicalView, log: Node) -> bool:
+    """Whether a logarithm is of what is made of a softmax, and not of the sum of exponentials itself."""
+    maker = maker_of(view.block, source_of(view.block, log.inputs[0], VIEWS | CASTS | {"abs"}))
+    return maker is None or maker.primitive != "reduce_sum" or exponentials(view, maker) is None
+
+
 def exponentials(view: CanonicalView, total: Node) -> tuple[Value, Node] | None:
     """(logits, the node itself) of a sum of their exponentials along one axis; None for any other sum."""
     if len(total.params["axes"]) != 1:
