@@ -52,8 +52,11 @@ class LinearCrossEntropyPass(Pass):
     )
     spellings = (
         "The loss by row is recognised by its values: log_softmax or logsumexp with take_along_axis, indexing or one_hot, as in optax, "
-        "with label smoothing, and a z-loss.",
-        "A weighted sum of the losses, as the mean over the rows that a mask keeps, is a part of the site.",
+        "with label smoothing, and a z-loss. One that clips, for large logits too, is another function.",
+        "The logarithm of a softmax is infinite where the softmax underflows, and the op is not: the site has a note, or is declined where "
+        "the program tests its loss for that.",
+        "The last classes may be masked or overwritten, as padding of the vocabulary is.",
+        "A weighted sum of the losses, as the mean over the rows that a mask or optax's where= keeps, is a part of the site.",
         "The matrix may be transposed (tied embeddings); a bias and a soft cap are taken.",
         "The argmax of the same logits, for an accuracy, is a further result of the op.",
     )

@@ -83,17 +83,18 @@ def numbers_of(cut: Cut, head: Head, slot: str | None = None) -> Numbers:
 
 def coefficients(cut: Cut, head: Head, slot: str | None = None) -> list[float]:
     """The factors of lse, the label's logit, the mean of the logits and lse^2. Raises Declined as `numbers_of`."""
-    root = cut.region.root
-    try:
-        columns, losses = map(np.concatenate, zip(*_evaluated(cut, head, slot), strict=True))
-    except CannotEvaluate as error:
-        raise Declined(f"{root!r} cannot be evaluated: {error}", "uncertified") from error
+    columns, losses = map(np.concatenate, zip(*_evaluated(cut, head, slot), strict=True))
     found, *_ = np.linalg.lstsq(columns, losses, rcond=None)
     scale = max(float(np.max(np.abs(losses))), 1e-30)
-    if not np.all(np.isfinite(losses)) or np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
-        sentence = f"{root!r} is another function of the logits and the labels than a cross-entropy"
-        raise Declined(sentence, "value", edit=APART)
+    if np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
+        raise _other(cut.region.root)
     return list(map(float, found))
+
+
+def _other(root: Value) -> Declined:
+    return Declined(
+        f"{root!r} is another function of the logits and the labels than a cross-entropy", "value", edit=APART
+    )
 
 
 def _is_lost_far(cut: Cut, head: Head, slot: str | None, found: list[float]) -> bool:
@@ -165,7 +166,7 @@ def _evaluated(
     cut: Cut, head: Head, slot: str | None, far: Sequence[float] = ()
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(the four terms at each entry of the root, or their gradients; its entries) of each draw: of logits of ordinary sizes, or of those
-    in `far`, with labels of which every other one is that of the largest logit."""
+    in `far`, with labels of which every other one is that of the largest logit. Raises Declined if an entry of ordinary logits is no number."""
     region = cut.region.of(cut.region.root)
     logits, terms, wanted = _logits(cut, head), _terms(cut, head, slot), region.jaxpr()
     avals, weights = [v.aval for v in region.inputs], summed_with(wanted)
@@ -184,10 +185,15 @@ def _evaluated(
                 args[at] = _often_largest(args[at], z[..., : head.counted or head.classes])
             with np.errstate(all="ignore"):
                 (losses,) = flat(wanted, sizes, args)
+                if spread is None and not np.isfinite(losses).all():
+                    raise _other(region.root)
                 found.append((np.stack(flat(terms, sizes, args), -1), losses))
         return found
 
-    return at_sizes(attempt, avals, region.positions)
+    try:
+        return at_sizes(attempt, avals, region.positions)
+    except CannotEvaluate as error:
+        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
 
 
 def _often_largest(labels: np.ndarray, logits: np.ndarray) -> np.ndarray:
