@@ -17,19 +17,17 @@ import numpy as np
 
 from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
-from ....graph.certify.inputs import Reduction, inputs_of
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
-from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.match import close
-from ....graph.matching.region import CASTS, VIEWS, is_constant
-from ....graph.matching.walks import given, maker_of, makers_of, source_of
+from ....graph.matching.region import CASTS, VIEWS
+from ....graph.matching.walks import given, maker_of, source_of
 from ....graph.primitives import having
-from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
 from ...engine.base import AUTO_AXES
 from ...engine.wording import anchor_text
+from .padding import OVERWRITES, padding
 from .softmaxes import classes_left_out
 
 _MOST = 1 << 20  # entries of an array that has the vocabulary twice
@@ -45,9 +43,8 @@ _EDITS = {
 _ROWS = VIEWS | {"slice"}  # may select and reorder rows
 _SAME = having("copy", "variance") | CASTS
 _SCALES = frozenset({"mul", "div"})
-_FILLS = frozenset({"select_n", "scatter", "scatter-add", "scatter-mul", "dynamic_update_slice"})
 _JOINS = frozenset({"concatenate", "pad"})
-_AS_LOGITS = _ROWS | _SAME | _SCALES | _FILLS | _JOINS | {"add", "tanh"}
+_AS_LOGITS = _ROWS | _SAME | _SCALES | OVERWRITES | _JOINS | {"add", "tanh"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,9 +214,15 @@ def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
     if len(left) != 1:
         raise Declined(f"{anchor_text(node)} sums over {len(left)} axes", "axes", [node], _EDITS["merge"])
     (first, second), sides = node.values, (int(left[0]), int(right[0]))
-    if batch or 2 not in (len(first.shape), len(second.shape)):
+    if batch or 2 not in map(len, (first.shape, second.shape)):
         what = f"{anchor_text(node)} multiplies by several matrices, each of which has a softmax of its own"
         raise Declined(what, "axes", [node], _EDITS["heads"])
+    return _oriented(view, node, chain, sides)
+
+
+def _oriented(view: CanonicalView, node: Node, chain: Sequence[Node], sides: tuple[int, int]) -> Head:
+    """The product of rows and a matrix, in this order or the other, as a head; `sides` are the axes over which it sums."""
+    first, second = node.values
     turned = next((n for n in chain if n.primitive in VIEWS), None)
     if _moves_first_last(turned) and len(first.shape) == 2 and sides[1] == len(second.shape) - 1:
         x, w, contracted = second, first, sides[0]
@@ -256,11 +259,8 @@ def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     if not _has_whole_rows(head):
         sentence = f"{head.logits!r} are not the whole rows of the product"
         raise Declined(sentence, "axes", [head.product], _EDITS[_parted(head)])
-    rest, fills = list(steps), list[Node]()
-    while rest and rest[-1].primitive in _FILLS:
-        fills.append(rest.pop())
-    if fills:
-        head = _masked(view, head, fills[::-1])
+    rest = list(steps)
+    head = _masked(view, head, rest)
     if rest and rest[0].primitive == "add":
         head = replace(head, bias=_bias(view, head, rest.pop(0)))
     if [n.primitive for n in rest[-2:]] in (["tanh", "mul"], ["tanh", "div"]):
@@ -278,51 +278,27 @@ def _scaled(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
         factor = _factor(view, node) if node.primitive in _SCALES else None
         if factor is None:
             what = f"{anchor_text(node)} changes the logits, and the fused op takes a bias, a factor that is a number, and a soft cap"
-            kinds = {"scalar": _SCALES, "mask": _FILLS, "axes": _JOINS}
+            kinds = {"scalar": _SCALES, "mask": OVERWRITES, "axes": _JOINS}
             code = next((code for code, names in kinds.items() if node.primitive in names), "structure")
             raise Declined(what, code, [node], _EDITS[code])
         head = replace(head, scale=head.scale * factor)
     return replace(head, scale=1.0) if close(head.scale, 1.0) else head
 
 
-def _masked(view: CanonicalView, head: Head, fills: Sequence[Node]) -> Head:
-    """A head whose last steps give one number to the classes from some class on."""
-    kept, entries = _filled(view, head, fills) or (np.zeros(head.classes, bool), np.zeros(head.classes))
-    number = int(kept.sum())
-    if (
-        not 0 < number < head.classes
-        or not kept[:number].all()
-        or len({*entries[number:]}) > 1
-        or not entries[-1] < math.inf
-    ):
-        what = (
-            f"{anchor_text(fills[-1])} masks logits, and the fused op has masks of the classes from some class on alone"
-        )
+def _masked(view: CanonicalView, head: Head, steps: list[Node]) -> Head:
+    """A head whose last steps give one number to the classes from some class on, if any do; they are taken from `steps`."""
+    count = len(list(itertools.takewhile(lambda n: n.primitive in OVERWRITES, reversed(steps))))
+    fills = steps[len(steps) - count :]
+    if not fills:
+        return head
+    del steps[-count:]
+    between = [n for n in head.chain if fills[0].id <= n.id <= fills[-1].id]
+    counted = padding(view, between, _continued(view, fills[0]), head.classes)
+    if counted is None:
+        mask = f"{anchor_text(fills[-1])} masks logits"
+        what = f"{mask}, and the fused op has masks of the classes from some class on alone"
         raise Declined(what, "mask", fills, _EDITS["mask"])
-    return replace(head, counted=number, fill=float(entries[-1]))
-
-
-def _filled(view: CanonicalView, head: Head, fills: Sequence[Node]) -> tuple[np.ndarray, np.ndarray] | None:
-    """(whether nodes that overwrite logits by constants leave them, what is there then) by class; None if that differs by row, or
-    depends on more than the logits."""
-    logits, out = _continued(view, fills[0]), fills[-1].outputs[0]
-    own = [n for n in head.chain if fills[0].id <= n.id <= fills[-1].id]
-    made = {v.id for n in own for v in n.outputs}
-    others = [a for n in own for a in n.values if a is not logits and a.id not in made]
-    if not isinstance(logits, Value) or not all(is_constant(view, a) for a in others):
-        return None
-    nodes = {n.id: n for n in (*own, *(m for a in others for m in makers_of(view, a)))}
-    closed = slice_jaxpr(view.block, [nodes[i] for i in sorted(nodes)], (logits,), out, view.known_inputs)
-    sizes, (drawn, _) = inputs_of([logits.aval], out.aval, Reduction({head.classes: head.classes}))
-    try:
-        (found,) = evaluate(closed, [drawn], sizes)
-    except CannotEvaluate:
-        return None
-    found, drawn = (np.asarray(a, np.float64).reshape(-1, head.classes) for a in (found, drawn))
-    kept = found == drawn
-    rows = np.where(kept, 0.0, found)
-    same = (kept == kept[0]).all() and np.array_equal(rows, np.broadcast_to(rows[0], rows.shape))
-    return (kept[0], found[0]) if same else None
+    return replace(head, counted=counted[0], fill=counted[1])
 
 
 def _has_whole_rows(head: Head) -> bool:
@@ -335,7 +311,7 @@ def _parted(head: Head) -> str:
     """The edit for logits that are not the whole rows of the product: they are moved, split, or a part of them."""
     names = {n.primitive for n in head.chain if n.primitive != "transpose" or not _moves_rows(n)}
     moved = "transpose" in names or head.product.outputs[0].shape[-1:] == (head.classes,)
-    return "last" if moved else "heads" if "reshape" in names else "axes"
+    return "mask" if names & _JOINS else "last" if moved else "heads" if "reshape" in names else "axes"
 
 
 def _bias(view: CanonicalView, head: Head, node: Node) -> Value:

@@ -167,10 +167,13 @@ class _LossSite(Site):
                 return self.loss_at(found, value, others)
             except Declined as declined:
                 problem = problem or declined
-        problem = problem or Declined("no value by row is a loss by labels")
+        raise self.hinted(problem or Declined("no value by row is a loss by labels"))
+
+    def hinted(self, problem: Declined) -> Declined:
+        """A reason with the edit that helps where the program has the logarithm of a softmax."""
         if problem.code == "value" and self.anchor.primitive == "log" and of_softmax(self.view, self.anchor):
-            raise Declined(problem.sentence, problem.code, problem.nodes, LOG_EDIT)
-        raise problem
+            return Declined(problem.sentence, problem.code, problem.nodes, LOG_EDIT)
+        return problem
 
     def after_anchor(self, found: Downstream) -> Iterator[Value]:
         """The values that may be the loss, of those that the logarithm goes into."""
@@ -224,7 +227,7 @@ class _LossSite(Site):
         raise problem or Declined(f"{value!r} is no loss by labels")
 
     def loss_of(self, found: Downstream, cut: Cut, others: int) -> Loss:
-        """The loss that a region computes, and an argmax beside it if there are `others`. Raises Declined if it is something else."""
+        """The loss that a region computes, with an argmax if there are `others`. Raises Declined if it is something else."""
         loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * others)
         loss = with_more(loss, self.live, self.search.differentiated and bool(self.search.block.path))
         odd = treatment(loss.cut, found.head, lambda odd: planned(self.search, replace(loss, odd=odd)), loss.labelled)

@@ -92,9 +92,8 @@ def coefficients(cut: Cut, head: Head, slot: str | None = None) -> list[float]:
 
 
 def _other(root: Value) -> Declined:
-    return Declined(
-        f"{root!r} is another function of the logits and the labels than a cross-entropy", "value", edit=APART
-    )
+    what = f"{root!r} is another function of the logits and the labels than a cross-entropy"
+    return Declined(what, "value", edit=APART)
 
 
 def _is_lost_far(cut: Cut, head: Head, slot: str | None, found: list[float]) -> bool:
@@ -107,9 +106,8 @@ def _is_lost_far(cut: Cut, head: Head, slot: str | None, found: list[float]) -> 
         lost = lost or not held.all()
         most = float(np.max(np.abs(columns) @ np.abs(factors)))
         if np.any(np.abs(columns @ factors - losses)[held] > _FAR_LEFT * most):
-            raise Declined(
-                f"{root!r} is another function than a cross-entropy where logits are large", "value", edit=PLAIN
-            )
+            what = f"{root!r} is another function than a cross-entropy where logits are large"
+            raise Declined(what, "value", edit=CLIP)
     return lost
 
 
@@ -166,7 +164,11 @@ def _evaluated(
     cut: Cut, head: Head, slot: str | None, far: Sequence[float] = ()
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(the four terms at each entry of the root, or their gradients; its entries) of each draw: of logits of ordinary sizes, or of those
-    in `far`, with labels of which every other one is that of the largest logit. Raises Declined if an entry of ordinary logits is no number."""
+    in `far`, with labels of which every other one is that of the largest logit.
+
+    Raises:
+      Declined: the region cannot be evaluated, or an entry is no number although the logits are of ordinary sizes.
+    """
     region = cut.region.of(cut.region.root)
     logits, terms, wanted = _logits(cut, head), _terms(cut, head, slot), region.jaxpr()
     avals, weights = [v.aval for v in region.inputs], summed_with(wanted)

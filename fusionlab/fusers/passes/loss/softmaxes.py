@@ -18,9 +18,16 @@ _STEPS = 16
 def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     """(logits, sum) of a logarithm of a sum of their exponentials along one axis, or of what is made of their softmax; None for any other
     logarithm."""
-    above = upstream(view.block, log.inputs, lambda n: n.inputs if n.primitive in _OF_SOFTMAX else ())
+    above = upstream(view.block, log.inputs, lambda n: n.inputs if _continues(n) else ())
     sums = (n for _, n in itertools.islice(above, _STEPS) if n.primitive == "reduce_sum")
     return next((found for n in sums if (found := exponentials(view, n)) is not None), None)
+
+
+def _continues(node: Node) -> bool:
+    """Whether a node may lead from a softmax to the label's probability: a product of each row with its own targets does."""
+    if node.primitive == "dot_general":
+        return len(node.outputs[0].shape) == len(node.params["dimension_numbers"][1][0])
+    return node.primitive in _OF_SOFTMAX
 
 
 def of_softmax(view: CanonicalView, log: Node) -> bool:
@@ -37,13 +44,17 @@ def exponentials(view: CanonicalView, total: Node) -> tuple[Value, Node] | None:
     exp = maker_of(view.block, source_of(view.block, total.inputs[0] if choice is None else choice[1], CASTS))
     if exp is None or exp.primitive != "exp":
         return None
-    value = source_of(view.block, exp.inputs[0], CASTS)
-    below = maker_of(view.block, value)
-    if below is not None and below.primitive == "sub" and _is_of_rows(below):
-        value = below.inputs[0]
+    value = _exponent(view, exp)
     masked = None if choice is None or classes_left_out(view, total) else _choice(view, value)
     value = value if masked is None else masked[1]
     return (value, total) if isinstance(value, Value) and len(value.shape) > int(total.params["axes"][0]) else None
+
+
+def _exponent(view: CanonicalView, exp: Node) -> Atom:
+    """What an exponential is of, without the number of each row that is subtracted."""
+    value = source_of(view.block, exp.inputs[0], CASTS)
+    below = maker_of(view.block, value)
+    return below.inputs[0] if below is not None and below.primitive == "sub" and _is_of_rows(below) else value
 
 
 def classes_left_out(view: CanonicalView, total: Node) -> Node | None:
