@@ -196,6 +196,8 @@ def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
         last = x.shape[d] - window[d]
         if x.shape[d] != real[d] and not (np.all(indices[..., column] >= 0) and np.all(indices[..., column] <= last)):
             raise CannotEvaluate(f"primitive {eqn.primitive.name} beyond the entries of an axis at reduced sizes")
+    if eqn.primitive.name == "scatter" and any(x.shape[d] != real[d] for d in indexed):
+        raise CannotEvaluate("primitive scatter along an axis at reduced sizes")  # an entry may represent several
     batched = dims.operand_batching_dims
     times = math.prod(real[d] / x.shape[d] for d in (*indexed, *batched))
     if not gathers and not math.isclose(
