@@ -295,7 +295,7 @@ def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_woul
         (lambda x: lax.dynamic_slice(x, (7, 0), (1, 8)), "dynamic_slice at entry 7 of 3 at reduced sizes"),
         (lambda x: x[::-1], "rev at reduced sizes"),
         (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, 8)), (511, 0)), "dynamic_update_slice at entry 511 of 3"),
-        (lambda x: x.at[2:].set(1.0), "scatter along an axis at reduced sizes"),
+        (lambda x: x.at[1].set(1.0), "scatter along an axis at reduced sizes"),
         (lambda x: jnp.concatenate([x, jnp.ones((1, 8))]), "axis size 513 would reduce to 513 and to 4"),
     ],
 )
