@@ -339,10 +339,8 @@ def _unreduced(rule: NumpyRule) -> NumpyRule:
     return guarded
 
 
-# Random bits and indexed writes: run by JAX itself.
-BOUND = frozenset(
-    "random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32 scatter".split()
-)
+# Random bits: run by JAX itself.
+BOUND = frozenset("random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32".split())
 
 
 def bound(eqn: Any, ins: list[Any], params: dict[str, Any] | None = None) -> list[Any]:
