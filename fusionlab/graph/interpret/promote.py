@@ -159,7 +159,7 @@ class Promoted:
             raise ArgumentError(
                 f"arguments: got structure {tree}, needed the structure it was promoted for, {self._in_tree}"
             )
-        on_device = [on_default_device(x) and self._runs.room(8 * x.size) for x in flat]
+        on_device = [isinstance(x, jax.Array) and self._runs.room(8 * x.size) and on_default_device(x) for x in flat]
         return [_argument(*each) for each in zip(flat, self._in_avals, on_device, strict=True)]
 
 
