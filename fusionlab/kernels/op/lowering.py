@@ -33,7 +33,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ...device import Device
 from ...errors import BackendError, ExportWarning
 from ...graph.settings import jax_defaults, types_of_operands
-from .arrays import explicit_sharding
+from .arrays import explicit_sharding, is_explicitly_sharded
 from .labels import Labels, labels_of
 from .primitive import FusedPrimitive, Marker, Meaning
 
@@ -47,7 +47,8 @@ def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str
     opaque = (impl for impl in op.implementations.values() if impl.opaque)
     runs = any(impl.refuses(shapes, device, **attrs) is None for impl in opaque)
     # The devices are counted last: that starts JAX's backend, which takes longer than a small search.
-    return {"partitioned": Marker()} if runs and jax.device_count() > 1 else {}
+    several = runs and (jax.device_count() > 1 or any(map(is_explicitly_sharded, shapes.values())))
+    return {"partitioned": Marker()} if several else {}
 
 
 _WITHOUT_A_CARD = (
