@@ -48,8 +48,9 @@ def known_inputs(view: CanonicalView, node: Node) -> dict[int, Known]:
 
 
 def _made(view: CanonicalView, value: Value, inside: Value) -> Made | None:
-    """How a value is made from constants, if `inside`, which it is in a body, is a plain array of its shape."""
-    if inside.shape != value.shape or varying_axes(inside.aval) or sharding_in_type(inside.aval):
+    """How a value is made from constants, if `inside`, which it is in a body, has its shape and layout, and varies along no mesh axis."""
+    sharding = sharding_in_type(inside.aval)
+    if inside.shape != value.shape or varying_axes(inside.aval) or sharding != sharding_in_type(value.aval):
         return None
     nodes = _makers(view, value)
     if nodes is None:
@@ -58,8 +59,11 @@ def _made(view: CanonicalView, value: Value, inside: Value) -> Made | None:
     number: dict[int, Any] = {i: ("known", known) for i, known in view.known_inputs.items()}
     number.update((v.id, ("const", id(const))) for v, const in view.block.consts)
     signatures = tuple(node_signature(n, number) for n in ordered)
-    program = slice_jaxpr(view.block, ordered, (), value, view.known_inputs, constant=True)
-    return Made(program, (signatures, number.get(value.id)))
+    program, *placed = (
+        slice_jaxpr(view.block, ordered, (), value, view.known_inputs, constant)
+        for constant in ((True,) if sharding is None else (True, False))
+    )
+    return Made(program, (signatures, number.get(value.id), sharding), *placed)
 
 
 def _makers(view: CanonicalView, value: Value) -> dict[int, Node] | None:

@@ -28,10 +28,12 @@ class Made:
     Attributes:
       program: closed jaxpr without inputs that computes it.
       key: hashable, equal for arrays that are computed in the same way.
+      placed: the same program with its layouts over explicit mesh axes; None where the array has none.
     """
 
     program: Any
     key: Any
+    placed: Any = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Made) and self.key == other.key
@@ -126,7 +128,8 @@ def _literals(
             continue
         aval = avals[i]
         if isinstance(value, Made):
-            more, (env[i],) = inlined(value.program, [], block.nodes[0].eqn.source_info, extra)
+            program = value.program if constant or value.placed is None else value.placed
+            more, (env[i],) = inlined(program, [], block.nodes[0].eqn.source_info, extra)
             eqns += more
             continue
         scalar = np.asarray(value, aval.dtype)[()]
@@ -134,14 +137,16 @@ def _literals(
         if not aval.shape and not typed:
             env[i] = jex_core.Literal(scalar, aval)
             continue
-        fill = functools.partial(_filled, aval.shape, scalar)
+        fill = functools.partial(_filled, aval.shape, scalar, sharding_in_type(aval) if typed else None)
         jaxpr, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
         eqns += jaxpr.eqns
         env[i] = jaxpr.outvars[0]
     return env
 
 
-def _filled(shape: tuple[int, ...], scalar: Any) -> Any:
+def _filled(shape: tuple[int, ...], scalar: Any, sharding: Any) -> Any:
+    if sharding is not None and shape:
+        return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
     return jax.lax.full(shape, scalar) if shape else scalar
 
 
