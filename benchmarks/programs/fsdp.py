@@ -2,7 +2,7 @@
 
     python -m benchmarks fsdp [--json] [-o FILE] [--quick] [--devices N] [--batch B] [--only TEXT]
 
-The model is that of `python -m benchmarks language_models`, scanned, bfloat16; a step is loss, gradients and AdamW, whose moments are float32.
+The model is that of `python -m benchmarks language_models`, scanned, bfloat16. A step is loss, gradients and AdamW with float32 moments.
 One mesh axis: each parameter, and its moments, is sharded along its largest axis, and the texts over the same mesh axis.
 
 "one card" is the step on one device, with the texts that each device has of the others. "auto" has shardings of the arguments alone;
