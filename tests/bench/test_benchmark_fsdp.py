@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
-from benchmarks.programs import fsdp
+from benchmarks.devices import fsdp
 from benchmarks.programs.language_steps import PLAIN, TINY
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import fusionlab as fl
-from benchmarks.programs.fsdp import Layout, arguments, layouts, steps, with_layout
+from benchmarks.devices.fsdp import Layout, arguments, layouts, steps, with_layout
 from benchmarks.programs.language_rows import FUSED
 from benchmarks.programs.language_steps import TINY
 from fusionlab.graph.xla.collectives import traffic

@@ -148,7 +148,7 @@ def pulled_back(
     """The gradients wanted, in order. `by_rows`: (cotangents of loss and lse by row, or None, slots) -> their gradients in A."""
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     found = _of_sum(saved, cts.pop("out"), wanted, form) if form.is_scalar and "out" in cts else {}
-    forward = not cts
+    here = _are_made_here(cts, form)
     of_loss = _added(cts.get("loss"), cts.get("out"))
     slots = tuple(slot for slot in wanted if slot != "weights")
     if slots and (of_loss is not None or "lse" in cts):
@@ -157,7 +157,12 @@ def pulled_back(
     if "weights" in wanted and "weights" not in found:
         found["weights"] = jnp.zeros_like(saved["loss"])
     gradients = [found[slot].astype(form.dtype_of(slot)) for slot in wanted]
-    return list(_together(gradients, form.on_a_gpu and not (forward and jax.device_count() > 1)))
+    return list(_together(gradients, here))
+
+
+def _are_made_here(by_row: Mapping[str, Array], form: Settings) -> bool:
+    """Whether, on a GPU, the backward pass keeps gradients together: the forward pass did where it summed those of several devices."""
+    return form.on_a_gpu and (bool(by_row) or jax.device_count() == 1)
 
 
 def _of_sum(saved: Named, ct: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:

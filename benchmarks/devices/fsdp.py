@@ -40,9 +40,9 @@ from ..measuring import (
     peak_bytes,
     save,
 )
-from .language_expert import BY_HAND, PLAIN, Written
-from .language_rows import FUSED, FUSED_GRAD, GRAD_OF_FUSED
-from .language_steps import CASES, TINY, Llama, _cross_entropy, tokens_of
+from ..programs.language_expert import BY_HAND, PLAIN, Written
+from ..programs.language_rows import FUSED, FUSED_GRAD, GRAD_OF_FUSED
+from ..programs.language_steps import CASES, TINY, Llama, _cross_entropy, tokens_of
 from .tensor_parallel import times
 
 AXIS = "data"
