@@ -305,6 +305,7 @@ def main(argv: list[str]) -> int:
         )
         return 2
     case = replace((CASES if on_cuda else TINY)[0], batch=options.batch or 4 * options.devices)
+    assert isinstance(case, Llama)
     record = new_record("fsdp", options) | {"shape": _shape(case, options.devices), "cases": {}}
     record["command"] = " ".join(["python -m benchmarks fsdp", *argv])
     for name, found in rows(case, options.devices, options.only, 2 if options.quick else 20):
@@ -379,8 +380,10 @@ def _line(label: str, one: Mapping[str, Any]) -> str:
     parts.append(f"peak {one['peak_bytes'] / 2**30:.2f} GiB")
     if one["collectives"]:
         kinds = ", ".join(f"{t['count']} {kind} {t['bytes'] / 1e6:.1f}" for kind, t in one["collectives"].items())
-        same = {True: " (as jax.jit)", False: f" ({one.get('bytes_over_jit', 0):.2f} of jax.jit's bytes)"}
-        parts.append(f"MB: {kinds}{same.get(one.get('same_collectives'), '')}")
+        parts.append(f"MB: {kinds}")
+        if "bytes_over_jit" in one:
+            share = "as jax.jit" if one["same_collectives"] else f"{one['bytes_over_jit']:.2f} of jax.jit's bytes"
+            parts[-1] += f" ({share})"
     if "loss" in one:
         parts.append(f"loss {one['loss']:.1e}, gradients {one['gradients']:.1e}")
     return f"  {label}: " + "; ".join(parts)

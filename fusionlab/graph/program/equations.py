@@ -35,6 +35,10 @@ class Made:
     key: Any
     placed: Any = None
 
+    def at(self, constant: bool) -> Any:
+        """The program: with the layouts that a body has, or as a `constant`, on one device."""
+        return self.program if constant or self.placed is None else self.placed
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Made) and self.key == other.key
 
@@ -128,8 +132,7 @@ def _literals(
             continue
         aval = avals[i]
         if isinstance(value, Made):
-            program = value.program if constant or value.placed is None else value.placed
-            more, (env[i],) = inlined(program, [], block.nodes[0].eqn.source_info, extra)
+            more, (env[i],) = inlined(value.at(constant), [], block.nodes[0].eqn.source_info, extra)
             eqns += more
             continue
         scalar = np.asarray(value, aval.dtype)[()]
@@ -137,17 +140,20 @@ def _literals(
         if not aval.shape and not typed:
             env[i] = jex_core.Literal(scalar, aval)
             continue
-        fill = functools.partial(_filled, aval.shape, scalar, sharding_in_type(aval) if typed else None)
+        fill = functools.partial(_filled, aval, scalar, typed)
         jaxpr, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
         eqns += jaxpr.eqns
         env[i] = jaxpr.outvars[0]
     return env
 
 
-def _filled(shape: tuple[int, ...], scalar: Any, sharding: Any) -> Any:
-    if sharding is not None and shape:
-        return jax.lax.broadcast(scalar, shape, out_sharding=sharding)
-    return jax.lax.full(shape, scalar) if shape else scalar
+def _filled(aval: Any, scalar: Any, typed: bool) -> Any:
+    if not aval.shape:
+        return scalar
+    sharding = sharding_in_type(aval) if typed else None
+    return (
+        jax.lax.broadcast(scalar, aval.shape, out_sharding=sharding) if sharding else jax.lax.full(aval.shape, scalar)
+    )
 
 
 Constants = list[tuple[Any, Any]]  # (variable, array)

@@ -83,8 +83,8 @@ def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: An
         return body(params, *operands)
     if mesh.manual_axes:
         return _on_manual_axes(primitive, params, name, mesh, device)(*operands)
-    params, operands = _added_up(primitive, params, operands)
-    return _split(primitive, params, body, mesh)(*operands)
+    params, given = _added_up(primitive, params, operands)
+    return _split(primitive, params, body, mesh)(*given)
 
 
 def _added_up(

@@ -68,16 +68,18 @@ def _over_devices(found: Mapping[str, Array], axes: Any, form: Settings) -> dict
     of_x = form.mesh_axes("v")
     summed = lax.psum({name: found[name] for name in ("out", "bias") if name in found}, axes) if axes else {}
     over = {slot: by for slot, by in (("x", of_x), ("w", axes)) if slot in found}
-    if any(over.values()):
-        parts = _together([_sent(found[slot], form) if by else found[slot] for slot, by in over.items()], form.on_a_gpu)
-        for part, (slot, by) in zip(parts, over.items(), strict=True):
-            summed[slot] = (lax.psum(part, by) if by else part).astype(found[slot].dtype)
-    return summed
+    if not any(over.values()):
+        return summed
+    parts = _together([_sent(found[slot], by, form) for slot, by in over.items()], form.on_a_gpu)
+    return summed | {
+        slot: lax.psum(part, by).astype(found[slot].dtype) if by else part
+        for part, (slot, by) in zip(parts, over.items(), strict=True)
+    }
 
 
-def _sent(gradient: Array, form: Settings) -> Array:
+def _sent(gradient: Array, axes: Any, form: Settings) -> Array:
     """A product in the dtype in which the program's own are summed over devices; in float16 the small numbers of a mean would vanish."""
-    return gradient.astype(form.logits_dtype) if form.logits_dtype == "bfloat16" else gradient
+    return gradient.astype(form.logits_dtype) if axes and form.logits_dtype == "bfloat16" else gradient
 
 
 def weighted(weights: Array, loss: Array, form: Settings) -> Array:
