@@ -24,8 +24,7 @@ from ....graph.matching.region import CASTS, VIEWS
 from ....graph.matching.walks import given, maker_of, source_of
 from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
-from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
-from ...engine.base import AUTO_AXES
+from ....kernels.op.arrays import FLOATS
 from ...engine.wording import anchor_text
 from .padding import OVERWRITES, padding
 from .softmaxes import classes_left_out
@@ -154,9 +153,6 @@ def check_head(view: CanonicalView, head: Head, total: Node | None) -> None:
 
 
 def _check_operands(head: Head) -> None:
-    if any(is_explicitly_sharded(v.aval) for v in head.leaves.values()):
-        sentence = f"{anchor_text(head.product)} is sharded over explicit mesh axes"
-        raise Declined(sentence, "sharding", edit=AUTO_AXES)
     given = {np.dtype(v.dtype).name for v in (head.x, head.w)}
     if len(given) > 1 or not given <= set(FLOATS):
         sentence = f"{anchor_text(head.product)} multiplies {' by '.join(sorted(given))}"
