@@ -153,12 +153,45 @@ def test_rows_that_are_left_out_count_nothing(name):
 
 
 @pytest.mark.dear
-def test_a_mean_of_no_row_stays_nan():
-    def mean(x, w, labels, mask):
-        return jnp.mean(integer_labels(x @ w, labels), where=mask != 0)
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda x, w, y: jnp.mean(integer_labels(x @ w, y), where=y >= 0),
+        lambda x, w, y: (integer_labels(x @ w, jnp.where(y < 0, 0, y)) * (y >= 0)).sum() / (y >= 0).sum(),
+    ],
+)
+def test_a_mean_of_no_row_stays_nan(mean):
+    same(mean, (X, W, -1 - LABELS))
+    assert np.isnan(jit(fl.fuse(mean, passes=[NAME]))(X, W, -1 - LABELS))
 
-    same(mean, (X, W, LABELS, 0 * MASK))
-    assert np.isnan(jit(fl.fuse(mean, passes=[NAME]))(X, W, LABELS, 0 * MASK))
+
+def by_length(x, w, y, lengths):
+    return jnp.where(lengths > 0, integer_labels(x @ w, y) / lengths, 0.0).sum()
+
+
+def by_text(x, w, y, mask):
+    loss, mask = integer_labels(x @ w, y).reshape(3, 4) * mask.reshape(3, 4), mask.reshape(3, 4)
+    return jnp.where(mask.any(1), loss.sum(1) / mask.sum(1), 0.0).mean()
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("fn", [by_length, by_text])
+def test_a_factor_that_is_no_number_counts_nothing_where_its_row_is_left_out(fn):
+    args = X, W, LABELS, np.where(np.arange(N) < 4, 0, MASK).astype(np.float32)
+    assert NAME in primitives(fl.find(fn, *args, passes=NAME).apply())
+    assert np.isfinite(jit(fn)(*args))
+    np.testing.assert_allclose(jit(fl.fuse(fn, passes=[NAME]))(*args), jit(fn)(*args), rtol=1e-5)
+
+
+@pytest.mark.dear
+def test_a_choice_of_targets_leaves_no_logits_out():
+    def chosen(x, w, y, mask):
+        return -jnp.sum(jnp.where(mask[:, None], one_hot(y), 0.0) * jax.nn.log_softmax(x @ w))
+
+    args = np.where(MASK[:, None] == 0, np.nan, X), W, LABELS, MASK != 0
+    assert NAME in primitives(fl.find(chosen, *args, passes=NAME).apply())
+    want, got = (jit(jax.grad(f))(*args) for f in (chosen, fl.fuse(chosen, passes=[NAME])))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.dear

@@ -13,7 +13,7 @@ from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float
-from ....graph.matching.region import VIEWS, Escape, Region, escapes
+from ....graph.matching.region import CASTS, VIEWS, Escape, Region, escapes
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Node, Value
 from ....kernels import OPS
@@ -123,8 +123,8 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     summed = total is not None or loss.is_total
     if not summed:
         attrs["also"] = tuple(name for name in attrs["also"] if name != "loss")
-    choices = _choices(cut)
-    chosen, hidden = bool(choices), any(n.outputs[0].shape[-1:] == (head.classes,) for n in choices)
+    choices = _choices(cut, head)
+    chosen, hidden = bool(choices), _hides_logits(region, choices)
     if summed:
         attrs["masked"] = chosen or (total is not None and total.masks)
 
@@ -165,13 +165,24 @@ def _is_by_row(value: Value, head: Head) -> bool:
     return nonunit(value.shape) == nonunit(head.rows) and is_float(value.dtype)
 
 
-def _choices(cut: Cut) -> list[Node]:
-    """The nodes by which the weights choose the rows that count: multiplied by 0, NaN is NaN."""
+def _choices(cut: Cut, head: Head) -> list[Node]:
+    """The nodes by which the weights choose the rows that count, of what logits go into: multiplied by 0, as by targets, NaN is NaN."""
     if cut.weights is None:
         return []
     block, own = cut.region.block, source_of(cut.region.block, cut.weights, VIEWS)
-    nodes = (*cut.region.nodes, *cut.region.support)
-    return [n for n in nodes if n.primitive == "select_n" and source_of(block, n.inputs[0], VIEWS) is own]
+    made, found = {v.id for v in head.product.outputs}, list[Node]()
+    for node in sorted((*cut.region.nodes, *cut.region.support), key=lambda n: n.id):
+        if any(v.id in made for v in node.values):
+            made.update(v.id for v in node.outputs)
+            found += [node] if node.primitive == "select_n" and source_of(block, node.inputs[0], VIEWS) is own else []
+    return found
+
+
+def _hides_logits(region: Region, choices: Sequence[Node]) -> bool:
+    """Whether choices leave out the logits of rows, before their exponentials."""
+    chosen = {v.id for n in choices for v in n.outputs}
+    sources = (source_of(region.block, n.inputs[0], CASTS | {"sub"}) for n in region.nodes if n.primitive == "exp")
+    return any(isinstance(a, Value) and a.id in chosen for a in sources)
 
 
 def _read_by(total: WeightedSum, given: dict[str, Any]) -> list[Any]:
@@ -204,8 +215,8 @@ class _Call(Substitution):
         """The loss as the root of the region is."""
         if self.total is None and not self.loss.is_total:
             return self.by_row(out, given)
-        # Of no row, a mean is NaN; the weights of rows that are left out are 0.
-        if self.total is not None and (self.total.adds or (self.attrs["masked"] and self.total.given)):
+        # Of no row, a mean is NaN; the weights of rows that are left out are 0, and XLA multiplies infinity by a mask to 0.
+        if self.total is not None and (self.total.adds or self.total.given):
             return out + self.total.rest(self.loss.region, _read_by(self.total, given)).astype(out.dtype)
         return out
 
@@ -215,7 +226,9 @@ class _Call(Substitution):
         if self.loss.cut.weights is None:
             return out
         weights = jnp.reshape(given["weights"], out.shape)
-        return jnp.where(weights, out, 0) if _choices(self.loss.cut) else weights.astype(out.dtype) * out
+        return (
+            jnp.where(weights, out, 0) if _choices(self.loss.cut, self.loss.head) else weights.astype(out.dtype) * out
+        )
 
     def lost(self, operands: Sequence[Any], named: dict[str, Any]) -> Any:
         """What the loss of a row has besides the op's: of labels outside of the vocabulary alone, and no gradient."""

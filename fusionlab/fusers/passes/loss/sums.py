@@ -48,10 +48,17 @@ class WeightedSum:
     adds: bool
 
     def weights(self, region: Region, given: list[Any]) -> Any:
-        """The weights, with the losses' shape, from the values `given`."""
+        """The weights, with the losses' shape, from the values `given`: 0 for a row that is left out, whatever its factors are."""
+        weights = self._factors(region, given)
+        if not self.masks or not given:
+            return weights
+        ones = [jnp.ones_like(a) if is_float(a.dtype) else a for a in given]
+        return jnp.where(self._factors(region, ones) == 0, 0, weights)
+
+    def _factors(self, region: Region, given: list[Any]) -> Any:
         zeros = jnp.zeros(self.rows.shape, self.rows.dtype)
-        (weights,) = jax.vjp(self._as_function(region, given), zeros)[1](jnp.ones((), self.value.dtype))
-        return weights
+        (factors,) = jax.vjp(self._as_function(region, given), zeros)[1](jnp.ones((), self.value.dtype))
+        return factors
 
     def rest(self, region: Region, given: list[Any]) -> Any:
         """The scalar of losses that are 0."""
