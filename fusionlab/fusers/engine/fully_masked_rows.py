@@ -72,16 +72,17 @@ def _is_any_number(view: CanonicalView, nid: int) -> bool:
     return view.nodes[nid].op not in _CHOOSES and nid != ONE and (shown is None or is_float(shown[0].dtype))
 
 
-def nan_test(view: CanonicalView, root: Value) -> Node | None:
-    """The first node that tests for NaN a value computed from `root` elementwise or by products; None if there is no such test.
+def nan_test(view: CanonicalView, root: Value, sums: bool = False) -> Node | None:
+    """The first node that tests for NaN a value computed from `root` elementwise or by products, and by `sums` if asked for; None if there
+    is no such test.
 
     Values are also followed out of the block, to all results of the node that contains it; a test anywhere in a loop's body or a branch
-    counts. Values are not followed through reductions, because a logsumexp starts by testing whether a maximum is finite.
+    counts. Values are not followed through other reductions, because a logsumexp starts by testing whether a maximum is finite.
     """
     starts = [view.ref[root.id].nid]
     here: CanonicalView | None = view
     while here is not None:
-        found = _among_users(here, starts)
+        found = _among_users(here, starts, sums=sums)
         if found is not None:
             return found
         if here.outer is None:
@@ -100,12 +101,12 @@ def nan_test_between(view: CanonicalView, start: int, end: Node) -> Node | None:
     return _among_users(view, [start], end.id)
 
 
-def _among_users(view: CanonicalView, starts: list[int], before: float = math.inf) -> Node | None:
+def _among_users(view: CanonicalView, starts: list[int], before: float = math.inf, sums: bool = False) -> Node | None:
     seen, stack = set(starts), list(starts)
     while stack:
         for user in view.users.get(stack.pop(), ()):
             node = view.nodes[user]
-            if user in seen or node.op.startswith("reduce_"):
+            if user in seen or (node.op.startswith("reduce_") and not (sums and node.op == "reduce_sum")):
                 continue
             seen.add(user)
             raw = view.maker(user)

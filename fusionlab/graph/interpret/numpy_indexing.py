@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -198,11 +197,9 @@ def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
             raise CannotEvaluate(f"primitive {eqn.primitive.name} beyond the entries of an axis at reduced sizes")
     if eqn.primitive.name == "scatter" and any(x.shape[d] != real[d] for d in indexed):
         raise CannotEvaluate("primitive scatter along an axis at reduced sizes")  # an entry may represent several
-    batched = dims.operand_batching_dims
-    times = math.prod(real[d] / x.shape[d] for d in (*indexed, *batched))
-    if not gathers and not math.isclose(
-        times, math.prod(map(operator.truediv, eqn.invars[1].aval.shape, indices.shape))
-    ):
+    over = (*indexed, *dims.operand_batching_dims)
+    whole, reduced = (math.prod(shape[d] for d in over) for shape in (real, x.shape))
+    if not gathers and whole * indices.size != reduced * math.prod(eqn.invars[1].aval.shape):
         raise CannotEvaluate(f"primitive {eqn.primitive.name} of entries that repeat at reduced sizes")
     return bound(eqn, ins, params)
 

@@ -286,6 +286,11 @@ def infinity_asked_for(x, w, y):
     return jnp.where(jnp.isinf(loss), 0.0, loss).mean()
 
 
+def gradient_asked_for(x, w, y):
+    loss, gradient = jax.value_and_grad(lambda w: -jnp.log(jax.nn.softmax(x @ w))[jnp.arange(N), y].mean())(w)
+    return loss, jnp.where(jnp.isfinite(jnp.sum(gradient**2)), gradient, 0.0)
+
+
 def several_heads(x, w, y):
     return integer_labels(
         jnp.einsum("bse,ehv->bshv", x.reshape(2, 6, E), w.reshape(E, 4, -1)), y.reshape(2, 6, 1)
@@ -317,6 +322,8 @@ DECLINED = {
         lambda x, w, y: -jnp.log(jax.nn.softmax(x @ w) + 1e-8)[jnp.arange(N), y].mean(), "value", "another function"),
     "whether the loss is a number": (number_asked_for, "value", "tests for that"),
     "whether the loss is infinite": (infinity_asked_for, "value", "tests for that"),
+    "whether a gradient is a number": (gradient_asked_for, "value", "tests for that"),
+    "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "uncertified", "have no entries"),
     "classes that are added to": (
         lambda x, w, y: integer_labels((x @ w).at[:, 30:].add(-1e9), y).mean(), "mask", "masks logits"),
     "the first class overwritten": (

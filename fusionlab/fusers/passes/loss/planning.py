@@ -16,6 +16,7 @@ from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, Escape, Region, escapes
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Node, Value
+from ....graph.program.scopes import in_backward
 from ....kernels import OPS
 from ...engine.base import Search, Substitution
 from ...engine.fully_masked_rows import nan_test
@@ -106,13 +107,22 @@ def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False
 
 
 def notes_of(view: CanonicalView, loss: Loss, *ends: Value) -> tuple[str, ...]:
-    """What the fused op has another number for. Raises Declined if the program tests whether its loss is one, or an end, its sum."""
+    """What the fused op has another number for. Raises Declined if the program tests whether its loss is one, or an end, its sum, or a
+    gradient."""
     if not loss.numbers.lost:
         return ()
-    asked = next((n for v in (*loss.region.roots, *ends) if (n := nan_test(view, v)) is not None), None)
+    values = (*loss.region.roots, *ends, *_read_backward(loss.region))
+    asked = next((n for v in values if (n := nan_test(view, v, sums=True)) is not None), None)
     if asked is not None:
         raise Declined(f"{_LOST}, and {asked!r} tests for that", "value", [asked], LOG_EDIT)
     return (_LOST,)
+
+
+def _read_backward(region: Region) -> list[Value]:
+    """What the backward pass makes of the values inside a region."""
+    inner = (v for n in region.nodes for v in n.outputs)
+    readers = {u.id: u for v in inner for u in region.block.users.get(v.id, ()) if in_backward(u)}
+    return [v for n in readers.values() for v in n.outputs]
 
 
 def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Substitution:
