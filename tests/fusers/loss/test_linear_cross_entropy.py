@@ -323,7 +323,7 @@ DECLINED = {
     "whether the loss is a number": (number_asked_for, "value", "tests for that"),
     "whether the loss is infinite": (infinity_asked_for, "value", "tests for that"),
     "whether a gradient is a number": (gradient_asked_for, "value", "tests for that"),
-    "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "uncertified", "have no entries"),
+    "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "axes", "are empty"),
     "classes that are added to": (
         lambda x, w, y: integer_labels((x @ w).at[:, 30:].add(-1e9), y).mean(), "mask", "masks logits"),
     "the first class overwritten": (
