@@ -106,7 +106,7 @@ def _among_users(view: CanonicalView, starts: list[int], before: float = math.in
     while stack:
         for user in view.users.get(stack.pop(), ()):
             node = view.nodes[user]
-            if user in seen or (node.op.startswith("reduce_") and not (sums and node.op == "reduce_sum")):
+            if user in seen or _reduces(node, sums):
                 continue
             seen.add(user)
             raw = view.maker(user)
@@ -121,6 +121,11 @@ def _among_users(view: CanonicalView, starts: list[int], before: float = math.in
             if inside is not None:
                 return inside
     return None
+
+
+def _reduces(node: CNode, sums: bool) -> bool:
+    """Whether a canonical node reduces, other than by a sum where `sums` are followed."""
+    return node.op.startswith("reduce_") and not (sums and node.op == "reduce_sum")
 
 
 def _asks_of_itself(node: CNode) -> bool:

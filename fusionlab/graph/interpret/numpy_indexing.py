@@ -198,10 +198,16 @@ def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
     if eqn.primitive.name == "scatter" and any(x.shape[d] != real[d] for d in indexed):
         raise CannotEvaluate("primitive scatter along an axis at reduced sizes")  # an entry may represent several
     over = (*indexed, *dims.operand_batching_dims)
-    whole, reduced = (math.prod(shape[d] for d in over) for shape in (real, x.shape))
-    if not gathers and whole * indices.size != reduced * math.prod(eqn.invars[1].aval.shape):
+    if not gathers and not _alike(eqn, x.shape, indices.size, over):
         raise CannotEvaluate(f"primitive {eqn.primitive.name} of entries that repeat at reduced sizes")
     return bound(eqn, ins, params)
+
+
+def _alike(eqn: Any, shape: Sequence[int], indices: int, over: Sequence[int]) -> bool:
+    """Whether an entry of a scatter's updates represents as many as one of the axes `over` of its operand, of this reduced shape, does."""
+    real, whole = (v.aval.shape for v in eqn.invars[:2])
+    entries, reduced = math.prod(real[d] for d in over), math.prod(shape[d] for d in over)
+    return entries * indices == reduced * math.prod(whole)
 
 
 def _window_of_updates(dims: Any, shape: Sequence[int], updates: Sequence[int]) -> list[int]:

@@ -154,9 +154,7 @@ def check_head(view: CanonicalView, head: Head, total: Node | None) -> None:
 
 def _check_operands(head: Head) -> None:
     if 0 in head.logits.shape:
-        raise Declined(
-            f"{head.logits!r} have no entries, and nothing to prove a site by", "uncertified", [head.product]
-        )
+        raise Declined(f"{head.logits!r} are empty", "axes", [head.product])
     given = {np.dtype(v.dtype).name for v in (head.x, head.w)}
     if len(given) > 1 or not given <= set(FLOATS):
         sentence = f"{anchor_text(head.product)} multiplies {' by '.join(sorted(given))}"
