@@ -223,7 +223,7 @@ SPELLINGS = {
     "indexed, clipped": Spelling(
         lambda x, w, y: -jax.nn.log_softmax(x @ w).at[jnp.arange(N), y].get(mode="clip").mean(), "clip"),
     "smoothed by hand": Spelling(smoothed_by_hand, "drop", attrs={"label_smoothing": 0.1}),
-    "MaxText, z-loss, weights": Spelling(maxtext, "drop", (MASK,), {"z_loss": 1e-4}),
+    "MaxText, z-loss, weights": Spelling(maxtext, "drop", (MASK,), {"z_loss": 1e-4, "masked": True}),
     "two logarithms": Spelling(squared_logarithm, "nan", attrs={"z_loss": 1e-3}),
     "flax, causal": Spelling(flax_causal, "drop"),
     "ignored labels": Spelling(torch_like, "drop", attrs={"masked": True}),
@@ -250,6 +250,8 @@ SPELLINGS = {
     "lm1b, normalised": Spelling(normalised, "drop", (MASK,), {"label_smoothing": 0.1032258}),
     "EasyLM, accuracy": Spelling(easylm, "drop", (MASK,), {"masked": True, "also": ("argmax",)}, aux=True),
     "weighted targets": Spelling(weighted_targets, "drop", (MASK,)),
+    "turned": Spelling(
+        lambda x, w, y: integer_labels((w.T @ x.T).T.reshape(2, 6, V), y.reshape(2, 6)).mean(), "nan"),
     "vmapped with a bias": Spelling(vmapped_with_bias, "nan", (BIAS,), {"transposed": True}, weight=W.T),
     "padded vocabulary": Spelling(padded, "nan", attrs={"classes": V - 3, "fill": -1e10}),
     "temperature, bias, cap": Spelling(

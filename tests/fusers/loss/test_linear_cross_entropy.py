@@ -184,6 +184,16 @@ def test_a_factor_that_is_no_number_counts_nothing_where_its_row_is_left_out(fn)
 
 
 @pytest.mark.dear
+def test_a_product_with_a_mask_of_bools_is_the_choice_that_xla_makes_of_it():
+    def kept(x, w, y):
+        return (integer_labels(x @ w, y) * (y >= 0)).sum() / jnp.maximum((y >= 0).sum(), 1)
+
+    labels = np.where(MASK == 0, -100, LABELS).astype(np.int32)
+    assert np.isfinite(jit(kept)(X, W, labels))
+    same(kept, (X, W, labels))
+
+
+@pytest.mark.dear
 def test_a_choice_of_targets_leaves_no_logits_out():
     def chosen(x, w, y, mask):
         return -jnp.sum(jnp.where(mask[:, None], one_hot(y), 0.0) * jax.nn.log_softmax(x @ w))

@@ -221,15 +221,18 @@ def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
 def _oriented(view: CanonicalView, node: Node, chain: Sequence[Node], sides: tuple[int, int]) -> Head:
     """The product of rows and a matrix, in this order or the other, as a head; `sides` are the axes over which it sums."""
     first, second = node.values
-    turned = next((n for n in chain if n.primitive in VIEWS), None)
-    if _moves_first_last(turned) and len(first.shape) == 2 and sides[1] == len(second.shape) - 1:
-        x, w, contracted = second, first, sides[0]
-    elif len(second.shape) == 2 and sides[0] == len(first.shape) - 1:
-        x, w, contracted = first, second, sides[1]
-    else:
-        raise Declined(f"{anchor_text(node)} is no product of rows and one matrix", "axes", [node], _EDITS["heads"])
+    turned = _moves_first_last(next((n for n in chain if n.primitive in VIEWS), None)) and len(first.shape) == 2
+    x, w, (contracted, last) = (second, first, sides) if turned else (first, second, sides[::-1])
+    rows = x if last == len(x.shape) - 1 or len(x.shape) > 2 else _untransposed(view, x)
+    if (rows is x and last != len(x.shape) - 1) or len(w.shape) != 2:
+        why = (
+            "is turned and does not sum over the last axis of rows"
+            if turned
+            else "is no product of rows and one matrix"
+        )
+        raise Declined(f"{anchor_text(node)} {why}", "axes", [node], _EDITS["last" if turned else "heads"])
     own = _untransposed(view, w)
-    return Head(node, (), x, own, contracted == (1 if own is w else 0), node.outputs[0])
+    return Head(node, (), rows, own, contracted == (1 if own is w else 0), node.outputs[0])
 
 
 def _untransposed(view: CanonicalView, w: Value) -> Value:

@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
 from ....graph.matching.region import CASTS, VIEWS, Region
-from ....graph.matching.walks import makers_of
+from ....graph.matching.walks import makers_of, source_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Node, Value, values_in
@@ -83,8 +83,14 @@ def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> Weighte
         return None
     own = {rows.id} | {v.id for n in nodes for v in n.outputs}
     given, numbers = _read_besides(view, nodes, own)
-    masks, adds = (any(n.primitive in names for n in nodes) for names in (("select_n",), _ADDS))
+    masks, adds = any(_leaves_out(view, n) for n in nodes), any(n.primitive in _ADDS for n in nodes)
     return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), given, numbers, masks, adds)
+
+
+def _leaves_out(view: CanonicalView, node: Node) -> bool:
+    """Whether a node leaves losses out whatever they are: by a choice, or as XLA has a product with a mask of bools, by which NaN is 0."""
+    sources = (source_of(view.block, a, VIEWS | CASTS) for a in node.inputs)
+    return node.primitive == "select_n" or (node.primitive == "mul" and any(a.dtype == bool for a in sources))
 
 
 def _linear_in(view: CanonicalView, found: Downstream, rows: Value) -> list[Node]:
