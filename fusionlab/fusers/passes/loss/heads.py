@@ -223,8 +223,8 @@ def _oriented(view: CanonicalView, node: Node, chain: Sequence[Node], sides: tup
     first, second = node.values
     turned = _moves_first_last(next((n for n in chain if n.primitive in VIEWS), None)) and len(first.shape) == 2
     x, w, (contracted, last) = (second, first, sides) if turned else (first, second, sides[::-1])
-    rows = x if last == len(x.shape) - 1 or len(x.shape) > 2 else _untransposed(view, x)
-    if (rows is x and last != len(x.shape) - 1) or len(w.shape) != 2:
+    rows = _with_last(view, x, last)
+    if rows is None or len(w.shape) != 2:
         why = (
             "is turned and does not sum over the last axis of rows"
             if turned
@@ -233,6 +233,14 @@ def _oriented(view: CanonicalView, node: Node, chain: Sequence[Node], sides: tup
         raise Declined(f"{anchor_text(node)} {why}", "axes", [node], _EDITS["last" if turned else "heads"])
     own = _untransposed(view, w)
     return Head(node, (), rows, own, contracted == (1 if own is w else 0), node.outputs[0])
+
+
+def _with_last(view: CanonicalView, x: Value, axis: int) -> Value | None:
+    """The rows of which an axis is the last: a value, or the one of which it is the transpose; None for any other."""
+    if axis == len(x.shape) - 1:
+        return x
+    own = _untransposed(view, x)
+    return own if own is not x and len(x.shape) == 2 else None
 
 
 def _untransposed(view: CanonicalView, w: Value) -> Value:

@@ -171,7 +171,7 @@ class ResidualWalk(FactorWalk):
         return attempted(lambda: self.with_bias(product, total, rest, name), without)
 
     def with_bias(self, product: Projection, total: Side, rest: Side, name: str) -> tuple[Projection, Side, Side]:
-        """As `residual` gives them, with the other term of the sum that reads `total` as the bias. Raises Unread if it is none."""
+        """As `residual` gives them, with the other term of the sum that reads `total` as the bias. Raises Unread if that is no bias."""
         all_of_it, bias = self.added(total, name, ())
         if bias.atoms != {"e"}:
             raise Unread(f"{name} is added to more than one value", total.nid)
