@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from fusionlab.device import Device
+from fusionlab.evidence.instruments import device_clock
 from fusionlab.evidence.instruments.program import Program
 from fusionlab.kernels.ops import clock
 
@@ -44,6 +45,7 @@ def gpu(monkeypatch):
     for name in ("wait", "mark", "elapsed_s"):
         monkeypatch.setattr(clock, name, getattr(simulated, name))
     monkeypatch.setattr(clock, "device", lambda: jax.devices()[0])
+    monkeypatch.setattr(device_clock, "SAMPLE_S", 1e9)  # how long a call takes here makes no sample shorter
     monkeypatch.setattr(Device, "current", classmethod(lambda cls: simulated.device))
     ready = Program.ready
 

@@ -41,6 +41,17 @@ def test_on_a_gpu_functions_are_compared_in_device_time(gpu):
     assert [t.clock for t in again.timings] == ["device time"] * 2
 
 
+@pytest.mark.parametrize(("seconds", "calls"), [(1e-3, 8), (0.004, 8), (0.01, 3), (0.029, 2), (1.0, 1)])
+def test_long_calls_make_short_samples(seconds, calls, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(device_clock.time, "perf_counter", lambda: now[0])
+
+    def run():
+        now[0] += seconds
+
+    assert device_clock.calls_of(lambda n: [run] * n) == calls
+
+
 def test_a_record_without_a_clock_is_of_wall_time(gpu):
     gpu.takes = {"before": 3e-6, "after": 2e-6}
     data = fl.compare(f, g, X, numerics=False, grad=False).to_dict()
