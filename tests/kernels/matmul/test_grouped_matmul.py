@@ -123,7 +123,7 @@ def test_a_batch_of_groups_is_declined_with_its_reason():
     ("device", "dtype", "sizes", "chosen", "why"),
     [
         ("cpu", "bfloat16", {}, "xla", "CUDA device"),
-        ("sm_80", "bfloat16", {}, "xla", "sm_80 is not sm_90"),
+        ("sm_80", "bfloat16", {}, "xla", "sm_80 is older than sm_90"),
         ("sm_100", "bfloat16", {}, "xla", "sm_100 is not sm_90"),
         ("sm_90", "bfloat16", {}, "mosaic", "measured faster"),
         ("sm_90", "float16", {}, "mosaic", "measured faster"),
