@@ -49,6 +49,8 @@ def sites_of(graph: Graph, records: Iterable[Candidate | Rejection], backward: C
         if not own <= late_ids:  # of a site that reaches into the backward pass, what is there is its backward pass
             own, pair = own - late_ids, pair | (own & late_ids)
         late = pair & late_ids
+        if late:  # what follows of its backward pass, such as the layout of a gradient, may be in the update's phase
+            late |= frozenset(i for i in pair if i > min(late))
         found.append(Found(record, own | (pair - late)))
         if late:
             found.append(Found(record, late - found[-1].nodes, backward=True))
