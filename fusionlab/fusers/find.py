@@ -158,8 +158,11 @@ def _router(
 ) -> Callable[[Findings], Any]:
     """The function that finds the route of every product, from the pass that has routes, even if that pass is not requested."""
     asked = {p.name: options for p, options in passes}
-    routes, options = next((p.routes, asked.get(p.name, {})) for p in BUILT_IN.values() if p.routes is not None)
-    return functools.partial(routes, [(search_of(view, options=options), owner) for view, owner in found_views])
+    pass_, routes = next((p, p.routes) for p in BUILT_IN.values() if p.routes is not None)
+    # An implementation is named for the passes that are requested: another pass may not have it.
+    own = {} if pass_.name in asked else {"implementation": None}
+    options = asked.get(pass_.name, {})
+    return functools.partial(routes, [(search_of(view, options=options, **own), owner) for view, owner in found_views])
 
 
 def _searched(pass_: Pass, search: Search, rule: Node | None) -> list[Candidate | Rejection]:
