@@ -77,13 +77,14 @@ def records_of(card: str) -> tuple[Record, ...]:
     return tuple(Record(path, json.loads(path.read_text(encoding="utf-8"))) for path in paths)
 
 
-def newest(card: str, benchmark: str) -> Record:
-    """The record of a benchmark that was made last.
+def newest(card: str, benchmark: str, case: str = "") -> Record:
+    """The record of a benchmark that was made last, of those with a `case` if it is given.
 
     Raises:
       LookupError: there is none.
     """
     found = [record for record in records_of(card) if record.benchmark == benchmark]
+    found = [record for record in found if not case or case in record.data["cases"]]
     if not found:
         raise LookupError(f"benchmarks/results/{card} has no record of {benchmark}")
     return max(found, key=lambda record: record.time)

@@ -56,6 +56,7 @@ class Measured:
       rows: the rows, or a function of the record's data that gives them.
       passes: the passes that the difference is due to.
       after: a paragraph behind the table, or a function of the record's data that gives it.
+      case: of the records, the newest with this case; "": the newest of all.
     """
 
     title: str
@@ -66,10 +67,11 @@ class Measured:
     rows: Sequence[Row] | Callable[[Mapping[str, Any]], Sequence[Row]]
     passes: Sequence[str] = ()
     after: str | Callable[[Mapping[str, Any]], str] = ""
+    case: str = ""
 
     @property
     def record(self) -> Record:
-        return newest(self.card, self.benchmark)
+        return newest(self.card, self.benchmark, self.case)
 
     @property
     def anchor(self) -> str:
