@@ -184,7 +184,9 @@ def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | Non
 
 
 def kind(aval: Any) -> tuple[Any, ...]:
-    """The part of a type that must be equal for one value to replace another."""
+    """The part of a type that must be equal for one value to replace another; the type itself of what is no array, as flax's variables."""
+    if not hasattr(aval, "shape"):
+        return (aval,)
     return aval.shape, aval.dtype, varying_axes(aval), sharding_in_type(aval)
 
 
