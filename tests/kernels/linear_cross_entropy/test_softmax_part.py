@@ -57,7 +57,9 @@ PADDED = {
     "classes, of float64": Case(4, 304, "float32", "bfloat16", {**CLASSES, "fill": -1e300}),
     "classes, far smaller logits": Case(4, 304, "float32", "float32", {**CLASSES, "fill": 1.0, "scale": 0.1}),
     "both": Case(4, 301, "bfloat16", "bfloat16", {**CLASSES, **EVERYTHING}, beyond=19),
-    "both, all places": Case(3, 4301, "bfloat16", "bfloat16", {**EVERYTHING, "classes": 4090, "fill": -9.0}, ALL_PLACES, 19),
+    "both, all places": Case(
+        3, 4301, "bfloat16", "bfloat16", {**EVERYTHING, "classes": 4090, "fill": -9.0}, ALL_PLACES, 19
+    ),
     "both, no cotangent": Case(4, 301, "bfloat16", None, {**CLASSES, **EVERYTHING}, beyond=19),
 }
 

@@ -152,7 +152,9 @@ class _Pull:
         if of_loss is None:
             return softmax_part(h, part["labels"], None, self.form, size=self.size)
         given, sizes = divided(self.known, {"loss": of_loss})
-        found = softmax_part(h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form), size=self.size)
+        found = softmax_part(
+            h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form), size=self.size
+        )
         return found | self.made(found.pop("dh"), sizes, part["x"])
 
     def products(self, found: dict[str, Array], x: Array) -> dict[str, Array]:

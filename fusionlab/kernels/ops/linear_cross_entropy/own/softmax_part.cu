@@ -101,7 +101,13 @@ struct Row {
     mine = start + head + static_cast<int>(threadIdx.x) * FL_VEC;
   }
   __device__ __forceinline__ bool has(int i) const { return i < kFull || unit_of(i) < body; }
-  __device__ __forceinline__ int column_of(int i) const { return head + unit_of(i) * FL_VEC; }
+  // Of the first entry of vector number i, where some of its entries are no logits; else 0, which is before all of these. Of most vectors
+  // the compiler knows.
+  __device__ __forceinline__ int checked_column(int i) const {
+    if (!kPadded || (i + 1) * (FL_THREADS * FL_VEC) + FL_VEC <= FL_CLASSES) return 0;
+    const int column = head + unit_of(i) * FL_VEC;
+    return column + FL_VEC > FL_CLASSES ? column : 0;
+  }
   __device__ __forceinline__ Index at(int i) const { return mine + i * (FL_THREADS * FL_VEC); }
   // Of the entry that is a thread's alone, -1 for none.
   __device__ __forceinline__ int lone_column() const {
@@ -146,7 +152,7 @@ struct Values {
     for (int j = 0; j < kBatch; ++j) {
       const bool there = has(row, i + j, end);
       if (there) unpack(vectors[j], at[j]);
-      const int column = kPadded && row.column_of(i + j) + FL_VEC > FL_CLASSES ? row.column_of(i + j) : 0;
+      const int column = row.checked_column(i + j);
 #pragma unroll
       for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? reading.of(at[j][k], column + k) : -infinity();
     }
@@ -315,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
         for (int j = 0; j < kBatch; ++j) {
           const int i = first + j;
           if (!has(row, i, end)) continue;
-          const int column = kPadded && row.column_of(i) + FL_VEC > FL_CLASSES ? row.column_of(i) : 0;
+          const int column = row.checked_column(i);
           if constexpr (FL_SMOOTH) {
 #pragma unroll
             for (int k = 0; k < FL_VEC; ++k) total += kPadded && column + k >= FL_SIZE ? 0.f : values.at[j][k] - top;
