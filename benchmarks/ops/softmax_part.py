@@ -83,7 +83,7 @@ def arguments(case: Case) -> tuple[Any, ...]:
 
     keys = jax.random.split(jax.random.key(0), 2)
     h = jax.jit(lambda: jax.random.normal(keys[0], (case.rows, case.size), case.dtype))()
-    return h, jax.random.randint(keys[1], (case.rows,), 0, case.size), jnp.ones(case.rows)
+    return h, jax.random.randint(keys[1], (case.rows,), 0, case.classes or case.size), jnp.ones(case.rows)
 
 
 def by_xla(h: Any, labels: Any, of_loss: Any, *, form: Any, out: str) -> dict[str, Any]:
