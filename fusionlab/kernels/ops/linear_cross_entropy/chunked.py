@@ -26,6 +26,7 @@ Array = Any
 
 # Bytes of the logits of a chunk: on a CPU in A, where longer chunks take more time as well as more memory; elsewhere in their own dtype.
 MEMORY_ON_A_CPU, MEMORY = 1 << 26, 1 << 27
+MORE = 2  # as many on a GPU where no cotangent is made: nothing is kept of the logits but some numbers of each row
 LEAST = 1024  # rows of a chunk on a GPU: the product of fewer is slower
 WHOLE = 1 << 32  # bytes of the cotangents of all logits; adding up the gradient of w, chunk by chunk, takes longer
 _ALIGNED = 8  # rows of a chunk are a multiple of
@@ -35,16 +36,26 @@ _VECTOR, _TILE = 8, 64
 _SUMMED = ("w", "bias")
 
 
-def chunks(shape: tuple[int, ...], size: int, form: Settings, in_place: bool = False) -> tuple[int, int]:
+def chunks(
+    shape: tuple[int, ...], size: int, form: Settings, in_place: bool = False, alone: bool = False
+) -> tuple[int, int]:
     """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`. `in_place`: the cotangents of all logits are kept
-    and take as much as the logits, whose memory they get, so that chunks of some rows would save none.
+    and take as much as the logits, whose memory they get, so that chunks of some rows would save none. `alone`: there is no cotangent.
     """
     count = math.prod(shape[:-1])
-    number = -(-count // (form.chunk or (count if in_place else _most_rows(size, form)) or 1))
+    number = _number(count, size, form, in_place, alone)
     if number <= 1:
         return 1, count
     each = -(-count // number)
     return number, each if form.chunk else -(-each // _ALIGNED) * _ALIGNED
+
+
+def _number(count: int, size: int, form: Settings, in_place: bool, alone: bool) -> int:
+    if in_place and not form.chunk:
+        return 1
+    if form.on_a_gpu and not form.chunk:  # the nearest: a row more than fits is no reason for another chunk
+        return round(count / (_most_rows(size, form) * (MORE if alone else 1)))
+    return -(-count // (form.chunk or _most_rows(size, form)))
 
 
 def _most_rows(size: int, form: Settings) -> int:
@@ -196,7 +207,9 @@ def by_chunks(
     """`step` of all rows: the gradients of w and bias added up, all else by row; those that `pull` makes after the loop of all rows, with
     the ones that were missing in the last chunk. `given` has entries for each row in front.
     """
-    number, each = chunks(shape, w.shape[0 if form.transposed else 1], form, pull is not None and pull.in_place)
+    number, each = chunks(
+        shape, w.shape[0 if form.transposed else 1], form, pull is not None and pull.in_place, pull is None
+    )
     lead, count = shape[:-1], math.prod(shape[:-1])
     parts = {name: _cut(a, len(lead), number, each, 1 if name == "mass" else 0) for name, a in given.items()}
     sums, found = _looped(step, parts, w) if number > 1 else _once(step, parts)
