@@ -10,6 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
+def _same(tree: Any) -> Any:
+    return tree
+
+
+def _looked_up(table: Any, tokens: Any) -> Any:
+    return table[tokens]
+
+
 @dataclass(frozen=True)
 class Written:
     """How a language model's loss is written, as far as that is a choice.
@@ -18,11 +26,17 @@ class Written:
       attend: causal attention of q [batch, length, heads, features] and k, v [batch, length, groups, features]; None: as a user writes it.
       loss: the mean cross-entropy of x [batch, length, E], w [E, V] and labels [batch, length]; None: as a user writes it.
       keeps_products: layers keep the results of products with weights for the backward pass, and make all else again.
+      whole: of several devices: (weights about to be used) -> the same, where each device has all of them.
+      rows: of several devices: (activations) -> the same, where each device has some of the texts.
+      looked_up: (the embedding's table, tokens) -> the rows of the tokens.
     """
 
     attend: Callable[..., Any] | None = None
     loss: Callable[..., Any] | None = None
     keeps_products: bool = False
+    whole: Callable[[Any], Any] = _same
+    rows: Callable[[Any], Any] = _same
+    looked_up: Callable[[Any, Any], Any] = _looked_up
 
     def remade(self, layer: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
         """The layer with the policy, or `otherwise` without one."""

@@ -95,6 +95,7 @@ class Llama:
             return jnp.einsum("bkgts,bskh->btkgh", jax.nn.softmax(scores).astype(v.dtype), v)
 
         def layer(x: Any, p: Any) -> Any:
+            x, p = written.rows(x), written.whole(p)
             y = rms_norm(x, p["norm_1"])
             q = rotated((y @ p["wq"]).reshape(b, t, self.heads, h))
             key = rotated((y @ p["wk"]).reshape(b, t, k, h))
@@ -104,17 +105,18 @@ class Llama:
             return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
 
         def loss(parameters: Any, tokens: Any) -> Any:
-            x = parameters["embedding"][tokens[:, :-1]]
+            ends = written.whole({name: parameters[name] for name in ("embedding", "norm", "head")})
+            x = written.rows(written.looked_up(ends["embedding"], tokens[:, :-1]))
             body = written.remade(layer, jax.checkpoint(layer) if self.form == "checkpoint" else layer)
             if self.form == "unrolled":
                 for p in parameters["layers"]:
                     x = body(x, p)
             else:
                 x, _ = jax.lax.scan(lambda x, p: (body(x, p), None), x, parameters["layers"])
-            x = rms_norm(x, parameters["norm"])
+            x = rms_norm(written.rows(x), ends["norm"])
             if written.loss is not None:
-                return written.loss(x, parameters["head"], tokens[:, 1:])
-            return _cross_entropy(x @ parameters["head"], tokens[:, 1:])
+                return written.loss(x, ends["head"], tokens[:, 1:])
+            return _cross_entropy(x @ ends["head"], tokens[:, 1:])
 
         return loss
 

@@ -172,6 +172,7 @@ class Original:
         self.__dict__.pop("reference", None)
 
     def _reference(self) -> Reference:
+        self.stages("planning the float64 reference")
         # The program's own arguments: copies on the device, of which donated ones are copied again for each run.
         args, kwargs = self.forward.args, self.forward.kwargs
         promoted, plan = planned(self.call.fn, args, kwargs, self.grad, (self.forward.jaxpr, self.forward.outputs))

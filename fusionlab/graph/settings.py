@@ -105,7 +105,12 @@ def as_function(closed: Any) -> Callable[..., Any]:
 
 
 def _is_wide(value: Any) -> bool:
-    dtype = getattr(getattr(value, "aval", value), "dtype", None)  # of a symbolic zero its type alone tells
+    # Of a symbolic zero its type alone tells.
+    return _has_64_bits(getattr(getattr(value, "aval", value), "dtype", None))
+
+
+@functools.cache  # NumPy makes the name anew each time, and every value of a program is asked for it
+def _has_64_bits(dtype: Any) -> bool:
     return getattr(dtype, "name", None) in _WIDE
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.programs import tensor_parallel
-from benchmarks.programs.tensor_parallel import ERROR, main
+from benchmarks.devices import tensor_parallel
+from benchmarks.devices.tensor_parallel import ERROR, main
 
 RECORDS = Path(tensor_parallel.__file__).parents[1] / "results" / "h100"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import sys
@@ -20,6 +21,9 @@ from fusionlab.errors import (
     TraceError,
 )
 from fusionlab.evidence import Evidence, Verdict, environment, load_json, measure, resident_growth, save_json
+from fusionlab.evidence.instruments.program import compile_program
+from fusionlab.graph.interpret.promote import promote
+from fusionlab.graph.program.trace import trace
 
 QUICK = {"samples": 2, "budget_s": 5.0}
 
@@ -317,6 +321,7 @@ COMPARED = [
         for verb in ("tracing", "compiling")
     ),
     "memory, gradient of the call",
+    "planning the float64 reference",
     "float64 reference",
     "errors of outputs and gradients",
     "timing call",
@@ -452,3 +457,22 @@ def test_two_traces_are_of_one_program_only_with_the_same_captured_arrays_number
     assert not _are_alike(graph(first, 2.0, x), graph(second, 2.0, x))
     assert not _are_alike(graph(first, 2.0, x), graph(first, 3.0, x))
     assert not _are_alike(graph(first, 2.0, x), graph(first, 2.0, jnp.ones((2, 8))))
+
+
+def test_the_garbage_collector_walks_young_objects_alone_while_a_program_is_traced_or_compiled():
+    seen, before = [], gc.get_threshold()
+
+    def one():  # anew, as JAX keeps what it has traced
+        def f(x):
+            seen.append(gc.get_threshold()[2])
+            return x + 1
+
+        return f
+
+    x = jnp.ones(3)
+    trace(one(), x)
+    promote(one(), x)
+    compile_program(one(), (x,), {})
+    assert len(seen) == 3
+    assert min(seen) > 100 * before[2]
+    assert gc.get_threshold() == before

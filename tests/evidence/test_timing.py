@@ -18,6 +18,7 @@ from fusionlab.evidence.instruments import timing, turns
 from fusionlab.evidence.instruments.contention import Contention
 from fusionlab.evidence.instruments.record import to_json
 from fusionlab.evidence.instruments.timing import Runs, Verdict, judge, ratio_interval, seconds, time_pair, timing_of
+from fusionlab.evidence.instruments.verdicts import is_far
 from fusionlab.evidence.reading import read_timing
 
 
@@ -246,6 +247,22 @@ def test_patience_ends_before_more_samples_than_fit_in_it(clock, monkeypatch, se
     taken = timing.time_programs("call", *(Program(name, seconds, clock) for name in ("before", "after")))
     assert len(taken.before.samples_s) == samples
     assert clock.now <= timing.PATIENCE_S + 2 * seconds
+
+
+@pytest.mark.parametrize(
+    ("interval", "samples"), [((1.25, 2.0), 40), ((0.4, 0.8), 40), ((1.15, 1.9), 400), ((0.6, 0.9), 400)]
+)
+def test_no_more_samples_are_taken_where_the_wider_interval_of_a_busy_machine_is_far_from_1(
+    clock, monkeypatch, interval, samples
+):
+    monkeypatch.setattr(timing, "ratio_interval", lambda *_, busy=False, **__: interval if busy else (1.21, 1.9))
+    taken = timing.time_programs("call", *(Program(name, 0.001, clock) for name in ("before", "after")))
+    assert len(taken.before.samples_s) == samples
+
+
+def test_samples_of_one_function_are_never_far_from_each_other():
+    intervals = (ratio_interval(drawn(i, 1), drawn(i + 500, 1), busy=True) for i in range(200))
+    assert not any(map(is_far, intervals))
 
 
 def test_a_measurement_can_be_cancelled_and_tells_its_progress():

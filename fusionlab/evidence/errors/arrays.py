@@ -82,7 +82,7 @@ def compare_arrays(got: Any, want: Any, dtype: Any, rtol: float = 0.0, atol: flo
     Raises:
       ArgumentError: the shapes differ.
     """
-    got, want = (x if isinstance(x, np.ndarray) or on_default_device(x) else np.asarray(x) for x in (got, want))
+    got, want = (x if np.size(x) > BLOCK and on_default_device(x) else np.asarray(x) for x in (got, want))
     if got.shape != want.shape:
         raise ArgumentError(f"arrays: got shapes {got.shape} and {want.shape}, needed the same shape")
     dtype = jnp.dtype(dtype)

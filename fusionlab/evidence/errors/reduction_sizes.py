@@ -40,6 +40,7 @@ def sums_of(jaxpr: Any, platform: str) -> ReductionSizes:
     return ReductionSizes(reduction_size(jaxpr), tf32, min(sorted(operands), key=mantissa_bits, default=""))
 
 
+@functools.cache  # asked once for every value of a program
 def mantissa_bits(dtype: Any) -> int:
     """Bits of mantissa of a float or complex dtype."""
     return int(jnp.finfo(dtype).nmant)

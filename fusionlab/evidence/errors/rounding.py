@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from fusionlab.graph.dtypes import is_float
+from fusionlab.graph.jax_compat import on_default_device
 from fusionlab.showing import Shown
 
-from .arrays import Error
+from .arrays import BLOCK, Error
 from .reduction_sizes import ReductionSizes, mantissa_bits
 
 RUNS = 8  # at most
@@ -107,19 +109,27 @@ def _roundoff(sums: ReductionSizes) -> float:
 def _moved(x: Any, salt: int, coarse: float) -> Any:
     if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)) or not x.size:
         return x
-    return _shifted(x, salt & 0xFFFFFFFF, max(float(jnp.finfo(x.dtype).eps), coarse))
+    by = max(float(jnp.finfo(x.dtype).eps), coarse)
+    if x.size > BLOCK or not on_default_device(x):
+        return _shifted_on_device(x, salt & 0xFFFFFFFF, by)
+    # On the host nothing is compiled; on the device each shape is another program.
+    return jax.device_put(_shifted(np, np.asarray(x), salt & 0xFFFFFFFF, by), x.sharding)
 
 
 @functools.partial(jax.jit, static_argnames="by")
-def _shifted(x: Any, salt: Any, by: float) -> Any:
+def _shifted_on_device(x: Any, salt: Any, by: float) -> Any:
+    return _shifted(jnp, x, salt, by)
+
+
+def _shifted(of: Any, x: Any, salt: Any, by: float) -> Any:
+    """Each element times 1 + by or 1 - by, as `of`, NumPy or `jax.numpy`, computes it: the same on both."""
     # A hash of the position (the last step of MurmurHash3): as random as is needed, and compiled in no time for each shape.
-    h = jax.lax.iota(jnp.uint32, x.size).reshape(x.shape) * jnp.uint32(0x9E3779B1) + jnp.uint32(salt) * jnp.uint32(
-        0x85EBCA6B
-    )
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
-    return jnp.where((h ^ (h >> 16)) >> 31 == 0, wide * (1 + by), wide * (1 - by)).astype(x.dtype)
+    h = of.arange(x.size, dtype="uint32").reshape(x.shape) * of.uint32(0x9E3779B1)
+    h = h + of.asarray([salt], dtype="uint32") * of.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 16)) * of.uint32(0x85EBCA6B)
+    h = (h ^ (h >> 13)) * of.uint32(0xC2B2AE35)
+    wide = x.astype("float32") if x.dtype.itemsize < 4 else x
+    return of.where((h ^ (h >> 16)) >> 31 == 0, wide * (1 + by), wide * (1 - by)).reshape(x.shape).astype(x.dtype)
 
 
 def measure_noise(

@@ -19,7 +19,7 @@ from fusionlab.graph.calls.binding import Bound
 from fusionlab.graph.jax_compat import child_jaxprs, split_closed
 from fusionlab.graph.program.scopes import source_of
 from fusionlab.graph.program.trace import error_text
-from fusionlab.graph.settings import jax_defaults
+from fusionlab.graph.settings import jax_defaults, no_full_collections
 from fusionlab.graph.xla.assignment_text import OPTIONS
 from fusionlab.graph.xla.hlo_text import Module, parse_hlo
 
@@ -130,7 +130,7 @@ def compile_program(
       TraceError: JAX cannot trace or compile it.
       OutOfMemoryError: the device has too little memory for its arguments, or to compile it.
     """
-    with out_of_memory(f"{name}: compiling it"):
+    with out_of_memory(f"{name}: compiling it"), no_full_collections():
         return _compiled(fn, args, kwargs, name, tuple(donate_argnums), advice, compiling, said, assigned)
 
 

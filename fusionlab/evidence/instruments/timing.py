@@ -35,7 +35,7 @@ from .out_of_memory import out_of_memory
 from .program import Program, compile_program, compiling
 from .record import hardware
 from .turns import take_turns
-from .verdicts import VERDICT_SAMPLES, WIDEST, Verdict, judge, ratio_interval
+from .verdicts import VERDICT_SAMPLES, WIDEST, Verdict, is_far, judge, ratio_interval
 
 WALL = "wall time"
 PATIENCE_S = 10.0  # for more samples than were asked for
@@ -201,7 +201,7 @@ def time_pair(
       before, after: what to compare; "before" is the baseline.
       *args, **kwargs: arrays, used as given; donated ones are copied for each run, outside the timed region.
       samples: of each; at least 40 for a verdict, and then up to ten times as many, for some seconds, where these
-        leave the ratio open by more than 6 %.
+        leave the ratio open by more than 6 % and it may be within 20 % of 1.
       budget_s: seconds for all runs (compiling comes on top), kept to within a call of each function; fewer samples are kept when it
         ends. Each runs four times at least: two runs before the samples, and two samples.
       donate_argnums: arguments each run consumes; those that a `before` under `jax.jit` donates are found automatically.
@@ -259,13 +259,16 @@ def time_programs(
     """`time_pair` for compiled programs; at least two samples of each are taken, whatever the budget.
 
     Where so many samples leave the ratio open by more than `WIDEST`, up to ten times as many are taken, as far as they are done within
-    `PATIENCE_S` and the budget. That depends only on the interval's width and not on where it lies, so it makes no verdict likelier than
-    another.
+    `PATIENCE_S` and the budget. That depends on the interval's width, and not on where it lies unless it is so far from 1 that it is a
+    verdict however wide it is (`is_far`): so it makes no verdict likelier than another.
     """
     began = time.perf_counter()
 
     def narrow(taken: Mapping[str, Sequence[float]]) -> bool:
-        low, high = ratio_interval(taken[before.name], taken[after.name])
+        both = taken[before.name], taken[after.name]
+        if is_far(ratio_interval(*both, busy=True)):
+            return True
+        low, high = ratio_interval(*both)
         spent = time.perf_counter() - began
         as_many_s = spent * samples / len(taken[before.name])
         return high <= (1 + WIDEST) * low or spent + as_many_s > min(budget_s, PATIENCE_S)

@@ -98,4 +98,10 @@ def _supported(ratio: float, interval: tuple[float, float], busy: bool) -> Verdi
 
 def _is_clear(low: float, high: float) -> bool:
     """Whether an interval from a busy machine is narrow or far from 1."""
-    return high <= (1 + BUSY * WIDEST) * low or low > 1 + BUSY * FAR or high < 1 / (1 + BUSY * FAR)
+    return high <= (1 + BUSY * WIDEST) * low or is_far((low, high))
+
+
+def is_far(interval: tuple[float, float]) -> bool:
+    """Whether an interval is so far from 1 that it is a verdict at any width, on a busy machine, too."""
+    low, high = interval
+    return low > 1 + BUSY * FAR or high < 1 / (1 + BUSY * FAR)

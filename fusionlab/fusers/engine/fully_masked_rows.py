@@ -123,8 +123,10 @@ def _among_users(view: CanonicalView, starts: list[int], before: float = math.in
 
 
 def _asks_of_itself(node: CNode) -> bool:
-    """Whether a canonical node tests for NaN: only NaN is not equal to itself."""
-    return node.op == "is_finite" or (node.op in ("ne", "eq") and len({o[:2] for o in node.operands}) == 1)
+    """Whether a canonical node tests for NaN, which alone is not equal to itself, or for infinity."""
+    if node.op not in ("ne", "eq"):
+        return node.op == "is_finite"
+    return len({o[:2] for o in node.operands}) == 1 or any(o.nid == ONE and math.isinf(o.coef) for o in node.operands)
 
 
 def _questions(holder: Node) -> Iterator[Node]:

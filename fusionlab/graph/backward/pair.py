@@ -21,7 +21,6 @@ from ..matching.wide import computed_wider
 from ..primitives import having
 from ..program.crossing import CROSSED, BlockTree
 from ..program.equations import kind, slice_jaxpr
-from ..program.explicit_axes import is_split_in_type
 from ..program.graph import Graph
 from ..program.in_shard_map import make_jaxpr
 from ..program.ir import Block, Node, Value, values_in
@@ -195,8 +194,6 @@ def _check_ways(between: Sequence[Node], moving: Sequence[Any]) -> None:
 
 def _check_types(region: Region, found: Backward) -> None:
     """Raises Declined if the values' types do not allow the replacement."""
-    if any(is_split_in_type(v.aval) for v in (*region.inputs, region.root, found.cotangent)):
-        raise Declined("its values are laid out over explicit mesh axes")
     if kind(found.cotangent.aval) != kind(region.root.aval):
         raise Declined("its cotangent varies along different mesh axes from its result")
 

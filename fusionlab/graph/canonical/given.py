@@ -6,6 +6,7 @@ loop is an input of that body then.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from ..jax_compat import has_side_effects, varying_axes
 from ..primitives import having
 from ..program.captured import readable
-from ..program.equations import Made, slice_jaxpr
+from ..program.equations import Made, kind, slice_jaxpr
 from ..program.explicit_axes import sharding_in_type
 from ..program.ir import Node, Value, values_in
 from ..program.signature import node_signature
@@ -48,8 +49,8 @@ def known_inputs(view: CanonicalView, node: Node) -> dict[int, Known]:
 
 
 def _made(view: CanonicalView, value: Value, inside: Value) -> Made | None:
-    """How a value is made from constants, if `inside`, which it is in a body, is a plain array of its shape."""
-    if inside.shape != value.shape or varying_axes(inside.aval) or sharding_in_type(inside.aval):
+    """How a value is made from constants, if `inside`, which it is in a body, has its shape and layout, and varies along no mesh axis."""
+    if kind(inside.aval) != kind(value.aval) or varying_axes(inside.aval):
         return None
     nodes = _makers(view, value)
     if nodes is None:
@@ -58,8 +59,13 @@ def _made(view: CanonicalView, value: Value, inside: Value) -> Made | None:
     number: dict[int, Any] = {i: ("known", known) for i, known in view.known_inputs.items()}
     number.update((v.id, ("const", id(const))) for v, const in view.block.consts)
     signatures = tuple(node_signature(n, number) for n in ordered)
-    program = slice_jaxpr(view.block, ordered, (), value, view.known_inputs, constant=True)
-    return Made(program, (signatures, number.get(value.id)))
+    sliced = functools.partial(slice_jaxpr, view.block, ordered, (), value, view.known_inputs)
+    sharding = sharding_in_type(inside.aval)
+    return Made(
+        sliced(constant=True),
+        (signatures, number.get(value.id), sharding),
+        None if sharding is None else sliced(),
+    )
 
 
 def _makers(view: CanonicalView, value: Value) -> dict[int, Node] | None:

@@ -181,8 +181,8 @@ def _dynamic_update_slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
 
 
 def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
-    """A gather or a scatter-add, run by JAX. Indices along a reduced axis must be entries of it, and each entry of a scatter's updates must
-    represent as many as the entry that it is added to.
+    """A gather, a scatter or a scatter-add, run by JAX. Indices along a reduced axis must be entries of it, and each entry of a scatter's
+    updates must represent as many as the entry that it is added to.
     """
     dims, (x, indices), params = eqn.params["dimension_numbers"], ins[:2], dict(eqn.params)
     real = [int(s) for s in eqn.invars[0].aval.shape]
@@ -196,12 +196,14 @@ def _indexed(run: Any, eqn: Any, ins: list[Array]) -> list[Array]:
         last = x.shape[d] - window[d]
         if x.shape[d] != real[d] and not (np.all(indices[..., column] >= 0) and np.all(indices[..., column] <= last)):
             raise CannotEvaluate(f"primitive {eqn.primitive.name} beyond the entries of an axis at reduced sizes")
+    if eqn.primitive.name == "scatter" and any(x.shape[d] != real[d] for d in indexed):
+        raise CannotEvaluate("primitive scatter along an axis at reduced sizes")  # an entry may represent several
     batched = dims.operand_batching_dims
     times = math.prod(real[d] / x.shape[d] for d in (*indexed, *batched))
     if not gathers and not math.isclose(
         times, math.prod(map(operator.truediv, eqn.invars[1].aval.shape, indices.shape))
     ):
-        raise CannotEvaluate("primitive scatter-add of entries that repeat at reduced sizes")
+        raise CannotEvaluate(f"primitive {eqn.primitive.name} of entries that repeat at reduced sizes")
     return bound(eqn, ins, params)
 
 
@@ -231,5 +233,6 @@ PLACED: dict[str, NumpyRule] = {
     "split": _split,
     "unstack": _unstack,
     "gather": _indexed,
+    "scatter": _indexed,
     "scatter-add": _indexed,
 }

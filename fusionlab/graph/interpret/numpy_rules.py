@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from ..canonical.convolutions import contraction
 from ..dtypes import is_float
 from ..jax_compat import draws_by_entry, enable_x64, split_closed, threefry_key
+from ..program.explicit_axes import on_mesh, placeless
 from .random_bits import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
 KEPT_SIZES = 4  # axes of so few entries are not reduced
@@ -339,10 +341,8 @@ def _unreduced(rule: NumpyRule) -> NumpyRule:
     return guarded
 
 
-# Random bits and indexed writes: run by JAX itself.
-BOUND = frozenset(
-    "random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32 scatter".split()
-)
+# Random bits: run by JAX itself.
+BOUND = frozenset("random_seed random_bits random_wrap random_unwrap random_split random_fold_in threefry2x32".split())
 
 
 def bound(eqn: Any, ins: list[Any], params: dict[str, Any] | None = None) -> list[Any]:
@@ -350,9 +350,9 @@ def bound(eqn: Any, ins: list[Any], params: dict[str, Any] | None = None) -> lis
     keys = [jnp.issubdtype(v.aval.dtype, jax.dtypes.extended) for v in eqn.invars]
     kinds = [np.dtype(float) if is_float(v.aval.dtype) else v.aval.dtype for v in eqn.invars]
     wide = any(str(kind).endswith("64") for kind in (*kinds, *(v.aval.dtype for v in eqn.outvars)))
-    params = dict(eqn.params if params is None else params)
-    # JAX makes 32 bits of 64 unless 64-bit types are on.
-    with jax.ensure_compile_time_eval(), enable_x64(wide):
+    params = placeless(dict(eqn.params if params is None else params))
+    # On one device, whatever mesh is set. JAX makes 32 bits of 64 unless 64-bit types are on.
+    with jax.ensure_compile_time_eval(), on_mesh(AbstractMesh((), ())), enable_x64(wide):
         given = [as_jax(x) if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
         if params.get("update_jaxpr") is not None:  # a scatter's sum, written down for the program's dtype
             number = jax.ShapeDtypeStruct((), kinds[0])

@@ -76,7 +76,7 @@ class Piece:
                 step.eqn.primitive.name,
                 *(names.setdefault(n, len(names)) if isinstance(n, int) else str(n.value) for n in step.reads),
                 *(names.setdefault(n, len(names)) for n in step.gives),
-                *(str(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)),
+                *(_type_text(v.aval) for v in (*step.eqn.invars, *step.eqn.outvars)),
             )
             for step in self.steps
         ]
@@ -202,6 +202,11 @@ def in_pieces(closed: Any, most_bytes: float, consts: Sequence[Any] | None = Non
       consts: its constants, where it has them not itself.
     """
     return _Cutter(most_bytes).program(closed, consts)
+
+
+@functools.lru_cache(maxsize=4096)
+def _type_text(aval: Any) -> str:
+    return str(aval)
 
 
 def well_cut(

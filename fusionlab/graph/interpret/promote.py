@@ -21,7 +21,7 @@ from fusionlab.errors import ArgumentError
 from ..calls.binding import bind
 from ..jax_compat import enable_x64, on_default_device, split_closed
 from ..program.trace import users_code
-from ..settings import jax_defaults
+from ..settings import jax_defaults, no_full_collections
 from .by_operation import ByOperation
 from .pieces import Program, in_pieces
 from .stepwise import Room, Stepwise, Told
@@ -159,7 +159,7 @@ class Promoted:
             raise ArgumentError(
                 f"arguments: got structure {tree}, needed the structure it was promoted for, {self._in_tree}"
             )
-        on_device = [on_default_device(x) and self._runs.room(8 * x.size) for x in flat]
+        on_device = [isinstance(x, jax.Array) and self._runs.room(8 * x.size) and on_default_device(x) for x in flat]
         return [_argument(*each) for each in zip(flat, self._in_avals, on_device, strict=True)]
 
 
@@ -223,7 +223,7 @@ def promote(
       TraceError: `fn` does not trace, or contains a primitive with an inner program that has no float64 form.
     """
     binding = functools.partial(bind, fn, static_argnums=static_argnums, static_argnames=static_argnames)
-    with users_code(fn):
+    with users_code(fn), no_full_collections():
         bound = binding(args, kwargs)
         jaxpr, out_shape = traced or jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     in_tree = jax.tree_util.tree_structure((bound.args, bound.kwargs))

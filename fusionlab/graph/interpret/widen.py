@@ -7,6 +7,7 @@ differentiation rules are kept: they are traced at the user's dtypes and then wi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -76,6 +77,7 @@ def plain(x: Any) -> Val:
     return Val(x, None, PLAIN)
 
 
+@functools.cache  # asked for every value of a program
 def is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.inexact)
 

@@ -28,10 +28,16 @@ class Made:
     Attributes:
       program: closed jaxpr without inputs that computes it.
       key: hashable, equal for arrays that are computed in the same way.
+      placed: the same program with its layouts over explicit mesh axes; None where the array has none.
     """
 
     program: Any
     key: Any
+    placed: Any = None
+
+    def at(self, constant: bool) -> Any:
+        """The program: with the layouts that a body has, or as a `constant`, on one device."""
+        return self.program if constant or self.placed is None else self.placed
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Made) and self.key == other.key
@@ -126,7 +132,7 @@ def _literals(
             continue
         aval = avals[i]
         if isinstance(value, Made):
-            more, (env[i],) = inlined(value.program, [], block.nodes[0].eqn.source_info, extra)
+            more, (env[i],) = inlined(value.at(constant), [], block.nodes[0].eqn.source_info, extra)
             eqns += more
             continue
         scalar = np.asarray(value, aval.dtype)[()]
@@ -134,15 +140,20 @@ def _literals(
         if not aval.shape and not typed:
             env[i] = jex_core.Literal(scalar, aval)
             continue
-        fill = functools.partial(_filled, aval.shape, scalar)
+        fill = functools.partial(_filled, aval, scalar, typed)
         jaxpr, _ = split_closed(make_jaxpr(fill, [], aval) if typed else jax.make_jaxpr(fill)())
         eqns += jaxpr.eqns
         env[i] = jaxpr.outvars[0]
     return env
 
 
-def _filled(shape: tuple[int, ...], scalar: Any) -> Any:
-    return jax.lax.full(shape, scalar) if shape else scalar
+def _filled(aval: Any, scalar: Any, typed: bool) -> Any:
+    if not aval.shape:
+        return scalar
+    sharding = sharding_in_type(aval) if typed else None
+    return (
+        jax.lax.broadcast(scalar, aval.shape, out_sharding=sharding) if sharding else jax.lax.full(aval.shape, scalar)
+    )
 
 
 Constants = list[tuple[Any, Any]]  # (variable, array)

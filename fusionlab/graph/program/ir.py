@@ -198,6 +198,7 @@ def all_nodes(nodes: Iterable[Node]) -> Iterator[Node]:
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 
 
+@functools.cache
 def dtype_text(dtype: Any) -> str:
     """ "f32", "bf16", "i8", "bool", "key<fry>": JAX's own short spelling."""
     name = str(getattr(dtype, "name", dtype))

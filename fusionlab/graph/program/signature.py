@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,10 @@ def type_key(value: Value, size: Size) -> Any:
     """The type of a value, with its explicit sharding, which its replacement must be able to have, and the mesh axes along which it is
     typed as varying."""
     varying = tuple(sorted(map(str, varying_axes(value.aval))))
-    return tuple(map(size, value.shape)), str(value.dtype), sharding_in_type(value.aval), varying
+    return tuple(map(size, value.shape)), _dtype_key(value.dtype), sharding_in_type(value.aval), varying
+
+
+_dtype_key = functools.cache(str)
 
 
 def params_signature(node: Node, size: Size = as_it_is) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from ...errors import ArgumentError, TraceError
 from ..calls.binding import Bound, bind
 from ..jax_compat import FLATTENED as FLATTENED
 from ..jax_compat import child_jaxprs, split_closed
+from ..settings import no_full_collections
 from .captured import Captured
 from .graph import Graph
 from .ir import Atom, Block, Literal, Node, Value
@@ -54,7 +55,7 @@ def trace(
 
 def bind_users(fn: Callable, args: tuple, kwargs: dict, static_argnums: Any = (), static_argnames: Any = ()) -> Bound:
     """`bind`, with the errors of the user's function converted as in `trace`."""
-    with users_code(fn):
+    with users_code(fn), no_full_collections():  # which may trace it
         return bind(fn, args, kwargs, static_argnums, static_argnames)
 
 
@@ -62,7 +63,7 @@ def graph_of(
     bound: Bound, name: str, around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 ) -> Graph:
     """The raw Graph of a bound call; errors of the user's function pass through `around`."""
-    with around():
+    with around(), no_full_collections():
         found = jax.make_jaxpr(bound.fn, return_shape=True)(*bound.args, **bound.kwargs)
     graph = _graph_of(bound, name, bound.args, bound.kwargs, found)
     symbols = symbols_of(v.aval for v in graph.top.inputs)

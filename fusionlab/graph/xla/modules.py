@@ -236,6 +236,9 @@ class _Reader:
                 self.caller |= {i.name: instruction for i in module.computations.get(computation, ())}
         self.near = None if tagged else _ByMetadata(graph)
         self.found: dict[str, frozenset[int]] = {}
+        # Thousands of instructions have one of few origins.
+        self._sources: dict[tuple[int, str, int], Source | None] = {}
+        self._near: dict[tuple[str, int, str, int], frozenset[int]] = {}
 
     def kernel(self, computation: str, instruction: Instruction, kind: str) -> ModuleKernel:
         nodes = self.nodes(instruction)
@@ -250,9 +253,16 @@ class _Reader:
         """The lines of an instruction's nodes, each once; the lines in the metadata if the nodes have none."""
         found = self.lines(frozenset(nodes))
         if not found:
-            sources = (source_among(self.module.origin(i)) for i in inside(self.module, instruction))
+            sources = map(self.source, inside(self.module, instruction))
             found = tuple(dict.fromkeys(s for s in sources if s is not None))
         return found
+
+    def source(self, instruction: Instruction) -> Source | None:
+        """The line of an instruction, of those in its metadata."""
+        key = instruction.frame, instruction.file, instruction.line
+        if key not in self._sources:
+            self._sources[key] = source_among(self.module.origin(instruction))
+        return self._sources[key]
 
     @functools.cache  # noqa: B019 - one is made for one reading
     def lines(self, nodes: frozenset[int]) -> tuple[Source, ...]:
@@ -271,7 +281,10 @@ class _Reader:
 
     def own(self, instruction: Instruction) -> frozenset[int]:
         if self.near is not None:
-            return self.near.nodes(instruction.op_name, source_among(self.module.origin(instruction)))
+            key = instruction.op_name, instruction.frame, instruction.file, instruction.line
+            if key not in self._near:
+                self._near[key] = self.near.nodes(instruction.op_name, self.source(instruction))
+            return self._near[key]
         tag = tag_in(instruction.op_name)
         if tag not in self.graph.node_by_id:
             return frozenset()
@@ -343,6 +356,9 @@ class Origins:
         tagged = any(tag_in(i.op_name) is not None for i in self.module.instructions.values())
         self._graph, self._reader = graph, _Reader(self.module, graph, tagged)
         self._contents = Contents(self.module, lambda i: bool(self._plain(self._reader.own(i))))
+        self._arguments = {
+            i.name for i in self.module.computations.get(self.module.entry, ()) if i.opcode == "parameter"
+        }
         self._by_line: dict[Source | None, list[Node]] = {}
         for node in graph.nodes():
             if node.source is not None:
@@ -351,7 +367,7 @@ class Origins:
     @property
     def unknown_lines(self) -> float:
         """The share of the user's lines in the module's metadata that no node has: of a module compiled before its source was edited."""
-        found = (source_among(self.module.origin(i)) for i in self.module.instructions.values())
+        found = set(map(self._reader.source, self.module.instructions.values()))
         places = {(s.file, s.line) for s in found if s is not None and kind_of_file(s.file) == "user"}
         known = {(s.file, s.line) for s in self._by_line if s is not None}
         return len(places - known) / len(places) if places else 0.0
@@ -362,7 +378,7 @@ class Origins:
         written = self._contents.written(name, index)
         if named is None or written is None:
             return Origin((), ())
-        argument = written.op_name if self._is_argument(written) else ""
+        argument = written.op_name if written.name in self._arguments else ""
         reader, shape = self._reader, element_type(named.type, index)
         nodes = self._products(written) or self._plain(reader.own(written)) or self._on_line(written)
         nodes = nodes or self._plain(reader.nodes(named))
@@ -380,7 +396,7 @@ class Origins:
 
     def _on_line(self, written: Instruction) -> frozenset[int]:
         """The nodes of an instruction's line: JAX lowers some primitives to others, as a logistic to a division."""
-        return self._on(source_among(self.module.origin(written)), "transpose(" in written.op_name)
+        return self._on(self._reader.source(written), "transpose(" in written.op_name)
 
     @functools.cache  # noqa: B019 - one is made for one reading
     def _on(self, source: Source | None, backward: bool) -> frozenset[int]:
@@ -402,9 +418,6 @@ class Origins:
         """Those that are no regions: a region has the line of its call, its nodes have theirs."""
         return frozenset(n for n in nodes if not self._graph.node_by_id[n].blocks)
 
-    def _is_argument(self, instruction: Instruction) -> bool:
-        return instruction.opcode == "parameter" and instruction in self.module.computations[self.module.entry]
-
 
 class _ByMetadata:
     """Nodes by JAX's own metadata of an operation: its primitive, its line, its scope, and whether it is in a backward pass."""
@@ -415,7 +428,6 @@ class _ByMetadata:
             for primitive in (node.primitive, *(("",) if node.blocks else ())):
                 self.at.setdefault(_place(primitive, node.source), []).append(node)
 
-    @functools.cache  # noqa: B019 - one is made for one reading
     def nodes(self, op_name: str, source: Source | None) -> frozenset[int]:
         if not op_name:
             return frozenset()

@@ -10,7 +10,6 @@ from typing import Any
 from ...device import Device
 from ...showing import Shown
 from ..launch.compile import refuses_device
-from .arrays import refuses_shardings
 
 Array = Any
 
@@ -123,7 +122,6 @@ class Implementation:
       unable: `(shapes, device, role=, **attrs) -> reason it cannot run, or None`, where nothing else forbids it (`refuses`).
       opaque: whether XLA cannot see what it computes (a custom call), so that the op itself has to be split among devices.
       unable_on: `device -> reason it cannot run there, or None`.
-      plain: whether it takes no operands that are sharded over explicit mesh axes.
       roles: those in which it runs; in the others it is the reference, and runs everywhere.
 
     Among the attributes of forward, tangent and cotangent may be `device`: what they are lowered for; without it, or with None, the code
@@ -139,7 +137,6 @@ class Implementation:
     opaque: bool = False
     adds: bool = False
     unable_on: Callable[[Device], str | None] = _runs_everywhere
-    plain: bool = False
     roles: tuple[str, ...] = ("call", "tangent", "cotangent")
 
     @classmethod
@@ -151,8 +148,7 @@ class Implementation:
         """Why it cannot run a call, or None; `shapes` maps the operands' names to shapes with dtypes."""
         if role not in self.roles:
             return None
-        reason = self.unable_on(device) or (refuses_shardings(shapes) if self.plain else None)
-        return reason or self.unable(shapes, device, role=role, **attrs)
+        return self.unable_on(device) or self.unable(shapes, device, role=role, **attrs)
 
     def by_kernels(self, name: str, summary: str, module: Any, **more: Any) -> Implementation:
         """Another way to run the op, by CUDA kernels that XLA cannot look into: `module` has `forward` and `refuses`, and may have
@@ -163,6 +159,5 @@ class Implementation:
             "unable": module.refuses,
             "unable_on": getattr(module, "refuses_device", refuses_device),
             "opaque": True,
-            "plain": True,
         }
         return replace(self, name=name, summary=summary, **kernels | more)

@@ -15,6 +15,7 @@ shapes in one jit, and lowering for an abstract mesh alone.)
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import string
 import warnings
@@ -33,9 +34,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ...device import Device
 from ...errors import BackendError, ExportWarning
 from ...graph.settings import jax_defaults, types_of_operands
-from .arrays import explicit_sharding
+from .arrays import explicit_sharding, is_explicitly_sharded
 from .labels import Labels, labels_of
-from .primitive import FusedPrimitive, Marker, Meaning
+from .primitive import FusedPrimitive, Marker, Meaning, given_of
 
 Array = Any
 Where = Mapping[str, tuple[str, ...]]  # label -> the mesh axes it is split over
@@ -47,7 +48,8 @@ def marks(op: Any, shapes: Mapping[str, Any], device: Device, attrs: Mapping[str
     opaque = (impl for impl in op.implementations.values() if impl.opaque)
     runs = any(impl.refuses(shapes, device, **attrs) is None for impl in opaque)
     # The devices are counted last: that starts JAX's backend, which takes longer than a small search.
-    return {"partitioned": Marker()} if runs and jax.device_count() > 1 else {}
+    several = runs and (jax.device_count() > 1 or any(map(is_explicitly_sharded, shapes.values())))
+    return {"partitioned": Marker()} if several else {}
 
 
 _WITHOUT_A_CARD = (
@@ -81,7 +83,21 @@ def run(primitive: FusedPrimitive, platform: str, *operands: Array, **params: An
         return body(params, *operands)
     if mesh.manual_axes:
         return _on_manual_axes(primitive, params, name, mesh, device)(*operands)
-    return _split(primitive, params, body, mesh)(*operands)
+    params, given = _added_up(primitive, params, operands)
+    return _split(primitive, params, body, mesh)(*given)
+
+
+def _added_up(
+    primitive: FusedPrimitive, params: dict[str, Any], operands: Sequence[Array]
+) -> tuple[dict[str, Any], Sequence[Array]]:
+    """A call with one array in place of several whose sum is a cotangent: of products summed over devices, XLA sums the sum once."""
+    counts = given_of(params) if primitive.role == "cotangent" else ()
+    if max(counts, default=0) < 2:
+        return params, operands
+    first = len(operands) - sum(counts)
+    left = iter(operands[first:])
+    sums = [functools.reduce(lax.add, itertools.islice(left, n)) for n in counts if n]
+    return {**params, "given": tuple(map(bool, counts))}, [*operands[:first], *sums]
 
 
 def _on_manual_axes(

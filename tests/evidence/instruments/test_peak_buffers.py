@@ -16,6 +16,7 @@ from fusionlab.evidence.instruments import peak_buffers as peak_buffers_module
 from fusionlab.evidence.instruments.memory import compiled_memory
 from fusionlab.evidence.instruments.peak_buffers import PeakBuffer, PeakBuffers
 from fusionlab.evidence.instruments.program import compile_program
+from fusionlab.graph.xla import modules
 from fusionlab.graph.xla.modules import Origins, metadata_of_its_own
 from fusionlab.viz.html.tabs import evidence_tabs
 
@@ -203,3 +204,14 @@ def test_a_program_from_the_cache_with_the_lines_of_an_older_source_is_told(tmp_
         assert peak.stale == stale
         assert ("lines of an older source, from the compilation cache" in peak.sentence) == stale
         assert PeakBuffers.from_dict(peak.to_dict()) == peak
+
+
+def test_each_line_of_a_module_is_looked_up_once(monkeypatch):
+    looked = []
+    found = modules.source_among
+    monkeypatch.setattr(modules, "source_among", lambda frames: looked.append(1) or found(frames))
+    program = compile_program(jax.grad(loss), arguments(), {})
+    buffers = compiled_memory(program).buffers
+    instructions = program.module.instructions.values()
+    assert buffers is not None
+    assert 0 < len(looked) <= len({(i.frame, i.file, i.line) for i in instructions}) < len(instructions) / 2

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 import fusionlab as fl
 from benchmarks.method.optimiser_steps import RATES, STEPS, loss_of, optimiser, pure_step
 from fusionlab.evidence.comparison import measure
+from fusionlab.evidence.errors import rounding
 from fusionlab.evidence.errors.arrays import compare_arrays
 from fusionlab.evidence.errors.numerics import explained_by_rounding, leaf_numerics, rounding_notes
 from fusionlab.evidence.errors.reduction_sizes import ReductionSizes
@@ -191,3 +192,21 @@ def test_arguments_are_moved_by_one_rounding_up_or_down(dtype, sums, by):
     assert by / 2 <= np.abs(change).min() <= np.abs(change).max() <= 2 * by
     assert 0.4 < (change > 0).mean() < 0.6
     assert 0.4 < (wide(first["x"]) == wide(second["x"]))[1:].mean() < 0.6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5)])
+def test_small_arguments_are_moved_on_the_host_to_the_same_numbers_and_nothing_is_compiled(dtype, shape, monkeypatch):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    compiled = []
+    heard = lambda name, *_, **__: compiled.append(name)  # noqa: E731
+    jax.clear_caches()
+    moved([jnp.ones(11)], 3, ReductionSizes(8))  # which learns where new arrays lie
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    on_host = moved([x], 3, ReductionSizes(8))
+    jax.monitoring.unregister_event_duration_listener(heard)
+    assert not [name for name in compiled if "backend_compile" in name]
+    monkeypatch.setattr(rounding, "BLOCK", 0)
+    (want,) = moved([x], 3, ReductionSizes(8))
+    assert (on_host[0].dtype, on_host[0].shape) == (want.dtype, want.shape)
+    np.testing.assert_array_equal(np.asarray(on_host[0]), np.asarray(want))

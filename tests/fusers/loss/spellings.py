@@ -197,6 +197,20 @@ def checkpointed(x, w, labels, mask):
     return (jax.checkpoint(lambda x, w: integer_labels(x @ w, labels))(x, w) * mask).sum()
 
 
+def filled(x, w, labels):
+    return integer_labels((x @ w).at[:, V - 3 :].set(-jnp.inf), jnp.minimum(labels, V - 4)).mean()
+
+
+def filled_one_by_one(x, w, labels):
+    z = (x.reshape(2, 6, E) @ w).at[..., jnp.arange(V - 3, V)].set(-1e9)
+    return integer_labels(z, jnp.minimum(labels, V - 4).reshape(2, 6)).mean()
+
+
+def kept(x, w, labels, mask):
+    """A mean over the rows that optax is told to keep."""
+    return integer_labels(x @ w, labels, where=mask != 0).sum() / (mask != 0).sum()
+
+
 SPELLINGS = {
     "optax, labels": Spelling(lambda x, w, y: integer_labels(x @ w, y).mean(), "nan"),
     "optax, label smoothing": Spelling(
@@ -241,11 +255,28 @@ SPELLINGS = {
     "temperature, bias, cap": Spelling(
         lambda x, w, y, b: integer_labels(30 * jnp.tanh((x @ w + b) / 2 / 30), y).mean(),
         "nan", (BIAS,), {"softcap": 30.0, "scale": 0.5}),
+    "optax, where": Spelling(kept, "nan", (MASK,), {"masked": True}),
+    "optax, where, ignored labels": Spelling(
+        lambda x, w, y: integer_labels(x @ w, y, axis=1, where=y % 3 != 0).mean(), "nan", attrs={"masked": True}),
+    "optax, where, rows": Spelling(
+        lambda x, w, y, m: jnp.sin(integer_labels(x @ w, y, where=m != 0)).sum(), "nan", (MASK,), rows=True),
+    "optax, one_hot, where": Spelling(
+        lambda x, w, y, m: optax.softmax_cross_entropy(x @ w, one_hot(y), where=m != 0).mean(),
+        "drop", (MASK,), {"masked": True}),
+    "logarithm of a softmax": Spelling(
+        lambda x, w, y: -jnp.log(jax.nn.softmax(x @ w))[jnp.arange(N), y].mean(), "promise_in_bounds"),
+    "logarithm of a softmax, one_hot": Spelling(
+        lambda x, w, y: -jnp.mean(jnp.sum(one_hot(y) * jnp.log(jax.nn.softmax(x @ w)), -1)), "drop"),
+    "logarithm of a probability": Spelling(
+        lambda x, w, y: -jnp.log(jnp.take_along_axis(jax.nn.softmax(x @ w), y[:, None], -1)).mean(), "drop"),
+    "classes overwritten": Spelling(filled, "nan", attrs={"classes": V - 3, "fill": -np.inf}),
+    "classes overwritten one by one": Spelling(filled_one_by_one, "nan", attrs={"classes": V - 3, "fill": -1e9}),
     "one row": Spelling(lambda x, w, y: integer_labels(x[0] @ w, y[0]), "nan", rows=True),
 }  # fmt: skip
 # Losses whose backward pass is not the one that JAX would make of their forward pass.
 APART = {
     "a z-loss reported": Spelling(reported, "nan", (MASK,), aux=True),
     "a rule of the user's own": Spelling(ruled, "zero", (MASK,), aux=True),
+    "optax, safe": Spelling(lambda x, w, y: optax.safe_softmax_cross_entropy(x @ w, one_hot(y)).mean(), "drop"),
     "in a checkpoint": Spelling(checkpointed, "nan", (MASK,)),
 }

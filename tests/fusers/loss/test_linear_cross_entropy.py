@@ -77,7 +77,7 @@ def gradients_alone(spelling):
 @pytest.mark.parametrize("name", [*APART, *SPELLINGS])
 def test_the_gradients_are_fused_where_there_is_no_value(name, differentiated):
     spelling = APART.get(name) or SPELLINGS[name]
-    if (differentiated is of and name in SPELLINGS) or name == "weighted targets":
+    if (differentiated is of and name in SPELLINGS) or name in ("weighted targets", "optax, where"):
         return  # above; with a weight and a factor for all, the gradients alone are declined
     step = differentiated(spelling)
     found = fl.find(step, *spelling.args, passes=NAME, device="cpu")
@@ -129,6 +129,47 @@ def test_a_row_that_is_masked_counts_nothing_whatever_its_loss_is():
     # Multiplied by 0, NaN is NaN.
     times = lambda x, w, y, m: (integer_labels(x @ w, y) * m).sum()  # noqa: E731
     assert np.isnan(jit(fl.fuse(times, passes=[NAME]))(X, W, labels, mask.astype(np.float32)))
+
+
+def same(fn, args):
+    """A loss and its gradients are what they were."""
+    step = jax.value_and_grad(fn, (0, 1))
+    for want, got in zip(jit(step)(*args)[1], jit(fl.fuse(step, passes=[NAME]))(*args)[1], strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+    for program in (fl.fuse(fn, passes=[NAME]), lambda *a: fl.fuse(step, passes=[NAME])(*a)[0]):
+        np.testing.assert_allclose(jit(program)(*args), jit(fn)(*args), rtol=2e-5)
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("name", ["optax, where", "optax, one_hot, where"])
+def test_rows_that_are_left_out_count_nothing(name):
+    fn = SPELLINGS[name].fn
+    for labels in (V + 3, -100):
+        same(fn, (X, W, np.where(MASK == 0, labels, LABELS).astype(np.int32), MASK))
+        same(fn, (X, W, np.where(np.arange(N) == 2, labels, LABELS).astype(np.int32), MASK))
+    same(fn, (X, W, LABELS, 0 * MASK))
+    large = np.where(MASK[:, None] == 0, np.float32(3e38), X)  # their logits overflow
+    same(fn, (large, W, LABELS, MASK))
+
+
+@pytest.mark.dear
+def test_a_mean_of_no_row_stays_nan():
+    def mean(x, w, labels, mask):
+        return jnp.mean(integer_labels(x @ w, labels), where=mask != 0)
+
+    same(mean, (X, W, LABELS, 0 * MASK))
+    assert np.isnan(jit(fl.fuse(mean, passes=[NAME]))(X, W, LABELS, 0 * MASK))
+
+
+@pytest.mark.dear
+def test_the_logarithm_of_a_softmax_that_underflows_becomes_a_number_and_the_site_says_so():
+    spelling = SPELLINGS["logarithm of a softmax"]
+    (site,) = fl.find(spelling.fn, X, W, LABELS, passes=NAME, device="cpu").candidates
+    assert ["underflows" in note for note in site.notes] == [True]
+    assert not fl.find(SPELLINGS[CHEAP[0]].fn, X, W, LABELS, passes=NAME, device="cpu").candidates[0].notes
+    assert np.isinf(jit(spelling.fn)(1000 * X, W, LABELS))
+    got = jit(fl.fuse(spelling.fn, passes=[NAME]))(1000 * X, W, LABELS)
+    np.testing.assert_allclose(got, jit(SPELLINGS[CHEAP[0]].fn)(1000 * X, W, LABELS), rtol=1e-5)
 
 
 def logits_returned(x, w, y):
@@ -202,6 +243,30 @@ def targets(x, w, y):
     return optax.softmax_cross_entropy(x @ w, jax.nn.softmax(w[:1] * y[:, None])).mean()
 
 
+def number_asked_for(x, w, y):
+    loss = -jnp.log(jax.nn.softmax(x @ w))[jnp.arange(N), y].mean()
+    return jnp.where(jnp.isfinite(loss), loss, 0.0)
+
+
+def infinity_asked_for(x, w, y):
+    loss = -jnp.log(jax.nn.softmax(x @ w))[jnp.arange(N), y]
+    return jnp.where(jnp.isinf(loss), 0.0, loss).mean()
+
+
+def several_heads(x, w, y):
+    return integer_labels(
+        jnp.einsum("bse,ehv->bshv", x.reshape(2, 6, E), w.reshape(E, 4, -1)), y.reshape(2, 6, 1)
+    ).mean()
+
+
+def several_heads_merged(x, w, y):
+    return integer_labels((x @ w).reshape(N, 4, -1), y[:, None] + jnp.arange(4)).mean()
+
+
+def several_axes(x, w, y):
+    return integer_labels(jnp.einsum("nhd,hdv->nv", x.reshape(N, 2, -1), w.reshape(2, -1, V)), y).mean()
+
+
 DECLINED = {
     "logits are returned": (logits_returned, "escapes", "is also returned"),
     "another loss of the logits": (two_losses, "value", "another function of the logits"),
@@ -215,6 +280,17 @@ DECLINED = {
     "masked classes": (
         lambda x, w, y: integer_labels(jnp.where(jnp.arange(V) % 2 == 0, x @ w, -1e9), y).mean(), "mask", "masks logits"),
     "targets that are no labels": (targets, "structure", "no value holds one label"),
+    "a probability and an epsilon": (
+        lambda x, w, y: -jnp.log(jax.nn.softmax(x @ w) + 1e-8)[jnp.arange(N), y].mean(), "value", "another function"),
+    "whether the loss is a number": (number_asked_for, "value", "tests for that"),
+    "whether the loss is infinite": (infinity_asked_for, "value", "tests for that"),
+    "classes that are added to": (
+        lambda x, w, y: integer_labels((x @ w).at[:, 30:].add(-1e9), y).mean(), "mask", "masks logits"),
+    "the first class overwritten": (
+        lambda x, w, y: integer_labels((x @ w).at[:, 0].set(-1e9), y).mean(), "mask", "masks logits"),
+    "several heads": (several_heads, "axes", "several matrices"),
+    "several heads in one matrix": (several_heads_merged, "axes", "not the whole rows"),
+    "several axes summed": (several_axes, "axes", "sums over 2 axes"),
     "another power": (powered, "value", "another function"),
     "twice the label's logit": (doubled, "scalar", "-2 logit of the label"),
     "two dtypes": (lambda x, w, y: integer_labels(jax.lax.dot(x, w.astype(jnp.bfloat16),

@@ -90,7 +90,22 @@ def behind(p, x, turn):
     return norm(x + feed_forward(p, x), p["g2"], p["b2"])
 
 
+def late(p, x, turn, more=lambda y: y):
+    """Biases that are added to the sum with the residual."""
+    bare = p | {"ob": 0.0, "db": 0.0}
+    x = more(x + attention(bare, norm(x, p["g1"], p["b1"]), turn) + p["ob"])
+    return x + feed_forward(bare, norm(x, p["g2"], p["b2"])) + p["db"]
+
+
+def late_behind(p, x, turn):
+    bare = p | {"ob": 0.0, "db": 0.0}
+    x = norm(attention(bare, x, turn) + x + p["ob"], p["g1"], p["b1"])
+    return norm(p["db"] + (x + feed_forward(bare, x)), p["g2"], p["b2"])
+
+
 LAYERS = {
+    "biases behind the residuals": (late, lambda q: q),
+    "biases and norms behind": (late_behind, tables),
     "norms before": (before, lambda q: q),
     "norms behind": (behind, lambda q: q),
     "rotary": (before, tables),
@@ -172,6 +187,54 @@ def test_what_is_nearly_such_a_factor_is_no_layer(name):
     found = agree(lambda p, x: scaled(p, x, lambda q: q, feed, around), P, X, passes=ENCODERS, factor=16)
     assert found.counts()["multi_transformer_encoder"] == 0
     assert any(said in r.sentence for r in found.rejections), found.rejections
+
+
+@pytest.mark.parametrize("texts", [1, pytest.param(2, marks=pytest.mark.dear)])
+def test_biases_behind_the_residuals_of_a_decoding_step(texts):
+    """The residual of one row has the form of a bias."""
+    keys, values = (0.3 * a for a in normal((texts, 8, H, D), (texts, 8, H, D), seed=7))
+
+    def step(p, x, keys, values, at):
+        h = norm(x, p["g1"], p["b1"])
+        q, k, v = (jnp.einsum("bte,ehd->bthd", h, p[n]) + p[f"{n}b"] for n in "qkv")
+        keys, values = (lax.dynamic_update_slice(old, new, (0, at, 0, 0)) for old, new in ((keys, k), (values, v)))
+        s = jnp.einsum("bthd,bshd->bhts", q, keys) * D**-0.5
+        w = jax.nn.softmax(jnp.where(jnp.arange(8) <= at, s, jnp.finfo(s.dtype).min), -1)
+        x = x + jnp.einsum("bhts,bshd,hde->bte", w, values, p["o"]) + p["ob"]
+        return x + feed_forward(p | {"db": 0.0}, norm(x, p["g2"], p["b2"])) + p["db"], keys, values
+
+    given = P, X[:texts, :1], keys, values, jnp.int32(5)
+    found = fl.find(step, *given, passes=["multi_transformer_decoder"])
+    assert len(found.candidates) == 1, found.rejections
+    fused = fl.fuse(step, passes=["multi_transformer_decoder"])
+    for a, b in zip(jax.jit(fused)(*given), jax.jit(step)(*given), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+LATE = {
+    "two biases": (lambda p, x: late(p, x, lambda q: q, lambda y: y + p["s1"]), 1),
+    "a vector that is no bias": (lambda p, x: late(p, x, lambda q: q, lambda y: y * p["s1"]), 1),
+    "a factor of the product alone": (
+        lambda p, x: x + p["s1"] * feed_forward(p, norm(x, p["g2"], p["b2"])) + p["db"],
+        0,
+    ),
+    "the sum without the bias is read elsewhere": (
+        lambda p, x: (lambda y: before(p, y + p["ob"], lambda q: q) + y)(
+            x + attention(p, norm(x, p["g1"], p["b1"]), lambda q: q)
+        ),
+        1,
+    ),
+    "a second residual": (lambda p, x: late(p, x, lambda q: q, lambda y: y + x), 1),
+}
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("name", LATE)
+def test_what_is_nearly_a_bias_behind_a_residual_changes_nothing(name):
+    layer, most = LATE[name]
+    for x in (X, X[:1]):
+        found = agree(layer, P, x, passes=ENCODERS, factor=16)
+        assert found.counts()["multi_transformer_encoder"] <= most
 
 
 @pytest.mark.parametrize("layer", [scaled, lambda p, x, turn: scaled(p, x, turn, quick, lambda p, y: y)])

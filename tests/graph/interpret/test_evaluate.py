@@ -295,6 +295,7 @@ def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_woul
         (lambda x: lax.dynamic_slice(x, (7, 0), (1, 8)), "dynamic_slice at entry 7 of 3 at reduced sizes"),
         (lambda x: x[::-1], "rev at reduced sizes"),
         (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, 8)), (511, 0)), "dynamic_update_slice at entry 511 of 3"),
+        (lambda x: x.at[1].set(1.0), "scatter along an axis at reduced sizes"),
         (lambda x: jnp.concatenate([x, jnp.ones((1, 8))]), "axis size 513 would reduce to 513 and to 4"),
     ],
 )
@@ -306,6 +307,11 @@ def test_positions_that_mean_nothing_along_a_reduced_axis_are_refused(fn, said):
 def test_an_axis_is_reversed_while_another_one_is_reduced():
     got, (x,) = at_reduced(lambda x: lax.rev(x, (1,)), [(512, 8)], {512: 3})
     np.testing.assert_array_equal(got, x[:, ::-1])
+
+
+def test_entries_of_an_axis_are_overwritten_while_another_one_is_reduced():
+    got, (x,) = at_reduced(lambda x: x.at[:, 5:].set(-jnp.inf), [(512, 8)], {512: 3})
+    np.testing.assert_array_equal(got, np.where(np.arange(8) < 5, x, -np.inf))
 
 
 def test_two_reduced_sizes_for_one_axis_size_are_refused():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusionlab.graph.xla import hlo_text
 from fusionlab.graph.xla.hlo_text import inside, instruction_kind, kernel_counts, parse_hlo, running
 
 HERE = Path(__file__).parent / "hlo"
@@ -131,3 +132,20 @@ def test_frames_that_call_each_other_in_circles_end():
         CPU.replace("2 {file_location_id=2 parent_frame_id=2}", "2 {file_location_id=2 parent_frame_id=3}")
     )
     assert [s.short for s in module.origin(module.instructions["sums"])] == ["model.py:12"]
+
+
+def test_the_quick_way_reads_plain_lines_as_the_general_one():
+    lines = [line.strip() for text in (CPU, GPU) for line in text.splitlines()]
+    lines += [
+        '%a.1 = f32[2,3]{1,0} add(%x, %y), metadata={op_name="jit(f)/add" stack_frame_id=3}',
+        'ROOT %f.2 = bf16[] fusion(%a.1), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/mul"}',
+        "%r = f32[2]{0} reduce(%a.1, %z), dimensions={1}, to_apply=%region_1.2",
+        "%c = s32[] constant(-3)",
+        "%g = f32[2]{0} get-tuple-element(%t), index=1",
+        "%b = (f32[2]{0}, s32[]) tuple(%r, %c)",
+        '%d = f32[2]{0} dot(%x, %y), backend_config={"outer_dimension_partitions":["2"]}',
+        '%q = f32[2]{0} add(%x, %y), metadata={op_name="a\\"b" stack_frame_id=3}',
+    ]
+    quick = [hlo_text._plain(line) for line in lines]
+    assert [(q, hlo_text._any(line)) for q, line in zip(quick, lines, strict=True) if q] == [(q, q) for q in quick if q]
+    assert [q is not None for q in quick[-8:]] == [True, True, True, True, False, False, False, False]

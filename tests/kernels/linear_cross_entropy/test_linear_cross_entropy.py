@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from fusionlab.device import Device
 from fusionlab.errors import ArgumentError, UnknownNameError
-from fusionlab.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunked, halves, rows
+from fusionlab.kernels.ops.linear_cross_entropy import LINEAR_CROSS_ENTROPY, chunked, halves, reference, rows
 from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
 from fusionlab.ops import linear_cross_entropy
 from tests.kernels.transformations import assert_agree, assert_same
@@ -239,6 +240,16 @@ def test_rows_without_weight_add_nothing_in_halves():
         made[known is None]["w"] *= halves.factor(known)
     for name, want in made[True].items():
         np.testing.assert_allclose(made[False][name], want, rtol=0.01, atol=1e-3 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("logits", "sent"), [("bfloat16", "bf16"), ("float32", "f32"), ("float16", "f32")])
+def test_a_gradient_is_summed_over_devices_in_the_dtype_in_which_a_bfloat16_program_sums_it(logits, sent):
+    form = Settings(logits_dtype=logits, across=(("m0", ("d",)),))
+    mesh, spec = AbstractMesh((2,), ("d",)), PartitionSpec()
+    summed = partial(reference._over_devices, axes=("d",), form=form)
+    run = jax.shard_map(summed, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    jaxpr = jax.make_jaxpr(run)({"w": jax.ShapeDtypeStruct((4, 8), "float32")})
+    assert re.findall(r":(\w+)\[4,8\] = psum", str(jaxpr)) == [sent]
 
 
 def compiled_step(f, rows=2048, features=32, size=2048, **options):

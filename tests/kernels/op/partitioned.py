@@ -582,6 +582,25 @@ def a_cotangent_given_as_a_sum_is_split_as_one() -> None:
 
 
 @trial
+def arrays_whose_sum_is_a_cotangent_are_added_up_before_it_is_split() -> None:
+    """XLA sums the sum of two products over the devices once, where it sees the sum."""
+
+    def of(x: Array, scale: Array, a: Array, b: Array, w: Array) -> Any:
+        return jax.vjp(lambda x, scale: norm("opaque")(x, scale), x, scale)[1](a @ w + b @ w)
+
+    args = arrays((M, N), (N,), (M, 2 * N), (M, 2 * N), (2 * N, N))
+    given = placed(mesh_of({"a": 2}), P(), P(), P(None, "a"), P(None, "a"), P("a"), args=args)
+    close(compiled(adding(of), given)[0], jax.jit(of)(*args))
+    lowered = jax.jit(adding(of)).lower(*given).as_text()
+    (call,) = [
+        line
+        for line in lowered.splitlines()
+        if "@CustomSPMDPartitioning" in line and f"-> (tensor<{M}x{N}xf64>, tensor<{N}xf64>)" in line
+    ]
+    assert call.partition(" -> ")[0].count(f"tensor<{M}x{N}xf64>") == 2  # x and one cotangent
+
+
+@trial
 def a_blend_is_split_along_every_axis_and_sums_of_its_parts_are_added_up() -> None:
     blend = lambda name: everything(blend_of(name))  # noqa: E731
     args = arrays((8, 1, 4), (8, 16, 4), (16, 1))

@@ -36,5 +36,13 @@ CORPUS = (
         lambda z, y: (jax.nn.logsumexp(z / 2, -1) - picked(z, y)).mean()), "-2 logit"),
     near("a stopped logarithm", "stop_gradient", of_logits(
         lambda z, y: (jax.lax.stop_gradient(jax.nn.logsumexp(z, -1)) - picked(z, y)).mean()), "another gradient"),
+    near("log-probabilities from -1000 on", "value", of_logits(
+        lambda z, y: -picked(jnp.maximum(jax.nn.log_softmax(z), -1000.0), y).mean()), "where logits are large"),
+    near("a label's logit of at most 500", "value", of_logits(
+        lambda z, y: (jax.nn.logsumexp(z, -1) - picked(jnp.minimum(z, 500.0), y)).mean()), "where logits are large"),
+    near("a probability of at least 1e-37", "value", of_logits(
+        lambda z, y: -jnp.log(picked(jnp.maximum(jax.nn.softmax(z), 1e-37), y)).mean()), "where logits are large"),
+    near("a softmax of some classes", "mask", of_logits(
+        lambda z, y: (jax.nn.logsumexp(z, -1, where=jnp.arange(16) < 12) - picked(z, y)).mean()), "of the sum alone"),
     near("logits returned", "escapes", of_logits(lambda z, y: ((jax.nn.logsumexp(z, -1) - picked(z, y)).mean(), z)), "is also returned"),
 )  # fmt: skip

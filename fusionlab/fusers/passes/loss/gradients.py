@@ -19,11 +19,12 @@ from ....graph.program.scopes import in_backward
 from ...engine.declining import FUSE_FIRST
 from ...engine.outcomes import Candidate, Rejection
 from ...engine.site import Site
-from .heads import check_head, exponentials, head_of, product_of
+from .heads import check_head, head_of, product_of
 from .numbers import beside, numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
-from .planning import CONCEPTS, EDIT, Loss, planned, with_more
+from .planning import CONCEPTS, EDIT, Loss, notes_of, planned, with_more
 from .rows import Cut, Downstream, cuts_with_weights, labels_of
+from .softmaxes import exponentials
 
 _THROUGH = VIEWS | CASTS
 
@@ -40,7 +41,7 @@ class GradientsOfLoss(Site):
         if not labels_of(found, first):
             return None  # of a router, or another softmax
         self.nodes = (found.head.product, *found.head.chain, self.anchor)
-        check_head(found.head, total)
+        check_head(self.view, found.head, total)
         argmax = found.argmax()
         others += [*values] if argmax is None else [argmax, *values]
         problem: Declined | None = None
@@ -49,7 +50,8 @@ class GradientsOfLoss(Site):
             while True:
                 try:
                     loss = self.loss(found, next(tried), tuple(roots), argmax is not None, values)
-                    return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
+                    plan = planned(self.search, loss)
+                    return self.offered(loss.region, plan, EDIT, notes_of(self.view, loss), CONCEPTS)
                 except Declined as declined:
                     problem = problem or declined
         problem = problem or Declined(f"{first!r} is no gradient of a loss by labels")

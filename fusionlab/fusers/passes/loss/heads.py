@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,30 +17,33 @@ import numpy as np
 
 from ....graph.canonical.nodes import nonunit
 from ....graph.canonical.view import CanonicalView
-from ....graph.certify.inputs import Reduction, inputs_of
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float, narrows
-from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.match import close
-from ....graph.matching.region import CASTS, VIEWS, is_constant
-from ....graph.matching.walks import maker_of, makers_of, source_of
+from ....graph.matching.region import CASTS, VIEWS
+from ....graph.matching.walks import given, maker_of, source_of
 from ....graph.primitives import having
-from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Atom, Node, Value
-from ....kernels.op.arrays import FLOATS, is_explicitly_sharded
-from ...engine.base import AUTO_AXES
+from ....kernels.op.arrays import FLOATS
 from ...engine.wording import anchor_text
+from .padding import OVERWRITES, padding
+from .softmaxes import classes_left_out
 
 _MOST = 1 << 20  # entries of an array that has the vocabulary twice
 _EDITS = {
     "scalar": "use a number that is known when the program is traced, or divide x by it in place of the logits",
     "mask": "mask the classes from some class on by jnp.where(jnp.arange(V) < classes, logits, -jnp.inf), or take those of w alone",
+    "last": "keep the classes on the last axis of the logits: axis=-1",
+    "merge": "merge the axes first, as a layer with one matrix does: x.reshape(..., H * E) @ w.reshape(H * E, V)",
+    "heads": "take the loss of each head by itself, x @ w[:, i] with labels[..., i], and add them",
+    "axes": "take the loss of each part by itself, or a part of w in place of the logits: x @ w[:, :V]",
     "structure": "cap the logits by cap * jnp.tanh(logits / cap), after the bias",
 }
 _ROWS = VIEWS | {"slice"}  # may select and reorder rows
 _SAME = having("copy", "variance") | CASTS
 _SCALES = frozenset({"mul", "div"})
-_AS_LOGITS = _ROWS | _SAME | _SCALES | {"add", "tanh", "select_n"}
+_JOINS = frozenset({"concatenate", "pad"})
+_AS_LOGITS = _ROWS | _SAME | _SCALES | OVERWRITES | _JOINS | {"add", "tanh"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,37 +120,6 @@ class Head:
         return x
 
 
-def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
-    """(logits, sum) of a logarithm of a sum of their exponentials along one axis; None for any other logarithm."""
-    total = _maker(view, log, VIEWS | CASTS | {"abs"}, "reduce_sum")
-    return None if total is None else exponentials(view, total)
-
-
-def exponentials(view: CanonicalView, total: Node) -> tuple[Value, Node] | None:
-    """(logits, the node itself) of a sum of their exponentials along one axis; None for any other sum."""
-    if len(total.params["axes"]) != 1:
-        return None
-    exp = _maker(view, total, CASTS, "exp")
-    if exp is None:
-        return None
-    value = source_of(view.block, exp.inputs[0], CASTS)
-    below = maker_of(view.block, value)
-    if below is not None and below.primitive == "sub" and _is_of_rows(below):
-        value = below.inputs[0]
-    return (value, total) if isinstance(value, Value) and len(value.shape) > int(total.params["axes"][0]) else None
-
-
-def _maker(view: CanonicalView, node: Node, through: Set[str], primitive: str) -> Node | None:
-    """The node of a primitive that makes the first operand of a node, up to some primitives; None if another one makes it."""
-    found = maker_of(view.block, source_of(view.block, node.inputs[0], through))
-    return found if found is not None and found.primitive == primitive else None
-
-
-def _is_of_rows(node: Node) -> bool:
-    """Whether the second operand of a difference may have one entry for each row."""
-    return isinstance(node.inputs[0], Value) and node.inputs[0].shape == node.outputs[0].shape
-
-
 def head_of(view: CanonicalView, logits: Value) -> Head | None:
     """The head that logits are of; None if no product with a matrix makes them.
 
@@ -160,13 +132,16 @@ def head_of(view: CanonicalView, logits: Value) -> Head | None:
     product, *rest = chain
     head = _product(view, product, rest)
     found = replace(head, logits=logits, chain=tuple(rest))
-    return _capped(view, found, [n for n in rest if n.primitive in _SCALES | {"add", "tanh", "select_n"}])
+    return _capped(view, found, [n for n in rest if n.primitive not in _ROWS | _SAME])
 
 
-def check_head(head: Head, total: Node | None) -> None:
+def check_head(view: CanonicalView, head: Head, total: Node | None) -> None:
     """Raises Declined for a head that the op does not take; `total` sums the exponentials, if a rule of the user's does not."""
     if total is not None and int(total.params["axes"][0]) != len(head.logits.shape) - 1:
-        raise Declined(f"{anchor_text(total)} does not sum over the last axis of the logits", "axes", [total])
+        what = f"{anchor_text(total)} does not sum over the last axis of the logits"
+        raise Declined(what, "axes", [total], _EDITS["last"])
+    if total is not None and (choice := classes_left_out(view, total)) is not None:
+        raise Declined(f"{anchor_text(choice)} leaves classes out of the sum alone", "mask", [choice], _EDITS["mask"])
     alike = head.classes ** (1 + sum(n == head.classes for n in head.x.shape))
     if head.classes in head.x.shape and alike > _MOST:
         sentence = (
@@ -178,9 +153,6 @@ def check_head(head: Head, total: Node | None) -> None:
 
 
 def _check_operands(head: Head) -> None:
-    if any(is_explicitly_sharded(v.aval) for v in head.leaves.values()):
-        sentence = f"{anchor_text(head.product)} is sharded over explicit mesh axes"
-        raise Declined(sentence, "sharding", edit=AUTO_AXES)
     given = {np.dtype(v.dtype).name for v in (head.x, head.w)}
     if len(given) > 1 or not given <= set(FLOATS):
         sentence = f"{anchor_text(head.product)} multiplies {' by '.join(sorted(given))}"
@@ -200,25 +172,29 @@ def _chain(view: CanonicalView, logits: Value) -> list[Node] | None:
     while isinstance(value, Value) and (node := view.block.producer.get(value.id)) is not None:
         found.append(node)
         if node.primitive == "dot_general":
-            return found[::-1] if _has_matrix(node) else None
+            return found[::-1] if _may_be_head(node) else None
         if node.primitive not in _AS_LOGITS:
             return None
         value = _continued(view, node)
     return None
 
 
-def _has_matrix(node: Node) -> bool:
-    (left, right), batch = node.params["dimension_numbers"]
+def _may_be_head(node: Node) -> bool:
+    """Whether a product may be of rows and a matrix, or several: the scores of an attention are not."""
+    _, (batch, _) = node.params["dimension_numbers"]
     ranks = sorted(len(a.shape) for a in node.inputs)
-    one = len(left) == len(right) == 1 and not any(batch)
-    return one and ranks[-1] >= 1 and 2 in map(len, (a.shape for a in node.inputs)) and len(node.values) == 2
+    several = len(batch) == 1 and ranks[0] == 3 < ranks[1] if batch else ranks[0] > 2
+    return len(node.values) == 2 and (several or (not batch and 2 in ranks))
 
 
 def _continued(view: CanonicalView, node: Node) -> Atom | None:
-    """The operand of a node that logits come from: the only one, or the one that is neither a number nor a vector."""
-    if node.primitive not in _SCALES | {"add", "select_n"}:
+    """The operand of a node that logits come from: the only one, or the one that is neither a number nor a vector, nor
+    a parameter."""
+    if node.primitive not in _SCALES | {"add", "select_n"}:  # a write has what it writes into first
         return node.inputs[0]
     whole = [a for a in node.values if is_float(a.dtype) and not _is_thin(view, a)]
+    if len(whole) > 1:
+        whole = [a for a in whole if not given(view.block, a)]
     return whole[0] if len(whole) == 1 else None
 
 
@@ -230,15 +206,26 @@ def _is_thin(view: CanonicalView, value: Value) -> bool:
 
 def _product(view: CanonicalView, node: Node, chain: Sequence[Node]) -> Head:
     """The product as a head, without what follows it."""
-    (left, right), _ = node.params["dimension_numbers"]
+    (left, right), (batch, _) = node.params["dimension_numbers"]
+    if len(left) != 1:
+        raise Declined(f"{anchor_text(node)} sums over {len(left)} axes", "axes", [node], _EDITS["merge"])
     (first, second), sides = node.values, (int(left[0]), int(right[0]))
+    if batch or 2 not in map(len, (first.shape, second.shape)):
+        what = f"{anchor_text(node)} multiplies by several matrices, each of which has a softmax of its own"
+        raise Declined(what, "axes", [node], _EDITS["heads"])
+    return _oriented(view, node, chain, sides)
+
+
+def _oriented(view: CanonicalView, node: Node, chain: Sequence[Node], sides: tuple[int, int]) -> Head:
+    """The product of rows and a matrix, in this order or the other, as a head; `sides` are the axes over which it sums."""
+    first, second = node.values
     turned = next((n for n in chain if n.primitive in VIEWS), None)
     if _moves_first_last(turned) and len(first.shape) == 2 and sides[1] == len(second.shape) - 1:
         x, w, contracted = second, first, sides[0]
     elif len(second.shape) == 2 and sides[0] == len(first.shape) - 1:
         x, w, contracted = first, second, sides[1]
     else:
-        raise Declined(f"{anchor_text(node)} does not sum over the last axis of rows", "axes", [node])
+        raise Declined(f"{anchor_text(node)} is no product of rows and one matrix", "axes", [node], _EDITS["heads"])
     own = _untransposed(view, w)
     return Head(node, (), x, own, contracted == (1 if own is w else 0), node.outputs[0])
 
@@ -267,10 +254,9 @@ def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     """A head with its bias and cap, of the nodes that are neither views nor casts."""
     if not _has_whole_rows(head):
         sentence = f"{head.logits!r} are not the whole rows of the product"
-        raise Declined(sentence, "axes", [head.product], "take a part of w in place of the logits: x @ w[:, :V]")
+        raise Declined(sentence, "axes", [head.product], _EDITS[_parted(head)])
     rest = list(steps)
-    if rest and rest[-1].primitive == "select_n":
-        head = _masked(view, head, rest.pop())
+    head = _masked(view, head, rest)
     if rest and rest[0].primitive == "add":
         head = replace(head, bias=_bias(view, head, rest.pop(0)))
     if [n.primitive for n in rest[-2:]] in (["tanh", "mul"], ["tanh", "div"]):
@@ -288,39 +274,27 @@ def _scaled(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
         factor = _factor(view, node) if node.primitive in _SCALES else None
         if factor is None:
             what = f"{anchor_text(node)} changes the logits, and the fused op takes a bias, a factor that is a number, and a soft cap"
-            code = "scalar" if node.primitive in _SCALES else "mask" if node.primitive == "select_n" else "structure"
+            kinds = {"scalar": _SCALES, "mask": OVERWRITES, "axes": _JOINS}
+            code = next((code for code, names in kinds.items() if node.primitive in names), "structure")
             raise Declined(what, code, [node], _EDITS[code])
         head = replace(head, scale=head.scale * factor)
     return replace(head, scale=1.0) if close(head.scale, 1.0) else head
 
 
-def _masked(view: CanonicalView, head: Head, node: Node) -> Head:
-    """A head whose last step gives one number to the classes from some class on."""
-    which, *cases = node.inputs
-    filled = [view.is_literal(view.read(a)) for a in cases]
-    counts = _counting(view, which, head.classes) if sum(filled) == 1 else None
-    if counts is not None and filled[1]:
-        counts = ~counts  # select_n takes the second case where it is true
-    number = 0 if counts is None else int(counts.sum())
-    fill = float(view.read(cases[filled.index(True)]).coef) if number else math.nan
-    if counts is None or not counts[:number].all() or not fill < math.inf:
-        what = f"{anchor_text(node)} masks logits, and the fused op has masks of the classes from some class on alone"
-        raise Declined(what, "mask", [node], _EDITS["mask"])
-    return replace(head, counted=number, fill=fill)
-
-
-def _counting(view: CanonicalView, which: Atom, classes: int) -> np.ndarray | None:
-    """The condition of a mask by class, if it is a constant that is the same in each row."""
-    if not isinstance(which, Value) or which.shape[-1:] != (classes,) or not is_constant(view, which):
-        return None
-    closed = slice_jaxpr(view.block, sorted(makers_of(view, which), key=lambda n: n.id), (), which, view.known_inputs)
-    sizes, _ = inputs_of([], which.aval, Reduction({classes: classes}))
-    try:
-        (found,) = evaluate(closed, [], sizes)
-    except CannotEvaluate:
-        return None
-    found = np.asarray(found, bool).reshape(-1, classes)
-    return found[0] if (found == found[0]).all() else None
+def _masked(view: CanonicalView, head: Head, steps: list[Node]) -> Head:
+    """A head whose last steps give one number to the classes from some class on, if any do; they are taken from `steps`."""
+    count = len(list(itertools.takewhile(lambda n: n.primitive in OVERWRITES, reversed(steps))))
+    fills = steps[len(steps) - count :]
+    if not fills:
+        return head
+    del steps[-count:]
+    between = [n for n in head.chain if fills[0].id <= n.id <= fills[-1].id]
+    counted = padding(view, between, _continued(view, fills[0]), head.classes)
+    if counted is None:
+        mask = f"{anchor_text(fills[-1])} masks logits"
+        what = f"{mask}, and the fused op has masks of the classes from some class on alone"
+        raise Declined(what, "mask", fills, _EDITS["mask"])
+    return replace(head, counted=counted[0], fill=counted[1])
 
 
 def _has_whole_rows(head: Head) -> bool:
@@ -329,9 +303,16 @@ def _has_whole_rows(head: Head) -> bool:
     return not wide or (len(wide) == 1 and _moves_first_last(head.chain[0]))
 
 
+def _parted(head: Head) -> str:
+    """The edit for logits that are not the whole rows of the product: they are moved, split, or a part of them."""
+    names = {n.primitive for n in head.chain if n.primitive != "transpose" or not _moves_rows(n)}
+    moved = "transpose" in names or head.product.outputs[0].shape[-1:] == (head.classes,)
+    return "mask" if names & _JOINS else "last" if moved else "heads" if "reshape" in names else "axes"
+
+
 def _bias(view: CanonicalView, head: Head, node: Node) -> Value:
     """The vector that a node adds to each row."""
-    added = next(a for a in node.inputs if not isinstance(a, Value) or _is_thin(view, a))
+    added = next(a for a in node.inputs if a is not _continued(view, node))
     source = source_of(view.block, added, VIEWS | CASTS)
     last = isinstance(added, Value) and added.shape[-1:] == (head.classes,)
     if not isinstance(source, Value) or source.shape != (head.classes,) or not last or not is_float(source.dtype):

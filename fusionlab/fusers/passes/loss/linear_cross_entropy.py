@@ -24,12 +24,13 @@ from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.site import Site
 from .gradients import GradientsOfLoss, sums_of_exponentials
-from .heads import check_head, exponentiated, head_of, product_of
+from .heads import check_head, head_of, product_of
 from .numbers import numbers_of
 from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
-from .planning import CONCEPTS, EDIT, Loss, planned, with_more
-from .rows import Downstream, cuts_with_weights, region_of
+from .planning import CONCEPTS, EDIT, LOG_EDIT, Loss, notes_of, planned, with_more
+from .rows import Cut, Downstream, cuts_with_weights, region_of
 from .rules import check_rules, logits_of_rule
+from .softmaxes import exponentiated, of_softmax
 from .sums import WeightedSum, weighted_sum
 
 _TRIED = 8  # values by row that are evaluated
@@ -51,8 +52,11 @@ class LinearCrossEntropyPass(Pass):
     )
     spellings = (
         "The loss by row is recognised by its values: log_softmax or logsumexp with take_along_axis, indexing or one_hot, as in optax, "
-        "with label smoothing, and a z-loss.",
-        "A weighted sum of the losses, as the mean over the rows that a mask keeps, is a part of the site.",
+        "with label smoothing, and a z-loss. One that clips, for large logits too, is another function.",
+        "The logarithm of a softmax is infinite where the softmax underflows, and the op is not: the site has a note, or is declined where "
+        "the program tests its loss for that.",
+        "The last classes may be masked or overwritten, as padding of the vocabulary is.",
+        "A weighted sum of the losses, as the mean over the rows that a mask or optax's where= keeps, is a part of the site.",
         "The matrix may be transposed (tied embeddings); a bias and a soft cap are taken.",
         "The argmax of the same logits, for an accuracy, is a further result of the op.",
     )
@@ -101,21 +105,28 @@ def _has_gradients(search: Search) -> bool:
 
 
 class _LossSite(Site):
-    """One logarithm of a sum of exponentials, from there to a candidate or a rejection."""
+    """One logarithm of a sum of exponentials, from there to a candidate or a rejection.
+
+    Attributes:
+      notes: those of the candidate, once the loss is known.
+    """
+
+    notes: tuple[str, ...] = ()
 
     def examine(self, *known: Any) -> Candidate | Rejection:
         logits, total = known
         head = head_of(self.view, logits)
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
-        check_head(head, total)
+        check_head(self.view, head, total)
         found = Downstream(self.view, head)
         loss = self.loss(found)
         check_rules(loss.region)
         if (gradients := self.gradients(loss, known)) is not None:
             return gradients
-        by_row = self.attempt(self.by_row, loss)
         summed = weighted_sum(self.view, found, loss.region.root)
+        self.notes = notes_of(self.view, loss, *(() if summed is None else (summed.value,)))
+        by_row = self.attempt(self.by_row, loss)
         if summed is None:
             return by_row
         whole = self.attempt(self.summed, loss, summed)
@@ -156,7 +167,13 @@ class _LossSite(Site):
                 return self.loss_at(found, value, others)
             except Declined as declined:
                 problem = problem or declined
-        raise problem or Declined("no value by row is a loss by labels")
+        raise self.hinted(problem or Declined("no value by row is a loss by labels"))
+
+    def hinted(self, problem: Declined) -> Declined:
+        """A reason with the edit that helps where the program has the logarithm of a softmax."""
+        if problem.code == "value" and self.anchor.primitive == "log" and of_softmax(self.view, self.anchor):
+            return Declined(problem.sentence, problem.code, problem.nodes, LOG_EDIT)
+        return problem
 
     def after_anchor(self, found: Downstream) -> Iterator[Value]:
         """The values that may be the loss, of those that the logarithm goes into."""
@@ -203,20 +220,25 @@ class _LossSite(Site):
         """The loss that a value is. Raises Declined if it is something else."""
         problem: Declined | None = None
         for cut in cuts_with_weights(found, value, *others):
-            loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * len(others))
-            loss = with_more(loss, self.live, self.search.differentiated and bool(self.search.block.path))
-            odd = treatment(
-                loss.cut, found.head, lambda odd, loss=loss: planned(self.search, replace(loss, odd=odd)), loss.labelled
-            )
-            if odd is not None:
-                return replace(loss, odd=odd)
-            problem = problem or Declined(f"{value!r} {ODD}", "value", edit=ODD_EDIT)
+            try:
+                return self.loss_of(found, cut, len(others))
+            except Declined as declined:
+                problem = problem or declined
         raise problem or Declined(f"{value!r} is no loss by labels")
+
+    def loss_of(self, found: Downstream, cut: Cut, others: int) -> Loss:
+        """The loss that a region computes, with an argmax if there are `others`. Raises Declined if it is something else."""
+        loss = Loss(found.head, cut, numbers_of(cut, found.head), Treatment(), more=(None,) * others)
+        loss = with_more(loss, self.live, self.search.differentiated and bool(self.search.block.path))
+        odd = treatment(loss.cut, found.head, lambda odd: planned(self.search, replace(loss, odd=odd)), loss.labelled)
+        if odd is None:
+            raise Declined(f"{cut.region.root!r} {ODD}", "value", edit=ODD_EDIT)
+        return replace(loss, odd=odd)
 
     # -- what it becomes ---------------------------------------------------------------------------------------------------
 
     def by_row(self, loss: Loss) -> Candidate | Rejection:
-        return self.offered(loss.region, planned(self.search, loss), EDIT, concepts=CONCEPTS)
+        return self.offered(loss.region, planned(self.search, loss), EDIT, self.notes, CONCEPTS)
 
     def summed(self, loss: Loss, total: WeightedSum) -> Candidate | Rejection:
         """The site with the sum over its rows."""
@@ -225,12 +247,8 @@ class _LossSite(Site):
         inner = {n.id: n for n in (*region.nodes, *total.nodes)}
         support = {n.id: n for n in (*region.support, *total.numbers.values()) if n.id not in inner}
         whole = region_of(self.view, total.value, leaves, inner, support, region.others, loss.head.classes)
-        return self.offered(
-            whole,
-            planned(self.search, replace(loss, cut=replace(loss.cut, region=whole)), total),
-            EDIT,
-            concepts=CONCEPTS,
-        )
+        plan = planned(self.search, replace(loss, cut=replace(loss.cut, region=whole)), total)
+        return self.offered(whole, plan, EDIT, self.notes, CONCEPTS)
 
 
 def live_nodes(block: Any) -> frozenset[int]:

@@ -1,11 +1,13 @@
 """Which loss a region is, by value: it is evaluated on random operands, and its numbers follow from the logits it has there.
 
-A loss of a row with the logits z and the label l is a lse(z) + b z[l] + c sum(z) + d lse(z)^2.
+A loss of a row with the logits z and the label l is a lse(z) + b z[l] + c sum(z) + d lse(z)^2. It is tried on large logits too, where
+one that clips is another function, and one whose softmax underflows is no number.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,20 +30,31 @@ from .heads import Head
 from .rows import RULES, Cut
 
 _DRAWS, _DRAWS_OF_SUMS, _SPREAD = 6, 24, (0.3, 3.0)
+_FAR = (30.0, 1e5, 1e30)  # of large logits, at which nearly every row is sure of a class
+_FAR_LEFT = 1e-8  # as _LEFT, of such a draw
 _LEFT = 1e-9  # of the largest loss: what the four terms may leave of it
 _NONE = 1e-7  # a term of less is rounding
 PLAIN = "write the loss as logsumexp(logits) - logits[label], and scale what is added to it apart"
 APART = "compute what else the logits are needed for from x and w again, in a function of its own"
+CLIP = "clip the loss of each row, and not what it is made of"
 _ONE = 1e-5  # so far from 1 is the sum of targets that are written as float32 numbers
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """A loss: `factor` (1, or -1 for its negative; of a sum over all rows that of each), label smoothing and the factor of lse^2."""
+    """A loss.
+
+    Attributes:
+      factor: 1, or -1 for its negative; of a sum over all rows that of each.
+      label_smoothing: the label smoothing.
+      z_loss: the factor of lse^2.
+      lost: whether it is infinite or NaN for some large logits, as the logarithm of a softmax that underflows is.
+    """
 
     factor: float
     label_smoothing: float
     z_loss: float
+    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,34 +74,53 @@ def numbers_of(cut: Cut, head: Head, slot: str | None = None) -> Numbers:
       Declined: it is no such loss, or cannot be evaluated.
     """
     root = cut.region.root
-    numbers = _read(*coefficients(cut, head, slot), summed=slot is not None or is_total(root, head))
+    found = coefficients(cut, head, slot)
+    numbers = _read(*found, summed=slot is not None or is_total(root, head))
     if isinstance(numbers, str):
         raise Declined(f"{root!r} {numbers}", "scalar", edit=PLAIN)
-    return numbers
+    return replace(numbers, lost=_is_lost_far(cut, head, slot, found))
 
 
 def coefficients(cut: Cut, head: Head, slot: str | None = None) -> list[float]:
     """The factors of lse, the label's logit, the mean of the logits and lse^2. Raises Declined as `numbers_of`."""
-    root = cut.region.root
-    try:
-        columns, losses = _evaluated(cut, head, slot)
-    except CannotEvaluate as error:
-        raise Declined(f"{root!r} cannot be evaluated: {error}", "uncertified") from error
+    columns, losses = map(np.concatenate, zip(*_evaluated(cut, head, slot), strict=True))
     found, *_ = np.linalg.lstsq(columns, losses, rcond=None)
     scale = max(float(np.max(np.abs(losses))), 1e-30)
-    if not np.all(np.isfinite(losses)) or np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
-        sentence = f"{root!r} is another function of the logits and the labels than a cross-entropy"
-        raise Declined(sentence, "value", edit=APART)
+    if np.max(np.abs(columns @ found - losses)) > _LEFT * scale:
+        raise _other(cut.region.root)
     return list(map(float, found))
+
+
+def _other(root: Value) -> Declined:
+    what = f"{root!r} is another function of the logits and the labels than a cross-entropy"
+    return Declined(what, "value", edit=APART)
+
+
+def _is_lost_far(cut: Cut, head: Head, slot: str | None, found: list[float]) -> bool:
+    """Whether a region's root is no number for some large logits. Raises Declined if it is another number than that of these factors."""
+    root, most = cut.region.root, max(map(abs, found))
+    factors = np.asarray([x if abs(x) > _NONE * most else 0.0 for x in found])
+    lost = False
+    for columns, losses in _evaluated(cut, head, slot, _FAR):
+        held = np.isfinite(losses)
+        lost = lost or not held.all()
+        most = float(np.max(np.abs(columns) @ np.abs(factors)))
+        if np.any(np.abs(columns @ factors - losses)[held] > _FAR_LEFT * most):
+            what = f"{root!r} is another function than a cross-entropy where logits are large"
+            raise Declined(what, "value", edit=CLIP)
+    return lost
 
 
 def beside(cut: Cut, head: Head, value: Value, numbers: Numbers) -> Beside | None:
     """How a further value by row is made of a loss with these numbers and of lse; None if it is not."""
     own = replace(cut, region=replace(cut.region, others=(value,)).of(value), weights=None)
     try:
-        lse, picked, mean, squared = (x if abs(x) > _NONE else 0.0 for x in coefficients(own, head))
+        found = coefficients(own, head)
+        if _is_lost_far(own, head, None, found):
+            return None
     except Declined:
         return None
+    lse, picked, mean, squared = (x if abs(x) > _NONE else 0.0 for x in found)
     loss = -picked / (1 - numbers.label_smoothing)
     if abs(mean + loss * numbers.label_smoothing) > _ONE:
         return None
@@ -128,28 +160,64 @@ def _number(found: float) -> float:
     return next(x for digits in range(1, 17) if abs((x := float(f"{found:.{digits}g}")) - found) <= _NONE * abs(found))
 
 
-def _evaluated(cut: Cut, head: Head, slot: str | None) -> tuple[np.ndarray, np.ndarray]:
-    """(the four terms at each entry drawn of the root, or their gradients; its entries)."""
+def _evaluated(
+    cut: Cut, head: Head, slot: str | None, far: Sequence[float] = ()
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(the four terms at each entry of the root, or their gradients; its entries) of each draw: of logits of ordinary sizes, or of those
+    in `far`, with labels of which every other one is that of the largest logit.
+
+    Raises:
+      Declined: the region cannot be evaluated, or an entry is no number although the logits are of ordinary sizes.
+    """
     region = cut.region.of(cut.region.root)
-    terms, wanted = _terms(cut, head, slot), region.jaxpr()
+    logits, terms, wanted = _logits(cut, head), _terms(cut, head, slot), region.jaxpr()
     avals, weights = [v.aval for v in region.inputs], summed_with(wanted)
+    at = input_positions(region)["labels"]
+    draws = range(_DRAWS if len(region.root.shape) else _DRAWS_OF_SUMS)
 
-    def attempt(reduction: Reduction) -> tuple[np.ndarray, np.ndarray]:
-        columns, losses = list[np.ndarray](), list[np.ndarray]()
-        for seed in range(_DRAWS if len(region.root.shape) else _DRAWS_OF_SUMS):
-            sizes, args = _drawn(cut, head, reduction, seed, weights)
-            losses += (a.reshape(-1) for a in evaluate(wanted, args, sizes, plain_meaning_of))
-            columns.append(np.stack([a.reshape(-1) for a in evaluate(terms, args, sizes, plain_meaning_of)], -1))
-        return np.concatenate(columns), np.concatenate(losses)
+    def flat(program: Any, sizes: Any, args: list[Any]) -> list[np.ndarray]:
+        return [a.reshape(-1) for a in evaluate(program, args, sizes, plain_meaning_of)]
 
-    return at_sizes(attempt, avals, region.positions)
+    def attempt(reduction: Reduction) -> list[tuple[np.ndarray, np.ndarray]]:
+        found = list[tuple[np.ndarray, np.ndarray]]()
+        for seed, spread in enumerate(far or [None] * len(draws)):
+            sizes, args = _drawn(cut, head, reduction, seed, weights, spread)
+            if spread is not None:
+                (z,) = evaluate(logits, args, sizes, plain_meaning_of)
+                args[at] = _often_largest(args[at], z[..., : head.counted or head.classes])
+            with np.errstate(all="ignore"):
+                (losses,) = flat(wanted, sizes, args)
+                if spread is None and not np.isfinite(losses).all():
+                    raise _other(region.root)
+                found.append((np.stack(flat(terms, sizes, args), -1), losses))
+        return found
+
+    try:
+        return at_sizes(attempt, avals, region.positions)
+    except CannotEvaluate as error:
+        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
+
+
+def _often_largest(labels: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """Labels of which every other one is replaced by the class of the largest logit."""
+    best = logits.argmax(-1).reshape(-1)
+    if best.size != labels.size:
+        return labels
+    chosen = np.where(np.arange(best.size) % 2, best, labels.reshape(-1))
+    return chosen.reshape(labels.shape).astype(labels.dtype)
+
+
+def _logits(cut: Cut, head: Head) -> Any:
+    """A jaxpr of the region's inputs that gives the logits."""
+    region = cut.region
+    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
+    return slice_jaxpr(region.block, nodes, region.inputs, head.logits, region.known)
 
 
 def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
     """A jaxpr of the region's inputs that gives the four terms of a loss, weighted, by row or summed as the root; or their gradients."""
     region, where = cut.region, input_positions(cut.region)
-    nodes = sorted((*region.nodes, *region.support), key=lambda n: n.id)
-    logits = jex_core.jaxpr_as_fun(slice_jaxpr(region.block, nodes, region.inputs, head.logits, region.known))
+    logits = jex_core.jaxpr_as_fun(_logits(cut, head))
     summed, counted = slot is not None or is_total(region.root, head), head.counted or head.classes
 
     def terms(*inputs: Any) -> list[Any]:
@@ -181,14 +249,16 @@ def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
     return make_jaxpr(terms if slot is None else gradients, [v.aval for v in region.inputs])
 
 
-def _drawn(cut: Cut, head: Head, reduction: Reduction, seed: int, weights: Any) -> tuple[Any, list[Any]]:
-    """(sizes, operands) as they are drawn, with labels in the vocabulary and logits of several sizes."""
+def _drawn(
+    cut: Cut, head: Head, reduction: Reduction, seed: int, weights: Any, spread: float | None = None
+) -> tuple[Any, list[Any]]:
+    """(sizes, operands) as they are drawn, with labels in the vocabulary and logits of several sizes, or of one."""
     region = cut.region
     sizes, (*args, _) = inputs_of([v.aval for v in region.inputs], region.root.aval, reduction, seed, weights=weights)
     rng, where = np.random.default_rng(seed), input_positions(region)
     at = where["labels"]
     args[at] = rng.integers(0, head.counted or head.classes, args[at].shape).astype(args[at].dtype)
-    args[where["x"]] = args[where["x"]] * rng.uniform(*_SPREAD)
+    args[where["x"]] = args[where["x"]] * (spread or rng.uniform(*_SPREAD))
     return sizes, args
 
 

@@ -10,12 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from ....graph.canonical.nodes import nonunit
+from ....graph.canonical.view import CanonicalView
+from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.matching.region import VIEWS, Escape, Region, escapes
 from ....graph.matching.walks import source_of
-from ....graph.program.ir import Value
+from ....graph.program.ir import Node, Value
 from ....kernels import OPS
 from ...engine.base import Search, Substitution
+from ...engine.fully_masked_rows import nan_test
 from ...engine.layout import input_positions
 from .heads import Head
 from .numbers import Beside, Numbers, beside, is_total
@@ -26,6 +29,11 @@ from .sums import WeightedSum
 OP = OPS["linear_cross_entropy"]
 CONCEPTS = ("linear_cross_entropy",)
 EDIT = "compute the outside use from x and w again, or return it from a function of its own"
+_LOST = (
+    "where the softmax of a label underflows, or an exponential overflows, the program's loss is infinite or NaN, and the fused op's is "
+    "the loss"
+)
+LOG_EDIT = "write the loss by jax.nn.log_softmax, which is a number for all logits that are"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +105,16 @@ def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False
     return replace(loss, cut=cut, more=(*loss.more, *known.values()))
 
 
+def notes_of(view: CanonicalView, loss: Loss, *ends: Value) -> tuple[str, ...]:
+    """What the fused op has another number for. Raises Declined if the program tests whether its loss is one, or an end, its sum."""
+    if not loss.numbers.lost:
+        return ()
+    asked = next((n for v in (*loss.region.roots, *ends) if (n := nan_test(view, v)) is not None), None)
+    if asked is not None:
+        raise Declined(f"{_LOST}, and {asked!r} tests for that", "value", [asked], LOG_EDIT)
+    return (_LOST,)
+
+
 def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Substitution:
     """The call of the op: rows as the logits have them, and weights for a sum; `total` is what is summed after the loss."""
     region, head, cut = loss.region, loss.head, loss.cut
@@ -105,7 +123,8 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
     summed = total is not None or loss.is_total
     if not summed:
         attrs["also"] = tuple(name for name in attrs["also"] if name != "loss")
-    chosen = _is_chosen(cut)
+    choices = _choices(cut)
+    chosen, hidden = bool(choices), any(n.outputs[0].shape[-1:] == (head.classes,) for n in choices)
     if summed:
         attrs["masked"] = chosen or (total is not None and total.masks)
 
@@ -118,8 +137,12 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
         spread = jnp.broadcast_to if weights.size == 1 else jnp.reshape
         weights = spread(weights, head.rows) * loss.numbers.factor if summed else None
         if weights is not None and cut.weights is not None:
-            weights = weights * jnp.reshape(given["weights"], head.rows).astype(weights.dtype)
-        return head.of_rows(given["x"]), given["w"], labels, given.get("bias"), weights
+            own = jnp.reshape(given["weights"], head.rows)
+            weights = jnp.where(own, weights, 0) if chosen else weights * own.astype(weights.dtype)
+        x = head.of_rows(given["x"])
+        if hidden:  # a softmax of rows that are left out has no logits of theirs
+            x = jnp.where(jnp.reshape(given["weights"], (*head.rows, 1)), x, 0)
+        return x, given["w"], labels, given.get("bias"), weights
 
     def finish(out: Any) -> Any:
         results = out if len(region.roots) > 1 else (out,)
@@ -142,11 +165,13 @@ def _is_by_row(value: Value, head: Head) -> bool:
     return nonunit(value.shape) == nonunit(head.rows) and is_float(value.dtype)
 
 
-def _is_chosen(cut: Cut) -> bool:
-    """Whether the weights choose the rows that count: multiplied by 0, NaN is NaN."""
-    choices = (n.inputs[0] for n in (*cut.region.nodes, *cut.region.support) if n.primitive == "select_n")
-    sources = (source_of(cut.region.block, a, VIEWS) for a in choices)
-    return cut.weights is not None and any(isinstance(a, Value) and a.id == cut.weights.id for a in sources)
+def _choices(cut: Cut) -> list[Node]:
+    """The nodes by which the weights choose the rows that count: multiplied by 0, NaN is NaN."""
+    if cut.weights is None:
+        return []
+    block, own = cut.region.block, source_of(cut.region.block, cut.weights, VIEWS)
+    nodes = (*cut.region.nodes, *cut.region.support)
+    return [n for n in nodes if n.primitive == "select_n" and source_of(block, n.inputs[0], VIEWS) is own]
 
 
 def _read_by(total: WeightedSum, given: dict[str, Any]) -> list[Any]:
@@ -179,7 +204,8 @@ class _Call(Substitution):
         """The loss as the root of the region is."""
         if self.total is None and not self.loss.is_total:
             return self.by_row(out, given)
-        if self.total is not None and self.total.adds:
+        # Of no row, a mean is NaN; the weights of rows that are left out are 0.
+        if self.total is not None and (self.total.adds or (self.attrs["masked"] and self.total.given)):
             return out + self.total.rest(self.loss.region, _read_by(self.total, given)).astype(out.dtype)
         return out
 
@@ -189,7 +215,7 @@ class _Call(Substitution):
         if self.loss.cut.weights is None:
             return out
         weights = jnp.reshape(given["weights"], out.shape)
-        return jnp.where(weights, out, 0) if _is_chosen(self.loss.cut) else weights.astype(out.dtype) * out
+        return jnp.where(weights, out, 0) if _choices(self.loss.cut) else weights.astype(out.dtype) * out
 
     def lost(self, operands: Sequence[Any], named: dict[str, Any]) -> Any:
         """What the loss of a row has besides the op's: of labels outside of the vocabulary alone, and no gradient."""

@@ -6,6 +6,7 @@ analytic functions that agree on an open set agree everywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,8 +20,9 @@ from ....graph.dtypes import is_float
 from ....graph.jax_compat import child_jaxprs, split_closed
 from ....graph.matching.region import CASTS, VIEWS, Region
 from ....graph.program.ir import Block, Node, Value
-from .heads import exponentiated, product_of
+from .heads import product_of
 from .rows import RULES
+from .softmaxes import exponentiated
 
 _EDIT = "write the loss without a rule of its own, as optax and jax.nn have it: the fused op brings its gradient"
 # A maximum is subtracted from the logits, and added again.
@@ -29,7 +31,7 @@ _ANALYTIC = (
     | CASTS
     | frozenset(
         "add add_any sub mul div neg exp log integer_pow square dot_general reduce_sum reduce_max stop_gradient iota copy jit pjit "
-        "closed_call custom_vjp_call slice pad concatenate".split()
+        "closed_call custom_jvp_call custom_vjp_call slice pad concatenate".split()
     )
 )
 
@@ -58,18 +60,35 @@ def check_rules(region: Region) -> None:
         return
     fn, avals = jex_core.jaxpr_as_fun(region.jaxpr()), [v.aval for v in region.inputs]
     closed = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval)
-    odd = next(_not_analytic(split_closed(closed)[0]), None)
+    jaxpr, _ = split_closed(closed)
+    odd = next(_not_analytic(jaxpr, {v for v in jaxpr.invars if is_float(v.aval.dtype)}), None)
     if odd is not None:
         sentence = f"it has a derivative of the user's own with {odd}, which values at random points do not prove"
         raise Declined(sentence, "custom_rule", rules, _EDIT)
 
 
-def _not_analytic(jaxpr: Any) -> Iterator[str]:
-    """The primitives of a program that may make different functions of the same logits."""
+def _not_analytic(jaxpr: Any, moving: set[Any]) -> Iterator[str]:
+    """The primitives of a program that may make different functions of the same logits; `moving` are its inputs that depend on them."""
+    moving = set(moving)
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        floats = any(is_float(v.aval.dtype) for v in eqn.invars)
-        if floats and name not in _ANALYTIC:
-            yield name
+        moves = [not isinstance(v, jex_core.Literal) and v in moving for v in eqn.invars]
+        if not any(moves):
+            continue  # of labels alone
+        moving.update(eqn.outvars)
+        if not _is_analytic(eqn, moves):
+            yield eqn.primitive.name
         for _, _, child in child_jaxprs(eqn):
-            yield from _not_analytic(split_closed(child)[0])
+            inner, _ = split_closed(child)
+            alike = len(inner.invars) == len(moves)
+            yield from _not_analytic(inner, {v for i, v in enumerate(inner.invars) if not alike or moves[i]})
+
+
+def _is_analytic(eqn: Any, moves: list[bool]) -> bool:
+    """Whether an equation is analytic in those of its operands that `moves`: a choice by labels is, and so is the larger of a number and
+    minus infinity."""
+    name = eqn.primitive.name
+    if name == "select_n":
+        return not moves[0]
+    if name == "max":
+        return any(isinstance(v, jex_core.Literal) and v.val == -math.inf for v in eqn.invars)
+    return name in _ANALYTIC

@@ -123,8 +123,8 @@ class ResidualWalk(FactorWalk):
         return total, other
 
     def residual(self, product: Projection, name: str, of: Collection[int]) -> tuple[Projection, Side, Side]:
-        """(the product, its residual sum, the other term). A product whose rows are sharded over devices is summed
-        over them first; then its bias may be added before or after the residual.
+        """(the product, its residual sum, the other term). Its bias may be added before the residual or after it. A product whose rows
+        are sharded over devices is summed over them first.
         """
         product = self.scaled(product)
         summed = self.over_devices(product)
@@ -135,7 +135,7 @@ class ResidualWalk(FactorWalk):
                 why = f"{name} is not summed over {over}, but the output projection's is"
                 raise Unread(why, summed.nid, "region")
             self.alone = product.nid
-            return product, total, rest
+            return self.bias_after(product, total, rest, name, of)
         if product.factor is not None:
             why = f"{name} is multiplied by a vector before it is summed over devices"
             raise Unread(why, product.out.nid, "region")
@@ -148,6 +148,24 @@ class ResidualWalk(FactorWalk):
             if bias.atoms != {"e"}:
                 raise Unread(f"{name} is added to more than one value", total.nid)
         return replace(product, bias=bias and self.up(bias, parts=False)), total, rest
+
+    def bias_after(
+        self, product: Projection, total: Side, rest: Side, name: str, of: Collection[int]
+    ) -> tuple[Projection, Side, Side]:
+        """As `residual` gives them, with a bias that is added to the sum with the residual. Of one row the residual has the form of a
+        bias, too, and is read as such.
+        """
+        if product.factor is not None:
+            return product, total, rest
+        bias = product.bias
+        if bias is not None and rest.atoms == {"e"} and (bias.nid in of or self.up_of(bias) in of):
+            return replace(product, bias=self.up(rest, parts=False)), total, bias
+        if bias is not None or [n.op for n in self.readers(total.nid)] != ["sum"]:
+            return product, total, rest
+        all_of_it, bias = self.added(total, name, ())
+        if bias.atoms != {"e"}:
+            raise Unread(f"{name} is added to more than one value", total.nid)
+        return replace(product, bias=self.up(bias, parts=False)), all_of_it, rest
 
     def over_devices(self, product: Projection) -> Side:
         """The product's result, or its sum over devices if there is one."""

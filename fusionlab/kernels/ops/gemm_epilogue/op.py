@@ -52,13 +52,12 @@ class GemmEpilogue(Op):
     implementations: ClassVar[Mapping[str, Implementation]] = {
         "xla": XLA,
         "cublaslt": XLA.by_kernels(
-            "cublaslt", "one cuBLASLt call per product, bias and activation in its epilogue", cublaslt, plain=False
+            "cublaslt", "one cuBLASLt call per product, bias and activation in its epilogue", cublaslt
         ),
         "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one of FusionLab's own kernels for bias, activation, derivative and bias gradient",
             cuda,
-            plain=False,
         ),
     }
 

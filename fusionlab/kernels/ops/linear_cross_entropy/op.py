@@ -45,7 +45,6 @@ class LinearCrossEntropy(Op):
             forward=chunked.forward,
             cotangent=chunked.cotangent,
             opaque=True,
-            plain=False,
         ),
         "cuda": XLA.by_kernels(
             "cuda",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -48,16 +49,37 @@ def finished(
         axes = form.mesh_axes("m")
         found["out"] = weighted(weights, found["loss"], form)
         found |= {slot: found[slot] * factors[slot] for slot in form.gradients if slot in found}
-        found |= _over_devices(found, axes, form.mesh_axes("v"))
+        found |= _over_devices(found, axes, form)
         found |= {GRADIENTS[slot]: found[slot] for slot in form.gradients if slot in found}
     return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
 
 
-def _over_devices(found: Mapping[str, Array], axes: Any, of_x: Any) -> dict[str, Array]:
+def _together(gradients: Sequence[Array], here: bool) -> Sequence[Array]:
+    """The gradients, all made before one is used, if that is to be said `here`: where they are multiplied, and with several devices before
+    they are summed, since XLA scatters only what it sums directly before it is split.
+
+    On a GPU the gradient of w, which nothing waits for, would be made last, and keep the cotangents of all logits until then.
+    """
+    return lax.optimization_barrier(gradients) if here else gradients
+
+
+def _over_devices(found: Mapping[str, Array], axes: Any, form: Settings) -> dict[str, Array]:
     """The sums over rows, over the devices that have some of them; and the gradient of x, over those with parts of the vocabulary."""
-    parts = {name: found[name] for name in ("out", "w", "bias") if name in found}
-    summed = lax.psum(parts, axes) if axes else {}
-    return summed | ({"x": lax.psum(found["x"], of_x)} if of_x and "x" in found else {})
+    of_x = form.mesh_axes("v")
+    summed = lax.psum({name: found[name] for name in ("out", "bias") if name in found}, axes) if axes else {}
+    over = {slot: by for slot, by in (("x", of_x), ("w", axes)) if slot in found}
+    if not any(over.values()):
+        return summed
+    parts = _together([_sent(found[slot], by, form) for slot, by in over.items()], form.on_a_gpu)
+    return summed | {
+        slot: lax.psum(part, by).astype(found[slot].dtype) if by else part
+        for part, (slot, by) in zip(parts, over.items(), strict=True)
+    }
+
+
+def _sent(gradient: Array, axes: Any, form: Settings) -> Array:
+    """A product in the dtype in which the program's own are summed over devices; in float16 the small numbers of a mean would vanish."""
+    return gradient.astype(form.logits_dtype) if axes and form.logits_dtype == "bfloat16" else gradient
 
 
 def weighted(weights: Array, loss: Array, form: Settings) -> Array:
@@ -128,6 +150,7 @@ def pulled_back(
     """The gradients wanted, in order. `by_rows`: (cotangents of loss and lse by row, or None, slots) -> their gradients in A."""
     cts = dict(ct) if isinstance(ct, Mapping) else {"out": ct}
     found = _of_sum(saved, cts.pop("out"), wanted, form) if form.is_scalar and "out" in cts else {}
+    here = _are_made_here(cts, form)
     of_loss = _added(cts.get("loss"), cts.get("out"))
     slots = tuple(slot for slot in wanted if slot != "weights")
     if slots and (of_loss is not None or "lse" in cts):
@@ -136,8 +159,12 @@ def pulled_back(
     if "weights" in wanted and "weights" not in found:
         found["weights"] = jnp.zeros_like(saved["loss"])
     gradients = [found[slot].astype(form.dtype_of(slot)) for slot in wanted]
-    # On a GPU the gradient of w, which nothing waits for, would be made last, and keep the cotangents of all logits until then.
-    return list(lax.optimization_barrier(gradients)) if form.on_a_gpu else gradients
+    return list(_together(gradients, here))
+
+
+def _are_made_here(by_row: Mapping[str, Array], form: Settings) -> bool:
+    """Whether, on a GPU, the backward pass keeps gradients together: the forward pass did where it summed those of several devices."""
+    return form.on_a_gpu and (bool(by_row) or jax.device_count() == 1)
 
 
 def _of_sum(saved: Named, ct: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:

@@ -57,14 +57,12 @@ class Matmul(Op):
             "cublaslt",
             "one cuBLASLt call: factors, bias, activation and the cast of the result in it",
             cublaslt,
-            plain=False,
             roles=("call",),
         ),
         "cuda": XLA.by_kernels(
             "cuda",
             "XLA's product and one of FusionLab's own kernels for bias and activation",
             cuda,
-            plain=False,
             roles=("call",),
         ),
     }

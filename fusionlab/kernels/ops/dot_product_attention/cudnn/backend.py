@@ -27,7 +27,6 @@ import numpy as np
 from jax import lax
 
 from .....device import Device
-from ....op.arrays import refuses_shardings
 from ..layouts import AttentionSizes, lengths
 from ..own import backend as cuda
 from ..settings import Settings
@@ -73,8 +72,6 @@ def refuses_device(device: Device) -> str | None:
 
 
 def _refuses_operands(shapes: Mapping[str, Any], device: Device, layout: str) -> str | None:
-    if reason := refuses_shardings(shapes, ": JAX's call of cuDNN has no rule for them"):
-        return reason
     features = set()
     for slot in ("query", "key", "value", "ct"):
         if slot in shapes:

@@ -19,7 +19,6 @@ from jax import lax
 
 from .....device import Device
 from ....launch.ffi_call import launch
-from ....op.arrays import refuses_shardings
 from ...passes import those
 from ..layouts import AttentionSizes, lengths
 from ..settings import Settings
@@ -43,8 +42,6 @@ def refuses_device(device: Device) -> str | None:
 
 
 def _refuses_operands(shapes: Mapping[str, Any], form: Settings) -> str | None:
-    if reason := refuses_shardings(shapes):
-        return reason
     for slot in those(shapes, "query", "key", "value", "ct"):
         if reason := _refuses_heads(slot, shapes[slot], form.layout):
             return reason

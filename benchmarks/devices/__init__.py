@@ -1,0 +1,1 @@
+"""Several GPUs of one host: `tensor_parallel` (an encoder layer spread over them), `fsdp` (a train step with sharded parameters)."""
