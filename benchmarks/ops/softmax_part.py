@@ -33,16 +33,18 @@ CHECKED = 64  # rows whose errors are taken
 
 @dataclass(frozen=True)
 class Case:
-    """Rows, their width, the dtypes of logits and cotangent."""
+    """Rows, their width, the dtypes of logits and cotangent, and how many entries of a row are logits; None: all."""
 
     rows: int
     size: int
     dtype: str = "float32"
     out: str = "float16"
+    classes: int | None = None
 
     @property
     def name(self) -> str:
-        return f"N {self.rows}, V {self.size}, {self.dtype} to {self.out}"
+        classes = f", {self.classes} classes" if self.classes else ""
+        return f"N {self.rows}, V {self.size}{classes}, {self.dtype} to {self.out}"
 
     @property
     def bytes(self) -> int:
@@ -58,11 +60,12 @@ ON_A_GPU = (
     Case(2048, 128256),
     Case(2048, 128256, "bfloat16", "bfloat16"),
     Case(8192, 50257, "bfloat16", "bfloat16"),
+    Case(8192, 50304, "bfloat16", "bfloat16", 50257),
     Case(4096, 50257),
     Case(2048, 151936, "bfloat16", "bfloat16"),
     Case(8192, 32000, "bfloat16", "bfloat16"),
 )
-TINY = (Case(16, 100), Case(16, 100, "bfloat16", "bfloat16"))
+TINY = (Case(16, 100), Case(16, 100, "bfloat16", "bfloat16", 90))
 # (threads of a block, blocks of a multiprocessor, vectors of a thread in registers)
 TILES = (
     *((256, n, 2) for n in (3, 4)),
@@ -80,7 +83,7 @@ def arguments(case: Case) -> tuple[Any, ...]:
 
     keys = jax.random.split(jax.random.key(0), 2)
     h = jax.jit(lambda: jax.random.normal(keys[0], (case.rows, case.size), case.dtype))()
-    return h, jax.random.randint(keys[1], (case.rows,), 0, case.size), jnp.ones(case.rows)
+    return h, jax.random.randint(keys[1], (case.rows,), 0, case.classes or case.size), jnp.ones(case.rows)
 
 
 def by_xla(h: Any, labels: Any, of_loss: Any, *, form: Any, out: str) -> dict[str, Any]:
@@ -104,7 +107,7 @@ def form_of(case: Case) -> Any:
     from fusionlab.device import Device
     from fusionlab.kernels.ops.linear_cross_entropy.settings import Settings
 
-    return Settings(logits_dtype=case.dtype, device=Device.current())
+    return Settings(logits_dtype=case.dtype, classes=case.classes, device=Device.current())
 
 
 def programs(case: Case, on_cuda: bool, tiles: bool) -> dict[str, Callable[..., Any]]:

@@ -88,7 +88,7 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
             # Bytes: their tiles take all registers there are; what is spilled of decoding is beside its loops over weights and keys.
             several = name.endswith("by one kernel") and " of 1 " not in name  # texts
             few = 352 if several else 16 if name.startswith("attention") or name.endswith("by one kernel") else 0
-            few = 40 if name.startswith("softmax") else few  # of rows that no block keeps whole
+            few = 64 if re.match(r"softmax .* of ", name) else few  # its checks are of the last vectors of a row
             assert max(taken.spill_stores, taken.spill_loads) <= spills + few, f"{name}: {entry} spills"
 
 

@@ -46,6 +46,22 @@ SIZES = {
     "50257": Case(3, 50257, "bfloat16", "bfloat16"),
     "128256": Case(2, 128256, "float32", "bfloat16"),
 }
+CLASSES = {"classes": 270, "fill": float(np.finfo(np.float32).min)}
+PADDED = {
+    "entries beyond": Case(4, 301, "float32", "float32", beyond=19),
+    "entries beyond, 16 bits": Case(4, 301, "bfloat16", "bfloat16", EVERYTHING, beyond=19),
+    "entries beyond, no vector": Case(4, 301, "bfloat16", "float32", EVERYTHING, beyond=4),
+    "classes": Case(4, 301, "float32", "float32", CLASSES),
+    "classes, everything": Case(4, 304, "bfloat16", "float32", {**CLASSES, **EVERYTHING}),
+    "classes, infinite": Case(4, 304, "bfloat16", "bfloat16", {**CLASSES, "fill": -np.inf}),
+    "classes, of float64": Case(4, 304, "float32", "bfloat16", {**CLASSES, "fill": -1e300}),
+    "classes, far smaller logits": Case(4, 304, "float32", "float32", {**CLASSES, "fill": 1.0, "scale": 0.1}),
+    "both": Case(4, 301, "bfloat16", "bfloat16", {**CLASSES, **EVERYTHING}, beyond=19),
+    "both, all places": Case(
+        3, 4301, "bfloat16", "bfloat16", {**EVERYTHING, "classes": 4090, "fill": -9.0}, ALL_PLACES, 19
+    ),
+    "both, no cotangent": Case(4, 301, "bfloat16", None, {**CLASSES, **EVERYTHING}, beyond=19),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -79,6 +95,16 @@ def test_a_row_in_all_places_with_everything():
 @pytest.mark.parametrize("name", SIZES)
 def test_rows_of_every_size(name):
     check(SIZES[name], operands(SIZES[name]), H200)
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("name", PADDED)
+def test_entries_that_are_no_logits(name):
+    """Labels among the classes, behind them and out of range."""
+    case = PADDED[name]
+    h, labels, of_loss = operands(case)
+    check(case, (h, labels.at[0].set(case.options.get("classes", 9)), of_loss), H200)
 
 
 @pytest.mark.dear
@@ -186,7 +212,6 @@ def test_without_rows_nothing_is_launched():
     ("change", "dtype", "words"),
     [
         ({"softcap": 3.0}, "float32", "softcap"),
-        ({"classes": 5}, "float32", "padded vocabulary"),
         ({"present": ("x", "w", "labels", "bias")}, "float32", "bias"),
         ({"also": ("argmax",)}, "float32", "argmax"),
         ({"across": (("v", ("data",)),)}, "float32", "devices share"),
@@ -237,6 +262,7 @@ def test_what_is_kept_of_a_row_on_an_h200():
 OPTIONS = {
     "plain": {},
     "smoothing, z-loss, tied": {"label_smoothing": 0.1, "z_loss": 0.01, "transposed": True, "out_of_range": "drop"},
+    "classes": {"classes": 31, "fill": -4.0},
     "scale, also": {"scale": 0.3, "out_of_range": "zero", "also": ("lse", "loss")},
 }
 
@@ -244,13 +270,16 @@ OPTIONS = {
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
 @pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("size", [37, 101], ids=["", "padded"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_the_op_by_the_kernel_is_the_original(name, weighted, at_once, monkeypatch):
-    """Values and gradients, of a sum and by row, of chunks that multiply their own cotangents or leave them for one product."""
+def test_the_op_by_the_kernel_is_the_original(name, weighted, size, at_once, monkeypatch):
+    """Values and gradients, of a sum and by row, of chunks that multiply their own cotangents or leave them for one product; of a
+    vocabulary that is padded for the products, too.
+    """
     monkeypatch.setattr(Settings, "on_a_gpu", at_once)
     options = OPTIONS[name] if weighted or name != "scale, also" else {**OPTIONS[name], "also": ("lse",)}
-    x, w, labels, _, weights = op_operands((13,), 8, 37)
+    x, w, labels, _, weights = op_operands((13,), 8, size)
     given = (x, w.T if options.get("transposed") else w)
     weights = weights if weighted else None
 

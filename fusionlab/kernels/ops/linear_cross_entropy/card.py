@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ....device import Device
 from ...op.card import CUDA, XLA, Card, Requirement, Variants
 from .op import LINEAR_CROSS_ENTROPY
@@ -10,7 +12,9 @@ from .settings import Settings
 
 
 def variants(arch: str) -> Variants:
-    """Of the softmax: rows that are kept, rows of which a part is read again, rows that start anywhere; and all there is to compute."""
+    """Of the softmax: rows that are kept, rows of which a part is read again, rows that start anywhere; all there is to compute; and rows
+    with entries beyond the vocabulary and beyond the classes.
+    """
     if arch not in SOURCE.archs:
         return
     device = Device.of(arch)
@@ -23,6 +27,9 @@ def variants(arch: str) -> Variants:
                 yield f"softmax {dtype} {columns}: {out or 'no cotangent'}", plan
         plan = part_plan(4096, 4099, dtype, "float32", everything)
         yield f"softmax {dtype} 4099: float32 and everything", plan
+        for name, form in (("", Settings(device=device)), (" and everything", replace(everything, classes=50000))):
+            plan = part_plan(4096, 50304, dtype, narrow[0], form, size=50257)
+            yield f"softmax {dtype} 50257 of 50304: {narrow[0]}{name}", plan
 
 
 CARD = Card(

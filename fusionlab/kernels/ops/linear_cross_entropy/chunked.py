@@ -26,22 +26,36 @@ Array = Any
 
 # Bytes of the logits of a chunk: on a CPU in A, where longer chunks take more time as well as more memory; elsewhere in their own dtype.
 MEMORY_ON_A_CPU, MEMORY = 1 << 26, 1 << 27
+MORE = 2  # as many on a GPU where no cotangent is made: nothing is kept of the logits but some numbers of each row
 LEAST = 1024  # rows of a chunk on a GPU: the product of fewer is slower
 WHOLE = 1 << 32  # bytes of the cotangents of all logits; adding up the gradient of w, chunk by chunk, takes longer
 _ALIGNED = 8  # rows of a chunk are a multiple of
+# Entries of a row: where they are no multiple of the first, 16 bytes of 16-bit numbers, a GPU's products take several times as long, and w
+# gets entries of 0 up to a multiple of the second, the rows of a tile of a product.
+_VECTOR, _TILE = 8, 64
 _SUMMED = ("w", "bias")
 
 
-def chunks(shape: tuple[int, ...], size: int, form: Settings, in_place: bool = False) -> tuple[int, int]:
+def chunks(
+    shape: tuple[int, ...], size: int, form: Settings, in_place: bool = False, alone: bool = False
+) -> tuple[int, int]:
     """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`. `in_place`: the cotangents of all logits are kept
-    and take as much as the logits, whose memory they get, so that chunks of some rows would save none.
+    and take as much as the logits, whose memory they get, so that chunks of some rows would save none. `alone`: there is no cotangent.
     """
     count = math.prod(shape[:-1])
-    number = -(-count // (form.chunk or (count if in_place else _most_rows(size, form)) or 1))
+    number = _number(count, size, form, in_place, alone)
     if number <= 1:
         return 1, count
     each = -(-count // number)
     return number, each if form.chunk else -(-each // _ALIGNED) * _ALIGNED
+
+
+def _number(count: int, size: int, form: Settings, in_place: bool, alone: bool) -> int:
+    if in_place and not form.chunk:
+        return 1
+    if form.on_a_gpu and not form.chunk:  # the nearest: a row more than fits is no reason for another chunk
+        return round(count / (_most_rows(size, form) * (MORE if alone else 1)))
+    return -(-count // (form.chunk or _most_rows(size, form)))
 
 
 def _most_rows(size: int, form: Settings) -> int:
@@ -64,9 +78,9 @@ def forward(
     """As the reference gives it; what lies between the products `by_kernel` or as jnp code."""
     form = Settings.of(attrs)
     lift, scaled = reference.lifted(weights, form) if residuals and weights is not None else (1, None)
+    w, size = _padded(w, form, by_kernel)
     known = halves(x, w, {} if scaled is None else {"loss": scaled}, form)
-
-    pull = _Pull(known, w, tuple(form.gradients), x.shape, form)
+    pull = _Pull(known, w, size, tuple(form.gradients), x.shape, form)
 
     def step(part: dict[str, Array]) -> dict[str, Array]:
         if by_kernel:
@@ -90,18 +104,20 @@ def cotangent(
 
     def of_rows(of_loss: Array | None, of_lse: Array | None, slots: tuple[str, ...]) -> dict[str, Array]:
         cotangents = {name: a for name, a in (("loss", of_loss), ("lse", of_lse)) if a is not None}
-        known = halves(saved["x"], saved["w"], cotangents, form)
-        pull = _Pull(known, saved["w"], slots, saved["x"].shape, form)
+        runs = by_kernel and set(cotangents) == {"loss"}
+        w, size = _padded(saved["w"], form, runs)
+        known = halves(saved["x"], w, cotangents, form)
+        pull = _Pull(known, w, size, slots, saved["x"].shape, form)
 
         def step(part: dict[str, Array]) -> dict[str, Array]:
-            if by_kernel and set(cotangents) == {"loss"}:
+            if runs:
                 found = pull.by_kernel(part, part["loss"])
                 return {name: a for name, a in found.items() if name not in rows.BY_ROW}
-            of = rows.logits(part["x"], saved["w"], part["labels"], saved.get("bias"), form)
+            of = rows.logits(part["x"], w, part["labels"], saved.get("bias"), form)
             return pull(of, part, {name: part[name] for name in cotangents})
 
         given = {name: saved[name] for name in ("x", "labels", "top", "mass")} | cotangents
-        found = by_chunks(step, given, saved["w"], saved["x"].shape, form, pull)
+        found = by_chunks(step, given, w, saved["x"].shape, form, pull)
         return found | ({"w": found["w"] * factor(known)} if "w" in found else {})
 
     return reference.pulled_back(saved, ct, wanted, form, of_rows)
@@ -111,12 +127,21 @@ class _Pull:
     """The gradients, by slot, of a chunk's logits; or what they are made of after the loop, under names of its own.
 
     Attributes:
+      w, size: as `_padded` gives them.
       at_once: whether they are made after the loop.
       in_place: whether, besides, the cotangents take as much memory as the logits.
     """
 
-    def __init__(self, known: Halves | None, w: Array, wanted: tuple[str, ...], shape: tuple[int, ...], form: Settings):
-        self.known, self.w, self.wanted, self.form = known, w, wanted, form
+    def __init__(
+        self,
+        known: Halves | None,
+        w: Array,
+        size: int,
+        wanted: tuple[str, ...],
+        shape: tuple[int, ...],
+        form: Settings,
+    ):
+        self.known, self.w, self.size, self.wanted, self.form = known, w, size, wanted, form
         logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
         size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
         self.at_once = bool(wanted) and form.on_a_gpu and size <= WHOLE
@@ -136,9 +161,11 @@ class _Pull:
         """All that is known of a chunk's rows, and with the cotangent of the loss of each row what `__call__` gives."""
         h = rows.product(part["x"], self.w, self.form)
         if of_loss is None:
-            return softmax_part(h, part["labels"], None, self.form)
+            return softmax_part(h, part["labels"], None, self.form, size=self.size)
         given, sizes = divided(self.known, {"loss": of_loss})
-        found = softmax_part(h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form))
+        found = softmax_part(
+            h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form), size=self.size
+        )
         return found | self.made(found.pop("dh"), sizes, part["x"])
 
     def products(self, found: dict[str, Array], x: Array) -> dict[str, Array]:
@@ -147,6 +174,23 @@ class _Pull:
             return found
         dh, sizes = found.pop(_DH), found.pop(_SIZES, None)
         return found | products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
+
+    def cut(self, found: dict[str, Array]) -> dict[str, Array]:
+        """With the gradient of w without the entries that `_padded` added."""
+        axis = 0 if self.form.transposed else 1
+        if "w" not in found or found["w"].shape[axis] == self.size:
+            return found
+        return found | {"w": lax.slice_in_dim(found["w"], 0, self.size, axis=axis)}
+
+
+def _padded(w: Array, form: Settings, by_kernel: bool) -> tuple[Array, int]:
+    """(w with as many entries of the vocabulary as a product is fast with, how many of them are its own): more `by_kernel` alone."""
+    axis = 0 if form.transposed else 1
+    size = w.shape[axis]
+    missing = -size % _TILE if by_kernel and size > _TILE and size % _VECTOR else 0
+    if not missing:
+        return w, size
+    return jnp.pad(w, [(0, missing if i == axis else 0) for i in range(2)]), size
 
 
 _DH, _SIZES = "cotangent", "sizes"
@@ -163,12 +207,14 @@ def by_chunks(
     """`step` of all rows: the gradients of w and bias added up, all else by row; those that `pull` makes after the loop of all rows, with
     the ones that were missing in the last chunk. `given` has entries for each row in front.
     """
-    number, each = chunks(shape, w.shape[0 if form.transposed else 1], form, pull is not None and pull.in_place)
+    number, each = chunks(
+        shape, w.shape[0 if form.transposed else 1], form, pull is not None and pull.in_place, pull is None
+    )
     lead, count = shape[:-1], math.prod(shape[:-1])
     parts = {name: _cut(a, len(lead), number, each, 1 if name == "mass" else 0) for name, a in given.items()}
     sums, found = _looped(step, parts, w) if number > 1 else _once(step, parts)
     found = sums | {name: _flat(a) for name, a in found.items()}
-    found = found if pull is None else pull.products(found, _flat(parts["x"]))
+    found = found if pull is None else pull.cut(pull.products(found, _flat(parts["x"])))
     return {name: a if name in _SUMMED else a[:count].reshape(*lead, *a.shape[1:]) for name, a in found.items()}
 
 

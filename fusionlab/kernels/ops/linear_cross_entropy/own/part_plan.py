@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ....launch.architectures import ARCHITECTURES, COPIES, RESERVED, TENSOR_CORES, Architecture, target_of
 from ....launch.compile import CudaSource
 from ....launch.kernel_plan import KernelPlan, Launch
@@ -93,6 +95,7 @@ def part_plan(
     out: str | None,
     form: Settings,
     tile: PartTile | None = None,
+    size: int | None = None,
 ) -> KernelPlan:
     """Operands: logits, labels (int32) and, with `out`, the cotangents of the losses. Results: of `RESULTS` all, or all but the first.
 
@@ -101,7 +104,9 @@ def part_plan(
       out: the dtype of the cotangent; None where it is not wanted.
       form: of the call; the room is that of its device.
       tile: None chooses one.
+      size: the vocabulary, the first entries of a row; None: all columns.
     """
+    size = columns if size is None else size
     device, smooth = form.device, bool(form.label_smoothing)
     limits = limits_of(device.arch if device else "")
     tile = tile or part_tile(columns, dtype, out is not None or smooth, limits)
@@ -109,6 +114,8 @@ def part_plan(
         "T": CODES[dtype],
         "OUT": -1 if out is None else CODES[out],
         "N": columns,
+        "SIZE": size,
+        "CLASSES": size if form.classes is None else form.classes,
         "VEC": VECTOR_BYTES // ITEM_BYTES[dtype],
         "THREADS": tile.threads,
         "UNITS": tile.units,
@@ -125,9 +132,15 @@ def part_plan(
         *places("operand", ("logits", "labels", "of_loss"), reads),
         *places("result", RESULTS, RESULTS[out is None :]),
         ("i64", rows),
-        *map(float_param, (form.scale, s, 1 - s, s / columns, form.z_loss)),
+        *map(float_param, (form.scale, s, 1 - s, s / size, form.z_loss, _of_float32(form.fill))),
     )
     units = (device.units if device else None) or MULTIPROCESSORS
     grid = (min(rows, tile.resident * units), 1, 1)
     launch = Launch("softmax_part", grid, (tile.threads, 1, 1), tile.shared, params, early=True)
     return KernelPlan(SOURCE.path, options(values), (launch,))
+
+
+def _of_float32(number: float) -> float:
+    """Infinite where it is out of range, as in an array."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(number))

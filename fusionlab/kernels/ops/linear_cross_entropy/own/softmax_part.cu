@@ -1,5 +1,5 @@
 // The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * logits, and the cotangent of the
-// logits, from one read of them. The arithmetic is that of rows.py. A block has one row at a time and goes over it twice: first for the
+// logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
 // largest entry and the sum of the exponentials, online, as the entries arrive; then for the cotangent. A thread has the same entries both
 // times, so that it keeps them where no other thread looks: some vectors in registers, more in shared memory, which asynchronous copies fill
 // with the next row as soon as an entry is used for the last time; what has no room is read again, from the cache mostly. The kernel is bound
@@ -7,7 +7,9 @@
 //
 //   FL_T        storage of the logits: 0 float, 1 bfloat16, 2 half. All else is computed in float.
 //   FL_OUT      storage of the cotangent: the same codes; -1: it is not wanted
-//   FL_N        entries of a row
+//   FL_N        entries from one row to the next
+//   FL_SIZE     how many of them there are for the loss, the first ones: the cotangent of the others is 0
+//   FL_CLASSES  how many of these are logits: the others are `fill`, whatever they are in memory
 //   FL_VEC      neighbours that a thread takes at once: 16 bytes. What a row has before its first aligned vector and behind its last
 //               whole one, threads take one by one.
 //   FL_THREADS  of a block: whole warps, a power of 2
@@ -16,7 +18,7 @@
 //   FL_BLOCKS   blocks that a multiprocessor is to have room for
 //   FL_SCALED   1: scale is not 1
 //   FL_SMOOTH   1: label smoothing is not 0
-//   FL_OUTSIDE  what a label outside of [0, FL_N) does: 0 "nan", 1 "clip", 2 "promise_in_bounds", 3 "zero", 4 "drop"
+//   FL_OUTSIDE  what a label outside of [0, FL_SIZE) does: 0 "nan", 1 "clip", 2 "promise_in_bounds", 3 "zero", 4 "drop"
 #include "../../packs.cuh"
 #include "../../early.cuh"
 #include "../../warp.cuh"
@@ -24,6 +26,13 @@
 __device__ __forceinline__ void copies_closed() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kLeft> __device__ __forceinline__ void copies_left() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+// copy_16 of what is read this once: the L2 cache gives it up first, and keeps what is read again.
+__device__ __forceinline__ void copy_16_once(void* to, const void* from, bool inside) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "r"(inside ? 16 : 0), "l"(policy));
 }
 #else
 #include <cluster_emulated.h>
@@ -34,6 +43,7 @@ using Out = Storage<FL_OUT>::Type;
 using Vector = Pack<T>;
 constexpr bool kWants = FL_OUT >= 0, kTwice = kWants || FL_SMOOTH; // twice over the row
 constexpr bool kAligned = FL_N % FL_VEC == 0;                       // every row starts at a vector
+constexpr bool kPadded = FL_CLASSES < FL_N;                         // the last entries are no logits
 constexpr int kLeast = kAligned ? FL_N / FL_VEC : FL_N < FL_VEC ? 0 : (FL_N - FL_VEC + 1) / FL_VEC; // vectors of a row, at least
 constexpr int kFull = kLeast / FL_THREADS;                          // so many of them all threads have
 constexpr int kWarps = FL_THREADS / 32;
@@ -49,7 +59,11 @@ __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < infinity(
 __device__ __forceinline__ float base_of(float top) { return top == -infinity() ? 0.f : top; }
 __device__ __forceinline__ int unit_of(int i) { return i * FL_THREADS + static_cast<int>(threadIdx.x); }
 
-// So many groups of copies may still be on their way; at most 7 are told apart.
+// With an error of some units in the last place, more of them the smaller it is: of a sum of which the largest is 1, less than what adding
+// makes; of a result in 16 bits, nothing.
+__device__ __forceinline__ float rough_exp(float x) { return exp2_of(x * kLog2e); }
+
+// So many groups of copies, or 7 if it is more, may still be on their way.
 __device__ __forceinline__ void wait_until_left(int groups) {
   switch (groups) {
   case 0: copies_left<0>(); break;
@@ -74,24 +88,37 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// Where the whole vectors of a row are, and whose its other entries are.
+// Where the vectors of a row are, and whose its other entries are.
 struct Row {
-  const T* start;
+  Index start;    // of its first entry, among all
   int head, body; // entries before the first vector, vectors
+  Index mine;     // of this thread's first vector
 
-  __device__ __forceinline__ Row(const T* logits, Index row) : start(logits + row * FL_N) {
-    const int before = kAligned ? 0 : static_cast<int>((FL_VEC - row * FL_N % FL_VEC) % FL_VEC);
+  __device__ __forceinline__ explicit Row(Index row) : start(row * FL_N) {
+    const int before = kAligned ? 0 : static_cast<int>((FL_VEC - start % FL_VEC) % FL_VEC);
     head = before < FL_N ? before : FL_N;
     body = kAligned ? FL_N / FL_VEC : (FL_N - head) / FL_VEC;
+    mine = start + head + static_cast<int>(threadIdx.x) * FL_VEC;
   }
   __device__ __forceinline__ bool has(int i) const { return i < kFull || unit_of(i) < body; }
-  __device__ __forceinline__ const T* at(int i) const { return start + column_of(i); }
-  __device__ __forceinline__ int column_of(int i) const { return head + unit_of(i) * FL_VEC; }
+  // Of the first entry of vector number i, where some of its entries are no logits; else 0, which is before all of these. Of most vectors
+  // the compiler knows.
+  __device__ __forceinline__ int checked_column(int i) const {
+    if (!kPadded || (i + 1) * (FL_THREADS * FL_VEC) + FL_VEC <= FL_CLASSES) return 0;
+    const int column = head + unit_of(i) * FL_VEC;
+    return column + FL_VEC > FL_CLASSES ? column : 0;
+  }
+  __device__ __forceinline__ Index at(int i) const { return mine + i * (FL_THREADS * FL_VEC); }
   // Of the entry that is a thread's alone, -1 for none.
   __device__ __forceinline__ int lone_column() const {
     if (kAligned) return -1;
     const int thread = threadIdx.x, column = thread < head ? thread : thread + body * FL_VEC;
     return column < FL_N && thread < 2 * FL_VEC ? column : -1;
+  }
+  // Whether an entry is in one of this thread's vectors.
+  __device__ __forceinline__ bool is_mine(int column) const {
+    const int unit = (column - head) / FL_VEC;
+    return column >= head && unit < body && unit % FL_THREADS == static_cast<int>(threadIdx.x);
   }
 };
 
@@ -99,13 +126,23 @@ struct Row {
 constexpr int kSure = -1;
 __device__ __forceinline__ bool has(const Row& row, int i, int end) { return end == kSure || (i < end && row.has(i)); }
 
+// What an entry is made of that of memory.
+struct Reading {
+  float scale, fill;
+
+  __device__ __forceinline__ float of(float value, int column) const {
+    if (kPadded && column >= FL_CLASSES) return column < FL_SIZE ? fill : -infinity();
+    return FL_SCALED ? scale * value : value;
+  }
+};
+
 // The entries of a batch of vectors: -inf for those that a thread does not have.
 struct Values {
   float at[kBatch][FL_VEC];
 
   __device__ __forceinline__ float operator[](int j) const { return at[j / FL_VEC][j % FL_VEC]; }
   // Of a thread's vectors from number i on, before number `end`: from(i) loads one.
-  template <typename From> __device__ __forceinline__ void take(const Row& row, int i, int end, float scale, const From& from) {
+  template <typename From> __device__ __forceinline__ void take(const Row& row, int i, int end, const Reading& reading, const From& from) {
     Vector vectors[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
@@ -115,56 +152,62 @@ struct Values {
     for (int j = 0; j < kBatch; ++j) {
       const bool there = has(row, i + j, end);
       if (there) unpack(vectors[j], at[j]);
+      const int column = row.checked_column(i + j);
 #pragma unroll
-      for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? (FL_SCALED ? scale * at[j][k] : at[j][k]) : -infinity();
+      for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? reading.of(at[j][k], column + k) : -infinity();
     }
   }
 };
 
 // The vectors that a thread keeps of a row.
 struct Kept {
+  const T* logits;
   Vector held[FL_HELD > 0 ? FL_HELD : 1];
   Vector* staged; // the first one; the next is behind those of all other threads
 
   __device__ __forceinline__ Vector& in_shared(int i) const { return staged[(i - FL_HELD) * FL_THREADS]; }
   __device__ __forceinline__ void hold(const Row& row, int i) {
-    if (row.has(i)) held[i].load_last(row.at(i));
+    if (row.has(i)) held[i].load_last(logits + row.at(i));
   }
   // As one group of copies.
   __device__ __forceinline__ void stage(const Row& row, int first) {
 #pragma unroll
     for (int i = first; i < first + kBatch && i < kKept; ++i) {
-      if (row.has(i)) copy_16(&in_shared(i), row.at(i), true);
+      if (!row.has(i)) continue;
+      if constexpr (kKept < FL_UNITS)
+        copy_16_once(&in_shared(i), logits + row.at(i), true);
+      else
+        copy_16(&in_shared(i), logits + row.at(i), true);
     }
     copies_closed();
   }
   // Calls use(values) for every batch of a row, as the copies arrive.
-  template <typename Use> __device__ __forceinline__ void each_batch(const Row& row, float scale, const Use& use) const {
+  template <typename Use> __device__ __forceinline__ void each_batch(const Row& row, const Reading& reading, const Use& use) const {
     Values values;
 #pragma unroll
     for (int i = 0; i < FL_HELD; i += kBatch) {
-      values.take(row, i, FL_HELD, scale, [&](int k) { return held[k]; });
+      values.take(row, i, FL_HELD, reading, [&](int k) { return held[k]; });
       use(values);
     }
 #pragma unroll
     for (int i = FL_HELD; i < kKept; i += kBatch) {
       wait_until_left(kGroups - 1 - (i - FL_HELD) / kBatch);
-      values.take(row, i, kKept, scale, [&](int k) { return in_shared(k); });
+      values.take(row, i, kKept, reading, [&](int k) { return in_shared(k); });
       use(values);
     }
     const auto from_memory = [&](int k) {
       Vector vector;
-      vector.load(row.at(k));
+      vector.load(logits + row.at(k));
       return vector;
     };
 #pragma unroll 1
     for (int i = kKept; i < kWhole; i += kBatch) {
-      values.take(row, i, kSure, scale, from_memory);
+      values.take(row, i, kSure, reading, from_memory);
       use(values);
     }
 #pragma unroll
     for (int i = kWhole; i < FL_UNITS; i += kBatch) {
-      values.take(row, i, FL_UNITS, scale, from_memory);
+      values.take(row, i, FL_UNITS, reading, from_memory);
       use(values);
     }
   }
@@ -181,8 +224,8 @@ struct Online {
     const float base = base_of(most);
     float sum = 0;
 #pragma unroll
-    for (int j = 0; j < kBatch * FL_VEC; ++j) sum += expf(values[j] - base);
-    mass = mass * expf(top - base) + sum;
+    for (int j = 0; j < kBatch * FL_VEC; ++j) sum += rough_exp(values[j] - base);
+    mass = mass * rough_exp(top - base) + sum;
     top = most;
   }
   __device__ __forceinline__ void over_warp() {
@@ -218,51 +261,49 @@ struct OverBlock {
 struct Cotangent {
   float top, of_p, of_all, of_label;
 
-  __device__ __forceinline__ float exponential(float below) const {
-    // Where the result has 16 bits, the few last ones of a float's are lost in any case.
-    return sizeof(Out) == 2 ? exp2_of(below * kLog2e) : expf(below);
-  }
   __device__ __forceinline__ float of(float value) const {
-    const float p = exponential(value - top) * of_p;
+    const float p = (sizeof(Out) == 2 ? rough_exp(value - top) : expf(value - top)) * of_p;
     return FL_SMOOTH ? p - of_all : p;
   }
 };
 
-// kept = 1 - smoothing, share = smoothing / FL_N
+// kept = 1 - smoothing, share = smoothing / FL_SIZE
 extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part(
     const T* logits, const int* labels, const float* of_loss, Out* cotangents, float* tops, float* masses, float* losses, float* lses,
-    Index rows, float scale, float smoothing, float kept, float share, float z_loss) {
+    Index rows, float scale, float smoothing, float kept, float share, float z_loss, float fill) {
   fl_wait();
   Kept own;
+  own.logits = logits;
   own.staged = reinterpret_cast<Vector*>(shared_memory) + threadIdx.x;
   OverBlock over_block;
   if (blockIdx.x < rows) {
-    const Row first(logits, blockIdx.x);
+    const Row first(blockIdx.x);
 #pragma unroll
     for (int i = 0; i < FL_HELD; ++i) own.hold(first, i);
 #pragma unroll
     for (int i = FL_HELD; i < kKept; i += kBatch) own.stage(first, i);
   }
-  const auto scaled = [&](float value) { return FL_SCALED ? scale * value : value; };
+  const Reading reading{scale, fill};
 
   for (Index number = blockIdx.x; number < rows; number += gridDim.x) {
-    const Row row(logits, number);
+    const Row row(number);
     const bool is_last = number + gridDim.x >= rows;
-    const Row next(logits, is_last ? number : number + gridDim.x);
+    const Row next(number + gridDim.x);
     const int label = labels[number], lone = row.lone_column();
-    const bool inside = label >= 0 && label < FL_N;
-    const int nearest = label < 0 ? 0 : label < FL_N ? label : FL_N - 1;
-    const float of_picked = scaled(static_cast<float>(row.start[nearest])); // before another takes its place
-    const float alone = lone < 0 ? -infinity() : scaled(static_cast<float>(row.start[lone]));
+    const float of_row = kWants ? of_loss[number] : 0.f;
+    const bool inside = label >= 0 && label < FL_SIZE;
+    const int nearest = label < 0 ? 0 : label < FL_SIZE ? label : FL_SIZE - 1;
+    const float of_picked = reading.of(static_cast<float>(logits[row.start + nearest]), nearest); // before another takes its place
+    const float alone = lone < 0 ? -infinity() : reading.of(static_cast<float>(logits[row.start + lone]), lone);
 
     Online found = {alone, lone < 0 ? 0.f : expf(alone - base_of(alone))};
-    own.each_batch(row, scale, [&](const Values& values) { found.add(values); });
+    own.each_batch(row, reading, [&](const Values& values) { found.add(values); });
     over_block.all(found);
     float top = found.top, mass = found.mass;
     if (!is_finite(top) || !is_finite(mass)) { // no entry is finite, or the sum has a NaN or an infinity: as of entries below 0
       top = 0;
       float sum = lone < 0 ? 0.f : expf(alone);
-      own.each_batch(row, scale, [&](const Values& values) {
+      own.each_batch(row, reading, [&](const Values& values) {
 #pragma unroll
         for (int j = 0; j < kBatch * FL_VEC; ++j) sum += expf(values[j]);
       });
@@ -270,75 +311,73 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
     }
     const float log_mass = logf(mass), lse = top + log_mass;
 
-    float total = lone < 0 ? 0.f : alone - top; // of entries less top
+    float total = lone < 0 || (kPadded && lone >= FL_SIZE) ? 0.f : alone - top; // of entries less top
     if constexpr (kTwice) {
-      const float of_row = kWants ? of_loss[number] : 0.f;
       float count = z_loss != 0 ? 1 + 2 * z_loss * lse : 1; // the derivative of the loss by lse
       if (FL_OUTSIDE == 4 && !inside) count -= kept;
       const Cotangent cotangent{top, scale * of_row * count / mass, scale * of_row * share, scale * of_row * kept};
-      // The label's column: of no entry where it has no gradient.
-      const int marked = FL_OUTSIDE == 1 || inside ? nearest : -1;
-      Out* const to = cotangents + (kWants ? number * FL_N : 0);
       const auto give = [&](const Values& values, int first, int end) {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
           const int i = first + j;
           if (!has(row, i, end)) continue;
-          const int column = row.column_of(i);
+          const int column = row.checked_column(i);
           if constexpr (FL_SMOOTH) {
 #pragma unroll
-            for (int k = 0; k < FL_VEC; ++k) total += values.at[j][k] - top;
+            for (int k = 0; k < FL_VEC; ++k) total += kPadded && column + k >= FL_SIZE ? 0.f : values.at[j][k] - top;
           }
           if constexpr (kWants) {
             float made[FL_VEC];
 #pragma unroll
-            for (int k = 0; k < FL_VEC; ++k) made[k] = cotangent.of(values.at[j][k]);
-            if (static_cast<unsigned>(marked - column) < FL_VEC) {
-#pragma unroll
-              for (int k = 0; k < FL_VEC; ++k) made[k] -= marked - column == k ? cotangent.of_label : 0.f;
-            }
+            for (int k = 0; k < FL_VEC; ++k) made[k] = kPadded && column + k >= FL_CLASSES ? 0.f : cotangent.of(values.at[j][k]);
             Pack<Out> pack;
             pack_into(pack, made);
             if constexpr (kKept < FL_UNITS)
-              pack.store_past(to + column);
+              pack.store_past(cotangents + row.at(i));
             else
-              pack.store(to + column);
+              pack.store(cotangents + row.at(i));
           }
         }
       };
       Values values;
-      // First what is likely to be in the cache still.
+      // First what was read last, which the cache is likely to have.
       const auto from_memory = [&](int k) {
         Vector vector;
-        vector.load_last(row.at(k));
+        vector.load_last(logits + row.at(k));
         return vector;
       };
+#pragma unroll
+      for (int i = kWhole; i < FL_UNITS; i += kBatch) {
+        values.take(row, i, FL_UNITS, reading, from_memory);
+        give(values, i, FL_UNITS);
+      }
 #pragma unroll 1
-      for (int i = kKept; i < kWhole; i += kBatch) {
-        values.take(row, i, kSure, scale, from_memory);
+      for (int i = kWhole - kBatch; i >= kKept; i -= kBatch) {
+        values.take(row, i, kSure, reading, from_memory);
         give(values, i, kSure);
       }
 #pragma unroll
-      for (int i = kWhole; i < FL_UNITS; i += kBatch) {
-        values.take(row, i, FL_UNITS, scale, from_memory);
-        give(values, i, FL_UNITS);
-      }
-#pragma unroll
       for (int i = FL_HELD; i < kKept; i += kBatch) {
-        values.take(row, i, kKept, scale, [&](int k) { return own.in_shared(k); });
+        values.take(row, i, kKept, reading, [&](int k) { return own.in_shared(k); });
         give(values, i, kKept);
         if (!is_last) own.stage(next, i);
       }
 #pragma unroll
       for (int i = 0; i < FL_HELD; i += kBatch) {
-        values.take(row, i, FL_HELD, scale, [&](int k) { return own.held[k]; });
+        values.take(row, i, FL_HELD, reading, [&](int k) { return own.held[k]; });
         give(values, i, FL_HELD);
 #pragma unroll
         for (int k = i; k < i + kBatch && k < FL_HELD; ++k) {
           if (!is_last) own.hold(next, k);
         }
       }
-      if (kWants && lone >= 0) to[lone] = static_cast<Out>(cotangent.of(alone) - (marked == lone ? cotangent.of_label : 0.f));
+      if constexpr (kWants) {
+        if (lone >= 0) cotangents[row.start + lone] = static_cast<Out>(kPadded && lone >= FL_CLASSES ? 0.f : cotangent.of(alone));
+        // Of the label, by the thread that wrote it: in order.
+        const bool has_gradient = (FL_OUTSIDE == 1 || inside) && (!kPadded || nearest < FL_CLASSES);
+        if (has_gradient && (lone == nearest || row.is_mine(nearest)))
+          cotangents[row.start + nearest] = static_cast<Out>(cotangent.of(of_picked) - cotangent.of_label);
+      }
       if (FL_SMOOTH) total = over_block.sum(total);
     }
     if (threadIdx.x == 0) {

@@ -30,7 +30,6 @@ def refuses(form: Settings, dtype: Any, size: int) -> str | None:
         return f"the vocabulary has {size} entries, the kernel takes 1 to {MAX_COLUMNS}"
     others = {
         "a softcap": form.softcap is not None,
-        "a padded vocabulary": form.classes is not None,
         "a bias": "bias" in form.present,
         "the argmax of the logits": "argmax" in form.also,
         "a vocabulary that devices share": bool(form.mesh_axes("v")),
@@ -52,6 +51,7 @@ def softmax_part(
     form: Settings,
     wanted: Any = None,
     *,
+    size: int | None = None,
     in_place: bool = True,
     tile: PartTile | None = None,
 ) -> dict[str, Array]:
@@ -63,6 +63,7 @@ def softmax_part(
       of_loss: *R, the cotangent of the loss of each row; None where the logits' is not wanted.
       form: of the call.
       wanted: the dtype of the logits' cotangent: float32, bfloat16 or float16.
+      size: the entries of the vocabulary, the first of V; None: V. The cotangent of the others is 0.
       in_place: whether a cotangent of as many bytes takes the memory of h, which XLA copies first if it is needed later.
       tile: how the kernel is laid over rows; None chooses.
 
@@ -74,8 +75,8 @@ def softmax_part(
         found = dict.fromkeys(RESULTS[1:], jnp.zeros(h.shape[:-1], jnp.float32))
         return found if out is None else found | {"dh": jnp.zeros(h.shape, out)}
     columns, dtype, aliases = h.shape[-1], h.dtype.name, {}
-    plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile)
-    operands = [h, _in_32_bits(labels, columns)]
+    plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile, size)
+    operands = [h, _in_32_bits(labels, columns if size is None else size)]
     results = [jax.ShapeDtypeStruct(h.shape[:-1], jnp.float32)] * (len(RESULTS) - 1)
     if of_loss is not None and out is not None:
         operands.append(of_loss.astype(jnp.float32))
@@ -87,8 +88,8 @@ def softmax_part(
     return found if out is None else found | {"dh": found.pop("cotangent")}
 
 
-def _in_32_bits(labels: Array, columns: int) -> Array:
+def _in_32_bits(labels: Array, size: int) -> Array:
     """Of 64 bits a label may be far out of range; no narrower one is, unless it has no sign, and then it wraps to a number below zero."""
     if labels.dtype.itemsize == 8:
-        labels = jnp.clip(labels.astype(jnp.int64), -1, columns)
+        labels = jnp.clip(labels.astype(jnp.int64), -1, size)
     return labels.astype(jnp.int32)
