@@ -1,5 +1,6 @@
 """Times of nodes: every kernel's time is some nodes', and in the picture it takes the place of bytes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -13,9 +14,12 @@ from fusionlab.evidence.instruments.timeline import Launch, Timeline
 from fusionlab.evidence.kernel_times import KernelTimes, kernels_in
 from fusionlab.evidence.node_times import node_times, placed
 from fusionlab.graph.cost.cost import cost_of
+from fusionlab.graph.xla.hlo_text import parse_hlo
 from fusionlab.graph.xla.modules import CompiledModule, ModuleKernel
 from fusionlab.viz.cards.album import Album
 from fusionlab.viz.html.dearest import dearest_html, dearest_title
+
+SLICED = (Path(__file__).parents[1] / "graph/xla/hlo/sliced.txt").read_text()
 
 
 def two(w, x):
@@ -119,6 +123,9 @@ def test_what_is_started_aside_has_the_name_that_a_profiler_gives_it():
     )
     module = SimpleNamespace(computations=lambda: [SimpleNamespace(instructions=lambda: instructions)])
     executable = SimpleNamespace(hlo_modules=lambda: [module])
-    program = SimpleNamespace(compiled=SimpleNamespace(runtime_executable=lambda: executable))
-    assert Program.started.func(program) == {"loop_dynamic_slice_fusion.25": "fusion-start.3"}
+    program = SimpleNamespace(compiled=SimpleNamespace(runtime_executable=lambda: executable), module=parse_hlo(SLICED))
+    assert Program.started.func(program) == {
+        "loop_dynamic_slice_fusion.25": "fusion-start.3",
+        "own.3": "dynamic_slice_fusion.2",
+    }
     assert compile_program(two, ARGS, {}, name="two").started == {}

@@ -21,7 +21,7 @@ from fusionlab.graph.program.scopes import source_of
 from fusionlab.graph.program.trace import error_text
 from fusionlab.graph.settings import jax_defaults, no_full_collections
 from fusionlab.graph.xla.assignment_text import OPTIONS
-from fusionlab.graph.xla.hlo_text import Module, parse_hlo
+from fusionlab.graph.xla.hlo_text import Module, calls_in_fusions, parse_hlo
 
 from .out_of_memory import out_of_memory
 
@@ -89,13 +89,15 @@ class Program:
 
     @functools.cached_property
     def started(self) -> dict[str, str]:
-        """What an instruction starts aside, which a profiler names ("loop_dynamic_slice_fusion.25") -> that instruction, the one that XLA's
-        text has ("fusion-start.3"); empty from a backend that shows none.
+        """Names by which a profiler knows a kernel -> the instruction that runs in its computation: of what is started aside
+        ("loop_dynamic_slice_fusion.25" -> "fusion-start.3"), and of the library's call in a fusion that passes it slices ("custom-call.7" ->
+        "dynamic_slice_fusion.2"). The first kind is missing from a backend that shows no instructions.
         """
         executable = self.compiled.runtime_executable()
         modules = executable.hlo_modules() if hasattr(executable, "hlo_modules") else []
         instructions = (i for m in modules for c in m.computations() for i in c.instructions())
-        return {root.name: i.name for i in instructions if (root := _started(i)) is not None}
+        aside = {root.name: i.name for i in instructions if (root := _started(i)) is not None}
+        return calls_in_fusions(self.module) | aside
 
     def run(self) -> Any:
         """One run, blocked on.

@@ -364,6 +364,12 @@ def inside(module: Module, instruction: Instruction) -> Iterator[Instruction]:
             waiting += module.computations.get(name, ())
 
 
+def calls_in_fusions(module: Module) -> dict[str, str]:
+    """Custom call inside a fusion -> the fusion: XLA hands slices of arrays to a call in a fusion around it, and launches the call."""
+    fusions = (i for _, i in running(module) if i.opcode == "fusion")
+    return {call.name: f.name for f in fusions for call in inside(module, f) if call.opcode == "custom-call"}
+
+
 def kernel_counts(module: Module | str) -> dict[str, int]:
     """Kind -> number of kernels that one run launches, with a loop's body counted once; loop control launches none."""
     module = parse_hlo(module) if isinstance(module, str) else module

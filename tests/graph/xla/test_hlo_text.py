@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fusionlab.graph.xla import hlo_text
-from fusionlab.graph.xla.hlo_text import inside, instruction_kind, kernel_counts, parse_hlo, running
+from fusionlab.graph.xla.hlo_text import calls_in_fusions, inside, instruction_kind, kernel_counts, parse_hlo, running
 
 HERE = Path(__file__).parent / "hlo"
-CPU, GPU = (HERE / "cpu.txt").read_text(), (HERE / "gpu.txt").read_text()
+CPU, GPU, SLICED = ((HERE / f"{name}.txt").read_text() for name in ("cpu", "gpu", "sliced"))
 
 
 def kernels(text):
@@ -47,6 +47,11 @@ def test_the_kernels_of_a_gpu_module():
         "all-reduce-start": ("collective", "all-reduce-start"),
         "copy.2": ("copy", "copy"),
     }
+
+
+def test_a_call_that_gets_slices_is_the_kernel_of_the_fusion_around_it():
+    assert calls_in_fusions(parse_hlo(SLICED)) == {"own.3": "dynamic_slice_fusion.2"}
+    assert calls_in_fusions(parse_hlo(GPU)) == calls_in_fusions(parse_hlo(CPU)) == {}
 
 
 def test_a_stack_frame_gives_the_line_and_its_callers():
