@@ -72,11 +72,11 @@ def softmax_part(
     """
     out = None if of_loss is None else jnp.dtype(wanted).name
     if not h.size:
-        found = dict.fromkeys(RESULTS[1:], jnp.zeros(h.shape[:-1], jnp.float32))
-        return found if out is None else found | {"dh": jnp.zeros(h.shape, out)}
+        return _of_none(h, out)
     columns, dtype, aliases = h.shape[-1], h.dtype.name, {}
+    size = columns if size is None else size
     plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile, size)
-    operands = [h, _in_32_bits(labels, columns if size is None else size)]
+    operands = [h, _in_32_bits(labels, size)]
     results = [jax.ShapeDtypeStruct(h.shape[:-1], jnp.float32)] * (len(RESULTS) - 1)
     if of_loss is not None and out is not None:
         operands.append(of_loss.astype(jnp.float32))
@@ -86,6 +86,12 @@ def softmax_part(
             aliases = {0: 0}
     found = dict(zip(RESULTS[out is None :], launch(plan, operands, results, aliases), strict=True))
     return found if out is None else found | {"dh": found.pop("cotangent")}
+
+
+def _of_none(h: Array, out: str | None) -> dict[str, Array]:
+    """The results of no logits."""
+    found = dict.fromkeys(RESULTS[1:], jnp.zeros(h.shape[:-1], jnp.float32))
+    return found if out is None else found | {"dh": jnp.zeros(h.shape, out)}
 
 
 def _in_32_bits(labels: Array, size: int) -> Array:
