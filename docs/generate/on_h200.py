@@ -373,8 +373,8 @@ TWO_CARDS = Measured(
         Row("two, Auto axes", ("cases", "auto")),
     ],
     ("dot_product_attention", "gemm_epilogue", "layer_norm", "linear_cross_entropy"),
-    "The collectives are those of `jax.jit`, in kind, number and bytes, but for the last row, where XLA chooses them. They take about as long "
-    "in a step of half the time, and so the ratio is a few percent smaller than on one card.",
+    "The collectives are those of `jax.jit`, in kind, number and bytes, but for the last row, where XLA chooses them. They take about as "
+    "long in a step of half the time, and so the ratio is a few percent smaller than on one card.",
 )
 
 TABLES = (

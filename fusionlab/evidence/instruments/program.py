@@ -89,9 +89,10 @@ class Program:
 
     @functools.cached_property
     def started(self) -> dict[str, str]:
-        """Names by which a profiler knows a kernel -> the instruction that runs in its computation: of what is started aside
-        ("loop_dynamic_slice_fusion.25" -> "fusion-start.3"), and of the library's call in a fusion that passes it slices ("custom-call.7" ->
-        "dynamic_slice_fusion.2"). The first kind is missing from a backend that shows no instructions.
+        """Names by which a profiler knows a kernel -> the instruction that runs in its computation.
+
+        Of what is started aside: "loop_dynamic_slice_fusion.25" -> "fusion-start.3"; none of these from a backend that shows no
+        instructions. Of the call in a fusion that hands it slices: "custom-call.7" -> "dynamic_slice_fusion.2".
         """
         executable = self.compiled.runtime_executable()
         modules = executable.hlo_modules() if hasattr(executable, "hlo_modules") else []
