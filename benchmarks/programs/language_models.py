@@ -8,8 +8,9 @@ of 128256. Parameters are not donated.
 
 `jax.jit` is the plain program; `by hand` has cuDNN's attention through `jax.nn` in it; the programs that begin with `expert` have a chunked
 loss as well, or a policy that keeps the results of products with weights, or both, or tokamax's attention where it is installed.
-`grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`. `torch.compile` is the same model
-with torch's own attention (`torch.utils.checkpoint` around each layer where JAX has checkpoints), timed apart from the others' turns.
+`grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`, of scanned layers also with
+`edits="stacked_scan"`, which writes them out. `torch.compile` is the same model with torch's own attention (`torch.utils.checkpoint`
+around each layer where JAX has checkpoints), timed apart from the others' turns.
 
 For each: device time, tokens a second, the share of the card's peak (MFU: operations by the usual counting, which is `model_flop`, over
 the rate of dense bfloat16 products in the maker's data sheet), what the compiled program allocates (of torch: what was allocated at most),
@@ -54,7 +55,7 @@ from ..measuring import (
 )
 from . import language_compile, language_largest
 from .language_expert import BY_HAND, PLAIN, experts
-from .language_rows import FUSED, FUSED_GRAD, GRAD_OF_FUSED, TORCH, complete, lines, peak_of
+from .language_rows import EDITED, FUSED, FUSED_GRAD, GRAD_OF_FUSED, TORCH, complete, lines, peak_of
 from .language_steps import CASES, GPT2, TINY, Llama, tokens_of
 
 CALLS = 4
@@ -81,8 +82,14 @@ def programs(case: Llama | GPT2) -> dict[str, Callable[..., Any]]:
         "jax.jit": jax.value_and_grad(plain),
         GRAD_OF_FUSED: jax.value_and_grad(fl.fuse(plain)),
         FUSED_GRAD: fl.fuse(jax.value_and_grad(plain)),
+        **({EDITED: fl.fuse(jax.value_and_grad(plain), edits="stacked_scan")} if is_scanned(case) else {}),
         **{name: jax.value_and_grad(case.loss(written)) for name, written in by_hand.items()},
     }
+
+
+def is_scanned(case: Llama | GPT2) -> bool:
+    """Whether the layers are in a scan."""
+    return getattr(case, "form", "unrolled") != "unrolled"
 
 
 def measure(case: Llama | GPT2, found: dict[str, Any], samples: int) -> None:

@@ -19,6 +19,7 @@ from ..device import Device
 from ..errors import BackendError
 from ..fusers import Candidate, Pass, find_in
 from ..fusers import Findings as PlainFindings
+from ..fusers.lints.rules import with_edits
 from ..graph.calls.binding import Bound, as_tuple, bind, lost_by
 from ..graph.calls.parts import flattened, is_array
 from ..graph.calls.state import are_of_another_trace, is_object, may_be_there
@@ -33,6 +34,9 @@ from .filtered import Filtered, MayChange
 from .shown import Findings, Graph, fields_of
 
 DISABLE = "FUSIONLAB_DISABLE"
+NOTHING_TO_EDIT = (
+    "no edit was made: `edits` are for programs that contain their own gradient; this one has nothing to edit"
+)
 
 
 def is_disabled() -> bool:
@@ -160,8 +164,8 @@ class Fused:
             raise lost_by(way, self._inside, bound.lost[0])
         if self._is_disabled():
             return bound.finish(bound.fn(*bound.args, **bound.kwargs))
-        graph = graph_of(bound, name_of(self._inside))
         device = Device.current()
+        graph = with_edits(graph_of(bound, name_of(self._inside)), device, o["edits"])
         found = self._search(graph, device)
         self._check_implementation(found)
         self._dump(graph, device)
@@ -292,8 +296,10 @@ class Fused:
 
     def _found(self, bound: Bound) -> Findings:
         o = self._options
-        graph = graph_of(bound, name_of(self.original), lambda: users_code(self.original))
-        return find_with_notes(Graph(**fields_of(graph)), o["passes"], Device.current(), o["implementation"])
+        traced, device = graph_of(bound, name_of(self.original), lambda: users_code(self.original)), Device.current()
+        graph = with_edits(traced, device, o["edits"])
+        found = find_with_notes(Graph(**fields_of(graph)), o["passes"], device, o["implementation"])
+        return replace(found, notes=(*found.notes, NOTHING_TO_EDIT)) if o["edits"] and graph is traced else found
 
     @own_lines_hidden
     def selected(self, *args: Any, **kwargs: Any) -> tuple[Findings, tuple[Candidate, ...]]:

@@ -11,6 +11,7 @@ from ..device import Device
 from ..errors import ArgumentError, UnknownNameError, did_you_mean, unknown_name
 from ..fusers import Pass, Strategy, implementations, select, site_names
 from ..fusers import registry as _registry
+from ..fusers.lints.rules import rule_names
 from ..graph.program.graph import Graph as PlainGraph
 from ..graph.program.trace import trace as _trace
 from ..progress import Progress, Stages, watched
@@ -148,6 +149,7 @@ def fuse(
     skip: Iterable[str] | str = (),
     only: Iterable[str] | str | None = None,
     implementation: str | None = None,
+    edits: Iterable[str] | str = (),
     check: bool = False,
     dump: Any = None,
     static_argnums: int | Sequence[int] = (),
@@ -164,6 +166,9 @@ def fuse(
       skip: a site id or pass name, or several, to leave as they are; ids that do not occur for some arguments are ignored there.
       only: a site id or pass name, or several, to fuse, and nothing else.
       implementation: None lets each op choose; a name ("xla", "xla_blockwise") runs that one or raises.
+      edits: a rule of the lints, or several ("stacked_scan"), whose edits are made before anything is fused, in place of editing the
+        source: the results are the same, and the program may take longer to compile. `fusionlab.advise` measures what an edit gains.
+        What describes the original by its nodes (`time_by_scope`, say) describes the program with the edits made.
       check: on concrete calls, run the original too and raise RewriteError if results differ beyond tolerance.
       dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.
       static_argnums, static_argnames: as in `jax.jit`.
@@ -172,7 +177,7 @@ def fuse(
       A `Fused` function with the signature of `fn`; without `fn`, a decorator.
 
     Raises:
-      UnknownNameError: a pass, option or implementation that does not exist, or a name in `skip` or `only` that is neither a pass
+      UnknownNameError: a pass, option, implementation or edit that does not exist, or a name in `skip` or `only` that is neither a pass
         nor the id of a site. Errors of `fn` itself come through unchanged.
     """
     if fn is None:
@@ -187,6 +192,7 @@ def fuse(
         "skip": site_names(skip, _registry(), "skip"),
         "only": None if only is None else site_names(only, _registry(), "only"),
         "implementation": implementation,
+        "edits": rule_names(edits),
         "check": check,
         "dump": dump,
         "static_argnums": static_argnums,

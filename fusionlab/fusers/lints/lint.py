@@ -103,6 +103,6 @@ class Rule(Protocol):
     text: str
     """What it looks for, in a sentence."""
 
-    def lints(self, program: Program) -> Iterator[Lint]:
-        """Its lints, in program order, with ids that lack the ordinal."""
+    def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:
+        """Its lints that may save more than `least` of the program's time, in program order, with ids that lack the ordinal."""
         ...

@@ -1,11 +1,14 @@
-"""All rules, in the order in which their lints are listed."""
+"""All rules, in the order in which their lints are listed, and a program with their edits made."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ...device import Device
+from ...errors import unknown_name
 from ...graph.program.graph import Graph
+from ...graph.program.trace import block_of_jaxpr
 from .lint import Lint, Program, Rule
 from .stacked_scans import StackedScans
 
@@ -21,3 +24,23 @@ def lints_of(graph: Graph, device: Device) -> tuple[Lint, ...]:
         counted[lint.id] = counted.get(lint.id, 0) + 1
         found.append(replace(lint, id=f"{lint.id}#{counted[lint.id]}"))
     return tuple(found)
+
+
+def rule_names(given: Iterable[str] | str) -> frozenset[str]:
+    """The names of rules, of which `given` is one or several.
+
+    Raises:
+      UnknownNameError: there is no such rule.
+    """
+    names, known = frozenset((given,) if isinstance(given, str) else given), {rule.name for rule in RULES}
+    for name in sorted(names - known, key=str):
+        raise unknown_name("edit", name, known)
+    return names
+
+
+def with_edits(graph: Graph, device: Device, names: Collection[str]) -> Graph:
+    """The program with every edit of the rules named made, however little it may save; itself without any, and at symbolic sizes."""
+    for rule in RULES if names and graph.numbered is None else ():
+        while rule.name in names and (lint := next(rule.lints(Program(graph, device), least=0.0), None)):
+            graph = replace(graph, top=block_of_jaxpr(lint.edited()))
+    return graph

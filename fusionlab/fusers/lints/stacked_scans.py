@@ -29,28 +29,28 @@ class StackedScans:
     name = "stacked_scan"
     text = "a scan over layers that stacks what its backward pass reads, where copying it takes more than a tenth of the step"
 
-    def lints(self, program: Program) -> Iterator[Lint]:
+    def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:
         """A lint for each such scan."""
         for block in program.graph.blocks():
             for node in block.nodes:
                 if node.primitive == "scan" and 1 < node.params["length"] <= MOST_TRIPS:
-                    yield from self._of(program, block, node)
+                    yield from self._of(program, block, node, least)
 
-    def _of(self, program: Program, block: Block, scan: Node) -> Iterator[Lint]:
+    def _of(self, program: Program, block: Block, scan: Node, least: float) -> Iterator[Lint]:
         backward, stacked = _read_backward(block, scan)
         length = int(scan.params["length"])
         if not stacked or scan.params["unroll"] == length:
             return
         copied = _COPIES * stacked * _runs(program, scan)
         share = copied / (program.at_best + copied)
-        if share <= LEAST:
+        if share <= least:
             return
         nodes = [scan, *backward]
         sentence = (
             f"the scan of {length} trips stacks {quantity(stacked)}B that its backward pass reads; copying it in and out takes about "
             f"{share:.0%} of the program's time by the roofline"
         )
-        edit = f"unroll={length} where the scan is called (jax.lax.scan, flax's nn.scan and nnx.scan take it)"
+        edit = f"unroll={length} where the scan is called (jax.lax.scan, flax's nn.scan and nnx.scan), or fl.fuse(..., edits={self.name!r})"
         edited = functools.partial(with_params, program.graph, {n.id: {"unroll": length} for n in nodes})
         ids = frozenset(n.id for n in nodes)
         yield Lint(f"{self.name}@{scan.scope}", self.name, sentence, edit, ids, share, scan.source, edited)

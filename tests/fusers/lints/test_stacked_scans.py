@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
+from fusionlab.errors import UnknownNameError
 from fusionlab.graph.jax_compat import child_jaxprs, split_closed
 from fusionlab.graph.settings import as_function
 from fusionlab.showing import Records
@@ -43,6 +44,29 @@ def test_a_scan_that_stacks_what_its_backward_pass_reads_is_a_lint():
     assert lint.edit.startswith(f"unroll={LAYERS} ")
     assert 0.2 < lint.share < 0.7
     assert lint.source.text.startswith("return jnp.sum(jax.lax.scan")
+
+
+def test_fuse_makes_the_edit_that_it_is_asked_for():
+    keys = jax.random.split(jax.random.key(0))
+    args = 0.1 * jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)), jax.random.normal(keys[1], (32, WIDTH))
+    step = jax.value_and_grad(loss)
+    edited, fused = fl.fuse(step, edits="stacked_scan"), fl.fuse(step, check=True)
+    texts = [fn.lower(*args).as_text() for fn in (fused, edited)]
+    assert ["while" in text for text in texts] == [True, False]
+    assert edited.findings(*args).lints == ()
+    assert [n.primitive for n in edited.findings(*args).graph.nodes()] == [
+        n.primitive for n in fl.trace(step, *args).nodes()
+    ]
+    for a, b in zip(*(jax.tree.leaves(fn(*args)) for fn in (edited, step)), strict=True):
+        assert jnp.abs(a - b).max() <= 1e-5 * jnp.abs(b).max()
+    assert not edited.findings(*args).notes
+
+
+def test_an_edit_that_there_is_not_or_that_changes_nothing():
+    with pytest.raises(UnknownNameError, match=r"unknown edit 'stacked'; valid: stacked_scan"):
+        fl.fuse(loss, edits=["stacked"])
+    (note,) = fl.fuse(loss, edits="stacked_scan").findings(W, X).notes
+    assert note.startswith("no edit was made")
 
 
 @pytest.mark.parametrize(
