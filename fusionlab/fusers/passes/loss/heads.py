@@ -26,7 +26,7 @@ from ....graph.primitives import having
 from ....graph.program.ir import Atom, Node, Value
 from ....kernels.op.arrays import FLOATS
 from ...engine.wording import anchor_text
-from .padding import OVERWRITES, padding
+from .padding import OVERWRITES, given_to, padding
 from .softmaxes import classes_left_out
 
 _MOST = 1 << 20  # entries of an array that has the vocabulary twice
@@ -302,10 +302,13 @@ def _masked(view: CanonicalView, head: Head, steps: list[Node]) -> Head:
         return head
     del steps[-count:]
     between = [n for n in head.chain if fills[0].id <= n.id <= fills[-1].id]
-    counted = padding(view, between, _continued(view, fills[0]), head.classes)
+    logits = _continued(view, fills[0])
+    counted = padding(view, between, logits, head.classes)
     if counted is None:
-        mask = f"{anchor_text(fills[-1])} masks logits"
-        what = f"{mask}, and the fused op has masks of the classes from some class on alone"
+        given = [source_of(view.block, value, VIEWS) for value in given_to(view, between, logits)]
+        by = f" by {given[0]!r}, an input or a captured array" if given else ""
+        needed = "masks of the classes from some class on, computed by the program"
+        what = f"{anchor_text(fills[-1])} masks logits{by}; the fused op has only {needed}"
         raise Declined(what, "mask", fills, _EDITS["mask"])
     return replace(head, counted=counted[0], fill=counted[1])
 

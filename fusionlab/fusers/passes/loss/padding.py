@@ -34,10 +34,19 @@ def padding(view: CanonicalView, nodes: Sequence[Node], logits: Atom | None, cla
     return (count, float(entries[-1])) if entries[-1] < math.inf else None
 
 
+def given_to(view: CanonicalView, nodes: Sequence[Node], logits: Atom | None) -> list[Value]:
+    """What nodes read besides the logits that the program does not compute from numbers: inputs and captured arrays."""
+    return [a for a in _others(nodes, logits) if not is_constant(view, a)]
+
+
+def _others(nodes: Sequence[Node], logits: Atom | None) -> list[Value]:
+    made = {v.id for n in nodes for v in n.outputs} | ({logits.id} if isinstance(logits, Value) else set())
+    return [a for n in nodes for a in n.values if a.id not in made]
+
+
 def _overwriting(view: CanonicalView, nodes: Sequence[Node], logits: Value) -> Any:
     """A jaxpr of the logits for nodes that read constants besides them; None if they read more."""
-    made = {logits.id} | {v.id for n in nodes for v in n.outputs}
-    others = [a for n in nodes for a in n.values if a.id not in made]
+    others = _others(nodes, logits)
     if not all(is_constant(view, a) for a in others):
         return None
     wanted = {n.id: n for n in (*nodes, *(m for a in others for m in makers_of(view, a)))}
