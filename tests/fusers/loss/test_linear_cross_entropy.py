@@ -336,7 +336,7 @@ DECLINED = {
     "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "axes", "are empty"),
     "a mask that numpy made": (
         lambda x, w, y: integer_labels(jnp.where(np.arange(V) < 30, x @ w, -1e9), y).mean(),
-        "mask", r"by %\d+:bool\[\d+\], an input or a captured array"),
+        "mask", ":bool[32], an input or a captured array"),
     "classes that are added to": (
         lambda x, w, y: integer_labels((x @ w).at[:, 30:].add(-1e9), y).mean(), "mask", "masks logits"),
     "the first class overwritten": (
