@@ -1,9 +1,12 @@
-"""What a loop keeps for the loop that runs back: nothing that the second can make itself, exactly, from less.
+"""What a loop keeps for the loop that runs back: nothing that the second can make itself, by the same equations, from less.
 
 A differentiated scan stacks the values that its backward pass reads, in the form in which it reads them: the widened copy of an array,
 a mask broadcast to the scores, a parameter in another shape, the same array transposed. Here the second scan makes such a value in its
 own body, from the arrays that both are given and the values that are stacked anyway, or from a smaller one that is stacked in its place.
-Only equations that move or compare entries, or cast them or combine them with a number, are done again; they are the program's own.
+Equations that move or compare entries, or cast them or combine them with a number, are done again for less; other arithmetic of entries
+(the activation of a value that is stacked as well) only where nothing more is stacked for it. The equations are the program's own, or, of
+a fused op that gives a value and what it is made from, a few of arithmetic: `again(params)` of its primitive is the first result as a
+function of the operands and the other results.
 """
 
 from __future__ import annotations
@@ -13,14 +16,22 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.extend import core as jex_core
 
-from ..jax_compat import has_side_effects, rebuild, scan_counts, scan_numbers, variables_in
+from ..jax_compat import has_side_effects, rebuild, scan_counts, scan_numbers, variables_in, varying_axes
 from ..primitives import having
 from ..program.crossing import stacked_type
+from ..program.equations import inlined, kind
+from ..program.explicit_axes import sharding_in_type
+from ..settings import jax_defaults
 
-_MOVES = having("layout", "variance", "cast", "equality", "order", "logic", "choice") | {"iota"}
+_MOVES = having("layout", "variance", "copy", "cast", "equality", "order", "logic", "choice") | {"iota"}
 _WITH_A_NUMBER = having("scaling", "addition", "difference")
+_ARITHMETIC = _WITH_A_NUMBER | having(
+    "power", "root", "extreme", "magnitude", "exponential", "logarithm", "trigonometric", "hyperbolic", "sigmoid"
+)
+_MOST_AGAIN = 16  # equations of arithmetic from what is there to one value
 
 
 def with_less_stacked(eqns: list, outvars: list) -> list:
@@ -119,6 +130,8 @@ class _Plan:
     instead: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
     price: dict[Any, int] = field(default_factory=dict)
     _roots: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
+    _arithmetic: dict[Any, int] = field(default_factory=dict)  # equations of it from the roots on
+    _again: list[Any] = field(default_factory=list)  # the equations of the first body, as they are when done again
 
     def __post_init__(self) -> None:
         results = [(v, outer) for v, outer in self.forward.results if not isinstance(v, jex_core.Literal)]
@@ -127,7 +140,11 @@ class _Plan:
         self.stored |= {v: outer for v, outer in results if outer in self.read and outer not in self.only}
         self._given()
         for eqn in self.forward.jaxpr.eqns:
-            self._make(eqn)
+            steps = _made_by_arithmetic(eqn)
+            self._make(eqn, eqn.outvars[1:] if steps else eqn.outvars)
+            for step in steps:
+                self._make(step, step.outvars)
+            self._again += steps or [eqn]
         # Result -> the body's variable.
         self.gone = {outer: v for v, outer in results if outer in self.only and self.stored.get(v) is not outer}
         self.roots = list(dict.fromkeys(r for v in self.gone.values() for r in self.instead.get(v, (v,))))
@@ -145,12 +162,19 @@ class _Plan:
                 self.price[var] *= not there
             self._decide(var, None if is_carried else (var,))
 
-    def _make(self, eqn: Any) -> None:
-        """Decides on the results of an equation of the first body."""
-        for var in eqn.outvars:
+    def _make(self, eqn: Any, results: Iterable[Any]) -> None:
+        """Decides on results of an equation of the first body."""
+        again = 1 + sum(self._arithmetic.get(v, 0) for v in set(variables_in(eqn.invars)))
+        for var in results:
             self.price[var] = direct = self.forward.eqn.params["length"] * _bytes(var)
-            can = _is_free(eqn) and var not in self.stored
-            self._decide(var, self._cheaper(eqn, direct) if can else None)
+            roots = None
+            if _may_be_again(eqn) and var not in self.stored:
+                if _is_free(eqn):
+                    roots = self._cheaper(eqn, direct)
+                elif again <= _MOST_AGAIN:
+                    roots = self._cheaper(eqn, 1)  # nothing at all
+            self._arithmetic[var] = again if roots is not None else 0
+            self._decide(var, roots)
 
     def _cheaper(self, eqn: Any, direct: int) -> tuple[Any, ...] | None:
         """What an equation's result can be made from in less than `direct` bytes, or in as many without stacking anything; else None."""
@@ -198,7 +222,7 @@ class _Plan:
     def _made_again(self, env: dict[Any, Any]) -> list[Any]:
         """The equations of the first body that make what is no longer stacked, on the variables of `env`, which gets their results."""
         wanted, chosen = {v for v in self.gone.values() if v not in env}, list[Any]()
-        for eqn in reversed(self.forward.jaxpr.eqns):
+        for eqn in reversed(self._again):
             if not wanted.isdisjoint(eqn.outvars):
                 chosen.append(eqn)
                 wanted.update(v for v in variables_in(eqn.invars) if v not in env)
@@ -219,12 +243,31 @@ def _among(atom: Any, variables: Set[Any]) -> bool:
     return not isinstance(atom, jex_core.Literal) and atom in variables
 
 
-def _is_free(eqn: Any) -> bool:
+def _may_be_again(eqn: Any) -> bool:
     """Whether an equation may be done again rather than its result kept."""
-    if has_side_effects(eqn) or len(eqn.outvars) != 1:
-        return False
+    return eqn.primitive.name in _MOVES | _ARITHMETIC and len(eqn.outvars) == 1 and not has_side_effects(eqn)
+
+
+def _is_free(eqn: Any) -> bool:
+    """Whether it takes next to nothing inside the kernel that reads its result."""
     with_a_number = eqn.primitive.name in _WITH_A_NUMBER and len(variables_in(eqn.invars)) == 1
     return eqn.primitive.name in _MOVES or with_a_number
+
+
+def _made_by_arithmetic(eqn: Any) -> list[Any]:
+    """Equations that make the first result of a fused op from its operands and its other results; none where the op has none, or the
+    values depend on the axes of a mesh."""
+    function = getattr(eqn.primitive, "again", lambda params: None)(eqn.params)
+    if function is None or any(varying_axes(v.aval) or sharding_in_type(v.aval) is not None for v in eqn.outvars):
+        return []
+    out, *others = eqn.outvars
+    kept = [*eqn.invars, *others]
+    with jax_defaults(), jax.disable_jit():  # its calls are written out
+        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in kept))
+    eqns, (made,) = inlined(closed, kept, eqn.source_info, [])
+    if closed.consts or kind(made.aval) != kind(out.aval) or not eqns or made is not eqns[-1].outvars[0]:
+        return []
+    return [*eqns[:-1], eqns[-1].replace(outvars=[out])]
 
 
 def _entering(given: list[tuple[Any, Any]], atom: Any, aval: Any) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import abc
 import itertools
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from ...device import Device
 from ...graph.canonical.fused_nodes import FusedForm
-from .arrays import batch_to_front, canonical_precision
+from .arrays import Named, batch_to_front, canonical_precision
 from .chooser import Chooser
 from .labels import Axes, SummedCall, origin
 from .primitive import wanted_of
@@ -127,6 +127,11 @@ class Description(Chooser):
 
     def anchor_dimensions(self, params: Mapping[str, Any]) -> Any:
         """`dimension_numbers` of the product at the op's heart, or None for an op without one."""
+        return None
+
+    def again(self, params: Mapping[str, Any]) -> Callable[[Named], Array] | None:
+        """The first result of a call with these parameters, entry by entry, from what is kept of it: a function of its operands and its
+        other results, by name. None: it takes more than that."""
         return None
 
     def row_sum(self, params: Mapping[str, Any]) -> str | None:

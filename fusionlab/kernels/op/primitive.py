@@ -164,6 +164,15 @@ class FusedPrimitive(Primitive):
         given = zip(results, given_of(params), strict=True)
         return {**params, "given": tuple(count if result == of else n for result, n in given)}
 
+    def again(self, params: Mapping[str, Any]) -> Callable[..., Array] | None:
+        """The first result of a call as a function of its operands and its other results, entry by entry (graph/rewriting/stacked.py)."""
+        function = self.op.again(params) if self.role == "call" and params["residuals"] else None
+        if function is None:
+            return None
+        attrs = attributes_in(params)
+        names = (*params["present"], *self.op.results(**attrs)[1:], *self.op.residual_names(**attrs))
+        return lambda *kept: function(dict(zip(names, kept, strict=True)))
+
     def row_sum(self, params: Mapping[str, Any]) -> tuple[int, int, dict[str, Any]] | None:
         """(operand, result, parameters without that result) of a result that is a sum of an operand over its rows (graph/row_sums.py)."""
         slot = self.op.row_sum(params) if self.role == "cotangent" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -11,7 +11,15 @@ import numpy as np
 from ....device import Device
 from ....errors import ArgumentError
 from ....tracebacks import own_lines_hidden
-from ...op.arrays import axis_number, canonical_precision, check_dtypes, check_given, check_name, check_product_ranks
+from ...op.arrays import (
+    Named,
+    axis_number,
+    canonical_precision,
+    check_dtypes,
+    check_given,
+    check_name,
+    check_product_ranks,
+)
 from ...op.implementation import Call, Implementation, ImplementationChoice
 from ...op.labels import SummedCall, result_rank
 from ...op.op import Op
@@ -147,6 +155,13 @@ class GemmEpilogue(Op):
             return reference.epilogue(product, operands.get("bias"), operands["x"].dtype, **params)
 
         return SummedCall({**params, **bare}, finish)
+
+    def again(self, params: Mapping[str, Any]) -> Callable[[Named], Array] | None:
+        """The activation, where nothing is computed wider than it is kept."""
+        act = ACTIVATIONS[params["activation"]]
+        if act.residual != "preactivation" or params["wide"] is not None:
+            return None
+        return lambda kept: act.fn(kept[act.residual])
 
     def row_sum(self, params: Mapping[str, Any]) -> str | None:
         live = dict(zip(params["present"], params["live"], strict=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ from ....graph.canonical.fused_nodes import FusedForm
 from ....graph.dtypes import arithmetic_dtype
 from ....tracebacks import own_lines_hidden
 from ...choose.choices import CHOICES
-from ...op.arrays import FLOATS, axis_number, check_given, check_name, check_vectors
+from ...op.arrays import FLOATS, Named, axis_number, check_given, check_name, check_vectors
 from ...op.implementation import Call, ChoiceKind, Implementation, ImplementationChoice
 from ...op.labels import result_rank
 from ..norm_checks import check_norm_dtypes, checked_epsilon
@@ -84,6 +85,9 @@ class LayerNorm(NormOp):
         scale = ("scale",) if "scale" in present and set(reference.SUMMANDS) & set(wanted) else ()
         summed = ("sum",) if attrs["gives_sum"] or "sum" in saved else ("x", *(s for s in ("shift",) if s in present))
         return frozenset((*summed, *scale, *saved))
+
+    def again(self, params: Mapping[str, Any]) -> Callable[[Named], Array] | None:
+        return functools.partial(reference.of_statistics, axis=params["axis"])
 
     def summing(self, slot: str, params: Mapping[str, Any], dtype: str) -> tuple[dict[str, Any], str] | None:
         """As the gradient of a shift, of which nothing is read where the sum was saved."""

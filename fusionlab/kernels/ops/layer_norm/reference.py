@@ -87,6 +87,14 @@ def _saved_xhat(saved: Named, axis: int) -> Array:
     return wide * jnp.expand_dims(saved["rstd"], axis)
 
 
+def of_statistics(saved: Named, axis: int) -> Array:
+    """out, from the operands and the statistics, and from the sum where it was saved."""
+    out = _scaled(_saved_xhat(saved, axis), saved.get("scale"), axis)
+    if "bias" in saved:
+        out = out + _along(saved["bias"].astype(out.dtype), out.ndim, axis)
+    return out.astype(saved["x"].dtype)
+
+
 def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Any:
     """scale * rstd * P(ds) + xhat * dscale + dbias, of the tangents given, ds = dx + dshift + dresidual.
 
