@@ -4,7 +4,7 @@ A differentiated scan stacks the values that its backward pass reads, in the for
 a mask broadcast to the scores, a parameter in another shape, the same array transposed. Here the second scan makes such a value in its
 own body, from the arrays that both are given and the values that are stacked anyway, or from a smaller one that is stacked in its place.
 Equations that move or compare entries, or cast them or combine them with a number, are done again for less; other arithmetic of entries
-(the activation of a value that is stacked as well) only where nothing more is stacked for it. The equations are the program's own, or, of
+(the activation of a value that is stacked as well) only where next to nothing more is stacked for it. The equations are the program's own, or, of
 a fused op that gives a value and what it is made from, a few of arithmetic: `again(params)` of its primitive is the first result as a
 function of the operands and the other results.
 """
@@ -32,6 +32,7 @@ _ARITHMETIC = _WITH_A_NUMBER | having(
     "power", "root", "extreme", "magnitude", "exponential", "logarithm", "trigonometric", "hyperbolic", "sigmoid"
 )
 _MOST_AGAIN = 16  # equations of arithmetic from what is there to one value
+_FEW = 16  # times as many bytes as may be stacked, or passed on, for a value that arithmetic makes: a number of each row, a vector
 
 
 def with_less_stacked(eqns: list, outvars: list) -> list:
@@ -172,7 +173,7 @@ class _Plan:
                 if _is_free(eqn):
                     roots = self._cheaper(eqn, direct)
                 elif again <= _MOST_AGAIN:
-                    roots = self._cheaper(eqn, 1)  # nothing at all
+                    roots = self._cheaper(eqn, max(direct // _FEW, 1))
             self._arithmetic[var] = again if roots is not None else 0
             self._decide(var, roots)
 
