@@ -4,9 +4,8 @@ A differentiated scan stacks the values that its backward pass reads, in the for
 a mask broadcast to the scores, a parameter in another shape, the same array transposed. Here the second scan makes such a value in its
 own body, from the arrays that both are given and the values that are stacked anyway, or from a smaller one that is stacked in its place.
 Equations that move or compare entries, or cast them or combine them with a number, are done again for less; other arithmetic of entries
-(the activation of a value that is stacked as well) only where next to nothing more is stacked for it. The equations are the program's own, or, of
-a fused op that gives a value and what it is made from, a few of arithmetic: `again(params)` of its primitive is the first result as a
-function of the operands and the other results.
+(the activation of a value that is stacked as well) only where next to nothing more is stacked for it. The equations are the program's
+own, or those with which a fused op's first result is made of its operands and its other results: `again(params)` of its primitive.
 """
 
 from __future__ import annotations
