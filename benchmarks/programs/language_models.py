@@ -108,7 +108,7 @@ def measure(case: Llama | GPT2, found: dict[str, Any], samples: int) -> None:
         program = running[name].func
         memory = {"peak_bytes": peak_bytes(program), "temporaries_bytes": program.memory_analysis().temp_size_in_bytes}
         found[name] = one | memory | {"difference": apart[name]}
-    for name in found.keys() & set(FUSED):
+    for name in found.keys() & {*FUSED, EDITED}:
         found[name]["routes"] = attempt(failures, f"routes of {name}", lambda name=name: routes(made[name], *args))
 
 
