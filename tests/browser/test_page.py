@@ -73,6 +73,52 @@ def shown(opened, keep, report):
     assert all(url.startswith(("file:", "blob:", "data:")) for url in asked), asked
 
 
+NARROW = """() => {
+    const pane = document.querySelector('[data-fl=graph]'), seen = e => e.checkVisibility();
+    const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+    const meet = (a, b) => a[0] < b[2] - 1 && b[0] < a[2] - 1 && a[1] < b[3] - 1 && b[1] < a[3] - 1;
+    const texts = [...pane.querySelectorAll('text')].filter(seen), marks = [...pane.querySelectorAll('.swatch, .bar-track')].filter(seen);
+    const own = (card, css) => [...card.querySelectorAll(css)].filter(e => e.closest('g.card') === card && seen(e));
+    return {
+        scale: new DOMMatrix(getComputedStyle(pane.querySelector('svg')).transform).a,
+        covered: texts.filter(t => marks.some(m => meet(box(t), box(m)))).map(t => t.textContent),
+        out: [...pane.querySelectorAll('.pill')].flatMap(p => { const [l, , r] = box(p.querySelector('.pill-body'));
+            return [...p.querySelectorAll('text')].filter(seen).filter(t => box(t)[0] < l || box(t)[2] > r).map(t => t.textContent); }),
+        legend: texts.filter(t => t.closest('.legend')).map(t => t.textContent),
+        pills: pane.querySelectorAll('.pill text').length,
+        bare: [...pane.querySelectorAll('g.card')].filter(c => c.querySelector('.swatch') && !own(c, '.swatch').length).map(c => c.id),
+    };
+}"""
+
+
+def mlp(params, x):
+    for i, (w, b) in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = jax.nn.relu(x @ w + b)
+    return x
+
+
+def mlp_step(params, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(lambda p: mlp(p, x).sum())(params))
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize(("function", "shrunk"), [(mlp_step, True), (mlp, False)], ids=["three lanes", "one lane"])
+def test_in_a_narrow_window_what_is_drawn_is_whole_and_one_lane_keeps_its_size(function, shrunk, tab, tmp_path):
+    params = [(jnp.ones((8 + i, 9 + i)), jnp.ones(9 + i)) for i in range(3)]
+    fl.find(function, params, jnp.ones((4, 8))).save(tmp_path / "page.html")
+    with tab([]) as page:
+        page.set_viewport_size({"width": 800, "height": 900})
+        page.goto((tmp_path / "page.html").as_uri())
+        expect(Explorer(page).picture).to_be_visible()
+        page.evaluate(AT_REST)
+        seen = page.evaluate(NARROW)
+    assert (seen["scale"] < 0.8) == shrunk
+    assert seen["pills"]
+    assert {"fused", "can be fused", "declined"} <= set(seen["legend"])
+    assert [seen["covered"], seen["out"], seen["bare"]] == [[], [], []]
+
+
 def closed(shown):
     return shown.picture.locator('[role=button][aria-expanded="false"]')
 
