@@ -119,6 +119,17 @@ def test_in_a_narrow_window_what_is_drawn_is_whole_and_one_lane_keeps_its_size(f
     assert [seen["covered"], seen["out"], seen["bare"]] == [[], [], []]
 
 
+def test_a_long_name_is_cut_at_its_end_alone_and_a_pass_is_named_whole(shown):
+    shown.page.set_viewport_size({"width": 800, "height": 900})
+    crumb = shown.hook("trail").locator("button").first
+    crumb.evaluate("e => { e.textContent = 'a_program_with_a_very_long_name_indeed_and_more' }")
+    left = "e => e.getBoundingClientRect().left"
+    assert crumb.evaluate(left) >= shown.hook("trail").evaluate(left)
+    name = shown.root.locator(".fl-pass .fl-name").first
+    assert name.text_content() == "gemm_epilogue"
+    assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
+
+
 def closed(shown):
     return shown.picture.locator('[role=button][aria-expanded="false"]')
 
@@ -429,3 +440,20 @@ def test_without_scripts_the_picture_and_the_tables_are_there(chromium, report):
     expect(page.locator("#fl-after svg")).to_be_visible()
     expect(page.locator("body")).to_contain_text(re.compile("Declined.*escapes", re.S))
     context.close()
+
+
+@pytest.mark.dear
+def test_a_table_of_errors_breaks_no_type_in_two(tab, tmp_path):
+    params = {"a_layer_of_this_name": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
+    layer = lambda p, x: jax.tree.map(lambda w: w * x, p)  # noqa: E731
+    fl.compare(layer, layer, params, 2.0, samples=2, budget_s=1).save(tmp_path / "errors.html")
+    with tab([]) as page:
+        page.set_viewport_size({"width": 1400, "height": 900})
+        page.goto((tmp_path / "errors.html").as_uri())
+        types = page.locator("td.mono", has_text="float32[")
+        assert types.count() >= 2
+        for lines in types.evaluate_all(
+            "all => all.map(e => { const r = document.createRange(); r.selectNodeContents(e); return r.getClientRects().length; })"
+        ):
+            assert lines == 1
+        assert page.locator(".scroll").evaluate_all("all => all.every(e => e.scrollWidth <= e.clientWidth)")

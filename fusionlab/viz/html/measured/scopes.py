@@ -58,7 +58,7 @@ def _name(row: ScopeTime) -> Html:
 
 
 def _share(share: float) -> Html:
-    return Html(f'{share:.1%}<span class="fl-share" style="--share:{share:.4f}"></span>')
+    return Html(f'{100 * share:.1f} %<span class="fl-share" style="--share:{share:.4f}"></span>')
 
 
 def _whole(times: ScopeTimes) -> list[object]:
