@@ -124,7 +124,9 @@ def test_a_file_that_is_something_else_is_refused(text, tmp_path):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ArgumentError, match=r"x\.json"):
         fl.load(path)
-    with pytest.raises(ArgumentError, match="not a readable JSON"):
+    with pytest.raises(
+        ArgumentError, match=r"there is no file '.*missing\.json'; needed a \.json file that save\(\) wrote"
+    ):
         fl.load(tmp_path / "missing.json")
 
 

@@ -101,10 +101,12 @@ class Filtered:
             for path, leaf in jax.tree_util.tree_flatten_with_path(arg, is_leaf=is_object)[0]
             if leaf is x
         )
+        method = getattr(self._fn, "__name__", "")
+        own = f"; for a method, fuse that of the object (model.{method})" if hasattr(type(x), method) else ""
         return MayChange(
             f"{path}: got a {type(x).__name__}, which is neither an array nor a pytree and whose attributes may change from call to "
             f"call; needed a pytree (jax.tree_util.register_dataclass), a value compared by its contents (a frozen dataclass), "
-            f"or static_argnames, which holds it fixed"
+            f"or static_argnames, which holds it fixed{own}"
         )
 
 

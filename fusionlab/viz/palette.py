@@ -28,7 +28,7 @@ _HUES = {
     "purple": ("#cc79a7", "#cc79a7"),
 }
 _HUE_OF = {card.op.name: card.hue for card in CARDS}
-_SPARE = ("#44aa99", "#882255", "#999933", "#aa4499", "#117733", "#6699cc")
+_SPARE = ("#44aa99", "#b3507a", "#999933", "#b65cae", "#8578dd", "#6699cc")  # lines of them are seen on dark paper too
 
 
 def pass_of_op(primitive: str) -> str | None:

@@ -73,6 +73,63 @@ def shown(opened, keep, report):
     assert all(url.startswith(("file:", "blob:", "data:")) for url in asked), asked
 
 
+NARROW = """() => {
+    const pane = document.querySelector('[data-fl=graph]'), seen = e => e.checkVisibility();
+    const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
+    const meet = (a, b) => a[0] < b[2] - 1 && b[0] < a[2] - 1 && a[1] < b[3] - 1 && b[1] < a[3] - 1;
+    const texts = [...pane.querySelectorAll('text')].filter(seen), marks = [...pane.querySelectorAll('.swatch, .bar-track')].filter(seen);
+    const own = (card, css) => [...card.querySelectorAll(css)].filter(e => e.closest('g.card') === card && seen(e));
+    return {
+        scale: new DOMMatrix(getComputedStyle(pane.querySelector('svg')).transform).a,
+        covered: texts.filter(t => marks.some(m => meet(box(t), box(m)))).map(t => t.textContent),
+        out: [...pane.querySelectorAll('.pill')].flatMap(p => { const [l, , r] = box(p.querySelector('.pill-body'));
+            return [...p.querySelectorAll('text')].filter(seen).filter(t => box(t)[0] < l || box(t)[2] > r).map(t => t.textContent); }),
+        legend: texts.filter(t => t.closest('.legend')).map(t => t.textContent),
+        pills: pane.querySelectorAll('.pill text').length,
+        bare: [...pane.querySelectorAll('g.card')].filter(c => c.querySelector('.swatch') && !own(c, '.swatch').length).map(c => c.id),
+    };
+}"""
+
+
+def mlp(params, x):
+    for i, (w, b) in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = jax.nn.relu(x @ w + b)
+    return x
+
+
+def mlp_step(params, x):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(lambda p: mlp(p, x).sum())(params))
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize(("function", "shrunk"), [(mlp_step, True), (mlp, False)], ids=["three lanes", "one lane"])
+def test_in_a_narrow_window_what_is_drawn_is_whole_and_one_lane_keeps_its_size(function, shrunk, tab, tmp_path):
+    params = [(jnp.ones((8 + i, 9 + i)), jnp.ones(9 + i)) for i in range(3)]
+    fl.find(function, params, jnp.ones((4, 8))).save(tmp_path / "page.html")
+    with tab([]) as page:
+        page.set_viewport_size({"width": 800, "height": 900})
+        page.goto((tmp_path / "page.html").as_uri())
+        expect(Explorer(page).picture).to_be_visible()
+        page.evaluate(AT_REST)
+        seen = page.evaluate(NARROW)
+    assert (seen["scale"] < 0.8) == shrunk
+    assert seen["pills"]
+    assert {"fused", "can be fused", "declined"} <= set(seen["legend"])
+    assert [seen["covered"], seen["out"], seen["bare"]] == [[], [], []]
+
+
+def test_a_long_name_is_cut_at_its_end_alone_and_a_pass_is_named_whole(shown):
+    shown.page.set_viewport_size({"width": 800, "height": 900})
+    crumb = shown.hook("trail").locator("button").first
+    crumb.evaluate("e => { e.textContent = 'a_program_with_a_very_long_name_indeed_and_more' }")
+    left = "e => e.getBoundingClientRect().left"
+    assert crumb.evaluate(left) >= shown.hook("trail").evaluate(left)
+    name = shown.root.locator(".fl-pass .fl-name").first
+    assert name.text_content() == "gemm_epilogue"
+    assert name.evaluate("e => e.scrollWidth <= e.clientWidth")
+
+
 def closed(shown):
     return shown.picture.locator('[role=button][aria-expanded="false"]')
 
@@ -383,3 +440,20 @@ def test_without_scripts_the_picture_and_the_tables_are_there(chromium, report):
     expect(page.locator("#fl-after svg")).to_be_visible()
     expect(page.locator("body")).to_contain_text(re.compile("Declined.*escapes", re.S))
     context.close()
+
+
+@pytest.mark.dear
+def test_a_table_of_errors_breaks_no_type_in_two(tab, tmp_path):
+    params = {"a_layer_of_this_name": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}
+    layer = lambda p, x: jax.tree.map(lambda w: w * x, p)  # noqa: E731
+    fl.compare(layer, layer, params, 2.0, samples=2, budget_s=1).save(tmp_path / "errors.html")
+    with tab([]) as page:
+        page.set_viewport_size({"width": 1400, "height": 900})
+        page.goto((tmp_path / "errors.html").as_uri())
+        types = page.locator("td.mono", has_text="float32[")
+        assert types.count() >= 2
+        for lines in types.evaluate_all(
+            "all => all.map(e => { const r = document.createRange(); r.selectNodeContents(e); return r.getClientRects().length; })"
+        ):
+            assert lines == 1
+        assert page.locator(".scroll").evaluate_all("all => all.every(e => e.scrollWidth <= e.clientWidth)")

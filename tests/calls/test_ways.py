@@ -292,6 +292,21 @@ def test_an_object_that_may_change_is_refused_and_inside_of_a_trace_read_each_ti
         close(jax.jit(lambda x: fused(x, settings))(X), settings.scale * jax.nn.relu(X @ W + B))
 
 
+def test_a_method_without_its_object_is_refused_with_the_way_to_fuse_it():
+    class Model:
+        def __init__(self):
+            self.bias = B
+
+        def step(self, x):
+            return jax.nn.relu(x @ W + self.bias)
+
+    with pytest.raises(
+        ArgumentError, match=r"self: got a Model.*for a method, fuse that of the object \(model\.step\)"
+    ):
+        fl.fuse(Model.step)(Model(), X)
+    close(fl.fuse(Model().step)(X), jax.nn.relu(X @ W + B))
+
+
 def test_zeros_of_either_sign_are_two_programs():
     fused = fl.fuse(lambda x, sign, note: jnp.copysign(1.0, sign) * jax.nn.relu(x @ W + B))
     close(fused(X, 0.0, "n"), -fused(X, -0.0, "n"))

@@ -334,11 +334,11 @@ HEAD = """\
 
 Every object that a public function returns prints as a sentence (`str` and `repr`), is a table in a notebook, and saves itself by
 the suffix of a file: `result.save("x.csv")`. Another suffix is an error that names those it knows. `.json` has all of it, `.csv` the
-rows of its table, `.txt` what it prints, `.html` what a notebook shows. `fusionlab/showing.py` is the one mechanism behind them; texts,
-numbers, enums and JAX's own objects are what they are.
+rows of its table, `.txt` what it prints, `.html` what a notebook shows. `fusionlab/showing.py` does this for all of them. Texts, numbers,
+enums and JAX's own objects are returned as they are.
 
 This page is written by `python -m tests.manners.objects`, and tests/manners/test_objects.py holds it against the package:
-a class that is returned and does not stand here fails there. Texts are those of one small program on a CPU.
+the test fails if a class that is returned is missing here. The texts come from one small program on a CPU.
 
 | object | where it comes from | prints (its first line) | in a notebook | `.save()` writes |
 |---|---|---|---|---|

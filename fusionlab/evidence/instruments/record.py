@@ -195,5 +195,7 @@ def load_json(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ArgumentError(f"path: there is no file {str(path)!r}; needed a .json file that save() wrote") from error
     except (OSError, ValueError, RecursionError) as error:  # ValueError: no text, no JSON, a number of too many digits
         raise ArgumentError(f"path: {path} is not a readable JSON file ({error})") from error

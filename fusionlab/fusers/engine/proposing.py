@@ -171,9 +171,8 @@ def _refused(search: Search, plan: Substitution, facts: _Facts, anchor: Node) ->
 
 
 def _named(backends: Sequence[Backend]) -> str:
-    """The implementations that can run, as arguments of `fuse`."""
-    able = reversed([b.name for b in backends if b.verdict != "unavailable"])
-    return ", ".join(f"implementation={name!r}" for name in able)
+    """The implementations that can run, as an argument of `fuse`."""
+    return f"implementation={' or '.join(repr(b.name) for b in reversed(backends) if b.verdict != 'unavailable')}"
 
 
 def _asked(region: Region) -> str:

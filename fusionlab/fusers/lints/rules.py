@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ...device import Device
-from ...errors import unknown_name
+from ...errors import ArgumentError, unknown_name
 from ...graph.program.graph import Graph
 from ...graph.program.trace import block_of_jaxpr
 from .lint import Lint, Program, Rule
@@ -30,8 +30,11 @@ def rule_names(given: Iterable[str] | str) -> frozenset[str]:
     """The names of rules, of which `given` is one or several.
 
     Raises:
+      ArgumentError: `given` is neither a name nor names.
       UnknownNameError: there is no such rule.
     """
+    if not isinstance(given, Iterable):
+        raise ArgumentError(f"edits: got {given!r}, needed the name of a rule, or several: {RULES[0].name!r}")
     names, known = frozenset((given,) if isinstance(given, str) else given), {rule.name for rule in RULES}
     for name in sorted(names - known, key=str):
         raise unknown_name("edit", name, known)

@@ -119,9 +119,12 @@ class users_code(contextlib.AbstractContextManager):  # noqa: N801 - it is used 
 def _does_not_trace(name: str, error: Exception) -> TraceError:
     """The one error for a function of the user's that raised while JAX traced it."""
     advice = STATIC_ADVICE if _wants_static(error) else f"try jax.jit({name}) on them first."
-    return TraceError(
-        f"{name} does not trace: {error_text(error)} Needed: a function jax.jit accepts with these arguments; {advice}"
-    )
+    if _no_array(error):
+        advice = f"convert arrays of other libraries with jax.numpy.asarray; {advice}"
+    needed = f"a function jax.jit accepts with these arguments; {advice}"
+    if isinstance(error, TypeError) and re.match(rf"(\S+\.)?{re.escape(name)}\(\) (missing|takes|got)\b", str(error)):
+        needed = f"after {name}, the arguments of an ordinary call of it."
+    return TraceError(f"{name} does not trace: {error_text(error)} Needed: {needed}")
 
 
 STATIC_ADVICE = (
@@ -132,9 +135,13 @@ STATIC_ADVICE = (
 
 def _wants_static(error: Exception) -> bool:
     """Whether JAX needed a Python value and got a traced array, or the reverse."""
-    return isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError) or (
-        isinstance(error, TypeError) and "abstract array" in str(error)
-    )
+    traced = jax.errors.ConcretizationTypeError | jax.errors.TracerIntegerConversionError
+    return isinstance(error, traced) or _no_array(error)
+
+
+def _no_array(error: Exception) -> bool:
+    """Whether JAX was given something that it does not take for an array."""
+    return isinstance(error, TypeError) and "abstract array" in str(error)
 
 
 def error_text(error: Exception) -> str:

@@ -5,6 +5,7 @@ const PAN = 60; // pixels that Shift + an arrow key moves the picture by
 const LEGIBLE = 1; // the scale below which a picture is cut off at first rather than shrunk
 const SMALL = 0.7; // what is too wide for the pane is not shrunk below this at first
 const HALF = 0.5; // of the pane, that a framed box fills at most
+const MARGIN = 16; // px of the picture at the right of its last lane
 const LARGEST = 16; // px on screen of the smallest text of a framed box, at most
 const HINTED = 5000; // ms that the hint of the wheel stays
 const SAME = 8; // px that a pane may grow or shrink by without another layout
@@ -48,7 +49,7 @@ function graph(ui) {
   const fit = (whole = true, glide = true) => {
     if (!svg() || !pane.clientWidth) return;
     const margin = read ? 0 : 16; // cards have their own
-    const [across, down] = [(pane.clientWidth - margin) / size.width, (pane.clientHeight - margin) / size.height];
+    const [across, down] = [(pane.clientWidth - margin) / used(), (pane.clientHeight - margin) / size.height];
     place.scale = Math.min(read ? 1 : 1.25, whole ? Math.min(across, down) : Math.max(Math.min(across, down), Math.min(LEGIBLE, across), SMALL));
     const solid = [...boxes].filter(([id]) => !items()[id]?.group || items()[id].closed).map(([, b]) => b); // frames are wide and mostly empty
     const first = solid.reduce((a, b) => (b.y < a.y ? b : a), { x: 0, y: Infinity, w: 0 });
@@ -58,6 +59,11 @@ function graph(ui) {
     place.y = Math.max(margin / 2, (pane.clientHeight - size.height * place.scale) / 2);
     move(glide);
     fitted = { whole, at: at() };
+  };
+  // The width that has something in it: fewer lanes than the picture was laid out for leave its right side empty.
+  const used = () => {
+    const lanes = read ? [...canvas.querySelectorAll(".lane-body")].map((lane) => lane.x.baseVal.value + lane.width.baseVal.value) : [];
+    return lanes.length ? Math.min(size.width, Math.max(...lanes) + MARGIN) : size.width;
   };
   const at = () => `${place.x} ${place.y} ${place.scale}`;
   const measure = () => { // where the boxes are in the picture itself, in its own units
@@ -274,7 +280,7 @@ function graph(ui) {
     zoom(Math.exp(-(e.deltaY || e.deltaX) / 200), e.clientX - box.left, e.clientY - box.top); // Shift turns a wheel sideways
   }, { passive: false });
   const hinted = () => {
-    const larger = size.width * place.scale > pane.clientWidth || size.height * place.scale > pane.clientHeight;
+    const larger = used() * place.scale > pane.clientWidth || size.height * place.scale > pane.clientHeight;
     if (document.flHinted || !larger) return;
     document.flHinted = true; // once in a document
     hint.textContent = `${/Mac/.test(navigator.platform) ? "⌘" : "Ctrl"} + scroll zooms, drag moves`;

@@ -43,7 +43,7 @@ function passes(ui) {
     h("div", { class: "fl-row" },
       box({ "data-fl-toggle": p.name }, p.state, `apply all of ${p.name}`),
       h("span", { class: `fl-swatch ${{ on: "applied", partial: "applied", off: "candidate" }[p.state] || (codes.length ? "declined" : "empty")}`, title: codes.length ? "declined" : STATES[p.state] }),
-      h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name),
+      h("span", { class: "fl-name", title: p.formula ? `${p.name}: ${p.formula}` : p.name }, p.name.split("_").flatMap((part, k) => (k ? ["_", h("wbr"), part] : part))),
       h("span", { class: "fl-count", title: codes.length ? "none of these can be fused" : "fused, of the sites that can be" }, p.sites || codes.length ? `${p.applied}/${p.sites || codes.length}` : "–")),
     codes.length > 0 && h("div", { class: "fl-formula", "data-key": "why" }, `declined: ${[...new Set(codes)].join(", ")}`),
     p.sites > 0 && p.formula && h("div", { class: "fl-formula", title: p.formula }, p.formula),

@@ -5,7 +5,6 @@
 const LEAST = 9; // px on screen
 const TIGHT = 1.15; // from line to line, in sizes of the text
 const INSET = 6; // px on screen between a card's side and its text
-const DESCENT = 0.21; // below the line that letters stand on, in sizes of the text
 const DOTS = 1; // length of "…", in sizes of the text
 
 const sizeOf = (text) => parseFloat(getComputedStyle(text).fontSize) || 10;
@@ -22,7 +21,7 @@ function readPicture(svg, width) {
   };
   // A chip's ground goes where its text goes.
   const read = (element) => ({ element, whole: element.closest(".chip") || element, box: place(element), size: sizeOf(element), anchor: getComputedStyle(element).textAnchor,
-    length: Number(element.getAttribute("textLength")), line: Number(element.dataset.line), own: [...element.childNodes].map((child) => child.cloneNode(true)), said: element.textContent, cut: false, steps: null });
+    base: element.getNumberOfChars() ? element.getStartPositionOfChar(0).y : place(element).bottom, length: Number(element.getAttribute("textLength")), line: Number(element.dataset.line), own: [...element.childNodes].map((child) => child.cloneNode(true)), said: element.textContent, cut: false, steps: null, pill: element.closest(".pill")?.querySelector(".pill-body") });
   const inside = (card, css) => [...card.querySelectorAll(css)].filter((element) => element.closest("g.card") === card);
   const told = cards.map((card) => {
     const body = place(inside(card, ".card-body")[0] || card.querySelector(".card-body"));
@@ -32,8 +31,8 @@ function readPicture(svg, width) {
       marks: inside(card, "[data-line]:not(text, g)").filter((mark) => !mark.closest("g[data-line]")).map((element) => ({ whole: element, box: place(element), line: Number(element.dataset.line) })) };
   });
   const ours = new Set(told.flatMap((card) => card.texts.map((text) => text.element)));
-  const loose = [...svg.querySelectorAll("text")].filter((text) => !ours.has(text) && !text.closest("g.card g[data-line]")).map(read);
-  return { cards: told, loose, plain: true, sizes: new Map([...told.flatMap((card) => card.texts), ...loose].map((text) => [text.element, text.size])) };
+  const loose = [...svg.querySelectorAll("text")].filter((text) => !ours.has(text) && !text.closest("g.card g[data-line], g.legend")).map(read);
+  return { cards: told, loose, legend: svg.querySelector("g.legend"), plain: true, sizes: new Map([...told.flatMap((card) => card.texts), ...loose].map((text) => [text.element, text.size])) };
 }
 
 // Draws what can be read at this scale. `read` is what readPicture gave.
@@ -48,6 +47,7 @@ function drawReadable(read, scale) {
     whole(card);
     if (shrunk(card)) shrink(card, scale);
   }
+  if (read.legend) grow(read.legend, scale);
   const bodies = read.cards.map((card) => card.body), placed = [];
   for (const text of read.loose) {
     natural(text);
@@ -57,9 +57,17 @@ function drawReadable(read, scale) {
     else {
       sized(text, scale);
       text.whole.style.translate = `0 ${box.by}px`;
+      if (text.pill) text.pill.style.transform = `scaleX(${(box.right - box.left) / (text.box.right - text.box.left)})`;
       placed.push(box);
     }
   }
+}
+
+// The legend grows as a whole, from its lower left corner: its words stay beside their swatches. The note at its right end makes room.
+function grow(legend, scale) {
+  const by = LEAST / (sizeOf(legend.querySelector("text")) * scale);
+  legend.style.transform = by > 1 ? `scale(${by})` : "";
+  for (const note of legend.querySelectorAll('[text-anchor="end"]')) note.style.display = by > 1 ? "none" : "";
 }
 
 const hide = (item) => { item.whole.style.display = "none"; };
@@ -74,6 +82,7 @@ const natural = (text) => {
   if (text.length) text.element.setAttribute("textLength", text.length);
   text.element.style.removeProperty("font-size");
   back(text);
+  text.pill?.style.removeProperty("transform");
   if (text.cut) text.element.replaceChildren(...text.own.map((child) => child.cloneNode(true)));
   text.cut = false;
 };
@@ -83,20 +92,20 @@ const whole = (card) => {
 };
 
 // Where a text is once it has its least size: it grows away from where it is anchored, and stays in the middle of its line if moved `by`.
-function grown({ box, size, anchor }, scale) {
+function grown({ box, size, anchor, base }, scale) {
   const by = Math.max(1, LEAST / (size * scale)), wide = (box.right - box.left) * by, high = (box.bottom - box.top) * by;
   const left = anchor === "end" ? box.right - wide : anchor === "middle" ? (box.left + box.right - wide) / 2 : box.left;
-  const middle = (box.top + box.bottom) / 2, base = box.bottom - DESCENT * size;
+  const middle = (box.top + box.bottom) / 2;
   return { left, right: left + wide, top: middle - high / 2, bottom: middle + high / 2, by: middle - base - (middle - base) * by };
 }
 
-// As many rows of text as stand apart in their own places, those with the highest numbers dropped first, of these the lowest. What is a
-// picture of its own in the card, a group with a line, goes first.
+// The rows of text that stand apart in their own places: in order of their numbers, of equal ones from the top, each stays if it has room
+// between those that stay. What is a picture of its own in the card, a group with a line, goes first.
 function shrink(card, scale) {
-  const base = (text) => text.box.bottom - DESCENT * text.size, rows = [];
+  const rows = [];
   for (const text of [...card.texts].sort((a, b) => a.line - b.line || a.box.left - b.box.left)) {
-    let row = rows.find((r) => Math.abs(r.base - base(text)) < 4);
-    if (!row) rows.push((row = { line: text.line, base: base(text), size: 0, texts: [] }));
+    let row = rows.find((r) => Math.abs(r.base - text.base) < 4);
+    if (!row) rows.push((row = { line: text.line, base: text.base, size: 0, texts: [] }));
     row.texts.push(text);
     row.size = Math.max(row.size, sizeAt(text, scale));
   }
@@ -104,9 +113,9 @@ function shrink(card, scale) {
   const all = rows.sort((a, b) => a.line - b.line || a.base - b.base);
   const apart = (some) => [...some].sort((a, b) => a.base - b.base).every((row, k, sorted) => !k || (row.base - sorted[k - 1].base) * scale >= Math.max(row.size, sorted[k - 1].size) * TIGHT);
   const fits = (row) => (row.base - card.body.top) * scale >= row.size && (row.base - card.room) * scale <= 1;
-  let stay = all.length;
-  while (stay > 1 && !(apart(all.slice(0, stay)) && all.slice(0, stay).every(fits))) stay--;
-  const kept = all.slice(0, stay), gone = all.slice(stay);
+  const kept = all.slice(0, 1);
+  for (const row of fits(all[0]) ? all.slice(1) : []) if (fits(row) && apart([...kept, row])) kept.push(row);
+  const gone = all.filter((row) => !kept.includes(row));
   for (const row of kept) layLine(card, row, scale);
   if (kept.length === 1) centre(card, kept[0], scale);
   for (const row of gone) row.texts.forEach(hide);
@@ -132,12 +141,19 @@ function layLine(card, { texts }, scale) {
     const free = box.left >= card.body.left && box.right <= edge + gap && taken.every((other) => box.right + gap / 2 < other.left || other.right + gap / 2 < box.left);
     if (taken.length && !free) {
       hide(text);
+      ownMarks(card, texts, text).forEach(hide);
       continue;
     }
     sized(text, scale);
     if (box.right > edge && !taken.length) cut(text, (edge - box.left) / (sizeAt(text, scale) / scale));
     taken.push({ left: box.left, right: Math.min(box.right, edge) });
   }
+}
+
+// The swatch or bar in front of a text, behind the text before it.
+function ownMarks(card, texts, text) {
+  const after = Math.max(...texts.filter((other) => other.box.right <= text.box.left).map((other) => other.box.right), card.body.left);
+  return card.marks.filter(({ box }) => box.left >= after && box.right <= text.box.left && meet(box, { ...text.box, left: after }));
 }
 
 // Cuts a text with "…" to a length in sizes of the text; what stays keeps its weight.

@@ -136,12 +136,12 @@ def _roofline(findings: Findings | None, device: Device | None, under: Roofline 
         if nodes > _COUNTED_AT_ONCE:
             later = f"Costs are shown for the selection and under the roof; counting all {nodes:,} nodes takes a while."
             return why + quiet(later)
-        return why + _costs(findings)
+        return _costs(findings) + why
     costs = _costs(findings)
     try:
         known = roofline_of(findings, device) if under is None and device is not None else under
     except ArgumentError as error:  # a device whose rates are not known
-        return quiet(f"No roof: {error}") + costs
+        return costs + quiet(f"No roof: {error}")
     assert known is not None
     return _pictures(known) + _predictions(known, len(findings.candidates)) + costs
 
@@ -227,7 +227,8 @@ def _cuda(applied: list[Candidate], findings: Findings | None) -> str:
         inner = kernels_html(op, dtype, sites[0].attrs) if op not in shown else quiet("Its source is above.")
         shown.add(op)
         parts.append(section(title, inner))
-    return "".join(parts) or quiet("No site is fused, so there is no kernel of a fused op.")
+    nothing = quiet("No site is fused, so there is no kernel of a fused op.") if findings is not None else ""
+    return "".join(parts) or nothing
 
 
 def _diff(findings: Findings | None, after: Graph | None, enabled: Collection[str] | None) -> str:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
-from fusionlab.errors import UnknownNameError
+from fusionlab.errors import ArgumentError, UnknownNameError
 from fusionlab.graph.jax_compat import child_jaxprs, split_closed
 from fusionlab.graph.settings import as_function
 from fusionlab.showing import Records
@@ -65,6 +65,8 @@ def test_fuse_makes_the_edit_that_it_is_asked_for():
 def test_an_edit_that_there_is_not_or_that_changes_nothing():
     with pytest.raises(UnknownNameError, match=r"unknown edit 'stacked'; valid: stacked_scan"):
         fl.fuse(loss, edits=["stacked"])
+    with pytest.raises(ArgumentError, match="edits: got True, needed the name of a rule"):
+        fl.fuse(loss, edits=True)
     (note,) = fl.fuse(loss, edits="stacked_scan").findings(W, X).notes
     assert note.startswith("no edit was made")
 

@@ -404,6 +404,19 @@ def test_a_train_step_of_a_scanned_model_with_tied_embeddings_and_an_accuracy():
         np.testing.assert_allclose(b, a, rtol=2e-3, atol=2e-5)
 
 
+def test_rows_cut_off_the_logits_are_declined_with_the_edit_and_the_edit_helps():
+    x, w, y = jnp.ones((4, 256, 64)), jnp.ones((64, 1000)), jnp.ones((4, 256), int)
+    cut = {
+        "logits": lambda x, w, y: integer_labels((x @ w)[:, :-1], y[:, 1:]).mean(),
+        "rows": lambda x, w, y: integer_labels(x[:, :-1] @ w, y[:, 1:]).mean(),
+    }
+    found = {name: fl.find(loss, x, w, y, passes=NAME, device="cpu") for name, loss in cut.items()}
+    (reason,) = found["logits"].rejections
+    assert reason.code == "uncertified"
+    assert "x[:, :-1] @ w" in reason.edit
+    assert len(found["rows"].candidates) == 1
+
+
 def accumulated(x, w, labels, remat):
     """The loss of parts of a batch, one after the other."""
     part = lambda a, y: integer_labels(a @ w, y).sum()  # noqa: E731

@@ -332,6 +332,20 @@ def test_a_function_that_does_not_trace_gives_one_error_with_the_cause():
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_call_without_its_arguments_or_with_what_is_no_array_is_told_what_to_pass():
+    def two(x, y):
+        return x @ y
+
+    class Tensor:
+        """Of another library."""
+
+        shape, dtype = W.shape, "other.float32"
+
+    for args, needed in (((X,), "after two, the arguments of an ordinary call"), ((X, Tensor()), "jax.numpy.asarray")):
+        with pytest.raises(TraceError, match=f"two does not trace: TypeError: .* Needed: .*{needed}"):
+            trace(two, *args)
+
+
 def test_a_python_branch_on_a_value_is_a_trace_error_with_jaxs_hint_and_the_users_line():
     def branch(x):
         return x if x.sum() > 0 else -x  # the branch

@@ -371,6 +371,12 @@ def over(colour, paper, share):
 
 
 @pytest.mark.parametrize("name", sorted(palette._HUE_OF))
+def test_borders_of_a_pass_are_seen_on_dark_cards(name):
+    _, dark, *_ = themes()
+    assert contrast(palette.colour_of(name), dark["box"]) >= 3
+
+
+@pytest.mark.parametrize("name", sorted(palette._HUE_OF))
 def test_labels_stand_out_from_a_pass_tint(name):
     light, dark, *_ = themes()
     for colours in (light, dark):

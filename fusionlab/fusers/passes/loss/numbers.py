@@ -21,6 +21,7 @@ from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.declined import Declined
 from ....graph.interpret.evaluate import CannotEvaluate, evaluate
+from ....graph.matching.region import Region
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.in_shard_map import make_jaxpr
 from ....graph.program.ir import Value
@@ -195,7 +196,14 @@ def _evaluated(
     try:
         return at_sizes(attempt, avals, region.positions)
     except CannotEvaluate as error:
-        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
+        raise unevaluated(region, error) from error
+
+
+def unevaluated(region: Region, error: CannotEvaluate) -> Declined:
+    """Why a region is declined that cannot be evaluated; rows that are cut off the logits may be cut off before the head."""
+    cuts = (n.inputs[0].aval.shape[:-1] != n.outputs[0].aval.shape[:-1] for n in region.nodes if n.primitive == "slice")
+    edit = "cut rows off before the head: x[:, :-1] @ w, in place of (x @ w)[:, :-1]" if any(cuts) else ""
+    return Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified", edit=edit)
 
 
 def _often_largest(labels: np.ndarray, logits: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from ....kernels import plain_meaning_of
 from ....kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE
 from ...engine.base import Substitution
 from .heads import Head
+from .numbers import unevaluated
 from .rows import Cut
 
 ODD = "treats labels outside of the vocabulary in a way that the fused op does not have"
@@ -115,7 +116,7 @@ def treatment(
         promised = _PROMISED if found is None and _promises(region, head) else None
         return found or (promised if promised is not None and alike(promised, odd, values=True) else None)
     except CannotEvaluate as error:
-        raise Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified") from error
+        raise unevaluated(region, error) from error
 
 
 def _with_cotangent(closed: Any, avals: Sequence[Any], out: Any) -> Any:

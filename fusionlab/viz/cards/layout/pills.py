@@ -59,8 +59,9 @@ def placed_pill(group: PillGroup, centre: float, y: float, left: float, right: f
     rect = Rect(x, y, wide, PILL)
     marks, at = [], x + _PAD
     for text in texts:
-        marks.append(Text(at, y + 14.7, text, kind="pill-text"))
-        at += text_width(text, 10) + _APART
+        wide = text_width(text, 10)
+        marks.append(Text(at + wide / 2, y + 14.7, text, kind="pill-text", anchor="middle"))
+        at += wide + _APART
     return Pill(group.id, group.ids, group.cards[0].kind, rect, tuple(marks), group.lane, ", ".join(typed))
 
 

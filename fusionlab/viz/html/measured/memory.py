@@ -88,7 +88,7 @@ def _buffers(peak: PeakBuffers, names: _Names) -> str:
 
 
 def _buffer(buffer: PeakBuffer, peak: PeakBuffers, names: _Names) -> list[Any]:
-    share = f"{buffer.bytes / peak.total:.1%}" if buffer.kind != "constant" and peak.total else ""
+    share = f"{100 * buffer.bytes / peak.total:.1f} %" if buffer.kind != "constant" and peak.total else ""
     holds = names.holds(buffer, peak.name == "before")
     return [
         _size(buffer.bytes),

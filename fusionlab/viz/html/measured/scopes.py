@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fusionlab.evidence.instruments.timing import seconds
 from fusionlab.evidence.scopes.scope_times import ScopeTime, ScopeTimes
+from fusionlab.showing import plural
 
 from ...markup import Html, folded, quiet, table, text
 
@@ -32,7 +33,10 @@ def scopes_html(times: ScopeTimes | None, can_fuse: bool = False) -> str:
     backward = ["backward"] if times.has_backward else []
     heads = ["scope", "total", *(["with sites fused"] if fused else []), "itself", *backward, "share of the run"]
     numeric = tuple(range(1, len(heads) - 1))
-    rest = folded(f"{len(small)} more of less than {_LEAST:.0%} each", table(heads, _rows(times, small), numeric))
+    rest = folded(
+        f"{len(small)} more {plural('row', len(small))} of less than {100 * _LEAST:.0f} %",
+        table(heads, _rows(times, small), numeric),
+    )
     button = _BUTTON if can_fuse and not fused else ""
     shown = table(heads, [*_rows(times, large), _whole(times)], numeric) + rest
     return button + shown + quiet(f"{times.how[0].upper()}{times.how[1:]}. {_DIVIDED}")
@@ -58,7 +62,7 @@ def _name(row: ScopeTime) -> Html:
 
 
 def _share(share: float) -> Html:
-    return Html(f'{share:.1%}<span class="fl-share" style="--share:{share:.4f}"></span>')
+    return Html(f'{100 * share:.1f} %<span class="fl-share" style="--share:{share:.4f}"></span>')
 
 
 def _whole(times: ScopeTimes) -> list[object]:
