@@ -57,12 +57,32 @@ def rebuild(template: Any, constvars: list, invars: list, outvars: list, eqns: l
         names_known if names_known is not None and len(names_known) == count else None for names_known, count in names
     )
     debug_info = base.debug_info._replace(arg_names=arguments, result_paths=results)
-    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, base.effects, debug_info, base.is_high)
+    effects = effects_inside(base.effects, [*constvars, *invars], eqns)
+    new = jex_core.Jaxpr(constvars, invars, outvars, eqns, effects, debug_info, base.is_high)
     if not hasattr(template, "consts"):  # an open jaxpr of jax 0.10
         if constvars:
             raise AssertionError("an open jaxpr cannot carry constants")
         return new
     return jex_core.ClosedJaxpr(new, consts)
+
+
+def _of_variable(effect: Any) -> bool:
+    """Whether an effect is one on a mutable array, named by its variable; before it was, by its position."""
+    return isinstance(getattr(effect, "input", None), jex_core.Var)
+
+
+def effects_inside(effects: Iterable[Any], binders: Iterable[Any], eqns: Iterable[Any]) -> set[Any]:
+    """The effects of a jaxpr with these inputs and equations, in place of one with those effects."""
+    given = set(binders)
+    found = (e for eqn in eqns for e in eqn.effects if _of_variable(e) and e.input in given)
+    return {e for e in effects if not _of_variable(e)} | set(found)
+
+
+def on_inputs(eqn: Any, invars: Sequence[Any]) -> Any:
+    """The equation with other inputs, which its effects on mutable arrays are then on."""
+    now = {v: new for v, new in zip(eqn.invars, invars, strict=False) if isinstance(v, jex_core.Var)}
+    effects = {e.replace(now.get(e.input, e.input)) if _of_variable(e) else e for e in eqn.effects}
+    return eqn.replace(invars=list(invars), effects=effects)
 
 
 def _is_program(x: Any) -> bool:

@@ -288,3 +288,27 @@ def test_rows_and_features_of_one_size_do_not_confuse_a_row_bias():
     assert activations(turned) == ["none"]
     sides = agree(lambda x, w, v: (x.T @ w.T + v) @ w + v[None], x, w, v, factor=2)
     assert activations(sides) == ["none", "none"]
+
+
+# -- mutable arrays ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.dear
+def test_reads_and_writes_of_a_mutable_array_keep_their_order():
+    """In a loop and around it, between two sites that it feeds."""
+
+    def fn(x, w, b):
+        kept = jax.new_ref(x)
+
+        @jax.jit
+        def layer(carry, _):
+            h = RELU(kept[...] @ w + b)
+            kept[...] *= 2
+            return carry + h, None
+
+        h, _ = lax.scan(layer, jnp.zeros((6, 10)), None, length=2)
+        return h + jnp.tanh(kept[...] @ w + b), kept[...]
+
+    found = fl.find(fn, *ARGS)
+    assert sorted(activations(found)) == ["relu", "tanh"]
+    close(fl.fuse(fn)(*ARGS), jax.jit(fn)(*ARGS), 4.0)

@@ -29,10 +29,11 @@ from fusionlab.kernels.sources import sources
 from tests.caches import cached_file
 
 SHIM = Path(__file__).parent / "cuda_shim"
-# -fsanitize=alignment: what a GPU cannot read at an odd address ends the process here too.
+# -fsanitize=alignment: what a GPU cannot read at an odd address ends the process here too. -fno-gnu-unique: or all libraries of a process
+# would have the `__shared__` arrays of inline functions in common, in the size that the first of them has.
 FLAGS = (
     *("-std=c++20", "-Og", "-fPIC", "-fno-strict-aliasing", "-fsanitize=alignment", "-fno-sanitize-recover"),
-    *("-Wno-unknown-pragmas", f"-I{SHIM}"),
+    *("-fno-gnu-unique", "-Wno-unknown-pragmas", f"-I{SHIM}"),
 )
 
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ..jax_compat import split_closed, variables_in, varying_axes
+from ..jax_compat import on_inputs, split_closed, variables_in, varying_axes
 from .explicit_axes import placeless, sharding_in_type
 from .in_shard_map import make_jaxpr
 from .ir import Atom, Block, Literal, Node, Value, values_in
@@ -55,7 +55,7 @@ def copied(node: Node, env: Env) -> Any:
     """The node's own equation on the variables of `env`, which gets new ones for its results."""
     invars = [atom_in(env, a) for a in node.inputs]
     outvars = _bound(node.outputs, env)
-    return node.eqn.replace(invars=invars, outvars=outvars, source_info=source_info(node))
+    return on_inputs(node.eqn, invars).replace(outvars=outvars, source_info=source_info(node))
 
 
 def _bound(values: Sequence[Value], env: Env) -> list:
@@ -179,7 +179,7 @@ def inlined(closed: Any, atoms: Sequence[Any], info: Any, extra: Constants | Non
         outvars = [jex_core.Var(v.aval) for v in eqn.outvars]
         invars = list(map(read, eqn.invars))
         inner.update(zip(eqn.outvars, outvars, strict=True))
-        eqns.append(eqn.replace(invars=invars, outvars=outvars, source_info=info))
+        eqns.append(on_inputs(eqn, invars).replace(outvars=outvars, source_info=info))
     return eqns, [v if isinstance(v, jex_core.Literal) else inner[v] for v in jaxpr.outvars]
 
 

@@ -99,6 +99,15 @@ def test_rows_of_every_size(name):
 
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
+def test_blocks_of_several_sizes_in_one_process():
+    for threads, size in ((32, 301), (256, 2040)):
+        units = -(-size // (4 * threads))
+        case = Case(3, size, options={"label_smoothing": 0.1}, tile=PartTile(threads, 1, units, 0, units))
+        check(case, operands(case), H200)
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("emulator")
 @pytest.mark.parametrize("name", PADDED)
 def test_entries_that_are_no_logits(name):
     """Labels among the classes, behind them and out of range."""
