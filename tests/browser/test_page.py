@@ -91,6 +91,9 @@ NARROW = """() => {
 }"""
 
 
+LEFT = "e => e.getBoundingClientRect().left"
+
+
 def mlp(params, x):
     for i, (w, b) in enumerate(params):
         with jax.named_scope(f"layer_{i}"):
@@ -113,6 +116,13 @@ def test_in_a_narrow_window_what_is_drawn_is_whole_and_one_lane_keeps_its_size(f
         expect(Explorer(page).picture).to_be_visible()
         page.evaluate(AT_REST)
         seen = page.evaluate(NARROW)
+        if shrunk:
+            page.locator("[data-fl=graph] [aria-expanded=false]").first.dblclick(position={"x": 30, "y": 8})
+            expect(page.locator("[data-fl=graph] [aria-expanded=true]")).to_have_count(1)
+            page.evaluate(AT_REST)
+        assert page.evaluate(NARROW)["covered"] == []
+        trail = page.locator("[data-fl=trail]")
+        assert trail.locator("button[aria-current]").evaluate(LEFT) >= trail.evaluate(LEFT)
     assert (seen["scale"] < 0.8) == shrunk
     assert seen["pills"]
     assert {"fused", "can be fused", "declined"} <= set(seen["legend"])
@@ -123,8 +133,7 @@ def test_a_long_name_is_cut_at_its_end_alone_and_a_pass_is_named_whole(shown):
     shown.page.set_viewport_size({"width": 800, "height": 900})
     crumb = shown.hook("trail").locator("button").first
     crumb.evaluate("e => { e.textContent = 'a_program_with_a_very_long_name_indeed_and_more' }")
-    left = "e => e.getBoundingClientRect().left"
-    assert crumb.evaluate(left) >= shown.hook("trail").evaluate(left)
+    assert crumb.evaluate(LEFT) >= shown.hook("trail").evaluate(LEFT)
     name = shown.root.locator(".fl-pass .fl-name").first
     assert name.text_content() == "gemm_epilogue"
     assert name.evaluate("e => e.scrollWidth <= e.clientWidth")

@@ -146,8 +146,10 @@ function layLine(card, { texts }, scale) {
     }
     sized(text, scale);
     if (box.right > edge && !taken.length) cut(text, (edge - box.left) / (sizeAt(text, scale) / scale));
-    taken.push({ left: box.left, right: Math.min(box.right, edge) });
+    taken.push({ ...box, right: Math.min(box.right, edge) });
   }
+  const covered = card.marks.filter(({ box }) => taken.some((other) => meet(other, box)));
+  for (const mark of card.marks) if (covered.some(({ box }) => Math.hypot(box.left - mark.box.left, box.top - mark.box.top) < 1)) hide(mark); // a bar with its ground
 }
 
 // The swatch or bar in front of a text, behind the text before it.

@@ -113,7 +113,7 @@ def _cost(c: Candidate, costs: Costs) -> str:
     saved = alone.bytes_moved - fused.bytes_moved
     rows = [("node by node", text(alone)), ("as one kernel", text(fused))]
     if saved > 0 and alone.bytes_moved:
-        rows.append(("memory traffic", f"{quantity(saved)}B less ({saved / alone.bytes_moved:.0%})"))
+        rows.append(("memory traffic", f"{quantity(saved)}B less ({100 * saved / alone.bytes_moved:.0f} %)"))
     return facts(rows) + quiet(
         "Counted from the program, each node reading its operands and writing its results; XLA fuses some of it anyway."
     )
