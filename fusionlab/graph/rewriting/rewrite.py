@@ -236,7 +236,8 @@ class _Emitter:
             if index:
                 items = list(params[key])
                 items[int(index.rstrip("]"))] = new
-                params[key] = type(params[key])(items)
+                kind = type(params[key])  # of a linear solve, a named tuple
+                params[key] = kind(*items) if hasattr(kind, "_fields") else kind(items)
             else:
                 params[key] = new
         if params.get("policy") is not None:

@@ -62,6 +62,19 @@ def test_fuse_makes_the_edit_that_it_is_asked_for():
     assert not edited.findings(*args).notes
 
 
+def test_an_edit_in_the_operator_of_a_linear_solve():
+    def solved(w, x):
+        def product(v):
+            return v + jax.vjp(lambda x: jax.lax.scan(layer, x, w)[0], x)[1](v)[0]
+
+        return jax.lax.custom_linear_solve(product, x, solve=lambda of, b: 2 * b - of(b), symmetric=True)
+
+    graph = fl.fuse(solved, edits="stacked_scan", passes=()).findings(W, X).graph
+    unrolls = [n.params["unroll"] for block in graph.blocks() for n in block.nodes if n.primitive == "scan"]
+    assert unrolls
+    assert set(unrolls) == {LAYERS}
+
+
 def test_an_edit_that_there_is_not_or_that_changes_nothing():
     with pytest.raises(UnknownNameError, match=r"unknown edit 'stacked'; valid: stacked_scan"):
         fl.fuse(loss, edits=["stacked"])

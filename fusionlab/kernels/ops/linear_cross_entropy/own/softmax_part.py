@@ -73,7 +73,7 @@ def softmax_part(
     out = None if of_loss is None else jnp.dtype(wanted).name
     if not h.size:
         return _of_none(h, out)
-    columns, dtype, aliases = h.shape[-1], h.dtype.name, {}
+    columns, dtype, aliases = int(h.shape[-1]), h.dtype.name, {}
     size = columns if size is None else size
     plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile, size)
     operands = [h, _in_32_bits(labels, size)]
