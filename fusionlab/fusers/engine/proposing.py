@@ -171,8 +171,8 @@ def _refused(search: Search, plan: Substitution, facts: _Facts, anchor: Node) ->
 
 
 def _named(backends: Sequence[Backend]) -> str:
-    """The implementations that can run, as an argument of `fuse`."""
-    return f"implementation={' or '.join(repr(b.name) for b in reversed(backends) if b.verdict != 'unavailable')}"
+    """The implementations that can run, as arguments of `fuse`."""
+    return " or ".join(f"implementation={b.name!r}" for b in reversed(backends) if b.verdict != "unavailable")
 
 
 def _asked(region: Region) -> str:
