@@ -55,6 +55,7 @@ class ReducedSizes:
         most: tuple[int, int] | None = None,
     ) -> None:
         self.table, self.parts, self.most = dict(table or {}), parts, most
+        self.cut: dict[int, int] = {}  # size -> that of a slice that leaves out a few entries at its ends
 
     def copy(self) -> ReducedSizes:
         return ReducedSizes(self.table, self.parts, self.most)
@@ -64,6 +65,11 @@ class ReducedSizes:
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(self(s) for s in shape)
+
+    def repeats(self, real: int, reduced: int) -> float:
+        """How many entries each stands for in a sum over an axis; of one that is cut as many as in the slice, for the same sum of that."""
+        count = self.cut.get(real, real)
+        return count / (reduced if count == real else self(count))
 
     def learn(self, real: int, reduced: int) -> None:
         if self.table.setdefault(int(real), int(reduced)) != reduced:

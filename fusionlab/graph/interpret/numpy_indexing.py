@@ -1,7 +1,8 @@
 """The primitives whose parameters are positions along an axis, in numpy: slices, concatenations, and updates.
 
 An axis may be reduced to fewer entries (see `evaluate.py`). If it consists of parts of one size, it must be reduced to as many reduced
-parts: 3 x 768 features to 3 x 4, if 768 is reduced to 4. Otherwise `SizesDifferError` gives the size that fits.
+parts: 3 x 768 features to 3 x 4, if 768 is reduced to 4. If a few entries are cut off its ends, as many are cut off the reduced axis: 1024
+positions are reduced to 5, if the 1023 that are left are reduced to 4. Otherwise `SizesDifferError` gives the size that fits.
 Positions without such a meaning raise `CannotEvaluate`.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .numpy_rules import (
+    KEPT_SIZES,
     Array,
     CannotEvaluate,
     NumpyRule,
@@ -41,13 +43,18 @@ def _meets(real: int, reduced: int, wanted: int, split: Sequence[int] = ()) -> N
 def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -> tuple[int, int, int]:
     """(start, stop, step) of a slice of an axis of size `real`, in its reduced axis.
 
-    The slice is all of it, or one of several parts of one size, or every `step`-th entry.
+    The slice is all of it, or all but a few entries at its ends, or one of several parts of one size, or every `step`-th entry.
     """
     if (start, stop, step) == (0, real, 1):
         return 0, reduced, 1
     count = len(range(start, stop, step))
     if reduced == real == run.sizes(real) and run.sizes(count) == count:
         return start, stop, step
+    if step == 1 and real - count <= KEPT_SIZES < count and real not in run.sizes.parts:
+        small = run.sizes(count)
+        _meets(real, reduced, small + real - count, unreduced(run.sizes, (count,)))
+        run.sizes.cut[real] = count
+        return start, start + small, 1
     if (
         count == 0
         or real % count

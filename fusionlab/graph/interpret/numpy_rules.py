@@ -218,15 +218,16 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     return shape
 
 
-def _repeats(eqn: Any, ins: list[Array], axes: Iterable[int]) -> float:
+def _repeats(run: Any, eqn: Any, ins: list[Array], axes: Iterable[int]) -> float:
     """The number of entries of the real array that each entry represents in a sum of the first operand over `axes`."""
     real, reduced = eqn.invars[0].aval.shape, ins[0].shape
-    return math.prod(real[int(a)] / reduced[int(a)] for a in axes if real[int(a)] != reduced[int(a)])
+    sizes = ((int(real[int(a)]), reduced[int(a)]) for a in axes)
+    return math.prod(run.sizes.repeats(n, small) for n, small in sizes if n != small)
 
 
 def _reduce_sum(run: Any, eqn: Any, ins: list[Array]) -> Array:
     axes = tuple(int(a) for a in eqn.params["axes"])
-    total, times = np.asarray(np.sum(ins[0], axis=axes)), _repeats(eqn, ins, axes)
+    total, times = np.asarray(np.sum(ins[0], axis=axes)), _repeats(run, eqn, ins, axes)
     if times == 1:
         return total
     return total * times if is_float(total.dtype) else np.rint(total * times).astype(total.dtype)
@@ -246,7 +247,9 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
             raise SizesDifferError(real, size, other_size if size == run.sizes(real) else size)
     batch = [left[int(i)] for i in lb]
     free = _free(left, lc, lb) + _free(right, rc, rb)
-    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(eqn, ins, lc)
+    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(
+        run, eqn, ins, lc
+    )
 
 
 def _free(letters: Sequence[str], contracted: Sequence[int], batch: Sequence[int]) -> list[str]:
@@ -264,7 +267,7 @@ def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
         letters.setdefault(name, chr(ord("a") + len(letters)))
     left, right = ("".join(letters[x] for x in names) for names in (found.left, found.right))
     out = "".join(letters[x] for x in found.out if x is not None)
-    product = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(eqn, ins, found.contracted)
+    product = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(run, eqn, ins, found.contracted)
     return np.expand_dims(product, tuple(i for i, x in enumerate(found.out) if x is None))
 
 

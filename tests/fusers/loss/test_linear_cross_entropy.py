@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.graph.interpret.evaluate import evaluate
 from fusionlab.viz.html.inspector_sites import backward_html
+from tests.fusers.checks import agree
 
 from ..checks import jit, primitives
 from .spellings import APART, LABELS, MASK, SPELLINGS, E, N, V, W, X, integer_labels, one_hot
@@ -404,17 +407,41 @@ def test_a_train_step_of_a_scanned_model_with_tied_embeddings_and_an_accuracy():
         np.testing.assert_allclose(b, a, rtol=2e-3, atol=2e-5)
 
 
-def test_rows_cut_off_the_logits_are_declined_with_the_edit_and_the_edit_helps():
+def next_token(x, w, y, cut):
+    """The logits of all but the last few tokens predict the next ones, as in Hugging Face's causal models."""
+    return integer_labels((x @ w)[:, :-cut], y[:, cut:]).mean()
+
+
+def test_many_rows_cut_off_the_logits_are_declined_with_the_edit_and_the_edit_helps():
     x, w, y = jnp.ones((4, 256, 64)), jnp.ones((64, 1000)), jnp.ones((4, 256), int)
     cut = {
-        "logits": lambda x, w, y: integer_labels((x @ w)[:, :-1], y[:, 1:]).mean(),
-        "rows": lambda x, w, y: integer_labels(x[:, :-1] @ w, y[:, 1:]).mean(),
+        "logits": functools.partial(next_token, cut=100),
+        "rows": lambda x, w, y: integer_labels(x[:, :-100] @ w, y[:, 100:]).mean(),
     }
     found = {name: fl.find(loss, x, w, y, passes=NAME, device="cpu") for name, loss in cut.items()}
     (reason,) = found["logits"].rejections
     assert reason.code == "uncertified"
     assert "x[:, :-1] @ w" in reason.edit
     assert len(found["rows"].candidates) == 1
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_the_last_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(cut):
+    shapes = jax.ShapeDtypeStruct((8, 1024, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 50304), "bfloat16")
+    args = *shapes, jax.ShapeDtypeStruct((8, 1024), "int32")
+    loss = functools.partial(next_token, cut=cut)
+    assert len(fl.find(loss, *args, passes=NAME, device="h200").candidates) == 1
+    found = fl.find(jax.value_and_grad(loss, (0, 1)), *args, passes=NAME, device="h200")
+    assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
+
+
+@pytest.mark.dear
+def test_the_last_rows_cut_off_the_logits_and_their_gradients():
+    draw = np.random.default_rng(5)
+    x, w = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 40, 8), (8, 33)))
+    loss = functools.partial(next_token, y=jnp.asarray(draw.integers(0, 33, (3, 40))), cut=1)
+    found = agree(jax.value_and_grad(lambda x, w: loss(x, w), (0, 1)), x, w, passes=[NAME], factor=4)
+    assert len(found.candidates) == 1
 
 
 def accumulated(x, w, labels, remat):

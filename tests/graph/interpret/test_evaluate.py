@@ -252,6 +252,20 @@ PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
         {768: 4, 1536: 8},
         lambda x: np.tile(x, (2, 1)),
     ),
+    "an end cut off": (lambda x: x[:, :-1], (5, 768), {768: 5, 767: 4}, lambda x: x[:, :-1]),
+    "both ends cut off": (lambda x: x[:, 1:-2], (5, 768), {768: 8, 765: 5}, lambda x: x[:, 1:-2]),
+    "an end cut off and padded": (
+        lambda x: jnp.pad(x[:, 2:], ((0, 0), (0, 2))),
+        (5, 768),
+        {768: 6, 766: 4},
+        lambda x: np.pad(x[:, 2:], ((0, 0), (0, 2))),
+    ),
+    "sums of an axis that is cut, and of what is left": (
+        lambda x: jnp.stack([x[:, :-1].sum(1), jnp.pad(x[:, :-1], ((0, 0), (0, 1))).sum(1)]),
+        (5, 768),
+        {768: 5, 767: 4},
+        lambda x: np.stack([x[:, :-1].sum(1) * 767 / 4] * 2),
+    ),
     "padded to twice": (
         lambda x: jnp.pad(x, ((0, 0), (0, 768))),
         (5, 768),
@@ -277,6 +291,8 @@ def test_positions_follow_an_axis_that_is_reduced_in_parts(name):
         "parts of two sizes",
         "padded to twice",
         "copied, and one of the copies cut out",
+        "an end cut off",
+        "both ends cut off",
     ],
 )
 def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_would_have_to_be(name):
