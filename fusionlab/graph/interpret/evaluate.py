@@ -67,7 +67,7 @@ class ReducedSizes:
         return tuple(self(s) for s in shape)
 
     def repeats(self, real: int, reduced: int) -> float:
-        """How many entries each stands for in a sum over an axis; of one that is cut as many as in the slice, for the same sum of that."""
+        """How many entries each represents in a sum over an axis; of one that is cut as many as in the slice, for equal sums of both."""
         count = self.cut.get(real, real)
         return count / (reduced if count == real else self(count))
 
