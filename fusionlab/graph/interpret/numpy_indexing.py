@@ -51,10 +51,7 @@ def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -
     if reduced == real == run.sizes(real) and run.sizes(count) == count:
         return start, stop, step
     if step == 1 and real - count <= KEPT_SIZES < count and real not in run.sizes.parts:
-        small = run.sizes(count)
-        _meets(real, reduced, small + real - count, unreduced(run.sizes, (count,)))
-        run.sizes.cut[real] = count
-        return start, start + small, 1
+        return _cut(run, real, reduced, start, count)
     if (
         count == 0
         or real % count
@@ -69,6 +66,18 @@ def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -
     if step == 1:
         return start // count * small, (start // count + 1) * small, 1
     return start, reduced, step
+
+
+def _cut(run: Any, real: int, reduced: int, start: int, count: int) -> tuple[int, int, int]:
+    """(start, stop, step) of a slice that leaves out a few entries at the ends of an axis: as many of the reduced one."""
+    out = real - count
+    if count not in run.sizes.table and real in run.sizes.table:  # no operand has as many
+        _meets(real, reduced, max(reduced, out + 2))
+        run.sizes.learn(count, reduced - out)
+    small = run.sizes(count)
+    _meets(real, reduced, small + out, unreduced(run.sizes, (count,)))
+    run.sizes.cut[real] = count
+    return start, start + small, 1
 
 
 def _slice(run: Any, eqn: Any, ins: list[Array]) -> Array:
